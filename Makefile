@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-unit test-room test-pythons lock docs docs-check clean
+.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,13 @@ test-pythons: ## Run the unit and property tests on every Python of PYTHONS that
 			|| { echo "make test-pythons: no $$python here"; continue; }; \
 		$(MAKE) --no-print-directory VENV=.venv-$$version PYTHON=$$python test-unit || exit 1; \
 	done
+
+test-lowest: ## Run the unit and property tests with the lowest declared version of each dependency
+	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(PYTHON) -m scripts.lowest_versions > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]"
+	.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
 
 lock: setup ## Write the versions of the development environment into constraints.txt
 	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.new && mv constraints.new constraints.txt

@@ -24,8 +24,8 @@ def measure_alone(row: Row, ours: SideCommand) -> list[Line]:
     return [_line(row, variant, kept) for variant, kept in zip(row.variants, rounds, strict=True)]
 
 
-def measure_beside(row: Row, ours: SideCommand, theirs: SideCommand) -> list[Line]:
-    """Measure every variant of ours beside the peer's; raises :class:`SidesDisagree`."""
+def measure_with(row: Row, ours: SideCommand, theirs: SideCommand) -> list[Line]:
+    """Measure every variant of ours next to the peer's; raises :class:`SidesDisagree`."""
     our_rounds: list[list[list[float]]] = [[] for _ in row.variants]
     their_rounds: list[list[list[float]]] = [[] for _ in row.variants]
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """``make bench-herd``: several routers before one fleet, open loop. Do they meet at the same worker?
 
 For each number of routers, with replica sync and without: the busiest worker's load over the mean of all, at
-equal distances in time, beside what one router gets from the same arrivals.
+equal distances in time, next to what one router gets from the same arrivals.
 """
 
 import os
@@ -57,12 +57,12 @@ def run(load: Load, n_routers: int, *, syncs: bool) -> list[Outcome]:
 
 
 def lines_of(load: Load, variant: str, ours: list[Outcome], one: list[Outcome]) -> list[Line]:
-    """Set the outcomes beside those of one router."""
+    """Set the outcomes next to those of one router."""
     lines = []
     for unit, wanted in ((RATIO_UNIT, WANTED_RATIO), ("ms to first token", None)):
         samples = [o.busiest_over_mean if unit == RATIO_UNIT else o.first_tokens_ms for o in ours]
-        beside = [o.busiest_over_mean if unit == RATIO_UNIT else o.first_tokens_ms for o in one]
-        mine, theirs = measured(samples), measured(beside)
+        companion = [o.busiest_over_mean if unit == RATIO_UNIT else o.first_tokens_ms for o in one]
+        mine, theirs = measured(samples), measured(companion)
         ratio = mine.p50 / theirs.p50
         is_synced = "with sync" in variant
         lines.append(

@@ -29,7 +29,7 @@ MODEL = ModelName("bench")
 BLOCK_SIZE = 16
 PREFILL_TOKENS_PER_S = 16_000.0
 TOKEN_GAP_S = 0.010
-"""Between two tokens of one answer that runs alone; each other answer beside it adds to it."""
+"""Between two tokens of one answer that runs alone; each other answer next to it adds to it."""
 
 TOKEN_GAP_EACH_S = 0.0002
 

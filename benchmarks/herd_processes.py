@@ -109,7 +109,7 @@ def _share_clock(cpu_us: Callable[[], float]) -> Callable[[], float]:
 
 
 def table_of(load: Load, shown: dict[Variant, list[Shown]]) -> list[Line]:
-    """Set every variant beside one router, and tell what the machine had to do."""
+    """Set every variant next to one router, and tell what the machine had to do."""
     outcomes = {variant: [each.outcome for each in runs] for variant, runs in shown.items()}
     lines = []
     for variant in VARIANTS[1:]:

@@ -65,7 +65,7 @@ class Loads:
         self._reports: dict[WorkerRank, LoadReport] = {}
 
     def hear(self, report: LoadReport) -> None:
-        """A worker told its load."""
+        """A worker reported its load."""
         self._reports[report.rank] = report
 
     def blocks(self) -> list[float]:

@@ -29,7 +29,7 @@ def markdown_of(result: Result) -> str:
     text = [
         _measured_with(result),
         "",
-        "| row | variant | unit | ours p50 | p99 | beside | theirs p50 | p99 | ratio | wanted |",
+        "| row | variant | unit | ours p50 | p99 | peer | theirs p50 | p99 | ratio | wanted |",
         "|---|---|---|--:|--:|---|--:|--:|--:|--:|",
     ]
     for line in result.lines:
@@ -49,7 +49,7 @@ def markdown_of_runs(results: Sequence[Result]) -> str:
     text = [
         *(f"- {_measured_with(result)}" for result in results),
         "",
-        "| row | variant | unit | ours p50 | beside | theirs p50 | ratio | wanted |",
+        "| row | variant | unit | ours p50 | peer | theirs p50 | ratio | wanted |",
         "|---|---|---|--:|---|--:|--:|--:|",
     ]
     for lines in zip(*(result.lines for result in results), strict=True):

@@ -2,7 +2,7 @@
 
 Worker ranks of another process hold them. A router begins with an empty index: from a snapshot and the stream
 that follows it, from the stream alone, or by asking every worker's local indexer, over NATS and over zmq.
-Each time ends when every feed is live and the index holds every block. Beside each time stands the longest
+Each time ends when every feed is live and the index holds every block. Next to each time stands the longest
 turn of the router's event loop: for so long no request could be answered.
 """
 

@@ -1,7 +1,7 @@
 """``python -m benchmarks.refused_bodies``: how long others wait while a body of 59 MB is refused.
 
 One frontend and one worker, processes of their own; twelve clients stream, and one asks ``/health`` every
-20 ms, while a process beside them sends one body after the other. A wait is the slowest answer of
+20 ms, while a process next to them sends one body after the other. A wait is the slowest answer of
 ``/health``, or the longest time between two tokens of one stream, from the sending of a body until every
 stream went on after its refusal. What the same clients wait for without any body stands in the last row. The
 clients' own event loop has a line: where it stood still, a wait seems longer than it was. Their process
@@ -88,7 +88,7 @@ class Bench:
         await self._refuse(kind)
         return (self._meter.peak_bytes() - before_bytes) / len(the_bodies()[kind].body)
 
-    async def beside(self, kind: str | None) -> Waits:
+    async def companion(self, kind: str | None) -> Waits:
         """What the others wait for while a body of this kind is refused, or while nothing happens."""
         gc.collect()
         async with Bystanders(self._frontend) as others:
@@ -120,10 +120,10 @@ async def measure(note: Callable[[str], None], sender: ProcessPoolExecutor, cloc
             held[kind] = await bench.held_by(kind)
         for number in range(ROUNDS):
             note(f"round {number + 1} of {ROUNDS}: {NO_BODY}")
-            waits[NO_BODY].append([await bench.beside(None) for _ in range(NO_BODY_LOOKS)])
+            waits[NO_BODY].append([await bench.companion(None) for _ in range(NO_BODY_LOOKS)])
             for kind in kinds:
                 note(f"round {number + 1} of {ROUNDS}: {kind}")
-                waits[kind].append([await bench.beside(kind)])
+                waits[kind].append([await bench.companion(kind)])
     lines = []
     for kind, rounds in waits.items():
         for pick, name in enumerate(WAITS):

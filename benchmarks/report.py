@@ -49,14 +49,14 @@ def report(
 
 def print_result(result: Result, console: Console) -> None:
     """Print the lines, and what they were measured with."""
-    beside = any(line.theirs is not None for line in result.lines)
+    companion = any(line.theirs is not None for line in result.lines)
     table = Table(title=f"{result.name}, {result.commit.id}{' (changed)' if result.commit.changed else ''}")
     for heading in ("row", "variant", "unit"):
         table.add_column(heading)
     for heading in ("ours p50", "p99"):
         table.add_column(heading, justify="right")
-    if beside:
-        table.add_column("beside")
+    if companion:
+        table.add_column("with")
         for heading in ("theirs p50", "p99", "ratio", "wanted"):
             table.add_column(heading, justify="right")
     row = ""
@@ -64,7 +64,7 @@ def print_result(result: Result, console: Console) -> None:
         if row not in ("", line.row):
             table.add_section()
         cells = ["" if line.row == row else line.row, line.variant, line.unit, *_figures(line.ours)]
-        table.add_row(*cells, *(_beside(line) if beside else ()))
+        table.add_row(*cells, *(_with(line) if companion else ()))
         row = line.row
     console.print(table)
     machine = result.machine
@@ -75,7 +75,7 @@ def print_result(result: Result, console: Console) -> None:
     console.print(", ".join(f"{name} {version}" for name, version in result.versions.items()))
 
 
-def _beside(line: Line) -> tuple[str, ...]:
+def _with(line: Line) -> tuple[str, ...]:
     if line.peer is None or line.theirs is None or line.ratio is None:
         return ("",) * 5
     ratio, wanted = f"{line.ratio:.3f}", ""

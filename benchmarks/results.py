@@ -45,7 +45,7 @@ class Result(msgspec.Struct, frozen=True):
     machine: Machine
     versions: dict[str, str]
     load_average: tuple[float, float, float]
-    """Of the machine when the run began: above its cores, others were at work beside it."""
+    """Of the machine when the run began: above its cores, others were at work next to it."""
 
     lines: tuple[Line, ...]
 

@@ -9,7 +9,7 @@ FRONT_DOOR = "front door"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way of measuring a row. ``theirs`` names the peer's way when it has one to set beside ours."""
+    """One way of measuring a row. ``theirs`` names the peer's way when it has one to set next to ours."""
 
     ours: str
     theirs: str | None = None
@@ -34,7 +34,7 @@ class Row:
     """Rounds before those, which do not count."""
 
 
-# A list is the form that Dynamo takes fastest, so ours is set beside it whatever form ours has.
+# A list is the form that Dynamo takes fastest, so ours is set next to it whatever form ours has.
 DECIDE = (
     Variant("decide, buffer", "decide, list", 0.1),
     Variant("decide, list", "decide, list"),

@@ -1,4 +1,4 @@
-"""One side of a comparison: a process that measures what it is told to, a round at a time.
+"""One side of a comparison: a process that measures what it is reported to, a round at a time.
 
 Standard library alone, for the peers' side runs it too. Messages are JSON lines over an inherited socket.
 """
@@ -54,7 +54,7 @@ async def serve(benches: Mapping[str, MakeBench], versions: Mapping[str, str]) -
                     case _:
                         raise ValueError(f"not understood: {asked}")
                 reply = {"answer": answer}
-            except Exception:  # noqa: BLE001 - whatever went wrong is told to the runner, which stops
+            except Exception:  # noqa: BLE001 - whatever went wrong is asked to the runner, which stops
                 reply = {"error": traceback.format_exc()}
             lines.write(json.dumps(reply).encode() + b"\n")
             lines.flush()

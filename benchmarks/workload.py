@@ -79,7 +79,7 @@ class DecisionLoad:
     """A fleet of ``n_workers`` with caches and running requests, and prompts to route.
 
     Half of a prompt is one of a few prefixes, of which each worker holds some to some depth; the other half
-    is fresh. ``blocks_held`` other blocks are spread over the workers, so that the index is not empty beside.
+    is fresh. ``blocks_held`` other blocks are spread over the workers, so that the index is not empty.
     """
 
     n_workers: int

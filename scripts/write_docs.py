@@ -85,24 +85,24 @@ models: [{{name: my-model, tokenizer: /models/my-model}}]
 workers: [{{name: a, engine: {{kind: vllm, url: "http://10.0.0.7:8000"}}}}]
 ```
 
-`kvrouter up` opens the front door and runs a worker beside each engine, all in one process.
+`kvrouter up` serves HTTP and runs a worker for each engine, all in one process.
 `examples/fleet-engines.yaml` has two zones of prefill and decode engines. Roles, domains, taints and the
 transfer policy mean what they mean for every worker.
 
 - **What an engine can be asked is asked**: block size, context length, ranks, capacity, event sources. What
   the file says of these is checked.
 - **An engine that contradicts the file** ends the start with exit code 2 and a line that names the engine,
-  the field and the mend: `workers[0].engine.url: http://10.0.0.7:8000: models[0].block_size: the engine's
-  blocks have 16 tokens, not 32: …`. One that answers only later is left out, told in the log
-  (`worker_refused`), and asked again every ten seconds: it may be started anew as it should be.
-- **An engine that is not up yet** holds nobody up: the door is open, `/ready` names the engines that are
+  the field and the fix: `workers[0].engine.url: http://10.0.0.7:8000: models[0].block_size: the engine's
+  blocks have 16 tokens, not 32: …`. One that answers only later is left out, reported in the log
+  (`worker_refused`), and asked again every ten seconds: it may be restarted as it should be.
+- **An engine that is not up yet** holds nobody up: HTTP is served, `/ready` names the engines that are
   awaited, and each joins once it answers. One that comes back as another one, with other ranks or a longer
   context, gets another worker; one that then contradicts the file has none, and is logged as such.
 - **A key** that engines ask for is read from `KVROUTER_ENGINE_API_KEY`, and from nowhere else.
 - Groups of several kinds may share a file, and a model too where all its engines have blocks of one size. A
   model's prefill and decode engines must be of one kind: KV goes between engines that understand each other.
 - With `--replicas` or `--nats` each engine's worker is a process of its own. So it is wherever you run
-  `kvrouter worker vllm --fleet fleet.yaml --group a --index 0`, beside the engine or elsewhere.
+  `kvrouter worker vllm --fleet fleet.yaml --group a --index 0`, on the engine's host or elsewhere.
 """
 
 METRICS_HEAD = f"""# Metrics and log events

@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 """The values of each folder of ``deploy/kustomize``."""
 
 ALONE = {"binding-webhook": "MutatingWebhookConfiguration"}
-"""Folders with objects of one kind, beside what another folder has."""
+"""Folders with objects of one kind, next to what another folder has."""
 
 OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 """Labels that are true of what Helm installs, and of nothing else."""
@@ -128,23 +128,23 @@ def _values() -> Iterator[tuple[str, object, str]]:
     defaults = yaml.safe_load(text)
     path: list[str] = []
     meaning = ""
-    told_at = -1
+    reported_at = -1
     for line in text.splitlines():
-        if told := TOLD.match(line):
-            meaning = told["meaning"]
+        if reported := TOLD.match(line):
+            meaning = reported["meaning"]
         if not (found := VALUE.match(line)):
             continue
         depth = len(found["indent"]) // 2
-        if depth > told_at >= 0:
-            continue  # inside of a value that was told as a whole
-        told_at = -1
+        if depth > reported_at >= 0:
+            continue  # inside of a value that was counted as a whole
+        reported_at = -1
         path[depth:] = [found["key"]]
         default = defaults
         for key in path:
             default = default[key]
         if meaning:
             yield ".".join(path), default, meaning
-            meaning, told_at = "", depth
+            meaning, reported_at = "", depth
         elif not isinstance(default, dict) or not default:
             raise ValueError(f"{'.'.join(path)} of values.yaml needs a comment: # -- what it means")
 

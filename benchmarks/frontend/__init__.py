@@ -1,1 +1,1 @@
-"""What the front door costs: CPU a streamed token and CPU a request, beside gateways that pass bytes on."""
+"""What the front door costs: CPU a streamed token and CPU a request, next to gateways that pass bytes on."""

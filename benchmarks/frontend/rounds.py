@@ -1,4 +1,4 @@
-"""The front door's rows: ours alone, or beside peers, round by round in turn.
+"""The front door's rows: ours alone, or next to peers, round by round in turn.
 
 Each server is a process of its own. Ours and gateways stand before two engines in two more processes, which
 tick alike; a peer whose requests only its own workers understand stands before its own mock engines.
@@ -62,7 +62,7 @@ class PeerFrontend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Who stands beside ours."""
+    """Who stands next to ours."""
 
     gateways: tuple[GatewayCommand, ...] = ()
     frontends: tuple[PeerFrontend, ...] = ()
@@ -77,7 +77,7 @@ NO_PEERS = Peers()
 
 
 def measure_front_door(python: Path, peers: Peers = NO_PEERS) -> list[Line]:
-    """Measure ours, with each peer beside it. Raises ``AnswerFailed`` when a server answers wrongly."""
+    """Measure ours, with each peer next to it. Raises ``AnswerFailed`` when a server answers wrongly."""
     lines: list[Line] = []
     for streams, (tick_s, tokens) in LOADS.items():
         with ExitStack() as stack:
@@ -139,9 +139,9 @@ async def measure_streams(
     middle = await in_turn(servers, measure)
     row = f"{FRONT_DOOR}, {streams} streams"
     return [
-        *lines_beside(row, "CPU a token", "µs", middle, peers.wanted_of),
-        *lines_beside(row, "CPU a token, with its part of the request", "µs", whole, peers.wanted_of),
-        *lines_beside(row, "tokens an event", "tokens", merged),
+        *lines_with(row, "CPU a token", "µs", middle, peers.wanted_of),
+        *lines_with(row, "CPU a token, with its part of the request", "µs", whole, peers.wanted_of),
+        *lines_with(row, "tokens an event", "tokens", merged),
     ]
 
 
@@ -156,7 +156,7 @@ async def measure_requests(servers: Sequence[Server], direct: Server, peers: Pee
     before_alike = [server for server in servers if server.name not in own_engines]
     for words in PROMPTS_WORDS:
         cpu = await in_turn(servers, partial(_request_us, words=words))
-        lines += lines_beside(REQUEST_ROW, f"CPU a request, {words:,} words", "µs", cpu)
+        lines += lines_with(REQUEST_ROW, f"CPU a request, {words:,} words", "µs", cpu)
     for words in PROMPTS_WORDS:
         waits = await in_turn([direct, *before_alike], partial(_first_tokens_us, words=words))
         alone = waits.pop(DIRECT)
@@ -168,7 +168,7 @@ async def measure_requests(servers: Sequence[Server], direct: Server, peers: Pee
             for name, rounds in waits.items()
         }
         lines.append(Line(FIRST_ROW, f"direct, {words:,} words", "µs", measured(alone)))
-        lines += lines_beside(FIRST_ROW, f"added, {words:,} words", "µs", added)
+        lines += lines_with(FIRST_ROW, f"added, {words:,} words", "µs", added)
     return lines
 
 
@@ -200,10 +200,10 @@ def _seed(number: int, words: int) -> int:
     return 1_000_000 * words + 1000 * number
 
 
-def lines_beside(
+def lines_with(
     row: str, variant: str, unit: str, rounds: Rounds, wanted_of: Callable[[str], float] | None = None
 ) -> list[Line]:
-    """Ours beside each other server; ours alone when there is none."""
+    """Ours next to each other server; ours alone when there is none."""
     ours, *others = ((name, measured(each)) for name, each in rounds.items())
     if not others:
         return [Line(row, variant, unit, ours[1])]

@@ -112,7 +112,7 @@ class Deciding:
         return GenerateRequest(RequestId(f"bench-{number}"), MODEL, self._load.prompt(number), SAMPLING)
 
     async def _until(self, is_done: Callable[[], bool]) -> None:
-        """Wait while the index works through what it was told, a few blocks in each turn of the loop."""
+        """Wait while the index works through what it was reported, a few blocks in each turn of the loop."""
         async with asyncio.timeout(SETTLED_WITHIN_S):
             while not is_done():  # noqa: ASYNC110 - nothing tells when the index has caught up
                 await asyncio.sleep(0.01)

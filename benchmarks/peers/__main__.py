@@ -1,4 +1,4 @@
-"""``make bench-peers``: our figures beside the peers', in one run."""
+"""``make bench-peers``: our figures next to the peers', in one run."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.comparison import measure_beside
+from benchmarks.comparison import measure_with
 from benchmarks.frontend.rounds import Peers, measure_front_door
 from benchmarks.peers.dynamo.frontend import DynamoFrontend
 from benchmarks.peers.environment import ensure_environment, gateway_commands, gateway_versions
@@ -30,7 +30,7 @@ def main(only: str | None) -> None:
     load_average = os.getloadavg()
     with Side(OURS) as our_side, Side(theirs) as their_side:
         versions = {**our_side.versions(), **their_side.versions(), **gateway_versions(python)}
-    lines = measure_rows(chosen.rows, lambda row: measure_beside(row, OURS, theirs), console)
+    lines = measure_rows(chosen.rows, lambda row: measure_with(row, OURS, theirs), console)
     if chosen.front_door:
         with console.status(FRONT_DOOR):
             lines += measure_front_door(OURS.python, peers)

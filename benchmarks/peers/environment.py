@@ -1,4 +1,4 @@
-"""The peers' environment: made once, and made anew when its requirements change."""
+"""The peers' environment: made once, and made again when its requirements change."""
 
 import json
 import subprocess

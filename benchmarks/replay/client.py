@@ -1,6 +1,6 @@
 """The replay's client: the real ``openai`` package, one request after the other in each conversation.
 
-Conversations run beside each other (open loop between them); inside one, a turn is sent when it is due, and
+Conversations run next to each other (open loop between them); inside one, a turn is sent when it is due, and
 not before the answer to the turn before it is complete (closed loop).
 """
 

@@ -83,7 +83,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of one fleet beside the answers. ``domain`` is the one that KV transfers keep to."""
+    """What was seen of one fleet next to the answers. ``domain`` is the one that KV transfers keep to."""
 
     duration_s: float
     handoffs: Handoffs

@@ -60,7 +60,7 @@ def write_sample(path: Path, rows: Iterable[SampleRow]) -> None:
 
 
 def find_conversations(rows: Sequence[TraceRow]) -> list[Conversation]:
-    """Every dialogue that can be told apart, in order of its first row; one that stands alone has one turn.
+    """Every dialogue, in order of its first row; a row that continues none has one turn.
 
     A row goes on from the latest earlier row whose full blocks are the longest prefix of its own. What forks
     (two rows go on from one) is left out whole, and so is what cannot be a dialogue because a turn is

@@ -1,4 +1,4 @@
-"""An engine that hangs beside a worker that lives: connections are taken, and nothing is ever answered."""
+"""An engine that hangs next to a worker that lives: connections are taken, and nothing is ever answered."""
 
 import asyncio
 import signal
@@ -18,7 +18,7 @@ SETTINGS = {
 HUNG = 1
 
 
-async def beside(processes: Fleet, engine: EngineProcess, worker_id: int) -> None:
+async def companion(processes: Fleet, engine: EngineProcess, worker_id: int) -> None:
     flags = ("--url", engine.url, "--no-kv-events", "--worker-id", str(worker_id))
     await processes.worker(*flags, "--tokenizer", str(MOCK_FOLDER), engine="vllm")
 
@@ -42,8 +42,8 @@ async def test_an_engine_that_hangs_costs_some_requests_one_deadline_and_is_used
 ) -> None:
     async with engine_process() as hung, engine_process() as well, fleet(SETTINGS) as processes:
         _, _, frontend = await asyncio.gather(
-            beside(processes, hung, HUNG),
-            beside(processes, well, 2),
+            companion(processes, hung, HUNG),
+            companion(processes, well, 2),
             processes.frontend("--model-path", f"tiny={MOCK_FOLDER}"),
         )
         await eventually(partial(frontend.serves, 2))

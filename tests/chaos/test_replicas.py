@@ -46,9 +46,9 @@ async def test_a_late_frontend_counts_what_others_run_and_nothing_of_one_that_di
         late = await processes.frontend()
 
         async def knows_it_all() -> bool:
-            told, heard = await active_blocks(first), await active_blocks(late)
+            reported, heard = await active_blocks(first), await active_blocks(late)
             leases = (await late.metrics()).total("replica_leases")
-            return len(told) == 2 and told == heard and leases == len(clients)
+            return len(reported) == 2 and reported == heard and leases == len(clients)
 
         await eventually(knows_it_all)
         idler = min(found := await active_blocks(late), key=found.__getitem__)

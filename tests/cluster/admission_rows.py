@@ -1,4 +1,4 @@
-"""The rows of the policy page's table of mistakes: what is applied, and what is told."""
+"""The rows of the policy page's table of mistakes: what is applied, and what is reported."""
 
 from typing import Any, NamedTuple
 
@@ -34,16 +34,16 @@ FORGED = component("decode", podTemplate={**ENGINE, "metadata": {"labels": {ZONE
 
 
 class Case(NamedTuple):
-    """What is applied, over ``before`` if it is given; and what is told."""
+    """What is applied, over ``before`` if it is given; and what is reported."""
 
     spec: Fields
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
     before: Fields = {}  # noqa: RUF012 - a default that nobody changes
     name: str = ""
 
 
-def graph(*told: str, **policy: Any) -> Case:
-    return Case({"components": WORKERS, "experimental": {"kvTransferPolicy": policy}}, told)
+def graph(*reported: str, **policy: Any) -> Case:
+    return Case({"components": WORKERS, "experimental": {"kvTransferPolicy": policy}}, reported)
 
 
 def spec(components: list[Fields], **fields: Any) -> Fields:
@@ -196,9 +196,9 @@ WITH_GROVE: dict[str, list[Case]] = {
     "wrong form": [
         Case(
             spec([component("decode", podTemplate=template)]),
-            (f"spec.components[0].podTemplate.spec.containers{told}",),
+            (f"spec.components[0].podTemplate.spec.containers{reported}",),
         )
-        for template, told in (
+        for template, reported in (
             ({}, ": is needed: the container of decode's engine, called main"),
             ({"spec": {"containers": [{"name": "main"}]}}, "[0]: needs an image, or args for kvrouter's own"),
             ({"spec": {"containers": "none"}}, ": must be a list of objects"),

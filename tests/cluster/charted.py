@@ -78,9 +78,9 @@ async def run_job(plane: ControlPlane, namespace: str, job: Mapping[str, Any]) -
     process = await asyncio.create_subprocess_exec(
         *argv, "--kubeconfig", str(account), stdout=asyncio.subprocess.PIPE, env=environ
     )
-    told, _ = await process.communicate()
+    reported, _ = await process.communicate()
     assert process.returncode == 0
-    return told.decode()
+    return reported.decode()
 
 
 def left_over(plane: ControlPlane, namespace: str) -> set[str]:
@@ -103,7 +103,7 @@ def left_over(plane: ControlPlane, namespace: str) -> set[str]:
 def _words(spec: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """The command line of a pod's only container, and its environment."""
     (container,) = spec["containers"]
-    told = {
+    reported = {
         entry["name"]: entry["value"]
         if "value" in entry
         else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
@@ -111,6 +111,6 @@ def _words(spec: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[list[str
     }
     line: list[str] = [*container["command"], *container["args"]]
     assert line[0] == "kvrouter"
-    words = [REFERENCE.sub(lambda found: told[found[1]], word) for word in line[1:]]
+    words = [REFERENCE.sub(lambda found: reported[found[1]], word) for word in line[1:]]
     kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-    return [sys.executable, "-m", "kvrouter.cli", *words], {**kept, **told}
+    return [sys.executable, "-m", "kvrouter.cli", *words], {**kept, **reported}

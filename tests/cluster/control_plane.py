@@ -83,7 +83,7 @@ class Features:
 class ControlPlane:
     """One control plane. Its folder holds its keys, its store, its logs and the clients' kubeconfigs.
 
-    ``flags`` go to the API server, beside its others.
+    ``flags`` go to the API server, next to its others.
     """
 
     def __init__(self, folder: Path, *, flags: Sequence[str] = ()) -> None:
@@ -153,7 +153,7 @@ class ControlPlane:
         return path
 
     def kubectl(self, *arguments: str, stdin: str = "", kubeconfig: Path | None = None) -> str:
-        """What kubectl wrote; with the administrator's rights unless told otherwise.
+        """What kubectl wrote; with the administrator's rights unless stated otherwise.
 
         ``wait`` and ``rollout status`` wait for what is not there yet, too, which kubectl alone does not. But
         a set, as ``pods --all``, is what is there with the first of it: who needs a Deployment's pods waits
@@ -190,7 +190,7 @@ class ControlPlane:
     def deleting(self, *arguments: str) -> Iterator[None]:
         """Run ``kubectl delete ARGUMENTS`` at the end.
 
-        What fails before is what is told, whatever becomes of this.
+        What fails before is what is reported, whatever becomes of this.
         """
         try:
             yield
@@ -220,8 +220,8 @@ class ControlPlane:
         gates = self.kubectl("get", "--raw", "/metrics").splitlines()
 
         def is_on(gate: str) -> bool:
-            told = f'kubernetes_feature_enabled{{name="{gate}",'
-            return any(line.startswith(told) and line.endswith(" 1") for line in gates)
+            reported = f'kubernetes_feature_enabled{{name="{gate}",'
+            return any(line.startswith(reported) and line.endswith(" 1") for line in gates)
 
         return Features(
             mutating_admission_policy='"mutatingadmissionpolicies"' in served

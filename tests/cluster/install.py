@@ -26,7 +26,7 @@ LINKING = f"-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES}"
 
 
 class NoGo(Exception):
-    """There is no Go that can build the servers; the message tells how to mend it."""
+    """There is no Go that can build the servers; the message tells how to fix it."""
 
 
 class NotBuilt(Exception):

@@ -53,7 +53,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """Requests that go on until they are told to stop."""
+    """Requests that go on until they are asked to stop."""
 
     answers: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -145,11 +145,11 @@ class Mission:
         )
         answer = raw.parse()
         assert answer.choices[0].text == expected_text(prompt, ANSWER_TOKENS)
-        told = raw.headers
+        reported = raw.headers
         return Answer(
-            told["x-request-id"],
-            told.get("x-kvrouter-prefill-domain", ""),
-            told["x-kvrouter-decode-domain"],
+            reported["x-request-id"],
+            reported.get("x-kvrouter-prefill-domain", ""),
+            reported["x-kvrouter-decode-domain"],
         )
 
     async def ask_often(self, n: int) -> list[Answer]:
@@ -275,7 +275,7 @@ def _admin(namespace: str) -> dict[str, Any]:
 
 
 def _stranger(namespace: str) -> dict[str, Any]:
-    """A Service that nobody here asks: containers are told of it by variables that begin as ours do."""
+    """A Service that nobody here asks: containers get it by variables that begin as ours do."""
     metadata = {"namespace": namespace, "name": "kvrouter"}
     ports = [{"name": "http", "port": 8000}, {"name": "metrics", "port": 9090}]
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}}

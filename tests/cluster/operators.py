@@ -62,10 +62,10 @@ class Operator:
     @property
     def is_leading(self) -> bool:
         """Whether it wrote last that it leads."""
-        told = [
+        reported = [
             line for line in self.log.splitlines() if "operator_leads" in line or "operator_follows" in line
         ]
-        return bool(told) and "operator_leads" in told[-1]
+        return bool(reported) and "operator_leads" in reported[-1]
 
     async def end(self, *, at_once: bool = False) -> int:
         """End it, in good order unless ``at_once``; answers with its exit code.
@@ -87,7 +87,7 @@ class Operator:
 async def operator(
     plane: ControlPlane, namespace: str, name: str, *more: str, kubeconfig: Path | None = None
 ) -> AsyncIterator[Operator]:
-    """A replica that looks after this namespace, as the administrator unless told otherwise."""
+    """A replica that looks after this namespace, as the administrator unless stated otherwise."""
     log = plane.folder / "logs" / f"operator-{namespace}-{name}.log"
     argv = (
         *("--kubeconfig", str(kubeconfig or plane.admin), "--namespace", namespace, "--image", IMAGE),

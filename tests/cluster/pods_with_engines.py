@@ -152,7 +152,7 @@ class PodsWithEngines:
         return await self.kubectl("get", "pod", name, "--output=jsonpath={.metadata.uid}")
 
     async def events(self, name: str) -> list[tuple[str, str]]:
-        """The reasons and messages of what was told of a pod by kvrouter."""
+        """The reasons and messages of what was reported of a pod by kvrouter."""
         found = json.loads(
             await self.kubectl(
                 "get", "events", "--output=json", f"--field-selector=involvedObject.name={name}"

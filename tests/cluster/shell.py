@@ -101,8 +101,8 @@ class Shell:
         return text
 
     def _reachable(self, command: str) -> str:
-        for told, here in self._doors.items():
-            command = command.replace(told, here)
+        for reported, here in self._doors.items():
+            command = command.replace(reported, here)
         return command
 
     async def _install(self, command: str) -> str:

@@ -105,8 +105,8 @@ async def test_without_an_operator_only_what_it_must_judge_waits_and_the_job_at_
     assert len(plane.read(POLICIES)["items"]) == 3
     plane.apply(*(each for each in manifests if is_hook(each) and each["kind"] not in ("Job", "Pod")))
     (job,) = of_kind(manifests, "Job")
-    told = await run_job(plane, system, job)
-    assert told.startswith("MutatingAdmissionPolicy")
+    reported = await run_job(plane, system, job)
+    assert reported.startswith("MutatingAdmissionPolicy")
     assert plane.read(POLICIES)["items"] == []
     assert plane.read("deployment", "llm-decode", "--namespace", fleets)["status"]["readyReplicas"] == 3
     for each in manifests:

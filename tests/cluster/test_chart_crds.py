@@ -47,7 +47,7 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
         await until(plane, system, "Ready=True")
         await until(plane, system, "DomainBalanced=True")
         before = plane.read("dgd", "llm", "--namespace", system)
-        told = plane.read("kvw", "llm-1", "--namespace", system)["spec"]
+        reported = plane.read("kvw", "llm-1", "--namespace", system)["spec"]
         assert columns(plane, system) == ["NAME", "READY", "AVAILABLE", "DOMAIN", "PREFILL/DECODE", "AGE"]
         assert 'field "mismatchPolicy" does not exist' in explained(plane)
 
@@ -63,7 +63,7 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
         frontend = after["spec"]["components"][0]["kvCacheTransferTopology"]
         assert frontend.pop("mismatchPolicy") == "fail"  # its default, where nobody could say it before
         assert after["spec"] == before["spec"]
-        assert plane.read("kvw", "llm-1", "--namespace", system)["spec"] == told
+        assert plane.read("kvw", "llm-1", "--namespace", system)["spec"] == reported
         assert columns(plane, system) == NEW_COLUMNS
 
         fleet["spec"]["components"][2]["replicas"] = 4
@@ -86,15 +86,15 @@ async def test_definitions_of_kvrouter_that_another_wrote_are_taken_over_as_pref
     old = str(older(tmp_path))
     plane.kubectl("apply", "--server-side", "--field-manager=helm", "--kustomize", old)
     plane.kubectl("annotate", "crd", *NAMES, f"{DEFINITION}-")  # as before there was an annotation
-    code, told = preflight(plane)
-    assert (code, told.count("another project's definition")) == (1, 3)
+    code, reported = preflight(plane)
+    assert (code, reported.count("another project's definition")) == (1, 3)
     plane.kubectl("annotate", "crd", *NAMES, f"{DEFINITION}=0")
-    code, told = preflight(plane)
+    code, reported = preflight(plane)
     assert code == 1
-    assert told.count("its fields are held by helm") == 3
+    assert reported.count("its fields are held by helm") == 3
     with pytest.raises(KubectlError, match=r'conflicts? with "helm"'):
         plane.kubectl(*UPGRADE)
-    (way_out,) = {line.rpartition("take them over once: kubectl ")[2] for line in told.splitlines()}
+    (way_out,) = {line.rpartition("take them over once: kubectl ")[2] for line in reported.splitlines()}
     plane.kubectl(*way_out.replace("deploy/crds", str(CRDS)).split())
 
     async def is_served() -> bool:

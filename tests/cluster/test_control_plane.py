@@ -30,7 +30,7 @@ def test_both_features_for_labels_at_binding_are_on(plane: ControlPlane) -> None
     assert plane.features() == Features(mutating_admission_policy=True, copies_binding_labels=True)
 
 
-def test_a_clean_up_that_fails_is_told_unless_the_test_failed_before(plane: ControlPlane) -> None:
+def test_a_clean_up_that_fails_is_reported_unless_the_test_failed_before(plane: ControlPlane) -> None:
     with pytest.raises(ZeroDivisionError), plane.deleting("node", "absent"):
         raise ZeroDivisionError
     with pytest.raises(KubectlError, match='nodes "absent" not found'), plane.deleting("node", "absent"):
@@ -67,7 +67,7 @@ def test_what_is_not_there_yet_is_waited_for(
         waited.result()
 
 
-def test_what_cannot_be_waited_for_is_told_at_once(plane: ControlPlane, namespace: str) -> None:
+def test_what_cannot_be_waited_for_is_reported_at_once(plane: ControlPlane, namespace: str) -> None:
     with pytest.raises(KubectlError, match="unrecognized condition"):
         plane.kubectl("wait", "--for=nothing", "pods", "--all", "--namespace", namespace)
 
@@ -313,9 +313,9 @@ async def _door(plane: ControlPlane, dns_name: str) -> AsyncIterator[int]:
     async def refuse(request: web.Request) -> web.Response:
         review = await request.json()
         answer = {"uid": review["request"]["uid"], "allowed": False, "status": {"message": "no"}}
-        told = web.json_response({**review, "response": answer})
-        told.force_close()  # nobody waits for the end of TLS when the door is closed
-        return told
+        reported = web.json_response({**review, "response": answer})
+        reported.force_close()  # nobody waits for the end of TLS when the door is closed
+        return reported
 
     certificate, key = plane.authority.for_server(dns_name).write(plane.folder / "keys", dns_name)
     app = web.Application()

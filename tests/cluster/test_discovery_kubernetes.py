@@ -116,18 +116,18 @@ async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
     await store.kubectl("wait", "--for=delete", *store.selected, "--timeout=120s")
 
 
-async def test_a_version_that_is_too_old_for_a_watch_is_told_as_410(
+async def test_a_version_that_is_too_old_for_a_watch_is_reported_as_410(
     store: KubernetesStore, anyone: Account
 ) -> None:
     await store.end().publish(card())
     api = WorkersApi(anyone, fleet=store.fleet, answer_s=60.0)
     try:
-        with pytest.raises(RequestRefused) as told:
+        with pytest.raises(RequestRefused) as reported:
             async with api.watch("1") as stream:
                 await anext(stream)
     finally:
         await api.close()
-    assert told.value.status == 410
+    assert reported.value.status == 410
 
 
 async def test_an_object_that_somebody_deleted_takes_nobody_away_and_is_written_again(
@@ -165,7 +165,7 @@ async def test_an_api_server_that_answers_no_more_freezes_the_fleet(store: Kuber
     await ear.until_heard(card(), False, True)
 
 
-async def test_objects_that_hold_no_card_are_told_once_and_a_worker_takes_its_name_back(
+async def test_objects_that_hold_no_card_are_reported_once_and_a_worker_takes_its_name_back(
     plane: ControlPlane, space: str, store: KubernetesStore
 ) -> None:
     def foreign(name: str, spec: dict[str, object]) -> dict[str, object]:

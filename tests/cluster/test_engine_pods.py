@@ -37,14 +37,14 @@ async def here(plane: ControlPlane, namespace: str, tmp_path: Path) -> AsyncIter
         yield made
 
 
-async def until_told(here: PodsWithEngines, name: str, reason: str) -> str:
+async def until_reported(here: PodsWithEngines, name: str, reason: str) -> str:
     found: list[str] = []
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         found[:] = [message for each, message in await here.events(name) if each == reason]
         return bool(found)
 
-    await eventually(is_told)
+    await eventually(is_reported)
     return found[0]
 
 
@@ -71,7 +71,7 @@ async def test_a_labelled_pod_is_served_while_it_is_ready_and_until_it_is_gone(
     await until_there(frontend, 1)
     assert await there(frontend) == [(worker_id, "both", NEAR, False)]
     assert await completed(frontend)
-    assert await until_told(here, "one", "EngineJoined") == (
+    assert await until_reported(here, "one", "EngineJoined") == (
         f"kvrouter serves tiny here, as worker {worker_id} (both)"
     )
 
@@ -102,10 +102,10 @@ async def test_a_mistake_is_an_event_on_the_pod_and_mending_it_brings_the_engine
     await here.pod("wrong", zone=NEAR, annotations={"role": "cook"})
     await here.pod("other", zone=NEAR, annotations={"block-size": "64"})
     await here.set_ready("wrong", "other")
-    assert await until_told(here, "wrong", "EngineMistaken") == (
+    assert await until_reported(here, "wrong", "EngineMistaken") == (
         "annotation kvrouter.dev/role: must be 'prefill', 'decode' or 'both', not 'cook'"
     )
-    contradicted = await until_told(here, "other", "EngineRefused")
+    contradicted = await until_reported(here, "other", "EngineRefused")
     assert "annotation kvrouter.dev/block-size: the engine's blocks have 32 tokens, not 64" in contradicted
     assert await there(frontend) == []
     await here.kubectl("annotate", "pod", "wrong", "--overwrite", "kvrouter.dev/role=both")

@@ -1,4 +1,4 @@
-"""Whoever has no Go, one too old, or no modules for it, is told what to get."""
+"""Whoever has no Go, one too old, or no modules for it, is notified what to get."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.cluster import install
 @pytest.mark.parametrize(
     ("version", "says"), [(None, "needs Go 1.26"), ("go1.25.9", "is go1.25.9"), ("go1.27rc1", None)]
 )
-def test_go_is_new_enough_or_the_mend_is_told(
+def test_go_is_new_enough_or_the_fix_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, says: str | None
 ) -> None:
     go = tmp_path / "go"
@@ -32,7 +32,7 @@ def test_go_is_new_enough_or_the_mend_is_told(
         ("build", r"\./cmd/etcd could not be built, as told above"),
     ],
 )
-def test_what_go_cannot_do_is_told_in_a_line(
+def test_what_go_cannot_do_is_reported_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, says: str
 ) -> None:
     go = tmp_path / "go"
@@ -52,7 +52,7 @@ def test_what_go_cannot_do_is_told_in_a_line(
     assert not (tmp_path / "cluster" / "built").exists()
 
 
-def test_a_server_that_is_not_built_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_built_is_reported_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(install.VARIABLE, str(tmp_path))
     with pytest.raises(FileNotFoundError, match="make test-cluster"):
         install.server("etcd")

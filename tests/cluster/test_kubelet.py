@@ -38,7 +38,7 @@ def test_a_field_is_the_pods_own(path: str, said: str) -> None:
     assert field(POD, path, "127.1.1.1") == said
 
 
-def test_a_field_that_is_not_played_is_told() -> None:
+def test_a_field_that_is_not_played_is_reported() -> None:
     with pytest.raises(NotPlayedError, match="hostIP"):
         field(POD, "status.hostIP", "127.1.1.1")
 
@@ -117,7 +117,7 @@ async def test_a_pod_waits_for_its_files_fails_is_started_again_and_ends_in_orde
 
 
 @pytest.mark.parametrize("links", [None, True, False])
-async def test_containers_are_told_of_services_unless_their_pod_wants_none_and_of_the_api_server_always(
+async def test_containers_are_reported_of_services_unless_their_pod_wants_none_and_of_the_api_server_always(
     plane: ControlPlane, namespace: str, links: bool | None
 ) -> None:
     ports = [{"name": "http", "port": 8000}]
@@ -145,13 +145,13 @@ async def test_containers_are_told_of_services_unless_their_pod_wants_none_and_o
         environ = dict(line.split("=", 1) for line in pod.containers[0].log.splitlines())
     assert environ["KUBERNETES_SERVICE_PORT_HTTPS"] == environ["KUBERNETES_SERVICE_PORT"]
     assert not [name for name in environ if name.startswith("HEADLESS")]
-    told = {name: value for name, value in environ.items() if name.startswith("KVROUTER_X")}
+    reported = {name: value for name, value in environ.items() if name.startswith("KVROUTER_X")}
     if links is False:
-        assert told == {}
+        assert reported == {}
     else:
-        assert len(told) == 8
-        assert told["KVROUTER_X_PORT"] == told["KVROUTER_X_PORT_8000_TCP"] == f"tcp://{address}:8000"
-        assert without_service_links(environ).keys().isdisjoint(told)
+        assert len(reported) == 8
+        assert reported["KVROUTER_X_PORT"] == reported["KVROUTER_X_PORT_8000_TCP"] == f"tcp://{address}:8000"
+        assert without_service_links(environ).keys().isdisjoint(reported)
     plane.kubectl("delete", f"pod/tells-{namespace}", "--namespace", namespace, "--grace-period=0", "--force")
 
 

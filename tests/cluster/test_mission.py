@@ -91,10 +91,10 @@ async def engines_wait_for_their_files(flight: Mission) -> None:
     cards = (await flight.read("kvw"))["items"]
     owners = [owner["name"] for card in cards for owner in card["metadata"]["ownerReferences"]]
     assert sorted(owners) == sorted(worker.name for worker in workers)
-    for told in await flight.fleet():
-        (worker,) = [each for each in workers if each.address in told["address"]]
-        assert told["domains"]["zone"] == node_zone(worker)
-        assert set(told["domains"]) == set(LEVELS)
+    for reported in await flight.fleet():
+        (worker,) = [each for each in workers if each.address in reported["address"]]
+        assert reported["domains"]["zone"] == node_zone(worker)
+        assert set(reported["domains"]) == set(LEVELS)
         assert [container.starts for container in (*worker.init_containers, *worker.containers)] == [1, 1]
 
 
@@ -111,13 +111,15 @@ async def requests_stay_in_their_zone(flight: Mission) -> None:
     assert set(zones(answers)) == {(zone, zone) for zone in USED}
     page = await flight.metrics()
     handoffs = {
-        (told["prefill_domain"], told["decode_domain"]): n for told, n in page.of("handoffs_total") if n
+        (reported["prefill_domain"], reported["decode_domain"]): n
+        for reported, n in page.of("handoffs_total")
+        if n
     }
     assert set(handoffs) == {(zone, zone) for zone in USED}
     assert sum(handoffs.values()) == len(answers)
     for answer in answers:
-        told = await flight.http.get(f"/v1/decisions/{answer.request_id}")
-        (attempt,) = told.raise_for_status().json()["attempts"]
+        reported = await flight.http.get(f"/v1/decisions/{answer.request_id}")
+        (attempt,) = reported.raise_for_status().json()["attempts"]
         assert (attempt["constraint"]["enforcement"], attempt["cross_domain"]) == ("required", False)
 
 
@@ -125,9 +127,9 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     one, other = USED
     await flight.lose("decode", one)
     await flight.until_is("DomainBalanced=False")
-    told = await flight.condition("DomainBalanced")
-    assert told["reason"] == "DomainWithoutDecode"
-    assert one in told["message"]
+    reported = await flight.condition("DomainBalanced")
+    assert reported["reason"] == "DomainWithoutDecode"
+    assert one in reported["message"]
     row = await flight.kubectl("get", "dgd", NAME, "--no-headers")
     assert f"{one} {PREFILLS}/0, {other} {PREFILLS}/{DECODES}" in row
 
@@ -143,9 +145,9 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     assert (refused["role"], refused["domain"]) == ("decode", "zone")
     assert refused["refusals"] == {"domain_mismatch": DECODES}
     await flight.until_is("Available=False")
-    told = await flight.condition("Available")
-    assert told["reason"] == "NoPairInDomain"
-    assert f"prefill workers are in {one}, and decode workers in {other}" in told["message"]
+    reported = await flight.condition("Available")
+    assert reported["reason"] == "NoPairInDomain"
+    assert f"prefill workers are in {one}, and decode workers in {other}" in reported["message"]
 
     await flight.lose("decode", other)
     await probes_are_asked_again(flight)

@@ -64,7 +64,7 @@ async def test_labels_come_late_and_the_real_init_command_waits_for_them(older_p
 
 
 def gated(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Workers whose pods are bound when they are told to, and that write what they hear of their place."""
+    """Workers whose pods are bound when a test says so, and that write what they hear of their place."""
     tells = "printf %s $(cat /etc/dynamo/topology/rack); while :; do sleep 0.1; done"
     engine = {"name": "main", "image": "example.com/engine:1", "command": ["/bin/sh", "-c", tells]}
     for component in manifest["spec"]["components"][1:]:

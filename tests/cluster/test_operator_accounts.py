@@ -64,9 +64,9 @@ def allowed(plane: ControlPlane, namespace: str, account: str, where: str) -> se
 
     def may(verb: str) -> bool:
         try:
-            told = plane.kubectl("auth", "can-i", verb, CARDS, "--as", user, "--namespace", where)
+            reported = plane.kubectl("auth", "can-i", verb, CARDS, "--as", user, "--namespace", where)
         except KubectlError:
             return False
-        return told.strip() == "yes"
+        return reported.strip() == "yes"
 
     return {verb for verb in VERBS if may(verb)}

@@ -21,8 +21,8 @@ from tests.cluster.webhooks import (
     own_certificate,
     trusted,
     until_asked,
+    until_reported,
     until_serving,
-    until_told,
 )
 from tests.support.processes import eventually, free_ports
 
@@ -47,7 +47,7 @@ async def test_a_follower_refuses_what_cannot_be_and_admits_the_rest_with_a_cert
             await until_serving(one)
             authority = trusted(plane, VALIDATING, name)
             async with operator(plane, namespace, "two", *own_certificate(namespace, port + 1)) as two:
-                await until_told(two, "kind=admission")
+                await until_reported(two, "kind=admission")
                 await until_asked(plane, namespace)
                 assert trusted(plane, VALIDATING, name) == authority != ""
                 await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
@@ -87,7 +87,7 @@ async def answers(replica: Operator) -> set[str]:
     return set(re.findall(r'^kvrouter_operator_bindings_total\{answer="(\w+)"\} [1-9]', page, re.MULTILINE))
 
 
-async def test_a_certificate_that_somebody_spoilt_is_made_anew_at_the_next_start(
+async def test_a_certificate_that_somebody_spoilt_is_made_again_at_the_next_start(
     plane: ControlPlane, namespace: str
 ) -> None:
     port = free_ports(1)
@@ -99,6 +99,6 @@ async def test_a_certificate_that_somebody_spoilt_is_made_anew_at_the_next_start
     plane.apply({**secret, "type": "kubernetes.io/tls"})
     with plane.deleting(VALIDATING, name_of(namespace)):
         async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
-            await until_told(one, "kind=admission")
+            await until_reported(one, "kind=admission")
             await until_asked(plane, namespace)
             await asyncio.to_thread(plane.apply, graph(namespace, "llm"))

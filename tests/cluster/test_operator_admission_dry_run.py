@@ -45,7 +45,7 @@ async def apply(plane: ControlPlane, spec: dict[str, Any]) -> list[str]:
     return await asyncio.to_thread(plane.apply, spec)
 
 
-async def test_each_mistake_is_told_to_who_writes_it_and_nothing_is_stored(
+async def test_each_mistake_is_reported_to_who_writes_it_and_nothing_is_stored(
     plane: ControlPlane, namespace: str
 ) -> None:
     good = graph(namespace, "llm")
@@ -69,7 +69,7 @@ async def test_each_mistake_is_told_to_who_writes_it_and_nothing_is_stored(
         assert "deployment_failed" not in replica.log
 
 
-async def test_a_quota_and_a_policy_engine_are_told_and_what_is_stored_may_still_be_scaled(
+async def test_a_quota_and_a_policy_engine_are_reported_and_what_is_stored_may_still_be_scaled(
     plane: ControlPlane, namespace: str
 ) -> None:
     policy, binding = engine_policy(namespace)

@@ -1,4 +1,4 @@
-"""Every row of the page's table of mistakes, with kubectl: what comes back names the field and the mend."""
+"""Every row of the page's table of mistakes, with kubectl: what comes back names the field and the fix."""
 
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -61,7 +61,7 @@ def refused(plane: ControlPlane, namespace: str, case: Case) -> None:
         plane.apply(manifest(namespace, name, case.before))
     with pytest.raises(KubectlError) as error:
         plane.apply(manifest(namespace, name, case.spec))
-    assert [words for words in case.told if words not in error.value.said] == [], error.value.said
+    assert [words for words in case.reported if words not in error.value.said] == [], error.value.said
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,9 @@ async def judged(plane: ControlPlane, **values: Any) -> AsyncIterator[str]:
 
 def test_every_row_of_the_page_is_here() -> None:
     section = PAGE.partition("## What is refused, and how to mend it")[2].partition("\n## ")[0]
-    told = re.findall(r"^\| (?!mistake|---)(.+?) \|", section, re.MULTILINE)
+    reported = re.findall(r"^\| (?!mistake|---)(.+?) \|", section, re.MULTILINE)
     tables = (BY_THE_DEFINITION, WITHOUT_GROVE, UNREAD, WITH_GROVE)
-    assert {row for row in told if not row.startswith("**")} == {row for table in tables for row in table}
+    assert {row for row in reported if not row.startswith("**")} == {row for table in tables for row in table}
 
 
 @pytest.mark.parametrize("case", rows(BY_THE_DEFINITION))
@@ -177,7 +177,7 @@ def test_what_is_odd_is_admitted_and_kubectl_prints_the_warning(
     plane: ControlPlane, namespace: str, case: Case
 ) -> None:
     (warning,) = plane.apply(manifest(namespace, f"row-{next(_numbers)}", case.spec))
-    assert [words for words in case.told if words not in warning] == [], warning
+    assert [words for words in case.reported if words not in warning] == [], warning
 
 
 def test_a_field_that_the_definition_does_not_know_is_refused_by_name(

@@ -114,18 +114,18 @@ async def becomes(plane: ControlPlane, namespace: str, status: str, reason: str)
 
 async def until(flight: Mission, status: str, reason: str) -> None:
     async def is_so() -> bool:
-        told = await flight.condition("Available")
-        return (told["status"], told["reason"]) == (status, reason)
+        reported = await flight.condition("Available")
+        return (reported["status"], reported["reason"]) == (status, reason)
 
     await eventually(is_so)
 
 
 async def until_event(flight: Mission, reason: str, words: str) -> None:
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         events = (await flight.read("events"))["items"]
         return any(event["reason"] == reason and words in event["message"] for event in events)
 
-    await eventually(is_told)
+    await eventually(is_reported)
 
 
 def card(

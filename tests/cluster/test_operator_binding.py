@@ -24,8 +24,8 @@ from tests.cluster.webhooks import (
     on_deployments,
     own_certificate,
     trusted,
+    until_reported,
     until_serving,
-    until_told,
 )
 from tests.support.processes import eventually, free_ports
 
@@ -68,7 +68,7 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
             await until_serving(one)
             follower = operator(plane, namespace, "two", *own_certificate(namespace, port + 1))
             two = await stack.enter_async_context(follower)
-            await until_told(two, "kind=admission")
+            await until_reported(two, "kind=admission")
             assert trusted(plane, "mutatingwebhookconfiguration", f"{name}-binding") == trusted(
                 plane, "validatingwebhookconfiguration", name
             )
@@ -87,7 +87,7 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
 
             wait_for(plane, namespace, "Ready=True")
             late = one.log.count("pod_labelled")
-            await until_anew(plane, namespace)
+            await until_again(plane, namespace)
             wait_for(plane, namespace, "DomainBalanced=True")
             assert one.log.count("pod_labelled") == late
             assert "operator_leads" not in two.log
@@ -121,12 +121,12 @@ async def test_a_webhook_that_does_not_answer_holds_up_no_pod(
 
 def passed_over(plane: ControlPlane) -> float:
     """How often the API server went on without an answer about a Binding."""
-    told = 'apiserver_admission_webhook_fail_open_count{name="bindings.kvrouter.dev"'
+    reported = 'apiserver_admission_webhook_fail_open_count{name="bindings.kvrouter.dev"'
     lines = plane.kubectl("get", "--raw", "/metrics").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(told))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(reported))
 
 
-async def until_anew(plane: ControlPlane, namespace: str) -> None:
+async def until_again(plane: ControlPlane, namespace: str) -> None:
     """Delete the decode workers; return once three others are Ready."""
     where = ("-l", "kvrouter.dev/component=decode", "--namespace", namespace)
     before = {each["metadata"]["uid"] for each in plane.read("pods", *where)["items"]}

@@ -70,6 +70,6 @@ async def clean_up(*arguments: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "POD_NAME": "uninstall"},
     )
-    told, _ = await process.communicate()
+    reported, _ = await process.communicate()
     assert process.returncode == 0
-    return told.decode()
+    return reported.decode()

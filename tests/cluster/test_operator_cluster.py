@@ -92,7 +92,7 @@ async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: KubeCl
         assert [key_of(manifest) for manifest in seen] == [keys[0], keys[1], keys[0], keys[1]]
 
 
-async def test_a_watch_that_was_cut_off_for_too_long_lists_anew(api: ApiClient, namespace: str) -> None:
+async def test_a_watch_that_was_cut_off_for_too_long_lists_again(api: ApiClient, namespace: str) -> None:
     cluster = Forgetful(LoaderConnection(api))
     stays, goes = Key(namespace, "stays"), Key(namespace, "goes")
     for key in (stays, goes):
@@ -113,8 +113,8 @@ async def test_a_watch_that_was_cut_off_for_too_long_lists_anew(api: ApiClient, 
 
 
 async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: KubeClient, namespace: str) -> None:
-    told: list[str] = []
-    first, second = (replica(cluster, namespace, name, told) for name in ("first", "second"))
+    reported: list[str] = []
+    first, second = (replica(cluster, namespace, name, reported) for name in ("first", "second"))
     leading = asyncio.create_task(first.run(forever))
     await until(lambda: first.is_leading)
     following = asyncio.create_task(second.run(forever))
@@ -127,12 +127,12 @@ async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: KubeClient,
     spec = await lease(cluster, namespace)
     assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("second", 1)
     await ended(following)
-    assert told == ["first leads", "second leads"]
+    assert reported == ["first leads", "second leads"]
 
 
 async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: KubeClient, namespace: str) -> None:
-    told: list[str] = []
-    first = replica(cluster, namespace, "first", told)
+    reported: list[str] = []
+    first = replica(cluster, namespace, "first", reported)
     stopped = asyncio.Event()
 
     async def work() -> None:
@@ -147,7 +147,7 @@ async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: KubeClient
     await cluster.merge(LEASES, Key(namespace, "operator"), taken)
     async with asyncio.timeout(WITHIN_S):
         await stopped.wait()
-    await until(lambda: told[1:] == ["first follows: another replica took the lease"])
+    await until(lambda: reported[1:] == ["first follows: another replica took the lease"])
     await until(lambda: first.is_leading)  # the other one never renews it
     await ended(leading)
 
@@ -172,24 +172,24 @@ class Forgetful(KubeClient):
 
 
 class Told:
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, reported: list[str]) -> None:
+        self._reported = reported
 
     def answered(self) -> None:
         pass
 
     def leads(self, identity: str) -> None:
-        self._told.append(f"{identity} leads")
+        self._reported.append(f"{identity} leads")
 
     def follows(self, identity: str, reason: str) -> None:
-        self._told.append(f"{identity} follows: {reason}")
+        self._reported.append(f"{identity} follows: {reason}")
 
     def not_renewed(self, error: ClusterError) -> None:
-        self._told.append(f"not renewed: {error}")
+        self._reported.append(f"not renewed: {error}")
 
 
-def replica(cluster: KubeClient, namespace: str, name: str, told: list[str]) -> Leader:
-    return Leader(cluster, Key(namespace, "operator"), name, times=SOON, listener=Told(told))
+def replica(cluster: KubeClient, namespace: str, name: str, reported: list[str]) -> Leader:
+    return Leader(cluster, Key(namespace, "operator"), name, times=SOON, listener=Told(reported))
 
 
 async def forever() -> None:

@@ -30,13 +30,13 @@ async def test_an_operator_of_one_namespace_says_what_it_cannot_do_without_nodes
             wait(plane, namespace, "zoned", "DomainBalanced")  # Kubernetes copies zones itself
             wait(plane, namespace, "racked", "TopologyResolved=False")
 
-            async def is_told() -> bool:
+            async def is_reported() -> bool:
                 found = plane.read("dgd", "racked", "--namespace", namespace)["status"]["conditions"]
                 messages = {each["type"]: each["message"] for each in found}
-                told = messages["TopologyResolved"]
-                return "The operator cannot read nodes" in told and user in told
+                reported = messages["TopologyResolved"]
+                return "The operator cannot read nodes" in reported and user in reported
 
-            await eventually(is_told)
+            await eventually(is_reported)
             assert plane.read("deployments", "--namespace", other)["items"] == []
             plane.kubectl("delete", "dgd", "llm", "--namespace", other)
         plane.kubectl("delete", "dgd", "zoned", "racked", "--namespace", namespace)

@@ -14,7 +14,7 @@ from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.operators import CRDS, WAIT, Operator, graph, install_crds, operator
 from tests.cluster.preflighted import preflight
-from tests.cluster.webhooks import SERVICE, name_of, on_deployments, own_certificate, until_told
+from tests.cluster.webhooks import SERVICE, name_of, on_deployments, own_certificate, until_reported
 from tests.support.chart import CHART
 from tests.support.processes import eventually, free_ports
 
@@ -62,9 +62,9 @@ async def test_the_definition_foreign_until_the_definition_is_its_own(
     plane.apply(on_deployments(fleets, port))
     with plane.deleting("validatingwebhookconfiguration", name_of(fleets)):
         async with operator(plane, fleets, "one", *own_certificate(fleets, port)) as one:
-            await until_told(one, "definition_foreign")
+            await until_reported(one, "definition_foreign")
             assert "is another project's: it has no annotation kvrouter.dev/definition" in one.log
-            await until_told(one, "ready kind=admission")
+            await until_reported(one, "ready kind=admission")
 
             async def is_let_pass() -> bool:
                 try:
@@ -81,18 +81,18 @@ async def test_the_definition_foreign_until_the_definition_is_its_own(
             there = plane.read("dgd", "theirs", "--namespace", fleets)
             assert "status" not in there
             assert plane.read("events", "--namespace", fleets)["items"] == []
-            code, told = await asyncio.to_thread(preflight, plane)
+            code, reported = await asyncio.to_thread(preflight, plane)
             assert code == 1
-            (line,) = [line for line in told.splitlines() if line.startswith(NAME)]
+            (line,) = [line for line in reported.splitlines() if line.startswith(NAME)]
             assert "another project's definition, written by helm; it serves v1alpha1, v1beta1" in line
             assert "1 objects in 1 namespaces" in line
-            assert "--force-conflicts" not in told
+            assert "--force-conflicts" not in reported
 
             plane.kubectl("delete", "crd", NAME, WAIT)
-            await until_told(one, f"{NAME} is not installed")
+            await until_reported(one, f"{NAME} is not installed")
             install_crds(plane)
             assert (await asyncio.to_thread(preflight, plane))[0] == 0
-            await until_told(one, "definition_own")
+            await until_reported(one, "definition_own")
             plane.apply(graph(fleets, "llm"))
             plane.kubectl("wait", "--for=condition=Ready", "dgd/llm", "--namespace", fleets, WAIT)
 
@@ -112,7 +112,7 @@ async def test_the_definition_foreign_until_the_definition_is_its_own(
             assert await one.end() == 0
 
 
-async def test_helm_installs_nothing_beside_another_projects_definition(
+async def test_helm_installs_nothing_with_another_projects_definition(
     own_plane: ControlPlane, theirs: dict[str, Any], fleets: str
 ) -> None:
     with (

@@ -42,7 +42,7 @@ def of_frontend(namespace: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("grove")
 async def test_a_topology_appears_gets_another_level_and_goes(plane: ControlPlane) -> None:
-    """Of both kinds at once: each step waits until an operator reads topologies anew."""
+    """Of both kinds at once: each step waits until an operator reads topologies again."""
     with new_namespace(plane) as one, new_namespace(plane) as other:
         await asyncio.gather(
             comes_and_goes(plane, one, BINDING, of_graph), comes_and_goes(plane, other, OLDER, of_frontend)
@@ -55,12 +55,12 @@ async def comes_and_goes(
     name = f"fabric-{namespace}"
     async with operator(plane, namespace, "one"):
         plane.apply(spelling(namespace, name))
-        await told(plane, namespace, "False", "TopologyNotFound")
+        await reported(plane, namespace, "False", "TopologyNotFound")
         await waited(plane, namespace, "--for=condition=Ready")
         unknown = replica_sets(plane, namespace)
 
         plane.apply(topology(name, {"zone": ZONE}, kind))
-        await told(plane, namespace, "True", "AllWorkersPlaced")
+        await reported(plane, namespace, "True", "AllWorkersPlaced")
         await waited(plane, namespace, "--for=condition=DomainBalanced")
         status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
         assert status["domains"] == [{"value": zone, "prefill": 1, "decode": 1} for zone in ZONES]
@@ -84,7 +84,7 @@ async def comes_and_goes(
         assert changed(wider, replica_sets(plane, namespace)) == set(), "pods are labelled anew as they are"
 
         plane.kubectl("delete", kind.lower(), name)
-        await told(plane, namespace, "False", "TopologyNotFound")
+        await reported(plane, namespace, "False", "TopologyNotFound")
         assert changed(wider, replica_sets(plane, namespace)) == set()
         pods = plane.read("pods", "--selector", "kvrouter.dev/component=decode", "--namespace", namespace)
         assert all(each["metadata"]["labels"]["grove.io/topology.zone"] for each in pods["items"])
@@ -100,7 +100,7 @@ async def waited(plane: ControlPlane, namespace: str, what: str) -> None:
     await asyncio.to_thread(plane.kubectl, "wait", what, "dgd/llm", "--namespace", namespace, WAIT)
 
 
-async def told(plane: ControlPlane, namespace: str, status: str, reason: str) -> None:
+async def reported(plane: ControlPlane, namespace: str, status: str, reason: str) -> None:
     for field, value in (("reason", reason), ("status", status)):
         path = f'{{.status.conditions[?(@.type=="TopologyResolved")].{field}}}'
         await waited(plane, namespace, f"--for=jsonpath={path}={value}")

@@ -74,7 +74,7 @@ async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
     plane.apply(*binding_policy(name, (ZONE_COPY,), workloads))
     numbers = count()
 
-    async def told(node: str) -> str:
+    async def reported(node: str) -> str:
         manifest = pod(namespace, worker_name("llm-prefill", next(numbers)), FORGED)
         manifest["spec"]["nodeSelector"] = {RACK: f"{node[:-2]}-rack-{node[-1]}"}
         seen = await bound(plane, api, manifest)
@@ -82,8 +82,8 @@ async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
         return str(seen["metadata"]["labels"][ZONE_COPY.pod_label])
 
     async def is_in_force() -> bool:
-        return await told(known.name) == ZONES[0]
+        return await reported(known.name) == ZONES[0]
 
     await eventually(is_in_force)
-    assert await told(unknown) == "forged", "this one is the operator's to mend"
+    assert await reported(unknown) == "forged", "this one is the operator's to mend"
     plane.kubectl("delete", KINDS, name)

@@ -6,7 +6,7 @@ import httpx
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operators import Operator, operator
-from tests.cluster.webhooks import name_of, on_deployments, own_certificate, until_told
+from tests.cluster.webhooks import name_of, on_deployments, own_certificate, until_reported
 from tests.support.processes import eventually, free_ports
 
 
@@ -16,9 +16,9 @@ async def test_without_an_api_server_it_is_well_and_not_ready(
     nowhere = tmp_path / "nowhere.yaml"
     nowhere.write_text(plane.admin.read_text().replace(plane.url, f"https://127.0.0.1:{free_ports(1)}"))
     async with operator(plane, namespace, "one", kubeconfig=nowhere) as one:
-        await until_told(one, "lease_not_renewed")
-        assert (await told(one, "/healthz"))[0] == 200
-        status, why = await told(one, "/readyz")
+        await until_reported(one, "lease_not_renewed")
+        assert (await reported(one, "/healthz"))[0] == 200
+        status, why = await reported(one, "/readyz")
         assert status == 503
         assert why.startswith(
             f"the API server: GET /apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
@@ -29,9 +29,9 @@ async def test_without_an_api_server_it_is_well_and_not_ready(
 async def test_it_is_ready_when_it_may_answer_at_admission(plane: ControlPlane, namespace: str) -> None:
     port = free_ports(1)
     async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
-        await until_told(one, "certificate_refused")
-        await until_told(one, "operator_leads")
-        status, why = await told(one, "/readyz")
+        await until_reported(one, "certificate_refused")
+        await until_reported(one, "operator_leads")
+        status, why = await reported(one, "/readyz")
         assert status == 503
         assert why.startswith("admission: there is no certificate yet: ValidatingWebhookConfiguration")
         assert "install the manifests" in why
@@ -39,7 +39,7 @@ async def test_it_is_ready_when_it_may_answer_at_admission(plane: ControlPlane, 
         try:
 
             async def is_ready() -> bool:
-                return await told(one, "/readyz") == (200, "ok\n")
+                return await reported(one, "/readyz") == (200, "ok\n")
 
             await eventually(is_ready)
             assert "ready kind=admission" in one.log
@@ -50,7 +50,7 @@ async def test_it_is_ready_when_it_may_answer_at_admission(plane: ControlPlane, 
             plane.kubectl("delete", "validatingwebhookconfiguration", name_of(namespace))
 
 
-async def told(replica: Operator, path: str) -> tuple[int, str]:
+async def reported(replica: Operator, path: str) -> tuple[int, str]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}", timeout=60.0) as client:
         answer = await client.get(path)
     return answer.status_code, answer.text

@@ -1,4 +1,4 @@
-"""What the API server refuses of a deployment is told in its status, in its words, and tried again."""
+"""What the API server refuses of a deployment is reported in its status, in its words, and tried again."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_each_mistake_in_a_pod_template_is_told_in_the_servers_words_until_it_is_mended(
+async def test_each_mistake_in_a_pod_template_is_reported_in_the_servers_words_until_it_is_fixed(
     plane: ControlPlane, namespace: str
 ) -> None:
     good = graph(namespace, "llm")
@@ -61,7 +61,7 @@ async def test_a_refused_object_holds_up_no_other_and_nothing_is_removed_for_it(
         plane.kubectl("wait", "--for=delete", "deployment/llm-decode", "--namespace", namespace, WAIT)
 
 
-async def test_a_quota_and_a_policy_engine_are_told_and_tried_again_when_they_are_gone(
+async def test_a_quota_and_a_policy_engine_are_reported_and_tried_again_when_they_are_gone(
     plane: ControlPlane, namespace: str
 ) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": namespace, "name": "few"}}
@@ -117,22 +117,22 @@ async def test_a_refused_binding_policy_is_an_event_of_the_deployments_that_it_i
             plane.apply(graph(namespace, "plain"), graph(namespace, "llm", labelKey=ZONE, domain="zone"))
             await until_event(plane, namespace, "BindingPolicyRefused", DENIED)
             wait_for(plane, namespace, "Ready=True")
-            told = [each for each in events(plane, namespace) if each["reason"] == "BindingPolicyRefused"]
-            assert {each["involvedObject"]["name"] for each in told} == {"llm"}
+            reported = [each for each in events(plane, namespace) if each["reason"] == "BindingPolicyRefused"]
+            assert {each["involvedObject"]["name"] for each in reported} == {"llm"}
 
 
-async def test_pods_that_a_quota_forbids_are_told(plane: ControlPlane, namespace: str) -> None:
+async def test_pods_that_a_quota_forbids_are_reported(plane: ControlPlane, namespace: str) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": namespace, "name": "few"}}
     plane.apply({**quota, "spec": {"hard": {"pods": "4"}}})
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm"))
 
-        async def is_told() -> bool:
-            told = ready(plane, namespace)
-            is_so = told.get("reason") == "PodsRefused" and "exceeded quota: few" in told["message"]
+        async def is_reported() -> bool:
+            reported = ready(plane, namespace)
+            is_so = reported.get("reason") == "PodsRefused" and "exceeded quota: few" in reported["message"]
             return is_so and "PodsRefused" in reasons(plane, namespace)
 
-        await eventually(is_told)
+        await eventually(is_reported)
         plane.kubectl("delete", "resourcequota", "few", "--namespace", namespace)
         plane.kubectl(
             "rollout", "restart", "deployment/llm-decode", "deployment/llm-prefill", "-n", namespace
@@ -143,19 +143,19 @@ async def test_pods_that_a_quota_forbids_are_told(plane: ControlPlane, namespace
 async def until_refused(plane: ControlPlane, namespace: str, what: str, words: str) -> None:
     """Return once the status of the latest generation, and an event, tell that this was refused."""
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         found = plane.read("dgd", "llm", "--namespace", namespace)
         if found.get("status", {}).get("observedGeneration") != found["metadata"]["generation"]:
             return False
-        told = ready(plane, namespace)
-        is_so = (told.get("status"), told.get("reason")) == ("False", "WriteRefused")
+        reported = ready(plane, namespace)
+        is_so = (reported.get("status"), reported.get("reason")) == ("False", "WriteRefused")
         notes = [event["message"] for event in events(plane, namespace) if event["reason"] == "WriteRefused"]
         return is_so and all(
-            any(what in text and words in text for text in texts) for texts in ([told["message"]], notes)
+            any(what in text and words in text for text in texts) for texts in ([reported["message"]], notes)
         )
 
     try:
-        await eventually(is_told)
+        await eventually(is_reported)
     except AssertionError as error:
         raise AssertionError(f"{what} {words}: {ready(plane, namespace)}") from error
 

@@ -73,12 +73,12 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
         row = plane.kubectl("get", "dgd", "llm", "--namespace", namespace, "--no-headers").split()
         assert row[:4] == ["llm", "True", "False", "zone"], "nobody runs in the pods of these nodes"
 
-        async def is_told() -> bool:  # events are written after the status
+        async def is_reported() -> bool:  # events are written after the status
             return "Applied" in reasons(plane, namespace)
 
-        await eventually(is_told)
-        told = reasons(plane, namespace)
-        assert not told & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"
+        await eventually(is_reported)
+        reported = reasons(plane, namespace)
+        assert not reported & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"
 
 
 async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(
@@ -157,13 +157,13 @@ async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_
         plane.apply(graph(namespace, "llm", **ZONE_POLICY))
         wait_for(plane, namespace, "Ready=True")
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             found = plane.read("events", "--namespace", namespace)["items"]
             return any(
                 "adopted" in each["message"] and "Deployment llm-decode" in each["message"] for each in found
             )
 
-        await eventually(is_told)
+        await eventually(is_reported)
         assert uids() == before
         assert changed(first, generations(plane, namespace)) == set()
         assert "NameTaken" not in reasons(plane, namespace)
@@ -187,17 +187,17 @@ async def test_one_that_is_deleted_and_written_again_waits_for_what_kubernetes_s
         assert "NameTaken" not in reasons(plane, namespace)
 
 
-async def test_what_is_somebody_elses_is_left_alone_and_told(plane: ControlPlane, namespace: str) -> None:
+async def test_what_is_somebody_elses_is_left_alone_and_reported(plane: ControlPlane, namespace: str) -> None:
     ports = {"ports": [{"port": 1}]}
     metadata = {"namespace": namespace, "name": "llm-frontend"}
     plane.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": ports})
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm"))
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             return "NameTaken" in reasons(plane, namespace)
 
-        await eventually(is_told)
+        await eventually(is_reported)
         found = plane.read("service", "llm-frontend", "--namespace", namespace)
         assert [port["port"] for port in found["spec"]["ports"]] == [1]
         plane.kubectl("delete", "service/llm-frontend", "--namespace", namespace)
@@ -288,7 +288,7 @@ async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_
         await eventually(is_gone)
 
 
-async def test_a_zone_without_decode_workers_is_told(plane: ControlPlane, namespace: str) -> None:
+async def test_a_zone_without_decode_workers_is_reported(plane: ControlPlane, namespace: str) -> None:
     async with operator(plane, namespace, "one"):
         spec = graph(namespace, "llm", **ZONE_POLICY)
         decode = spec["spec"]["components"][2]["podTemplate"]["spec"]
@@ -296,12 +296,12 @@ async def test_a_zone_without_decode_workers_is_told(plane: ControlPlane, namesp
         plane.apply(spec)
         wait_for(plane, namespace, "DomainBalanced=False")
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             prefill = {each["value"]: each["prefill"] for each in domains(plane, namespace)}
             is_counted = prefill == dict.fromkeys(ZONES, 1)
             return is_counted and "DomainWithoutDecode" in reasons(plane, namespace)
 
-        await eventually(is_told)
+        await eventually(is_reported)
 
 
 async def test_the_other_takes_over_from_a_leader_that_is_killed_and_from_one_that_ends(
@@ -343,10 +343,10 @@ async def test_the_roles_that_are_shipped_suffice_and_its_page_tells_of_it(
         wait_for(plane, namespace, "Ready=True")
         wait_for(plane, namespace, "DomainBalanced=True")
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             return {"Applied", "AllPodsReady"} <= reasons(plane, namespace)
 
-        await eventually(is_told)
+        await eventually(is_reported)
         assert namespace in policy_namespaces(plane)
         spec = graph(namespace, "llm")
         spec["spec"]["components"] = spec["spec"]["components"][:1]

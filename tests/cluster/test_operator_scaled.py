@@ -46,7 +46,7 @@ async def test_an_autoscaler_has_the_say_where_the_component_states_no_number(
         await scaled(plane, namespace, 5)
         await wait(plane, namespace, desired(5), "dgd/llm")
         assert await one.end() == 0
-    async with operator(plane, namespace, "two"):  # one that starts applies everything anew
+    async with operator(plane, namespace, "two"):  # one that starts applies everything again
         plane.apply(fleet(namespace, None, frontends=1))
         await wait(plane, namespace, "jsonpath={.spec.replicas}=1", "deployment/llm-frontend")
         assert replicas(plane, namespace) == 5
@@ -80,7 +80,7 @@ async def test_the_number_stays_when_a_component_no_longer_states_it(
         await scaled(plane, namespace, 2)
 
 
-async def test_who_scales_what_a_component_states_is_told_where_to_say_it(
+async def test_who_scales_what_a_component_states_is_reported_where_to_say_it(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -88,12 +88,12 @@ async def test_who_scales_what_a_component_states_is_told_where_to_say_it(
         await wait(plane, namespace, "condition=Ready", "dgd/llm")
         plane.kubectl("scale", f"deployment/{DECODE}", "--replicas=5", "--namespace", namespace)
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             events = plane.read("events", "--namespace", namespace)["items"]
             found = [each["message"] for each in events if each["reason"] == "ReplicasSetBack"]
             return any(f"Deployment {DECODE}" in each and "leave replicas out" in each for each in found)
 
-        await eventually(is_told)
+        await eventually(is_reported)
         await scaled(plane, namespace, 3)
 
 

@@ -36,6 +36,6 @@ async def play(shell: Shell, step: Step) -> None:
         return not absent(step.shown, written)
 
     if absent(step.shown, written) and step.command.startswith(LOOKS):
-        with suppress(AssertionError):  # what it wrote last is told below
+        with suppress(AssertionError):  # what it wrote last is reported below
             await eventually(is_shown)
     assert absent(step.shown, written) == [], f"{step.command}\nwrote:\n{written}"

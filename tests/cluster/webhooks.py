@@ -75,19 +75,19 @@ async def until_asked(plane: ControlPlane, namespace: str) -> None:
 
 async def until_serving(*replicas: Operator) -> None:
     """Return once the first one leads, and all have their admission doors open."""
-    await until_told(replicas[0], "operator_leads")
+    await until_reported(replicas[0], "operator_leads")
     for replica in replicas:
-        await until_told(replica, "kind=admission")
+        await until_reported(replica, "kind=admission")
 
 
-async def until_told(replica: Operator, words: str) -> None:
+async def until_reported(replica: Operator, words: str) -> None:
     """Return once this is in a replica's log, or fail when it ended."""
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         assert replica.process.returncode is None, replica.log
         return words in replica.log
 
-    await eventually(is_told)
+    await eventually(is_reported)
 
 
 def _webhook(namespace: str, of: str, path: str, port: int, rule: dict[str, Any]) -> dict[str, Any]:

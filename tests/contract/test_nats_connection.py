@@ -23,8 +23,8 @@ HELLO = b'INFO {"server_id":"x","version":"2.14.0","max_payload":1048576,"proto"
 
 
 class _Dismissive:
-    """A NATS server of sorts: it ends its first connection with an error once told to, and takes the next; or
-    lets nobody in.
+    """A NATS server of sorts: it ends its first connection with an error when asked to, and takes the next;
+    or lets nobody in.
     """
 
     def __init__(self, error: bytes, *, lets_in: bool) -> None:
@@ -93,7 +93,7 @@ def _losses(log: pytest.LogCaptureFixture) -> list[str]:
     return [str(fields["reason"]).partition(": ")[2] for fields in lost]
 
 
-async def test_a_lost_connection_is_told_once_with_the_reason(
+async def test_a_lost_connection_is_reported_once_with_the_reason(
     own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
@@ -104,7 +104,7 @@ async def test_a_lost_connection_is_told_once_with_the_reason(
     assert "unexpected EOF" not in str([vars(line) for line in caplog.records])
 
 
-async def test_a_server_that_does_not_answer_is_told_as_that(
+async def test_a_server_that_does_not_answer_is_reported_as_that(
     own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "PING_S", 0.1)
@@ -115,7 +115,7 @@ async def test_a_server_that_does_not_answer_is_told_as_that(
     assert "it did not answer for 0.2 s" in _losses(caplog)
 
 
-async def test_who_is_not_let_in_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_not_let_in_is_reported_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 1.0)
     async with _dismissive(b"Authorization Violation", lets_in=False) as (_, url):
         with pytest.raises(NatsUnreachable, match="Authorization Violation"):

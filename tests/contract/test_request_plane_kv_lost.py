@@ -18,8 +18,12 @@ async def test_the_last_word_says_why_the_kv_is_lost(kind: str) -> None:
             last = EngineChunk(finish=FinishReason.ERROR, error="no KV came", kv_lost=loss)
             await worker.streams[n].put(EngineChunk(token_ids=(n,), cached_tokens=16))
             await worker.streams[n].put(last)
-            tokens, told = await read_all(stream)
+            tokens, reported = await read_all(stream)
             assert tokens == [n]
-            assert (told.finish, told.error, told.kv_lost) == (FinishReason.ERROR, "no KV came", loss)
+            assert (reported.finish, reported.error, reported.kv_lost) == (
+                FinishReason.ERROR,
+                "no KV came",
+                loss,
+            )
     finally:
         await wire.close()

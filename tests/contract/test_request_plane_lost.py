@@ -47,19 +47,19 @@ def lose_router(wire: Wire) -> None:
 
 
 class Watch:
-    """What a follower was told."""
+    """What a follower was notified."""
 
     def __init__(self) -> None:
-        self.told: list[bool] = []
+        self.reported: list[bool] = []
         self._news = asyncio.Event()
 
     def __call__(self, is_alive: bool) -> None:
-        self.told.append(is_alive)
+        self.reported.append(is_alive)
         self._news.set()
 
-    async def until(self, *told: bool) -> None:
+    async def until(self, *reported: bool) -> None:
         async with asyncio.timeout(IN_TIME_S):
-            while self.told != list(told):
+            while self.reported != list(reported):
                 self._news.clear()
                 await self._news.wait()
 
@@ -80,7 +80,7 @@ async def test_a_follower_hears_of_death_and_of_the_return(wire: Wire) -> None:
     watch = Watch()
     end = wire.plane.follow(address, watch)
     await wire.plane.open(address, leg())
-    assert watch.told == []
+    assert watch.reported == []
     await die()
     await watch.until(False)
     assert wire.serve_again is not None
@@ -99,7 +99,7 @@ async def test_a_follower_that_left_hears_nothing_and_others_still_do(wire: Wire
     end()
     await die()
     await stays.until(False)
-    assert gone.told == []
+    assert gone.reported == []
 
 
 async def test_who_follows_a_worker_that_was_never_there_hears_so(wire: Wire) -> None:
@@ -171,7 +171,7 @@ async def test_silence_is_no_death(far: Wire) -> None:
     far.plane.follow(address, watch)
     stream = await far.plane.open(address, leg())
     await asyncio.sleep(1.5)  # longer than a peer may be silent: heartbeats are not seen from here
-    assert watch.told == []
+    assert watch.reported == []
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]
 

@@ -61,7 +61,7 @@ def tokens(n_blocks: int, first: int = 0) -> list[int]:
 
 
 class Truth:
-    """What the engine holds, kept beside the library."""
+    """What the engine holds, kept next to the library."""
 
     def __init__(self, seed: int) -> None:
         self.index = NaiveBlockIndex()
@@ -156,7 +156,7 @@ async def test_the_worker_ends_with_what_the_engine_holds(behind: Behind) -> Non
         assert not behind.believed(dp_rank)
 
 
-async def test_whatever_is_lost_on_the_way_is_told_anew(behind: Behind) -> None:
+async def test_whatever_is_lost_on_the_way_is_reported_again(behind: Behind) -> None:
     """A queue that takes two or three calls, and a door that shuts now and then."""
     with engine(config(behind.door.address, token=TOKEN, queue_bytes_max=200)) as opened:
         truth = Truth(2)

@@ -1,4 +1,4 @@
-"""An engine in C: the example is compiled, told what to store, and moves a live decision."""
+"""An engine in C: the example is compiled, called for what to store, and moves a live decision."""
 
 import asyncio
 import os

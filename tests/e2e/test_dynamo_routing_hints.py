@@ -111,5 +111,5 @@ async def test_what_is_unknown_is_refused_or_left_out_as_the_setting_says(
                 *(went(here, agent_hints=hints, worker_id=2) for _ in range(4))
             ):
                 assert workers[1] == "2"
-    told = [record for record in caplog.records if record.name == "kvrouter.frontend"]
-    assert len(told) == 1
+    reported = [record for record in caplog.records if record.name == "kvrouter.frontend"]
+    assert len(reported) == 1

@@ -1,4 +1,4 @@
-"""``kvrouter worker vllm`` and ``worker sglang`` as processes of their own, beside a scripted engine."""
+"""``kvrouter worker vllm`` and ``worker sglang`` as processes of their own, next to a scripted engine."""
 
 import asyncio
 import sys
@@ -23,7 +23,7 @@ async def workers(frontend: Frontend) -> list[Mapping[str, Any]]:
     ("kind", "pages", "block_size", "n_blocks"),
     [("vllm", VLLM_PAGES, 32, 200), ("sglang", SGLANG_PAGES, 16, 64)],
 )
-async def test_it_joins_is_set_aside_while_its_engine_is_silent_and_leaves_when_told(
+async def test_it_joins_is_set_aside_while_its_engine_is_silent_and_leaves_when_reported(
     kind: str, pages: Mapping[str, str], block_size: int, n_blocks: int
 ) -> None:
     async with scripted_engine(pages) as scripted, publisher() as engine, fleet(SETTINGS) as processes:
@@ -106,9 +106,9 @@ async def test_what_contradicts_the_engine_is_one_line_and_exit_code_2(
 ) -> None:
     async with scripted_engine() as scripted, fleet(SETTINGS) as processes:
         code, lines = await ended(await start(processes, kind, "--url", scripted.url, *flags))
-    told = [line for line in lines.splitlines() if line.startswith("kvrouter: ")]
-    assert len(told) == 1, lines
-    assert says in told[0]
+    reported = [line for line in lines.splitlines() if line.startswith("kvrouter: ")]
+    assert len(reported) == 1, lines
+    assert says in reported[0]
     assert code == 2
     assert "Traceback" not in lines
 

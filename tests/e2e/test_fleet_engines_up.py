@@ -110,9 +110,9 @@ async def test_a_contradiction_is_one_line_and_exit_code_2(tmp_path: Path) -> No
             f"workers: [{{name: a, engine: {{kind: vllm, url: '{engine.url}'}}}}]\n"
         )
         code, lines = await ended(await start(processes.environ, file, "--http-port", "0"))
-        told = [line for line in lines.splitlines() if line.startswith("kvrouter: ")]
-        assert len(told) == 1, lines
-        assert told[0].startswith(
+        reported = [line for line in lines.splitlines() if line.startswith("kvrouter: ")]
+        assert len(reported) == 1, lines
+        assert reported[0].startswith(
             f"kvrouter: workers[0].engine.url: {engine.url}: models[0].block_size: "
             "the engine's blocks have 32 tokens, not 16"
         )

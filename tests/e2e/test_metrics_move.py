@@ -367,7 +367,7 @@ async def test_a_lost_discovery_and_a_refused_peer() -> None:
 class TellingSync(ReplicaSync):
     """What there is to tell is what the test says."""
 
-    told = SyncCounts(
+    reported = SyncCounts(
         Counts(
             replicas=2, behind=1, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=5, unusable=6
         ),
@@ -377,7 +377,7 @@ class TellingSync(ReplicaSync):
     )
 
     def counts(self) -> SyncCounts:
-        return self.told
+        return self.reported
 
 
 def test_other_replicas_are_on_the_page() -> None:

@@ -1,4 +1,4 @@
-"""Clients that come before the workers are told to come again, and OpenAI's client does."""
+"""Clients that come before the workers are asked to come again, and OpenAI's client does."""
 
 import asyncio
 
@@ -23,10 +23,10 @@ async def test_openais_client_outlasts_a_start_that_is_still_without_workers() -
                 )
             )
 
-            async def was_told_to_wait() -> bool:
+            async def was_reported_to_wait() -> bool:
                 return (await frontend.metrics()).total("requests_total", status="503") > 0
 
-            await eventually(was_told_to_wait)
+            await eventually(was_reported_to_wait)
             assert (await frontend.http.get("/accepting")).status_code == 503
             await processes.worker("--speedup", "20")
             answer = await asked

@@ -104,7 +104,7 @@ async def test_clients_that_give_up_before_the_first_token_free_both_engines() -
 
 
 async def test_a_slow_reader_stops_nobody_but_itself() -> None:
-    """It reads nothing at all: its engine pauses, and answers beside it are whole."""
+    """It reads nothing at all: its engine pauses, and answers next to it are whole."""
     settings = FrontendSettings(write_high_water_bytes=8192, write_low_water_bytes=4096)
     async with served(alike(replicas=1), frontend=settings) as here:
         loop = asyncio.get_running_loop()

@@ -72,8 +72,8 @@ async def test_decode_by_somebody_else_gets_its_kv_from_a_prefill_of_ours(shared
             assert [worker["role"] for worker in (await backend.fleet())["workers"]] == ["decode"]
             body = {"model": "mock", "token_ids": TOKENS, "request_id": "r"}
             prefilled = (await prefill.http.post("/v1/prefill", json=body)).raise_for_status().json()
-            wishes = {"routing_constraints": prefilled["constraint"]["routing_constraints"]}
-            routed = await backend.http.post("/v1/route", json={**body, "nvext": wishes})
+            hints = {"routing_constraints": prefilled["constraint"]["routing_constraints"]}
+            routed = await backend.http.post("/v1/route", json={**body, "nvext": hints})
             decode = routed.raise_for_status().json()
             leg = EngineRequest(
                 request_id=RequestId("r"),

@@ -65,19 +65,19 @@ async def test_a_repository_is_downloaded_once_and_without_its_weights(
         assert hub.asked == []
 
 
-async def test_what_cannot_be_had_is_told_with_its_line(tmp_path: Path, environ: dict[str, str]) -> None:
+async def test_what_cannot_be_had_is_reported_with_its_line(tmp_path: Path, environ: dict[str, str]) -> None:
     path = tmp_path / "fleet.yaml"
     at = f"kvrouter: {path}:2: models[0].tokenizer: "
     async with local_hub(REPOSITORY, FILES) as hub:
-        code, told = await check(path, "acme/other", environ, hub)
+        code, reported = await check(path, "acme/other", environ, hub)
         assert code == 2
-        assert told.startswith(f"{at}acme/other is no folder here, and cannot be downloaded")
-        code, told = await check(path, REPOSITORY, environ, hub, HF_HUB_OFFLINE="1")
+        assert reported.startswith(f"{at}acme/other is no folder here, and cannot be downloaded")
+        code, reported = await check(path, REPOSITORY, environ, hub, HF_HUB_OFFLINE="1")
         assert code == 2
-        assert told.startswith(f"{at}{REPOSITORY} is no folder here and not in the Hugging Face cache")
+        assert reported.startswith(f"{at}{REPOSITORY} is no folder here and not in the Hugging Face cache")
     async with local_hub(REPOSITORY, WEIGHTS) as hub:
-        code, told = await check(path, REPOSITORY, environ, hub)
-        assert (code, told) == (2, f"{at}{REPOSITORY}: the repository has no tokenizer.json\n")
+        code, reported = await check(path, REPOSITORY, environ, hub)
+        assert (code, reported) == (2, f"{at}{REPOSITORY}: the repository has no tokenizer.json\n")
 
 
 async def test_a_repository_that_would_fill_the_disk_is_refused_before_it_is_read(
@@ -85,9 +85,9 @@ async def test_a_repository_that_would_fill_the_disk_is_refused_before_it_is_rea
 ) -> None:
     path = tmp_path / "fleet.yaml"
     async with local_hub(REPOSITORY, FILES, claimed_bytes=DOWNLOAD_MAX_BYTES) as hub:
-        code, told = await check(path, REPOSITORY, environ, hub)
+        code, reported = await check(path, REPOSITORY, environ, hub)
     assert code == 2
-    assert f"and ≤ {DOWNLOAD_MAX_BYTES} are read" in told
+    assert f"and ≤ {DOWNLOAD_MAX_BYTES} are read" in reported
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ async def test_a_folder_that_cannot_be_read_is_not_good(
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    code, told = await check(tmp_path / "fleet.yaml", str(folder), environ, None)
-    assert (code, said in told) == (2, True), told
+    code, reported = await check(tmp_path / "fleet.yaml", str(folder), environ, None)
+    assert (code, said in reported) == (2, True), reported
 
 
 async def test_a_frontend_reads_the_repository_that_a_worker_announces(environ: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""``kvrouter topology wait`` as a pod's init container runs it: a process beside a volume that comes late."""
+"""``kvrouter topology wait`` as a pod's init container runs it: a process, and a volume that comes late."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ LIMIT_S = 90.0
 
 @asynccontextmanager
 async def waiting(mount: Path, *options: str) -> AsyncIterator[Process]:
-    """The command, after it has told for the first time what it waits for."""
+    """The command, after it has reported for the first time what it waits for."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvrouter.cli", "topology", "wait", "--levels", "zone,rack", *options),

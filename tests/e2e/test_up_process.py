@@ -98,7 +98,7 @@ async def test_a_port_that_is_taken_is_one_clear_line() -> None:
         out, err = await asyncio.wait_for(process.communicate(), LIMIT_S)
     assert process.returncode == 1
     assert out == b""
-    told = [line for line in err.decode().splitlines() if line.startswith("kvrouter: ")]
-    assert len(told) == 1
-    assert str(port) in told[0]
+    reported = [line for line in err.decode().splitlines() if line.startswith("kvrouter: ")]
+    assert len(reported) == 1
+    assert str(port) in reported[0]
     assert "Traceback" not in err.decode()

@@ -1,4 +1,4 @@
-"""``kvrouter up --replicas`` that is told to end before it is ready."""
+"""``kvrouter up --replicas`` that is asked to end before it is ready."""
 
 import asyncio
 import os

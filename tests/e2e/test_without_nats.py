@@ -59,10 +59,10 @@ async def test_by_default_too_nothing_needs_nats(tmp_path: Path) -> None:
 
         await eventually(is_served)
         for process in (worker, frontend):
-            told = process.lines()
-            assert "discovery_chosen" in told
-            assert str(tmp_path) in told
-            assert "nats" not in told.lower().replace("needs nats", "")
+            reported = process.lines()
+            assert "discovery_chosen" in reported
+            assert str(tmp_path) in reported
+            assert "nats" not in reported.lower().replace("needs nats", "")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ async def test_by_default_too_nothing_needs_nats(tmp_path: Path) -> None:
     ],
     ids=["sync", "frontend", "worker"],
 )
-async def test_a_server_that_is_needed_and_away_is_told_at_once(command: tuple[str, ...]) -> None:
+async def test_a_server_that_is_needed_and_away_is_reported_at_once(command: tuple[str, ...]) -> None:
     """Not after the 10 s for which it is tried: the line is there while the process still tries."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
     process = await asyncio.create_subprocess_exec(

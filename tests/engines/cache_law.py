@@ -13,8 +13,8 @@ import pytest_asyncio
 from tests.engines.real_engine import RealEngine
 from tests.engines.words import (
     attached,
-    beside,
     cached_tokens,
+    companion,
     complete,
     index_is_settled,
     predicted_tokens,
@@ -76,7 +76,7 @@ class CacheLaw:
         for seed in range(20, 32):  # more than both engines have room for
             await complete(pair.frontend, prompt_of(seed, PROMPT_TOKENS))
         await index_is_settled(pair.frontend)
-        # The newest first: a probe of what is gone is computed anew, and evicts what is oldest.
+        # The newest first: a probe of what is gone is computed again, and evicts what is oldest.
         probes = [await pair.probe(seed) for seed in reversed(range(20, 32))]
         assert [cached for cached, _ in probes] == [predicted for _, predicted in probes]
         assert any(cached for cached, _ in probes)
@@ -95,7 +95,7 @@ class CacheLaw:
         await engine.complete(early, max_tokens=1)
         for filler in range(RING_BATCHES + 1):
             await engine.complete(prompt_of(60 + filler, engine.block_size + 1), max_tokens=1)
-        worker = await beside(kvrouter, engine, 2)
+        worker = await companion(kvrouter, engine, 2)
         frontend = await kvrouter.frontend()
         pair = Pair({1: engine}, frontend)
         await until_feeds(frontend, {2: "partial"})

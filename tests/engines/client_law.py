@@ -163,17 +163,17 @@ class ClientLaw:
 
 def _without_names(answer: Any) -> dict[str, Any]:
     """An answer without what differs between any two: ids, times, and what was cached."""
-    told: dict[str, Any] = answer.model_dump(warnings=False)
+    reported: dict[str, Any] = answer.model_dump(warnings=False)
     for name in ("id", "created", "metrics"):
-        told.pop(name, None)
-    usage = told.get("usage")
+        reported.pop(name, None)
+    usage = reported.get("usage")
     if usage:
         usage.pop("prompt_tokens_details", None)
-    for choice in told["choices"]:
+    for choice in reported["choices"]:
         message = choice.get("message") or choice.get("delta") or {}
         for call in message.get("tool_calls") or []:
             call.pop("id", None)
-    return told
+    return reported
 
 
 def _text(event: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def _merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     choices = [choice for event in events for choice in event["choices"]]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     calls = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls") or []]
-    told = {
+    reported = {
         "text": text,
         "calls": [call["name"] for call in calls if call.get("name")],
         "arguments": "".join(call.get("arguments") or "" for call in calls),
@@ -203,7 +203,7 @@ def _merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for event in events
         if any(choice["finish_reason"] for choice in event["choices"]) or not event["choices"]
     ]
-    return [told, *rest]
+    return [reported, *rest]
 
 
 def _isl_tokens(frontend: Frontend, request_id: str) -> int:

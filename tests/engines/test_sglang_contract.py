@@ -37,7 +37,7 @@ async def sglang(engine_folder: Path) -> AsyncIterator[SglangServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def at(sglang: SglangServer) -> AsyncIterator[AttachedEngine]:
-    """Attached anew for every law."""
+    """Attached again for every law."""
     async with served(sglang.url, attach_sglang) as found:
         yield found
 

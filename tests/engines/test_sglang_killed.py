@@ -69,7 +69,7 @@ async def test_a_chat_whose_tokens_nobody_knows_ends_with_a_clear_error(both: Ki
     assert got.finish is None
 
 
-async def test_an_engine_that_was_started_anew_is_known_to_be_empty(both: Killing) -> None:
+async def test_an_engine_that_was_started_again_is_known_to_be_empty(both: Killing) -> None:
     prompt = prompt_of(1)
     home = worker_of(await complete(both.frontend, prompt))
 

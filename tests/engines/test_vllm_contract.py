@@ -41,7 +41,7 @@ async def vllm(engine_folder: Path) -> AsyncIterator[VllmServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def at(vllm: VllmServer) -> AsyncIterator[AttachedEngine]:
-    """Attached anew for every law."""
+    """Attached again for every law."""
     async with served(vllm.url, attach_vllm) as found:
         yield found
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import beside, until_feeds
+from tests.engines.words import companion, until_feeds
 from tests.support.processes import Fleet, Frontend, eventually
 
 N_REQUESTS = 50
@@ -65,7 +65,7 @@ async def _zones(engines: dict[int, VllmServer], kvrouter: Fleet, enforcement: s
         )
         for role, worker_id in (("prefill", PREFILL[zone]), ("decode", DECODE[zone])):
             if engines[worker_id].is_running:
-                await beside(kvrouter, engines[worker_id], worker_id, "--role", role, *policy)
+                await companion(kvrouter, engines[worker_id], worker_id, "--role", role, *policy)
     frontend = await kvrouter.frontend()
     await until_feeds(
         frontend, {worker_id: "live" for worker_id, engine in engines.items() if engine.is_running}

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import beside, chat_body, stopped, until_feeds
+from tests.engines.words import chat_body, companion, stopped, until_feeds
 from tests.support.processes import Fleet
 
 PREFILL, DECODE = 1, 2
@@ -47,8 +47,8 @@ async def test_a_decode_engine_finds_what_the_prefill_engine_left_in_their_folde
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     zone = ("--domain", "zone=a", "--kv-transfer-domain", "zone", "--kv-transfer-enforcement", "required")
-    prefill = await beside(kvrouter, engines[PREFILL], PREFILL, "--role", "prefill", *zone)
-    await beside(kvrouter, engines[DECODE], DECODE, "--role", "decode", *zone)
+    prefill = await companion(kvrouter, engines[PREFILL], PREFILL, "--role", "prefill", *zone)
+    await companion(kvrouter, engines[DECODE], DECODE, "--role", "decode", *zone)
     assert "has no NixlConnector" in prefill.lines()
     frontend = await kvrouter.frontend()
     await until_feeds(frontend, {PREFILL: "live", DECODE: "live"})

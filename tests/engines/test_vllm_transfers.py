@@ -18,7 +18,7 @@ from kvrouter.engines.attach import AttachSpec
 from kvrouter.transports.requests.port import EngineStream
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import beside, chat_body, complete, prompt_of, stopped, until_feeds
+from tests.engines.words import chat_body, companion, complete, prompt_of, stopped, until_feeds
 from tests.support.engine_legs import leg
 from tests.support.processes import Fleet, Frontend, eventually
 
@@ -58,23 +58,23 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
         yield both
 
 
-async def test_what_a_decode_engine_fetched_is_told_and_nothing_waits_any_more(
+async def test_what_a_decode_engine_fetched_is_reported_and_nothing_waits_any_more(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     frontend = await _before(engines, kvrouter)
 
-    async def is_told_of_none() -> bool:
+    async def is_reported_of_none() -> bool:
         return bool((await _fetched(frontend, DECODE))["transfers"] == 0)
 
-    await eventually(is_told_of_none)  # what came before a router's first report is no news to it
+    await eventually(is_reported_of_none)  # what came before a router's first report is no news to it
     answer = await frontend.http.post("/v1/chat/completions", json=chat_body("Tell of transfers. " * 20))
     answer.raise_for_status()
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         fetched = await _fetched(frontend, DECODE)
         return bool(fetched["transfers"] == 1 and fetched["bytes"] > 0 and fetched["seconds"] > 0)
 
-    await eventually(is_told)
+    await eventually(is_reported)
     assert (await _fetched(frontend, DECODE))["failed"] == 0
     assert (await _fetched(frontend, PREFILL))["transfers"] == 0
     assert (await frontend.metrics()).total("kv_transfer_bytes_total", worker=str(DECODE)) > 0
@@ -161,10 +161,10 @@ async def test_a_decode_engine_that_computes_lost_kv_itself_is_not_prefilled_aga
         assert metrics.total("index_predictions_total", prediction=wrong) == 0
     await _is_right(engines[DECODE], answer, prompt_of(500))
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         return bool((await _fetched(frontend, DECODE))["failed"])
 
-    await eventually(is_told)
+    await eventually(is_reported)
 
 
 async def test_kv_that_was_lost_is_prefilled_again_where_the_decode_engine_fails(
@@ -182,7 +182,7 @@ async def test_kv_that_was_lost_is_prefilled_again_where_the_decode_engine_fails
 
 async def _before(engines: dict[int, VllmServer], kvrouter: Fleet) -> Frontend:
     for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
-        await beside(kvrouter, engines[worker_id], worker_id, "--role", role)
+        await companion(kvrouter, engines[worker_id], worker_id, "--role", role)
     frontend = await kvrouter.frontend()
     await until_feeds(frontend, {PREFILL: "live", DECODE: "live"})
     return frontend

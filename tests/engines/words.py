@@ -33,13 +33,13 @@ async def stopped(engines: dict[int, EngineT]) -> AsyncIterator[dict[int, Engine
 async def attached(kvrouter: Fleet, engines: Mapping[int, RealEngine]) -> Frontend:
     """Start the workers of these engines, by worker id, and a frontend; return once it knows their caches."""
     for worker_id, engine in engines.items():
-        await beside(kvrouter, engine, worker_id)
+        await companion(kvrouter, engine, worker_id)
     frontend = await kvrouter.frontend()
     await until_feeds(frontend, dict.fromkeys(engines, "live"))
     return frontend
 
 
-async def beside(kvrouter: Fleet, engine: RealEngine, worker_id: int, *flags: str) -> Running:
+async def companion(kvrouter: Fleet, engine: RealEngine, worker_id: int, *flags: str) -> Running:
     """Start the worker of an engine."""
     return await kvrouter.worker(
         "--url", engine.url, "--worker-id", str(worker_id), *flags, engine=engine.kind
@@ -119,7 +119,7 @@ def worker_of(answer: httpx.Response) -> int:
 
 
 class Told:
-    """A streamed answer, as it was told so far."""
+    """A streamed answer, as it was reported so far."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -57,14 +57,14 @@ class Liar:
 async def admitted(fleet: Fleet, **of_card: object) -> AsyncIterator[Liar]:
     """A liar with the fleet's token, over zmq and the fleet's discovery directory."""
 
-    def told(*why: str) -> None:
+    def reported(*why: str) -> None:
         raise AssertionError(why)
 
     events = ZmqEventPublisher(
-        "127.0.0.1", token=fleet.environ.get("KVROUTER_PLANE_TOKEN"), on_malformed=told
+        "127.0.0.1", token=fleet.environ.get("KVROUTER_PLANE_TOKEN"), on_malformed=reported
     )
     discovery = FileDiscovery(
-        fleet.folder / "discovery", namespace=fleet.namespace, on_trouble=told, on_refused=told
+        fleet.folder / "discovery", namespace=fleet.namespace, on_trouble=reported, on_refused=reported
     )
     card = WorkerCard(
         worker_id=LIAR,

@@ -1,6 +1,6 @@
 """Bodies that would become a hundred times their size: refused while others are served, and nothing is built.
 
-A body is received and scanned: what it may hold beside its own length is for what the scan leaves to others.
+A body is received and scanned: what it may hold next to its own length is for what the scan leaves to others.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ ROUNDS = 5
 """CPU time of all threads is counted in hundredths of a second."""
 
 MEMORY_MAX = 1.5
-"""The most that is held for a body, in its own length, beside KEPT_BYTES: it is received without a copy."""
+"""The most that is held for a body, in its own length, next to KEPT_BYTES: it is received without a copy."""
 
 KEPT_BYTES = 8 * MIB
 

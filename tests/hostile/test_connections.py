@@ -12,7 +12,7 @@ from tests.support.processes import Frontend, eventually, fleet
 FILES_MAX = 128
 CALLERS = 200
 CPU_MAX = 0.5
-"""Of one core, while nobody asks. A loop that cannot accept, and is told so for ever, takes all of it."""
+"""Of one core, while nobody asks. A loop that cannot accept, and is reported so for ever, takes all of it."""
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -71,7 +71,7 @@ async def test_an_admitted_worker_empties_nobody_elses_index_and_reports_nobody_
 
 
 async def test_a_worker_that_tells_of_more_than_its_card_can_hold_holds_up_nobody() -> None:
-    """Sixty times 200,000 blocks for a card of 16,384: told as one batch each, as fast as they travel, once a
+    """Sixty times 200,000 blocks for a card of 16,384: one batch each, as fast as they travel, once a
     load report has named as many as all of them.
     """
     async with fleet(PLANES) as processes:
@@ -89,11 +89,11 @@ async def test_a_worker_that_tells_of_more_than_its_card_can_hold_holds_up_nobod
             await eventually(is_load_known)
             meter = Meter(frontend.pid)
             before_bytes, before_s = meter.resident_bytes(), meter.loop_cpu_s()
-            told = asyncio.create_task(tell_of_millions(liar))
-            while not told.done():
+            reported = asyncio.create_task(tell_of_millions(liar))
+            while not reported.done():
                 assert (await frontend.http.get("/health")).status_code == 200
                 await asyncio.sleep(ASK_EVERY_S)
-            await told
+            await reported
 
             async def is_over_limit() -> bool:
                 worker = await worker_of(frontend, LIAR)

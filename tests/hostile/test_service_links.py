@@ -53,7 +53,7 @@ async def is_served(frontend: Frontend) -> bool:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-async def test_among_them_a_mistake_is_told_as_ever(command: tuple[str, ...]) -> None:
+async def test_among_them_a_mistake_is_reported_as_ever(command: tuple[str, ...]) -> None:
     async with fleet(TOLD) as processes:
         wrong = {"KVROUTER_RETRY_MAX": "1", "KVROUTER_FRONTEND_SERVICE_PORT_HTTPS": "443"}
         process = await asyncio.create_subprocess_exec(
@@ -65,6 +65,6 @@ async def test_among_them_a_mistake_is_told_as_ever(command: tuple[str, ...]) ->
         )
         said, _ = await process.communicate()
     assert process.returncode
-    told = [line for line in said.decode().splitlines() if "unknown variable" in line]
-    assert [name for name in wrong if not any(name in line for line in told)] == []
-    assert len(told) == len(wrong)
+    reported = [line for line in said.decode().splitlines() if "unknown variable" in line]
+    assert [name for name in wrong if not any(name in line for line in reported)] == []
+    assert len(reported) == len(wrong)

@@ -23,7 +23,7 @@ BODY = {"model": "mock", "prompt": words(n=70), "max_tokens": 2}
 
 
 class Crowd:
-    """Silent connections to one port, all of them opened anew every few seconds."""
+    """Silent connections to one port, all of them opened again every few seconds."""
 
     def __init__(self, port: int) -> None:
         self.rounds = 0
@@ -101,7 +101,7 @@ async def test_a_new_frontend_reaches_a_worker_before_whose_door_strangers_stand
         assert worker.lines().count("have not said who they are") == 1, "told once a minute"
 
 
-async def test_kv_events_and_health_are_told_while_strangers_stand_before_their_doors() -> None:
+async def test_kv_events_and_health_are_reported_while_strangers_stand_before_their_doors() -> None:
     allow_many_files()
     port, health_port = free_ports(3), free_ports(1)
     planes = {"KVROUTER_PLANE_TOKEN": "a token", "DYN_EVENT_PLANE": "zmq"}

@@ -15,7 +15,7 @@ NEVER_COMPILES = {
     "deep parentheses",
     "own text in loops",
 }
-"""Forms that cannot stand beside others in one template, or are as long as all others."""
+"""Forms that cannot stand next to others in one template, or are as long as all others."""
 
 HELD_MAX_BYTES = BYTES_MIN + 32 * MIB
 """At the peak of each chat, more than before the first one: a template that is given a few bytes may make

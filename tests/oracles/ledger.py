@@ -1,4 +1,4 @@
-"""The ledger as a dict of leases, summed up anew for each question: what the native one has to equal."""
+"""The ledger as a dict of leases, summed up again for each question: what the native one has to equal."""
 
 from dataclasses import dataclass
 

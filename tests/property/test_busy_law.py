@@ -80,12 +80,12 @@ class BusyMachine(RuleBasedStateMachine):
     @invariant()
     def no_less_than_there_is_and_no_more_when_the_report_saw_it(self) -> None:
         found = load_by_slot(self.booked, self.reported, self.at_report.active_blocks(SLOTS))
-        told = self.reported >= 0
+        reported_now = self.reported >= 0
         there = self.booked + self.foreign
         assert (found >= self.booked).all(), "what is booked always counts"
-        assert (found[told] >= there[told]).all(), "nothing that is there is forgotten"
-        assert (found[~told] == self.booked[~told]).all()
-        exact = told & self.is_settled
+        assert (found[reported_now] >= there[reported_now]).all(), "nothing that is there is forgotten"
+        assert (found[~reported_now] == self.booked[~reported_now]).all()
+        exact = reported_now & self.is_settled
         assert (found[exact] == there[exact]).all(), "and nothing counts twice that the report has seen"
 
 

@@ -11,7 +11,7 @@ FAULTS = st.sampled_from([Fault.LOST, Fault.SILENT])
 
 
 class CircuitMachine(RuleBasedStateMachine):
-    """Legs that are sent, bring something or nothing, and end, beside a clock that a test turns."""
+    """Legs that are sent, bring something or nothing, and end, next to a clock that a test turns."""
 
     @initialize(failures=st.integers(1, 4), seed=st.integers(0, 2**64 - 1))
     def begin(self, failures: int, seed: int) -> None:

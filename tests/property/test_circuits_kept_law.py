@@ -121,7 +121,7 @@ class CircuitsMachine(RuleBasedStateMachine):
         self.circuits.booked(placement, now_s=self.now_s)
 
     @rule(worker=st.sampled_from([*PREFILL, *DECODE]))
-    def start_anew(self, worker: int) -> None:
+    def start_again(self, worker: int) -> None:
         self.incarnation += 1
         role = Role.PREFILL if worker in PREFILL else Role.DECODE
         self.fleet.join(card(worker, role, incarnation=self.incarnation))
@@ -146,10 +146,10 @@ class CircuitsMachine(RuleBasedStateMachine):
             if state is CircuitState.HALF_OPEN and worker not in tried:
                 assert not is_open, "nobody tries it, and nobody may"
         states = dict(self.circuits.pairs(now_s=self.now_s))
-        for pair in self.fleet.parted:
+        for pair in self.fleet.broken_pairs:
             assert states[pair] is CircuitState.OPEN or pair in tried
         for pair, state in states.items():
-            assert state is not CircuitState.OPEN or pair in set(self.fleet.parted)
+            assert state is not CircuitState.OPEN or pair in set(self.fleet.broken_pairs)
 
     @invariant()
     def no_circuit_is_tried_by_two(self) -> None:
@@ -166,7 +166,7 @@ class CircuitsMachine(RuleBasedStateMachine):
         self.circuits.refresh(now_s=self.now_s)
         assert not self.fleet.columns.circuit_open.any()
         assert list(self.circuits.pairs(now_s=self.now_s)) == []
-        assert list(self.fleet.parted) == []
+        assert list(self.fleet.broken_pairs) == []
 
 
 TestCircuits = CircuitsMachine.TestCase

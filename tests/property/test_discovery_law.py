@@ -1,4 +1,4 @@
-"""Whatever a store shows, in whatever order: what a watcher is told adds up."""
+"""Whatever a store shows, in whatever order: what a watcher is notified adds up."""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class World:
     writes: int = 0
     now: float = 0.0
     heard_at: dict[tuple[int, int], float] = field(default_factory=dict)
-    """When the watcher saw the record of an incarnation change, or was told to begin anew."""
+    """When the watcher saw the record of an incarnation change, or was asked to restart."""
 
     seen: dict[int, int] = field(default_factory=dict)
     here: dict[int, WorkerCard] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class World:
 
 
 @given(STEPS)
-def test_what_a_watcher_is_told_adds_up_and_ends_at_what_the_store_holds(
+def test_what_a_watcher_is_reported_adds_up_and_ends_at_what_the_store_holds(
     steps: list[tuple[str, int, int]],
 ) -> None:
     world = World()

@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.due import DueTimes
+from kvrouter.core.clock import DueTimes
 
 SUBJECTS = st.integers(0, 5)
 MOMENTS = st.integers(0, 50)

@@ -190,8 +190,8 @@ def test_both_ways_of_telling_output_ids_give_the_tokens_once(
             "cached_tokens": 1,
             "finish_reason": None,
         }
-        told = {"text": "", "output_ids": step if is_incremental else so_far, "meta_info": meta}
-        event = reader(json.dumps(told).encode())
+        reported = {"text": "", "output_ids": step if is_incremental else so_far, "meta_info": meta}
+        event = reader(json.dumps(reported).encode())
         got.extend(event.token_ids)
         assert event.usage is not None
         assert event.usage.cached_tokens == 1

@@ -69,7 +69,7 @@ def test_what_the_ring_still_has_is_never_missed(n_before: int, ways: list[str],
 
 @settings(max_examples=30)
 @given(st.integers(0, 4), st.lists(st.sampled_from(ORDERED), max_size=14), st.integers(1, 3) | st.none())
-def test_what_is_lost_for_good_is_told_and_nothing_counts_twice(
+def test_what_is_lost_for_good_is_reported_and_nothing_counts_twice(
     n_before: int, ways: list[str], ring_batches_max: int | None
 ) -> None:
     async def run() -> None:

@@ -3,7 +3,7 @@
 All that is real: the mock engine's paged cache, the worker's publisher and its ring, the wire's binary form,
 questions and answers in pieces, the feed, the pump and the native index. Only the wire is made up: it loses,
 repeats, holds back and reorders what is sent, and answers late, wrongly or never; workers and routers start
-anew at any time. The truth is what the engine finds in its own cache, not what anybody published.
+again at any time. The truth is what the engine finds in its own cache, not what anybody published.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class Worker:
         return self.engine.held_blocks(dp_rank)
 
     def serve(self, rank: WorkerRank, prompt: list[int], max_tokens: int, *, for_s: float) -> None:
-        """Let the engine run a request for a while; some events are told before others happen."""
+        """Let the engine run a request for a while; some events are reported before others happen."""
         now_s = asyncio.get_running_loop().time()
         request = EngineRequest(
             request_id=RequestId(f"r{next(self._numbers)}"),
@@ -160,7 +160,7 @@ class Worker:
 
 
 class Router:
-    """One start of a router, which learns everything anew."""
+    """One start of a router, which learns everything again."""
 
     def __init__(self, wire: BadWire, epoch: Epoch) -> None:
         self.epoch = epoch
@@ -224,7 +224,7 @@ class Rig:
                 self.router = Router(self.wire, self.published_card)
 
     async def serve(self) -> None:
-        """One request; whether its events are told at once, and sent apart from the next one's, is chance."""
+        """One request; whether its events are sent at once, and apart from the next one's, is chance."""
         chance = self.chance
         prompt = [chance.randrange(4)] * chance.randrange(1, 30) + [chance.randrange(3) for _ in range(6)]
         self.worker.serve(
@@ -235,7 +235,7 @@ class Rig:
             await asyncio.sleep(0)
 
     async def fall_quiet(self) -> None:
-        """The engine's requests end, the wire is good again, discovery has told, and heartbeats flow."""
+        """The engine's requests end, the wire is good again, discovery has caught up, and heartbeats flow."""
         self.worker.engine.advance(asyncio.get_running_loop().time() + 1000.0)
         self.worker.tell()
         self.wire.is_bad = False

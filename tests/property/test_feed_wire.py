@@ -119,7 +119,7 @@ class Rig:
             self.held += hashes[start:]
 
     async def fall_quiet(self) -> None:
-        """What was held back arrives, discovery has told, one heartbeat gets through, asks are answered."""
+        """What was held back arrives, discovery catches up, a heartbeat comes, questions are answered."""
         self.publisher.flush()
         self.wire.is_bad = False
         self.wire.release()

@@ -66,9 +66,9 @@ def test_the_ledger_holds_what_the_index_and_the_mirror_hold(
     ledger = RankBlocks(EngineTraits(block_size=BLOCK_SIZE, blocks_max=blocks_max))
     index, mirror = NaiveBlockIndex(), RankMirror()
     for event in events:
-        told = ledger.take((event,))
-        applied = index.apply(SLOT, told)
-        mirror.apply(told)
+        reported = ledger.take((event,))
+        applied = index.apply(SLOT, reported)
+        mirror.apply(reported)
         assert (applied.orphaned, applied.unknown_removed) == (0, 0)
     for medium in Medium:
         assert ledger.held(medium) == index.held(SLOT, medium)

@@ -34,7 +34,7 @@ KEYS = st.builds(
 
 
 class Twins(RuleBasedStateMachine):
-    """Both ledgers, told alike. A lease is the pair of its numbers in each."""
+    """Both ledgers, given the same. A lease is the pair of its numbers in each."""
 
     leases: Bundle[tuple[LeaseId, LeaseId]] = Bundle("leases")
 

@@ -46,8 +46,8 @@ def test_nobody_is_faster_than_alone_or_slower_than_with_everyone(starts: list[t
 
 @given(STARTS, st.floats(0.1, 5.0))
 def test_how_often_one_looks_changes_nothing(starts: list[tuple[float, int]], every_s: float) -> None:
-    seldom, often = run(starts), run(starts, every_s)
-    assert all(abs(seldom[index] - often[index]) < 1e-6 for index in seldom)
+    rarely, often = run(starts), run(starts, every_s)
+    assert all(abs(rarely[index] - often[index]) < 1e-6 for index in rarely)
 
 
 @given(STARTS, st.data())

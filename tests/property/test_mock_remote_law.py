@@ -164,7 +164,7 @@ class World:
         return min(times, default=None)
 
     def talk(self) -> None:
-        """Send what is to be told on its way, and hear what arrives at once."""
+        """Send what is to be reported on its way, and hear what arrives at once."""
         while outputs := self.source.take_remote() + ([] if not self.apart else self.sink.take_remote()):
             assert self.apart, "one process has nobody to talk to"
             for output in outputs:

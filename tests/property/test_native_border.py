@@ -45,8 +45,8 @@ def tried(call: Callable[[], T], *names: str) -> tuple[T] | None:
     try:
         return (call(),)
     except REFUSALS as refused:
-        told = str(refused)
-    assert any(name in told for name in names), told
+        reported = str(refused)
+    assert any(name in reported for name in names), reported
     return None
 
 

@@ -221,7 +221,7 @@ def test_both_spellings_are_one_policy(
     weight=st.one_of(st.none(), st.floats(), st.integers(-2, 2)),
     label=LABELS,
 )
-def test_a_weight_stands_beside_preferred_alone(
+def test_a_weight_stands_with_preferred_alone(
     enforcement: Enforcement, weight: float | None, label: str
 ) -> None:
     graph: Document = {"domain": "zone", "labelKey": label, "enforcement": enforcement.value}

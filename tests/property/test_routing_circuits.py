@@ -52,15 +52,15 @@ def test_who_is_passed_over_might_as_well_be_dead_unless_nobody_else_is_left(see
 @given(st.integers(0, 2**32))
 def test_a_pair_that_lost_kv_meets_again_only_where_every_open_pair_of_its_tier_did(seed: int) -> None:
     for number in range(20):  # few of the fleets have several pairs
-        check_parted_pairs(seed + number)
+        check_broken_pairs(seed + number)
 
 
-def check_parted_pairs(seed: int) -> None:
+def check_broken_pairs(seed: int) -> None:
     rng, scene, fleet = drawn(seed)
     plain = outcome(scene, view_of(scene, fleet))
-    parted = {(a, b) for a in some(rng, scene) for b in some(rng, scene)}
-    for prefill, decode in parted:
-        fleet.set_parted(prefill, decode, True)
+    broken = {(a, b) for a in some(rng, scene) for b in some(rng, scene)}
+    for prefill, decode in broken:
+        fleet.set_broken_pair(prefill, decode, True)
     got = outcome(scene, view_of(scene, fleet))
     assert isinstance(got, Decision) == isinstance(plain, Decision)
     if not isinstance(got, Decision) or got.prefill is None:
@@ -71,19 +71,19 @@ def check_parted_pairs(seed: int) -> None:
     policy = brute.policy(pair[0])
     if policy is not None and policy[1] == "required":
         assert brute.together(*pair, policy[0]), "lost KV opens no boundary"
-    if (pair[0].worker_id, pair[1].worker_id) in parted:
-        whole = {(a, b) for a, b in brute.pairs() if (a.worker_id, b.worker_id) not in parted}
+    if (pair[0].worker_id, pair[1].worker_id) in broken:
+        whole = {(a, b) for a, b in brute.pairs() if (a.worker_id, b.worker_id) not in broken}
         assert not whole, "some pair of the same tier could have taken it"
 
 
 @given(st.integers(0, 2**32))
-def test_an_explanation_is_the_decision_with_open_circuits_and_parted_pairs_too(seed: int) -> None:
+def test_an_explanation_is_the_decision_with_open_circuits_and_broken_pairs_too(seed: int) -> None:
     rng, scene, fleet = drawn(seed)
     for worker_id in some(rng, scene):
         fleet.set_circuit_open(worker_id, True)
     for prefill in some(rng, scene):
         for decode in some(rng, scene):
-            fleet.set_parted(prefill, decode, True)
+            fleet.set_broken_pair(prefill, decode, True)
     view = view_of(scene, fleet)
     try:
         decision = route(scene.request, view, explain=True)

@@ -92,8 +92,8 @@ def check_refusal_explained(brute: Brute, view: View, refused: RoutingRefused) -
     with pytest.raises(type(refused)) as raised:
         route(scene.request, view, explain=True)
     explained = raised.value
-    told = (refused.message, refused.refusals, refused.role, refused.domain)
-    assert (explained.message, explained.refusals, explained.role, explained.domain) == told
+    reported = (refused.message, refused.refusals, refused.role, refused.domain)
+    assert (explained.message, explained.refusals, explained.role, explained.domain) == reported
     assert refused.rows == ()
     rows = check_counted(explained)
     for leg in (Leg.PREFILL, Leg.DECODE) if brute.is_pair else (Leg.AGGREGATED,):

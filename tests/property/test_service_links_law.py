@@ -34,14 +34,14 @@ OURS = ("KVROUTER_", "DYN_")
 
 @given(SERVICES, OWN)
 def test_all_of_them_are_left_out_and_nothing_else(services: list[Service], own: Mapping[str, str]) -> None:
-    told = links(services)
-    others = {name: value for name, value in told.items() if not name.startswith(OURS)}
-    assert without_service_links({**told, **own}) == {**others, **own}
+    reported = links(services)
+    others = {name: value for name, value in reported.items() if not name.startswith(OURS)}
+    assert without_service_links({**reported, **own}) == {**others, **own}
 
 
 @given(st.builds(Service, NAMES, ADDRESSES, PORTS), st.data())
 def test_a_variable_that_says_something_else_stays(service: Service, data: st.DataObject) -> None:
-    told = links([service])
-    changed = data.draw(st.sampled_from(sorted(told)))
-    value = data.draw(st.text(max_size=8).filter(lambda text: text not in told.values()))
-    assert without_service_links({**told, changed: value})[changed] == value
+    reported = links([service])
+    changed = data.draw(st.sampled_from(sorted(reported)))
+    value = data.draw(st.text(max_size=8).filter(lambda text: text not in reported.values()))
+    assert without_service_links({**reported, changed: value})[changed] == value

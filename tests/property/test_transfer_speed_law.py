@@ -38,25 +38,25 @@ class Engine:
     bytes_per_s: float = 10e9
     speeds: TransferSpeeds = field(default_factory=TransferSpeeds)
     now_s: float = 100.0
-    told: KvTransfers = KvTransfers(0, 0, 0.0)  # noqa: RUF009 - it cannot be written
+    reported: KvTransfers = KvTransfers(0, 0, 0.0)  # noqa: RUF009 - it cannot be written
     verdicts: list[SpeedVerdict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tell()
 
     def tell(self) -> Noted | None:
-        noted = self.speeds.note(SLOT, self.told, now_s=self.now_s)
+        noted = self.speeds.note(SLOT, self.reported, now_s=self.now_s)
         if noted is not None and noted.verdict is not None:
             self.verdicts.append(noted.verdict)
         return noted
 
     def carry(self, sizes_bytes: list[int], *, after_s: float = 1.0) -> Noted | None:
         self.now_s += after_s
-        told = self.told
-        self.told = KvTransfers(
-            told.transfers + len(sizes_bytes),
-            told.bytes + sum(sizes_bytes),
-            told.seconds + sum(self.latency_s + each / self.bytes_per_s for each in sizes_bytes),
+        before = self.reported
+        self.reported = KvTransfers(
+            before.transfers + len(sizes_bytes),
+            before.bytes + sum(sizes_bytes),
+            before.seconds + sum(self.latency_s + each / self.bytes_per_s for each in sizes_bytes),
         )
         return self.tell()
 
@@ -72,11 +72,11 @@ class Engine:
 
 
 @given(st.lists(sums, min_size=1, max_size=30), st.floats(0, 1e6))
-def test_whatever_is_told_what_was_carried_is_never_negative_and_verdicts_take_turns(
-    told: list[KvTransfers], step_s: float
+def test_whatever_is_reported_what_was_carried_is_never_negative_and_verdicts_take_turns(
+    reported_now: list[KvTransfers], step_s: float
 ) -> None:
     speeds, slow = TransferSpeeds(), [False]
-    for number, each in enumerate(told):
+    for number, each in enumerate(reported_now):
         noted = speeds.note(SLOT, each, now_s=number * step_s) or Noted(NOTHING, None)
         carried = noted.carried
         assert min(carried.transfers, carried.bytes, carried.seconds, carried.failed) >= 0
@@ -85,33 +85,33 @@ def test_whatever_is_told_what_was_carried_is_never_negative_and_verdicts_take_t
             slow.append(noted.verdict.is_slow)
         reading = speeds.reading(SLOT, now_s=number * step_s)
         assert reading is not None
-        assert (reading.told, reading.is_slow) == (each, slow[-1])
+        assert (reading.reported, reading.is_slow) == (each, slow[-1])
 
 
 RESTART, TELL = (-1, -1), (-2, -2)
 steps = st.one_of(st.just(RESTART), st.just(TELL), st.tuples(st.integers(0, 9), st.integers(0, 9)))
-"""What an engine does: it begins anew, tells its sums, or carries so many transfers and bytes."""
+"""What an engine does: it restarts, tells its sums, or carries so many transfers and bytes."""
 
 
 @given(st.lists(steps, max_size=40))
-def test_what_is_told_is_counted_once_whatever_begins_anew(steps: list[tuple[int, int]]) -> None:
+def test_what_is_reported_is_counted_once_whatever_begins_again(steps: list[tuple[int, int]]) -> None:
     """Never twice; and all of it, unless a start has overtaken the one before by its first word."""
-    speeds, told, last = TransferSpeeds(), KvTransfers(0, 0, 0.0), None
-    counted, truth, began_anew, was_overtaken = 0, 0, False, False
+    speeds, reported_now, last = TransferSpeeds(), KvTransfers(0, 0, 0.0), None
+    counted, truth, began_again, was_overtaken = 0, 0, False, False
     for step in [*steps, TELL]:
         if step == RESTART:
-            told, began_anew = KvTransfers(0, 0, 0.0), True
+            reported_now, began_again = KvTransfers(0, 0, 0.0), True
         elif step == TELL:
-            noted = speeds.note(SLOT, told, now_s=0.0)
+            noted = speeds.note(SLOT, reported_now, now_s=0.0)
             counted += 0 if noted is None else noted.carried.bytes
             if last is not None:
-                is_less = told.transfers < last.transfers or told.bytes < last.bytes
-                was_overtaken |= began_anew and not is_less and last.bytes > 0
-                truth += told.bytes if began_anew else told.bytes - last.bytes
-            last, began_anew = told, False
+                is_less = reported_now.transfers < last.transfers or reported_now.bytes < last.bytes
+                was_overtaken |= began_again and not is_less and last.bytes > 0
+                truth += reported_now.bytes if began_again else reported_now.bytes - last.bytes
+            last, began_again = reported_now, False
         else:
             transfers, n_bytes = step
-            told = KvTransfers(told.transfers + transfers, told.bytes + n_bytes, 0.0)
+            reported_now = KvTransfers(reported_now.transfers + transfers, reported_now.bytes + n_bytes, 0.0)
     assert counted <= truth
     assert counted == truth or was_overtaken
 
@@ -134,7 +134,7 @@ def test_a_link_that_stays_as_it_is_never_counts_as_slow(
 
 
 @given(factor=st.floats(4.5, 1e4), each_mib=st.integers(16, 512))
-def test_a_link_that_becomes_slower_is_told_once_and_once_when_it_is_well_again(
+def test_a_link_that_becomes_slower_is_reported_once_and_once_when_it_is_well_again(
     factor: float, each_mib: int
 ) -> None:
     engine, each_bytes = Engine(), each_mib * MIB
@@ -160,10 +160,10 @@ def test_a_link_that_becomes_a_little_slower_is_no_news(factor: float) -> None:
     assert engine.slow == []
 
 
-def test_an_engine_that_begins_anew_on_a_slower_link_is_told() -> None:
+def test_an_engine_that_begins_again_on_a_slower_link_is_reported() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
-    engine.told = KvTransfers(0, 0, 0.0)
+    engine.reported = KvTransfers(0, 0, 0.0)
     assert engine.tell() == Noted(NOTHING, None)
     engine.bytes_per_s /= 20
     engine.carry_windows(WINDOWS)
@@ -240,16 +240,16 @@ def test_the_recent_speed_is_that_of_the_last_minute() -> None:
 
 
 def test_sums_of_an_engine_that_had_none_at_first_are_counted_from_the_first() -> None:
-    speeds, told = TransferSpeeds(), KvTransfers(1, 5, 0.5)
+    speeds, reported_now = TransferSpeeds(), KvTransfers(1, 5, 0.5)
     for _ in range(2):
         assert speeds.note(SLOT, None, now_s=0.0) is None
         assert speeds.reading(SLOT, now_s=0.0) is None
-    assert speeds.note(SLOT, told, now_s=0.0) == Noted(told, None)
-    assert speeds.note(SLOT, told, now_s=0.0) is None
+    assert speeds.note(SLOT, reported_now, now_s=0.0) == Noted(reported_now, None)
+    assert speeds.note(SLOT, reported_now, now_s=0.0) is None
     assert speeds.note(SLOT, None, now_s=0.0) is None
     reading = speeds.reading(SLOT, now_s=0.0)
     assert reading is not None
-    assert reading.told == told
+    assert reading.reported == reported_now
 
 
 def test_a_rank_that_is_gone_is_forgotten() -> None:

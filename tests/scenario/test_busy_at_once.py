@@ -70,7 +70,7 @@ async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported
     assert len(plane.opened) == 4
 
 
-async def test_somebody_elses_load_counts_beside_what_was_booked_since() -> None:
+async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1), config=HALF)
     bench.load(report(20))
@@ -121,7 +121,7 @@ async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
     assert await asyncio.gather(*asked) == [1] * 5
 
 
-async def test_what_other_routers_book_after_a_report_counts_beside_it() -> None:
+async def test_what_other_routers_book_after_a_report_counts_with_it() -> None:
     plane = MemorySyncPlane()
     a = ReplicaRouter("a", plane, workers=(1,))
     b = ReplicaRouter("b", plane, workers=(1,), config=HALF)

@@ -115,7 +115,7 @@ async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
     assert sent_to(plane, 1) > before + 1
 
 
-async def test_half_open_it_gets_another_request_when_the_first_one_told_nothing() -> None:
+async def test_half_open_it_gets_another_request_when_the_first_one_reported_nothing() -> None:
     script = Script(1)
     plane = ScriptedPlane(script)
     bench = await bench_of(plane, card(1), card(2), config=BRIEF)
@@ -248,7 +248,7 @@ async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
     assert state(bench, 1) is state(bench, 2) is CircuitState.CLOSED
 
 
-async def test_a_new_start_of_a_worker_begins_anew() -> None:
+async def test_a_new_start_of_a_worker_begins_again() -> None:
     plane = ScriptedPlane(Script(1))
     bench = await bench_of(plane, card(1), card(2), config=LONG)
     await fail(bench, 3)
@@ -338,7 +338,7 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
     plane = ScriptedPlane(link)
     bench = await bench_of(plane, prefill_card(1), prefill_card(2), decode_card(3), config=BRIEF)
     async with asyncio.timeout(20):
-        while not bench.model.fleet.parted:
+        while not bench.model.fleet.broken_pairs:
             await send(bench)
     link.is_cut = False
     before = pairs(plane).count((1, address_of(3)))
@@ -347,7 +347,7 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
             await send(bench)
             await asyncio.sleep(0.005)
     assert list(bench.model.broken_pairs()) == []
-    assert not bench.model.fleet.parted
+    assert not bench.model.fleet.broken_pairs
 
 
 async def test_the_only_pair_that_lost_kv_is_tried_when_its_time_has_come() -> None:
@@ -356,10 +356,10 @@ async def test_the_only_pair_that_lost_kv_is_tried_when_its_time_has_come() -> N
     plane = ScriptedPlane(link)
     bench = await bench_of(plane, prefill_card(1), decode_card(3), config=BRIEF)
     await send(bench)
-    assert bench.model.fleet.parted
+    assert bench.model.fleet.broken_pairs
     link.is_cut = False
     async with asyncio.timeout(20):
-        while bench.model.fleet.parted:
+        while bench.model.fleet.broken_pairs:
             assert await send(bench) == [[1]]
     assert pairs(plane)[-1] == (1, address_of(3))
 
@@ -391,9 +391,9 @@ async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
     plane = ScriptedPlane(Link())
     bench = await bench_of(plane, prefill_card(1), decode_card(3), config=LONG)
     await send(bench)
-    assert bench.model.fleet.parted
+    assert bench.model.fleet.broken_pairs
     bench.discovery.put(card(3, Role.DECODE, zone="a", incarnation=2))
-    assert not bench.model.fleet.parted
+    assert not bench.model.fleet.broken_pairs
     assert list(bench.model.broken_pairs()) == []
 
 

@@ -1,4 +1,4 @@
-"""What the router believes of caches, beside what the engines of a mock fleet hold."""
+"""What the router believes of caches, next to what the engines of a mock fleet hold."""
 
 import asyncio
 import random

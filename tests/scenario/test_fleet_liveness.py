@@ -87,7 +87,7 @@ async def test_a_new_incarnation_is_followed_and_the_old_ones_life_is_nobodys_bu
     assert not bench.model.fleet.is_alive(WorkerId(1))
 
 
-async def test_a_lost_discovery_is_told_and_changes_nothing() -> None:
+async def test_a_lost_discovery_is_reported_and_changes_nothing() -> None:
     bench, _ = await bench_of(card(1))
     assert bench.discovery.on_store is not None
     bench.discovery.on_store(False, "the directory is gone")
@@ -172,7 +172,7 @@ async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
     assert (batches, loads, len(lanes.foreign)) == ([batch], [report], 1)
 
 
-async def test_a_worker_on_a_lane_that_is_not_heard_is_told_of_and_used(
+async def test_a_worker_on_a_lane_that_is_not_heard_is_reported_of_and_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))

@@ -53,8 +53,8 @@ async def test_an_engine_that_made_another_prompt_of_the_call_does_not_contradic
     more_tokens: int, prediction: str
 ) -> None:
     prompt_tokens = len(generate_request().token_ids) + more_tokens
-    told = EngineChunk((1,), FinishReason.STOP, cached_tokens=32, prompt_tokens=prompt_tokens)
-    bench = await bench_of(ScriptedPlane(lambda stream: stream.feed(told)), card(1))
+    reported = EngineChunk((1,), FinishReason.STOP, cached_tokens=32, prompt_tokens=prompt_tokens)
+    bench = await bench_of(ScriptedPlane(lambda stream: stream.feed(reported)), card(1))
     await read_all(bench)
     assert bench.telemetry.index_predictions.value("mock", "1", "0", prediction) == 1
 
@@ -160,12 +160,12 @@ async def test_explaining_changes_nothing_and_tells_the_next_decision_where_noth
     await bench.start(*(card(number) for number in range(1, 6)))
     for number in range(6):
         request = generate_request(request_id=f"r{number}")
-        told = [bench.service.explain(request).decode.rank for _ in range(3)]
+        reported = [bench.service.explain(request).decode.rank for _ in range(3)]
         async with bench.service.generate(request) as generation:
             await anext(generation)
         placement = generation.placement
         assert placement is not None
-        assert told == [placement.decision.decode.rank] * 3
+        assert reported == [placement.decision.decode.rank] * 3
 
 
 async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:

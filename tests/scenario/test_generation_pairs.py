@@ -227,7 +227,7 @@ async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_
     assert bench.booked() == 0
 
 
-async def test_what_prefill_had_cached_is_told_although_it_arrives_after_the_last_token() -> None:
+async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the_last_token() -> None:
     """Two workers, two connections: the prefill leg said its last word first, and it may come last."""
     plane = ScriptedPlane()
     bench = await bench_of(plane, prefill_card(1, bootstrap=True), decode_card(2))

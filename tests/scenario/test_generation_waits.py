@@ -165,7 +165,7 @@ async def test_a_model_may_come_back_with_another_block_size() -> None:
     assert await read_all(bench) == [1]
 
 
-async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_told(
+async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def script(stream: ScriptedStream) -> None:
@@ -180,7 +180,7 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_told(
     assert "internal_error" in caplog.text
 
 
-async def test_without_tracked_blocks_loads_are_told_as_if_all_were_new() -> None:
+async def test_without_tracked_blocks_loads_are_reported_as_if_all_were_new() -> None:
     bench = await bench_of(ScriptedPlane(), card(1), config=KvRouterConfig(track_active_blocks=False))
     request = generate_request()
     assert bench.model.view(bench.model.hash_prompt(request.token_ids)).not_active is None

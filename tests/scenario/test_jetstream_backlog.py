@@ -27,11 +27,11 @@ async def test_no_more_messages_wait_than_are_acknowledged_at_once(
     waiting: list[int] = []
     complete = asyncio.Event()
 
-    def on_message(_subject: str, payload: bytes, _sequence: int, pending: int) -> None:
+    def on_message(_subject: str, payload: bytes, _sequence: int, _pending: int) -> None:
         payloads.append(payload)
         assert delivery._subscription is not None
         waiting.append(delivery._subscription.pending_msgs)
-        if pending == 0:
+        if len(payloads) == MESSAGES:
             complete.set()
 
     delivery = PushConsumer(

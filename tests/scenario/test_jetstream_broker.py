@@ -48,7 +48,7 @@ async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_fu
     assert replica.asking.asked > 0
 
 
-async def test_a_stream_that_is_gone_is_made_anew(fleet: Fleet) -> None:
+async def test_a_stream_that_is_gone_is_made_again(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5)
     assert await replica.snapshots.check() == 1
     await fleet.client.jetstream().delete_stream(LaneNames(fleet.namespace, "backend").stream)
@@ -61,7 +61,7 @@ async def test_a_stream_that_is_gone_is_made_anew(fleet: Fleet) -> None:
     await fleet.knows("late", worker)
 
 
-async def test_a_consumer_that_is_gone_is_made_anew(fleet: Fleet) -> None:
+async def test_a_consumer_that_is_gone_is_made_again(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     stream = LaneNames(fleet.namespace, "backend").stream
     await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")

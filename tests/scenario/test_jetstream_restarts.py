@@ -63,7 +63,7 @@ async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_appli
     assert late.telemetry.feed_events.value("m", "gaps") == 0
 
 
-async def test_a_worker_that_started_anew_is_not_taken_for_the_one_in_the_snapshot(fleet: Fleet) -> None:
+async def test_a_worker_that_started_again_is_not_taken_for_the_one_in_the_snapshot(fleet: Fleet) -> None:
     worker, (first,) = await fleet.known("first", serves=10)
     assert await first.snapshots.check() == 1
     worker.serve(2)  # what is left of the old start in the stream

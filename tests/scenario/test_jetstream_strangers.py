@@ -44,7 +44,7 @@ async def write_garbage(fleet: Fleet, worker: Worker) -> None:
         await fleet.client.jetstream().publish(names_of(fleet).events(rank), payload)
 
 
-async def test_what_is_no_batch_is_told_and_let_go_live_and_in_a_replay(fleet: Fleet) -> None:
+async def test_what_is_no_batch_is_reported_and_let_go_live_and_in_a_replay(fleet: Fleet) -> None:
     worker, (live,) = await fleet.known("live", serves=3, refused=True)
     await write_garbage(fleet, worker)
     worker.serve(3)

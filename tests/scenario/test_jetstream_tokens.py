@@ -44,7 +44,7 @@ async def test_what_was_said_on_one_subject_is_not_said_on_another(fleet: Fleet)
     await live.until_right(worker)
 
 
-async def test_a_fleet_with_a_new_token_begins_anew_in_an_old_store(fleet: Fleet) -> None:
+async def test_a_fleet_with_a_new_token_begins_again_in_an_old_store(fleet: Fleet) -> None:
     """Snapshot and stream of yesterday open for nobody: workers are asked, and the next snapshot is valid."""
     worker, (first,) = await fleet.known("first", serves=9)
     assert await first.snapshots.check() == 1

@@ -160,7 +160,7 @@ async def test_where_every_pair_lost_kv_requests_begin_with_a_worker_that_needs_
     await bench.start(*ZONES)
     for number in range(12):
         assert await ask_in_zone_a(bench, number) == [5, 6]
-    assert len(list(bench.model.fleet.parted)) == 4
+    assert len(list(bench.model.fleet.broken_pairs)) == 4
     before = len(plane.legs())
     for number in range(12, 20):
         assert await ask_in_zone_a(bench, number) == [5, 6]

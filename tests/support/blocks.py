@@ -22,7 +22,7 @@ def blocks(held: Iterable[Held]) -> Blocks:
     return counted
 
 
-def told_by(worker: Worker, dp_rank: DpRank) -> tuple[KvEvent, ...]:
+def reported_by(worker: Worker, dp_rank: DpRank) -> tuple[KvEvent, ...]:
     """What a worker's engine says that a rank's cache holds."""
     assert isinstance(worker.engine, TellingEngine)
     return worker.engine.snapshot(dp_rank)

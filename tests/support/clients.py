@@ -33,7 +33,7 @@ def expected_text(prompt: list[int], n_tokens: int) -> str:
 
 
 class Client:
-    """One streamed answer, read beside the test."""
+    """One streamed answer, read next to the test."""
 
     def __init__(
         self, frontend: Frontend, *, prompt: list[int] | None = None, max_tokens: int, model: str = "mock"

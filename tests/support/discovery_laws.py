@@ -155,7 +155,7 @@ class LeaseLaws:
         await store.end().publish(card(2))
         await ear.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED), card(2))
 
-    async def test_one_that_expired_and_starts_anew_is_replaced(self, store: Store) -> None:
+    async def test_one_that_expired_and_starts_again_is_replaced(self, store: Store) -> None:
         dies = store.end()
         await dies.publish(card(2))
         ear = await listen(store.end())

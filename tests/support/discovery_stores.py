@@ -113,8 +113,8 @@ class MemoryStore:
         raise NotImplementedError
 
 
-def nobody(*_told: str) -> None:
-    """Nobody is told."""
+def nobody(*_reported: str) -> None:
+    """Nobody is notified."""
 
 
 class FileStore:

@@ -1,4 +1,4 @@
-"""What a vLLM server told of itself that was asked by nobody here."""
+"""What a vLLM server said of itself that was asked by nobody here."""
 
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.engines.vllm.attach import VllmClient

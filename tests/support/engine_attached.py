@@ -1,4 +1,4 @@
-"""Engines as the worker beside them has them, for the laws that all of them keep."""
+"""Engines as the worker next to them has them, for the laws that all of them keep."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,24 +46,24 @@ SLOW_MS = 100.0
 
 @dataclass
 class AttachedEngine:
-    """An engine and all that it told. ``door`` is the server of one that has one here, to be closed."""
+    """An engine and all that it reported. ``door`` is the server of one that has one here, to be closed."""
 
     engine: Engine
-    told: EngineTold
+    reported: EngineTold
     context_tokens: int
     door: SmallEngine | None = None
 
     @property
     def block_size(self) -> int:
-        return self.told.block_size
+        return self.reported.block_size
 
     async def settled(self, request: EngineRequest) -> None:
         """Wait until every whole block of an answered prompt is stored, by the events: those before it are
-        told by then.
+        reported by then.
         """
         tokens = request.token_ids
         wanted = len(tokens) // self.block_size
-        await until(lambda: self.told.overlap_blocks(tokens, namespace=request.cache_namespace) == wanted)
+        await until(lambda: self.reported.overlap_blocks(tokens, namespace=request.cache_namespace) == wanted)
 
 
 @dataclass
@@ -138,13 +138,13 @@ async def served(url: str, attach: Attach, door: SmallEngine | None = None) -> A
 async def _started(
     engine: Engine, block_size: int, context_tokens: int, door: SmallEngine | None = None
 ) -> AsyncIterator[AttachedEngine]:
-    told = EngineTold(block_size)
+    reported = EngineTold(block_size)
     if isinstance(engine, WatchedEngine):
-        engine.watch(told.on_state)
-    await engine.start(told.on_events, told.on_load)
+        engine.watch(reported.on_state)
+    await engine.start(reported.on_events, reported.on_load)
     try:
         async with asyncio.timeout(IN_TIME_S):
-            yield AttachedEngine(engine, told, context_tokens, door)
+            yield AttachedEngine(engine, reported, context_tokens, door)
     finally:
         await engine.stop()
 

@@ -52,14 +52,14 @@ def samples() -> list[Sample]:
 
 
 def _sample(path: Path) -> Sample:
-    told = json.loads(path.read_text())
-    published_s, events, dp_rank = told["decoded"]
+    reported = json.loads(path.read_text())
+    published_s, events, dp_rank = reported["decoded"]
     frames = [path.with_name(f"{path.stem}.frame{i}.bin") for i in range(3)]
     return Sample(
         name=path.stem,
         frames=tuple(frame.read_bytes() for frame in frames if frame.exists()),
-        topic=told.get("topic", ""),
-        seq=told.get("seq", 0),
+        topic=reported.get("topic", ""),
+        seq=reported.get("seq", 0),
         published_s=published_s,
         events=tuple(events),
         dp_rank=dp_rank,

@@ -59,10 +59,10 @@ def ends_once(chunks: list[EngineChunk]) -> bool:
 
 async def is_free(at: AttachedEngine) -> None:
     """Wait until nothing runs, waits or holds blocks, by the engine's own reports from now on. A real engine
-    counts anew with its next step: it is given one.
+    counts again with its next step: it is given one.
     """
     await answer(at, leg(new_prompt(3), max_tokens=1))
-    await until(lambda: not at.told.running and not at.told.active_blocks)
+    await until(lambda: not at.reported.running and not at.reported.active_blocks)
 
 
 async def refusal_of(at: AttachedEngine, request: EngineRequest) -> KvrouterError:
@@ -130,7 +130,7 @@ class RefusalLaws:
         assert "max_" in (error.param or error.message)
         assert not isinstance(error, ContextLengthExceeded)
 
-    async def test_what_is_too_long_is_told_as_that(self, at: AttachedEngine) -> None:
+    async def test_what_is_too_long_is_reported_as_that(self, at: AttachedEngine) -> None:
         request = leg(new_prompt(at.context_tokens + 1), max_tokens=100)
         assert isinstance(await refusal_of(at, request), ContextLengthExceeded)
 
@@ -162,7 +162,7 @@ class CacheLaws:
         await at.settled(request)
         for n_tokens, cached in ((4 * size, 3 * size), (4 * size - 1, 3 * size), (3 * size + 1, 3 * size)):
             shorter = request.token_ids[:n_tokens]
-            assert at.told.reusable_tokens(shorter) == cached
+            assert at.reported.reusable_tokens(shorter) == cached
             assert cached_tokens_of(await answer(at, leg(shorter, max_tokens=1))) == cached
         longer = leg([*request.token_ids, *new_prompt(40)], max_tokens=1)
         assert cached_tokens_of(await answer(at, longer)) == 4 * size
@@ -172,26 +172,26 @@ class CacheLaws:
         prompt = new_prompt(size + 3)
         tokens = tokens_of(await answer(at, leg(prompt, max_tokens=2 * size)))
         after = leg([*prompt, *tokens], max_tokens=1)
-        await until(lambda: at.told.overlap_blocks(after.token_ids) == 3)
+        await until(lambda: at.reported.overlap_blocks(after.token_ids) == 3)
         assert cached_tokens_of(await answer(at, after)) == 3 * size
 
-    async def test_what_is_evicted_is_told(self, at: AttachedEngine) -> None:
+    async def test_what_is_evicted_is_reported(self, at: AttachedEngine) -> None:
         await answer(at, leg(new_prompt(3), max_tokens=1))  # some engines tell no load before they ran
-        await until(lambda: bool(at.told.loads))
-        total_blocks = sum(load.total_blocks for load in at.told.loads.values())
+        await until(lambda: bool(at.reported.loads))
+        total_blocks = sum(load.total_blocks for load in at.reported.loads.values())
         requests = [leg(new_prompt(4 * at.block_size), max_tokens=1) for _ in range(total_blocks // 4 + 2)]
         for request in requests:
             await answer(at, request)
         await at.settled(requests[-1])
-        assert sum(len(held.places()) for held in at.told.ranks.values()) <= total_blocks
+        assert sum(len(held.places()) for held in at.reported.ranks.values()) <= total_blocks
         found = []
         for request in (requests[0], requests[-1]):
-            promised = at.told.reusable_tokens(request.token_ids)
+            promised = at.reported.reusable_tokens(request.token_ids)
             found.append(cached_tokens_of(await answer(at, leg(request.token_ids, max_tokens=1))))
             assert found[-1] == promised
             await at.settled(request)
         assert found == [0, 3 * at.block_size]
-        assert at.told.wrong == []
+        assert at.reported.wrong == []
 
 
 class SaltLaws:
@@ -211,7 +211,7 @@ class EndingLaws:
     async def test_a_cancelled_leg_ends_at_once_and_is_gone(self, at: AttachedEngine) -> None:
         stream = await at.engine.submit(leg(new_prompt(64), max_tokens=LONG_TOKENS))
         assert (await anext(aiter(stream))).finish is None
-        await until(lambda: at.told.running > 0 and at.told.active_blocks > 0)
+        await until(lambda: at.reported.running > 0 and at.reported.active_blocks > 0)
         waiting = asyncio.ensure_future(anext(aiter(stream)))
         stream.cancel("its client left")
         stream.cancel("again")
@@ -237,18 +237,18 @@ class EndingLaws:
         before = leg(new_prompt(at.block_size), max_tokens=1)
         await answer(at, before)
         await at.settled(before)
-        n_before = at.told.n_stored
+        n_before = at.reported.n_stored
         stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
         await anext(aiter(stream))
-        await until(lambda: at.told.running > 0)
+        await until(lambda: at.reported.running > 0)
         stream.cancel("its client left")
         await is_free(at)
-        assert at.told.n_stored - n_before < LONG_TOKENS // at.block_size
+        assert at.reported.n_stored - n_before < LONG_TOKENS // at.block_size
 
-    async def test_its_load_is_told_and_falls_when_it_is_done(self, at: AttachedEngine) -> None:
+    async def test_its_load_is_reported_and_falls_when_it_is_done(self, at: AttachedEngine) -> None:
         streams = [await at.engine.submit(leg(new_prompt(64), max_tokens=LONG_TOKENS)) for _ in range(2)]
-        await until(lambda: at.told.running == 2 and at.told.active_blocks > 2)
-        assert all(load.active_blocks <= load.total_blocks for load in at.told.loads.values())
+        await until(lambda: at.reported.running == 2 and at.reported.active_blocks > 2)
+        assert all(load.active_blocks <= load.total_blocks for load in at.reported.loads.values())
         for stream in streams:
             stream.cancel("enough")
         await is_free(at)
@@ -283,7 +283,7 @@ class CallLaws:
         error = await refusal_of(at, written(new_prompt(at.context_tokens + 1)))
         assert isinstance(error, ContextLengthExceeded)
 
-    async def test_cached_tokens_are_told_whoever_asks_for_the_usage(self, at: AttachedEngine) -> None:
+    async def test_cached_tokens_are_reported_whoever_asks_for_the_usage(self, at: AttachedEngine) -> None:
         request = written(new_prompt(2 * at.block_size + 1), max_tokens=2)
         chunks = await answer(at, request)
         assert cached_tokens_of(chunks) == 0
@@ -302,7 +302,7 @@ class CallEndingLaws:
     @pytest.mark.parametrize("stream", [True, False])
     async def test_a_client_that_leaves_ends_its_leg(self, at: AttachedEngine, stream: bool) -> None:
         given_up = await at.engine.submit(written(new_prompt(40), stream=stream, max_tokens=LONG_TOKENS))
-        await until(lambda: at.told.running > 0)
+        await until(lambda: at.reported.running > 0)
         given_up.cancel("its client left")
         assert (await read(given_up))[-1].finish is FinishReason.CANCELLED
         await is_free(at)

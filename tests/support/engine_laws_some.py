@@ -35,7 +35,7 @@ class FullLaws:
             try:
                 stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
                 if RUNNING_MAX <= n < RUNNING_MAX + WAITING_MAX:
-                    await until(lambda n=n: at.told.running > n)  # type: ignore[misc]
+                    await until(lambda n=n: at.reported.running > n)  # type: ignore[misc]
                 else:
                     await anext(aiter(stream))
                 taken.append(stream)
@@ -60,8 +60,8 @@ class TellingLaws:
             await answer(at, leg([*prefix, *new_prompt((n % 5) * at.block_size)], max_tokens=40))
             held = HeldBlocks()
             held.take(engine.snapshot(R0))
-            assert held.places() == at.told.ranks[R0].places()
-            assert (held.wrong, at.told.wrong) == ([], [])
+            assert held.places() == at.reported.ranks[R0].places()
+            assert (held.wrong, at.reported.wrong) == ([], [])
 
 
 class RankLaws:
@@ -72,24 +72,24 @@ class RankLaws:
         prompt = new_prompt(3 * size + 1)
         for rank in (R1, R0):
             assert cached_tokens_of(await answer(at, leg(prompt, max_tokens=1, dp_rank=rank))) == 0
-            await until(lambda rank=rank: at.told.overlap_blocks(prompt, rank) == 3)  # type: ignore[misc]
-            assert at.told.ranks.keys() == ({R1} if rank is R1 else {R0, R1})
+            await until(lambda rank=rank: at.reported.overlap_blocks(prompt, rank) == 3)  # type: ignore[misc]
+            assert at.reported.ranks.keys() == ({R1} if rank is R1 else {R0, R1})
             assert cached_tokens_of(await answer(at, leg(prompt, max_tokens=1, dp_rank=rank))) == 3 * size
-        assert at.told.wrong == []
+        assert at.reported.wrong == []
 
     async def test_a_leg_is_a_load_of_its_own_rank(self, at: AttachedEngine) -> None:
         stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS, dp_rank=R1))
         await anext(aiter(stream))
-        await until(lambda: R1 in at.told.loads and at.told.loads[R1].running_requests == 1)
-        assert R0 not in at.told.loads or at.told.loads[R0].running_requests == 0
+        await until(lambda: R1 in at.reported.loads and at.reported.loads[R1].running_requests == 1)
+        assert R0 not in at.reported.loads or at.reported.loads[R0].running_requests == 0
         stream.cancel("enough")
-        await until(lambda: not at.told.running)
+        await until(lambda: not at.reported.running)
 
 
 class WatchedLaws:
     """An engine with a server of its own is watched."""
 
-    async def test_silence_and_its_end_are_told_once_each(self, at: AttachedEngine) -> None:
+    async def test_silence_and_its_end_are_reported_once_each(self, at: AttachedEngine) -> None:
         assert at.door is not None
         stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
         await anext(aiter(stream))
@@ -97,28 +97,28 @@ class WatchedLaws:
         with pytest.raises(StreamBroken):
             await read(stream)
         assert isinstance(await refusal_of(at, leg(new_prompt(5))), WorkerUnreachable)
-        await until(lambda: not at.told.states[-1].answers if at.told.states else False)
+        await until(lambda: not at.reported.states[-1].answers if at.reported.states else False)
         await at.door.open_door()
-        await until(lambda: at.told.states[-1].answers)
+        await until(lambda: at.reported.states[-1].answers)
         await is_free(at)
-        assert [(state.answers, state.knows_cache) for state in at.told.states] == [
+        assert [(state.answers, state.knows_cache) for state in at.reported.states] == [
             (False, True),
             (True, True),
         ]
 
 
 class StartLaws:
-    """An engine that tells its starts apart is told of as a new one."""
+    """An engine that tells its starts apart is reported of as a new one."""
 
-    async def test_a_new_start_is_told(self, at: AttachedEngine) -> None:
+    async def test_a_new_start_is_reported(self, at: AttachedEngine) -> None:
         assert at.door is not None
-        await until(lambda: bool(at.told.n_loads))
+        await until(lambda: bool(at.reported.n_loads))
         await at.door.close_door()
-        await until(lambda: bool(at.told.states))
+        await until(lambda: bool(at.reported.states))
         at.door.started_s += 100.0
         await at.door.open_door()
-        await until(lambda: at.told.states[-1].why == "the engine was started anew")
-        assert at.told.states[-1].answers
+        await until(lambda: at.reported.states[-1].why == "the engine restarted")
+        assert at.reported.states[-1].answers
 
 
 class PairLaws:
@@ -131,8 +131,8 @@ class PairLaws:
             assert tokens_of(chunks) == tokens_of(await answer(at, leg(prompt, max_tokens=15)))
             assert (chunks[-1].finish, ends_once(chunks)) == (FinishReason.LENGTH, True)
         for engine in (pair.prefill, pair.decode):
-            await until(lambda engine=engine: not engine.told.active_blocks)  # type: ignore[misc]
-            assert engine.told.wrong == []
+            await until(lambda engine=engine: not engine.reported.active_blocks)  # type: ignore[misc]
+            assert engine.reported.wrong == []
 
 
 class PairEndingLaws:
@@ -142,11 +142,11 @@ class PairEndingLaws:
         request, _ = await prefilled(pair, new_prompt(70), max_tokens=LONG_TOKENS)
         stream = await pair.decode.engine.submit(request)
         await anext(aiter(stream))
-        await until(lambda: pair.decode.told.running > 0)
+        await until(lambda: pair.decode.reported.running > 0)
         stream.cancel("its client left")
         assert (await read(stream))[-1].finish is FinishReason.CANCELLED
-        await until(lambda: not pair.decode.told.running and not pair.decode.told.active_blocks)
-        await until(lambda: not pair.prefill.told.active_blocks)
+        await until(lambda: not pair.decode.reported.running and not pair.decode.reported.active_blocks)
+        await until(lambda: not pair.prefill.reported.active_blocks)
 
 
 class HandedLaws:
@@ -175,7 +175,7 @@ class MeetingLaws:
         (chunk,) = await answer(pair.decode, alone)
         assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, ())
         assert chunk.kv_lost is not None
-        await until(lambda: not pair.decode.told.running and not pair.decode.told.active_blocks)
+        await until(lambda: not pair.decode.reported.running and not pair.decode.reported.active_blocks)
 
 
 async def prefilled(
@@ -202,8 +202,8 @@ async def both_legs(pair: PairOfEngines, prompt: list[int], *, max_tokens: int) 
 
 def elsewhere(params: dict[str, object]) -> dict[str, object]:
     """The same params, of an engine that nobody knows; whatever an engine wraps them in."""
-    told = json.dumps(params)
-    found = re.search(r'remote_engine_id\\*": \\*"([^"\\]+)', told)
+    reported = json.dumps(params)
+    found = re.search(r'remote_engine_id\\*": \\*"([^"\\]+)', reported)
     assert found is not None
-    changed: dict[str, object] = json.loads(told.replace(found[1], "gone"))
+    changed: dict[str, object] = json.loads(reported.replace(found[1], "gone"))
     return changed

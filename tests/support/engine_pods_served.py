@@ -52,7 +52,7 @@ class Here:
         assert card is not None
         return card
 
-    def told(self, reason: str) -> list[str]:
+    def reported(self, reason: str) -> list[str]:
         return [message for _, each, message in self.events if each == reason]
 
 

@@ -1,4 +1,4 @@
-"""A served engine over recorded pages, and all that it tells the worker beside it."""
+"""A served engine over recorded pages, and all that it tells the worker next to it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -23,7 +23,7 @@ METRICS = "/metrics"
 
 @dataclass
 class Watched:
-    """An attached engine, and all that it told."""
+    """An attached engine, and all that it reported."""
 
     engine: ServedEngine
     heard: Heard = field(default_factory=Heard)

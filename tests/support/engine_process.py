@@ -47,12 +47,12 @@ async def _question(request: web.Request) -> web.Response:
 
 async def _call(request: web.Request) -> web.Response:
     body = await request.json()
-    told = {"id": "cmpl-theirs", "object": "text_completion", "created": 7, "model": "tiny"}
+    reported = {"id": "cmpl-theirs", "object": "text_completion", "created": 7, "model": "tiny"}
     choice = {"index": 0, "text": "word", "logprobs": None, "token_ids": [5, 6, 7], "finish_reason": "stop"}
     usage = {"prompt_tokens": 1, "completion_tokens": _TOKENS, "total_tokens": _TOKENS + 1}
     if not body.get("stream"):
-        return web.json_response({**told, "choices": [choice], "usage": usage})
-    events = sse({**told, "choices": [choice]}, {**told, "choices": [], "usage": usage})
+        return web.json_response({**reported, "choices": [choice], "usage": usage})
+    events = sse({**reported, "choices": [choice]}, {**reported, "choices": [], "usage": usage})
     return web.Response(body=events, headers={"content-type": EVENT_STREAM})
 
 

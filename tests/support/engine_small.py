@@ -97,7 +97,7 @@ class Tongue(Protocol):
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         """A removal, as an event of its wire."""
 
-    def told(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
+    def reported(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
         """What is published for these events of a rank; None where the engine is asked for them."""
 
     def loaded(self, load: LoadReport) -> None:
@@ -154,7 +154,7 @@ class SmallEngine:
             publisher.stop()
         await self._handle.stop()
 
-    async def forget(self, told: dict[str, object]) -> bool:
+    async def forget(self, reported: dict[str, object]) -> bool:
         """Empty the cache, and tell so by this event of the wire; False where a request is still here."""
         if not self._handle.idle:
             return False
@@ -162,7 +162,7 @@ class SmallEngine:
         await self._handle.stop()
         await self._handle.start(self._on_events, self._on_load)
         for dp_rank in self.publishers:
-            payload = self._tongue.told([told], dp_rank)
+            payload = self._tongue.reported([reported], dp_rank)
             if payload is not None:
                 self._unpublished.put_nowait((dp_rank, payload))
         return True
@@ -188,11 +188,11 @@ class SmallEngine:
         self._tongue.loaded(report)
 
     def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        payload = self._tongue.told([self._told(event) for event in events], dp_rank)
+        payload = self._tongue.reported([self._reported(event) for event in events], dp_rank)
         if payload is not None:
             self._unpublished.put_nowait((dp_rank, payload))
 
-    def _told(self, event: KvEvent) -> dict[str, object]:
+    def _reported(self, event: KvEvent) -> dict[str, object]:
         if isinstance(event, Removed):
             return self._tongue.removed(unpack_hashes(event.engine_hashes))
         assert isinstance(event, Stored)

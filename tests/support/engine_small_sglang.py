@@ -95,7 +95,7 @@ class SglangTongue:
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": [_signed(name) for name in names], "medium": "GPU"}
 
-    def told(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
+    def reported(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
         return vllm_batch(*events, dp_rank=dp_rank)
 
     def loaded(self, _load: LoadReport) -> None:

@@ -48,8 +48,8 @@ class TrtllmTongue:
                 )
                 return b""
             case "/metrics":
-                told, self._iterations = self._iterations, []
-                return json.dumps([_iteration(load, engine.config) for load in told]).encode()
+                reported, self._iterations = self._iterations, []
+                return json.dumps([_iteration(load, engine.config) for load in reported]).encode()
             case "/prometheus/metrics":
                 return f'{CONFIG_METRIC}{{max_model_len="{self._context_tokens}"}} 1.0\n'.encode()
         return None
@@ -57,8 +57,8 @@ class TrtllmTongue:
     async def commanded(self, path: str, _engine: SmallEngine) -> tuple[int, bytes] | None:
         if path != EVENTS:
             return None
-        told, self._untold = self._untold, []
-        return 200, json.dumps(told).encode()
+        reported, self._untold = self._untold, []
+        return 200, json.dumps(reported).encode()
 
     def asked(self, path: str, _headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)
@@ -88,14 +88,14 @@ class TrtllmTongue:
     def refusal(self, error: KvrouterError) -> tuple[int, bytes]:
         if isinstance(error, WorkerFull):
             return 503, b'{"object":"error","message":"Service unavailable.","code":503}'
-        told = {
+        reported = {
             "object": "error",
             "message": error.message,
             "type": "BadRequestError",
             "param": None,
             "code": 400,
         }
-        return (400 if isinstance(error, InvalidRequest) else 500), json.dumps(told).encode()
+        return (400 if isinstance(error, InvalidRequest) else 500), json.dumps(reported).encode()
 
     def stored(self, blocks: StoredBlocks, block_size: int) -> dict[str, object]:
         tokens = blocks.token_ids
@@ -105,7 +105,7 @@ class TrtllmTongue:
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return removed(*names)
 
-    def told(self, events: list[dict[str, object]], _dp_rank: DpRank) -> bytes | None:
+    def reported(self, events: list[dict[str, object]], _dp_rank: DpRank) -> bytes | None:
         for event in events:
             self._untold.append(native(self._n_events, event))
             self._n_events += 1
@@ -116,10 +116,10 @@ class TrtllmTongue:
 
 
 class TrtllmCompletion:
-    """The answer to one call; ``told`` is the call."""
+    """The answer to one call; ``reported`` is the call."""
 
-    def __init__(self, told: Mapping[str, Any], n_prompt: int) -> None:
-        self._told = told
+    def __init__(self, reported: Mapping[str, Any], n_prompt: int) -> None:
+        self._reported = reported
         self._n_prompt = n_prompt
         self._n_tokens = 0
         self._cached = 0
@@ -130,7 +130,7 @@ class TrtllmCompletion:
         if chunk.token_ids or chunk.finish is not None:
             events.append({**self._head(), "choices": [self._choice(chunk)], "usage": None})
         if chunk.finish is not None:
-            if (self._told.get("stream_options") or {}).get("include_usage"):
+            if (self._reported.get("stream_options") or {}).get("include_usage"):
                 events.append({**self._head(), "choices": [], "usage": self._usage()})
             events.append("[DONE]")
         return b"".join(map(event_of, events))
@@ -155,7 +155,7 @@ class TrtllmCompletion:
         return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL}
 
     def _choice(self, chunk: EngineChunk) -> dict[str, object]:
-        tells_text = self._told.get("detokenize", True)
+        tells_text = self._reported.get("detokenize", True)
         return {
             "index": 0,
             "text": "".join(f" {token}" for token in chunk.token_ids) if tells_text else "",

@@ -93,7 +93,7 @@ class VllmTongue:
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}
 
-    def told(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
+    def reported(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
         return vllm_batch(*events, dp_rank=dp_rank)
 
     def loaded(self, _load: LoadReport) -> None:
@@ -101,10 +101,10 @@ class VllmTongue:
 
 
 class Completion:
-    """The answer to one call of ``/v1/completions``, as vLLM and others write it; ``told`` is the call."""
+    """The answer to one call of ``/v1/completions``, as vLLM and others write it, and its call."""
 
-    def __init__(self, told: Mapping[str, Any], n_prompt: int) -> None:
-        self._told = told
+    def __init__(self, reported: Mapping[str, Any], n_prompt: int) -> None:
+        self._reported = reported
         self._n_prompt = n_prompt
         self._n_tokens = 0
         self._cached: int | None = None
@@ -115,7 +115,7 @@ class Completion:
         if chunk.token_ids or chunk.finish is not None:
             events.append({**self._head(), "choices": [self._choice(chunk)]})
         if chunk.finish is not None:
-            if (self._told.get("stream_options") or {}).get("include_usage"):
+            if (self._reported.get("stream_options") or {}).get("include_usage"):
                 events.append({**self._head(), "choices": [], "usage": self._usage()})
             events.append("[DONE]")
         return b"".join(map(event_of, events))
@@ -142,7 +142,7 @@ class Completion:
             "logprobs": None,
             "finish_reason": finish,
         }
-        if self._told.get("return_token_ids"):
+        if self._reported.get("return_token_ids"):
             choice["token_ids"] = chunk.token_ids
         return choice
 
@@ -179,8 +179,8 @@ def check_length(n_prompt: int, n_tokens: int, context_tokens: int) -> None:
 def refusal_of(error: KvrouterError) -> tuple[int, bytes]:
     """The status and body of an error in OpenAI's form."""
     status = 400 if isinstance(error, InvalidRequest) else 503 if isinstance(error, WorkerFull) else 500
-    told = {"message": error.message, "type": "BadRequestError", "param": error.param, "code": status}
-    return status, json.dumps({"error": told}).encode()
+    reported = {"message": error.message, "type": "BadRequestError", "param": error.param, "code": status}
+    return status, json.dumps({"error": reported}).encode()
 
 
 def _source(publisher: Publisher) -> dict[str, object]:

@@ -27,7 +27,7 @@ class Ends(Protocol):
 
     @property
     def foreign(self) -> list[ForeignRank]:
-        """What the router was told of messages that spoke for somebody else's rank."""
+        """What the router was notified of messages that spoke for somebody else's rank."""
 
     async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
         """An admitted worker says both on the channel that is ``channel``'s, whatever rank they name."""

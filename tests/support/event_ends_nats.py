@@ -36,7 +36,7 @@ class NatsEnds:
             component="backend",
             token=TOKEN,
             on_dropped=lambda n_batches, why: self.dropped.append((n_batches, why)),
-            drops_told_each_s=0.1,
+            drops_reported_every_s=0.1,
         )
         self.server = NatsRecovery(worker, namespace=namespace, token=TOKEN, on_malformed=heard)
         self.asker = NatsRecovery(
@@ -54,7 +54,7 @@ class NatsEnds:
         self.subscriber: EventSubscriber = self.nats_subscriber
 
     def n_dropped(self) -> int:
-        """How many batches were not published, as far as that was told."""
+        """How many batches were not published, as far as that was reported."""
         return sum(n_batches for n_batches, _ in self.dropped)
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:

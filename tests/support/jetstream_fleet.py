@@ -97,7 +97,7 @@ class Worker:
 
 
 class KvPublisherOf:
-    """A worker's publisher, told of the engine's events."""
+    """A worker's publisher, given the engine's events."""
 
     def __init__(self, worker: Worker, events: JetStreamPublisher) -> None:
         self._engine = worker.engine

@@ -113,7 +113,7 @@ class Load:
         try:
             async with session.post(f"{frontend.url}/v1/completions", json=body) as response:
                 page = await response.read()
-                text = _streamed(page) if streams and response.status == 200 else _told(page)
+                text = _streamed(page) if streams and response.status == 200 else _reported(page)
         except (aiohttp.ClientError, TimeoutError, _ToldError) as error:
             code = error.code if isinstance(error, _ToldError) else type(error).__name__
             self.answers.failures.append(Failure(code, str(error), began_s, clock_s()))
@@ -134,7 +134,7 @@ class _ToldError(Exception):
         self.code = code
 
 
-def _told(page: bytes) -> str:
+def _reported(page: bytes) -> str:
     answer = msgspec.json.decode(page)
     if "error" in answer:
         raise _ToldError(answer["error"]["code"], answer["error"]["message"])
@@ -144,5 +144,5 @@ def _told(page: bytes) -> str:
 def _streamed(page: bytes) -> str:
     events = [line.removeprefix(b"data: ") for line in page.split(b"\n") if line.startswith(b"data: ")]
     *pieces, last = events
-    text = "".join(_told(event) for event in pieces if b'"choices":[{' in event)
-    return text if last == b"[DONE]" else text + _told(last)
+    text = "".join(_reported(event) for event in pieces if b'"choices":[{' in event)
+    return text if last == b"[DONE]" else text + _reported(last)

@@ -1,4 +1,4 @@
-"""One worker on memory planes, beside an engine that does what the test says."""
+"""One worker on memory planes, next to an engine that does what the test says."""
 
 import asyncio
 from array import array

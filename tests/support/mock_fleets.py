@@ -22,7 +22,7 @@ from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
 from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestPlane
 from kvrouter.worker import Worker, new_incarnation
-from tests.support.blocks import Blocks, blocks, blocks_of_cache, told_by
+from tests.support.blocks import Blocks, blocks, blocks_of_cache, reported_by
 from tests.support.waits import until
 
 MOCK = ModelName("mock")
@@ -271,7 +271,7 @@ class MockBench:
         return tokens, generation
 
     def kill(self, why: str = "killed") -> Hook:
-        """A hook that lets the worker die that it is told of."""
+        """A hook that lets the worker die that is reported to it."""
 
         async def hook(seen: Seen) -> None:
             await self.fleet.kill(seen.worker_id, why)
@@ -318,7 +318,7 @@ class MockBench:
         columns = [model.ledger.columns() for model in self.service.models()]
         return sum(int(each.active_blocks.sum() + each.prefill_tokens.sum()) for each in columns)
 
-    # What the index believes, beside what the engines hold
+    # What the index believes, next to what the engines hold
 
     def believed(self, rank: WorkerRank, model: ModelName = MOCK) -> Blocks:
         """(engine hash, sequence hash) of each block of the rank in the index, as often as it was stored."""
@@ -329,7 +329,7 @@ class MockBench:
 
     def held(self, rank: WorkerRank) -> Blocks:
         """The same from the engine's own cache."""
-        return blocks_of_cache(told_by(self.fleet.workers[rank.worker_id], rank.dp_rank))
+        return blocks_of_cache(reported_by(self.fleet.workers[rank.worker_id], rank.dp_rank))
 
     def ranks(self) -> list[WorkerRank]:
         return [rank for worker in self.fleet.workers.values() for rank in worker.card.ranks()]

@@ -108,7 +108,7 @@ async def processes(
 
 @asynccontextmanager
 async def another_decode_process(pair: Pair) -> AsyncIterator[Pair]:
-    """Another decode process beside the same prefill process, with quick links."""
+    """Another decode process next to the same prefill process, with quick links."""
     cluster = MockCluster(speedup=SPEEDUP, transfers=SETTINGS)
     decode = cluster.add(pair.decode.config, worker_id=WorkerId(3), domain="b")
     await start(decode)

@@ -229,9 +229,9 @@ async def _ready(process: Process, log: Path) -> dict[str, str]:
     while True:
         has_ended = process.returncode is not None
         lines = _read(log)
-        told = re.search(r" ready (.*)", lines)
-        if told is not None:
-            return dict(re.findall(r"(\w+)=(\S+)", told[1]))
+        reported = re.search(r" ready (.*)", lines)
+        if reported is not None:
+            return dict(re.findall(r"(\w+)=(\S+)", reported[1]))
         assert not has_ended, f"it ended: {lines[-4000:]}"
         assert loop.time() < until_s, f"not ready: {lines[-4000:]}"
         await asyncio.sleep(0.02)

@@ -199,9 +199,9 @@ class Brute:
         blocks, prefill_tokens = load.active_blocks, load.prefill_tokens
         if report is not None:
             blocks = max(blocks, report.active_blocks + load.active_blocks - load.blocks_at_report)
-            told = report.active_prefill_tokens
-            if told is not None:
-                prefill_tokens = max(prefill_tokens, told + prefill_tokens - load.tokens_at_report)
+            reported = report.active_prefill_tokens
+            if reported is not None:
+                prefill_tokens = max(prefill_tokens, reported + prefill_tokens - load.tokens_at_report)
         if fraction is not None and total is not None and blocks / total > fraction:
             return True
         return tokens is not None and prefill_tokens > tokens

@@ -13,7 +13,7 @@ IN_TIME_S = 20.0
 
 
 class ScriptedStream:
-    """A worker's stream that yields what a test puts in, and remembers what it was told."""
+    """A worker's stream that yields what a test puts in, and remembers what it was reported."""
 
     def __init__(self, chunks_max: int = 4) -> None:
         self.chunks: asyncio.Queue[EngineChunk] = asyncio.Queue(chunks_max)

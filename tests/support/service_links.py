@@ -27,7 +27,7 @@ class Service:
 
     @classmethod
     def read(cls, manifest: JsonValue) -> "Service | None":
-        """A stored Service; None for one without an address, of which nobody is told."""
+        """A stored Service; None for one without an address, of which nobody hears."""
         assert isinstance(manifest, dict)
         metadata, spec = manifest["metadata"], manifest["spec"]
         assert isinstance(metadata, dict)
@@ -57,24 +57,24 @@ def links(services: Iterable[Service]) -> dict[str, str]:
 
 def _links_of(service: Service) -> dict[str, str]:
     of, first = _variable(service.name), service.ports[0]
-    told = {f"{of}_SERVICE_HOST": service.address, f"{of}_SERVICE_PORT": str(first.number)}
+    reported = {f"{of}_SERVICE_HOST": service.address, f"{of}_SERVICE_PORT": str(first.number)}
     for port in service.ports:
         if port.name:
-            told[f"{of}_SERVICE_PORT_{_variable(port.name)}"] = str(port.number)
+            reported[f"{of}_SERVICE_PORT_{_variable(port.name)}"] = str(port.number)
     host = f"[{service.address}]" if ":" in service.address else service.address
     for port in service.ports:
         protocol = port.protocol.lower()
         url = f"{protocol}://{host}:{port.number}"
         if port is first:
-            told[f"{of}_PORT"] = url
+            reported[f"{of}_PORT"] = url
         at = f"{of}_PORT_{port.number}_{port.protocol.upper()}"
-        told |= {
+        reported |= {
             at: url,
             f"{at}_PROTO": protocol,
             f"{at}_PORT": str(port.number),
             f"{at}_ADDR": service.address,
         }
-    return told
+    return reported
 
 
 def _variable(name: str) -> str:

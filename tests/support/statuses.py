@@ -1,4 +1,4 @@
-"""Statuses for tests of the operator: pods in zones, and what is told of a deployment with them."""
+"""Statuses for tests of the operator: pods in zones, and what is reported of a deployment with them."""
 
 from datetime import UTC, datetime
 
@@ -84,7 +84,7 @@ def status(
     refusals: RefusedObjects = NOTHING_REFUSED,
     workers: Workers = SERVING,
 ) -> DeploymentStatus:
-    """What is told of ``of``, or of a deployment with ``policy``, whose pods these are, and a frontend's."""
+    """The status of ``of``, or of a deployment with ``policy``, with these pods, and a frontend's."""
     of = of or deployment(policy=policy, types=TYPES)
     return deployment_status(
         of,
@@ -106,5 +106,5 @@ def condition(found: DeploymentStatus, kind: str) -> Condition:
 
 def said(found: DeploymentStatus, kind: str) -> tuple[ConditionStatus, str]:
     """Whether a condition holds, and its reason."""
-    told = condition(found, kind)
-    return told.status, told.reason
+    reported = condition(found, kind)
+    return reported.status, reported.reason

@@ -1,7 +1,7 @@
 """What asyncio opens while a test runs: sockets and child processes, until each of them has ended.
 
 A transport that nobody closes is found by the garbage collector, in whatever test that happens, or after the
-last one. So whoever opened it is told here, at the end of its own test.
+last one. So whoever opened it is reported here, at the end of its own test.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ ENDED_WITHIN_S = 60.0
 """Longer than asyncio waits for the other side's last word of TLS."""
 
 FRAMES = 12
-"""So many of the calls that opened a transport are told."""
+"""So many of the calls that opened a transport are reported."""
 
 _CLASSES: tuple[Any, ...] = (
     selector_events._SelectorTransport,  # type: ignore[attr-defined]

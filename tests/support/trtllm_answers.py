@@ -77,8 +77,8 @@ class ScriptedTrtllm(ScriptedEngine):
             return await super()._call(request)
         await self.can_answer.wait()
         self.n_polls += 1
-        told = self.events.popleft() if self.events else []
-        body = told if isinstance(told, str) else json.dumps(told)
+        reported = self.events.popleft() if self.events else []
+        body = reported if isinstance(reported, str) else json.dumps(reported)
         return web.Response(text=body, status=self.events_status, content_type=JSON)
 
 

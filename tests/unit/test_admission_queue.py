@@ -3,7 +3,7 @@
 import asyncio
 
 from kvrouter.placement.waiting_line import WaitingLine
-from kvrouter.service.admission_queue import Place
+from kvrouter.service.admission_queue import QueuePlace
 from tests.support.waits import until
 
 
@@ -18,12 +18,12 @@ def now_s() -> float:
 async def test_those_who_wait_are_woken_in_the_order_of_arrival() -> None:
     line, woken = line_of(), list[int]()
 
-    async def wait(number: int, place: Place) -> None:
+    async def wait(number: int, place: QueuePlace) -> None:
         assert await place.wait(until_s=now_s() + 30.0)
         woken.append(number)
         place.leave()
 
-    tasks = [asyncio.create_task(wait(number, Place(line))) for number in range(5)]
+    tasks = [asyncio.create_task(wait(number, QueuePlace(line))) for number in range(5)]
     await asyncio.sleep(0)
     line.pulse()
     await until(lambda: len(woken) == 5)
@@ -34,7 +34,7 @@ async def test_those_who_wait_are_woken_in_the_order_of_arrival() -> None:
 
 async def test_one_that_tries_again_waits_for_the_next_change() -> None:
     line = line_of()
-    place = Place(line)
+    place = QueuePlace(line)
     line.pulse()
     await asyncio.sleep(0)
     waiting = asyncio.create_task(place.wait(until_s=now_s() + 30.0))
@@ -47,7 +47,7 @@ async def test_one_that_tries_again_waits_for_the_next_change() -> None:
 
 async def test_time_that_is_up_ends_a_wait() -> None:
     line = line_of(1)
-    place = Place(line)
+    place = QueuePlace(line)
     assert not await place.wait(until_s=now_s())
     assert not await place.wait(until_s=now_s() + 0.01)
     assert line.is_full, "the place is held until it is given back"
@@ -58,7 +58,7 @@ async def test_time_that_is_up_ends_a_wait() -> None:
 
 async def test_a_cancelled_wait_can_be_called_and_given_back() -> None:
     line = line_of(1)
-    place = Place(line)
+    place = QueuePlace(line)
     waiting = asyncio.create_task(place.wait(until_s=now_s() + 30.0))
     await asyncio.sleep(0)
     waiting.cancel()

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.legs import AwakeClock
+from kvrouter.transports.background import tick
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
 from tests.support.wire import DEAD_AFTER_S
 from tests.support.wires import WIRES_WITH_NETWORK
@@ -14,23 +15,23 @@ from tests.support.wires import WIRES_WITH_NETWORK
 
 async def test_a_clock_counts_two_ticks_for_one_that_is_late() -> None:
     clock = AwakeClock(0.01)
-    ticking = asyncio.create_task(clock.tick())
+    ticking = asyncio.create_task(tick(clock))
     await asyncio.sleep(0)
     time.sleep(0.2)  # noqa: ASYNC251
     await ticking
     assert 0.01 <= clock.now_s <= 0.02
 
 
-@pytest.mark.parametrize("name", ["http", "nats"])
+@pytest.mark.parametrize("name", ["http", "nats", "tcp"])
 async def test_a_loop_that_stood_still_breaks_nothing(name: str) -> None:
     wire = await WIRES_WITH_NETWORK[name]()
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    told: list[bool] = []
-    wire.plane.follow(address, told.append)
+    reported: list[bool] = []
+    wire.plane.follow(address, reported.append)
     stream = await wire.plane.open(address, leg())
     time.sleep(2 * DEAD_AFTER_S)  # noqa: ASYNC251
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]
-    assert told == []
+    assert reported == []
     await wire.close()

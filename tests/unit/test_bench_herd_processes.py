@@ -107,7 +107,7 @@ def test_the_fleet_is_one_that_workers_take(tmp_path: Path) -> None:
     assert fleet.models[0].block_size == BLOCK_SIZE
 
 
-def test_every_number_of_routers_is_set_beside_one() -> None:
+def test_every_number_of_routers_is_set_with_one() -> None:
     shown = {
         variant: [Shown(Outcome([1.0 + variant.n_frontends], [5.0]), [0.1], 0.5, 0.2)] for variant in VARIANTS
     }

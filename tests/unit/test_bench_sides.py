@@ -10,7 +10,7 @@ import click
 import pytest
 
 from benchmarks import comparison
-from benchmarks.comparison import SidesDisagree, measure_alone, measure_beside
+from benchmarks.comparison import SidesDisagree, measure_alone, measure_with
 from benchmarks.markdown import markdown_of, markdown_of_runs
 from benchmarks.measure import quantile, time_awaits, time_calls, time_fresh
 from benchmarks.ours.__main__ import BENCHES
@@ -92,13 +92,13 @@ def test_a_side_measures_in_its_own_process() -> None:
         assert len(side.round("prompt, list", 2)) == 2
 
 
-def test_rows_are_measured_alone_and_beside() -> None:
+def test_rows_are_measured_alone_and_with() -> None:
     (alone,) = measure_alone(HASH, OURS)
     assert (alone.ours.samples, alone.theirs, len(alone.ours.round_p50s)) == (6, None, 2)
-    (beside,) = measure_beside(HASH, OURS, SideCommand("twin", OURS.python, OURS.module))
-    assert beside.theirs is not None
-    assert beside.peer == "twin"
-    assert beside.ratio == beside.ours.p50 / beside.theirs.p50
+    (companion,) = measure_with(HASH, OURS, SideCommand("twin", OURS.python, OURS.module))
+    assert companion.theirs is not None
+    assert companion.peer == "twin"
+    assert companion.ratio == companion.ours.p50 / companion.theirs.p50
 
 
 def test_sides_that_disagree_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_sides_that_disagree_are_not_compared(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(comparison, "Side", Other)
     with pytest.raises(SidesDisagree, match="hashes"):
-        measure_beside(HASH, OURS, SideCommand("other", OURS.python, OURS.module))
+        measure_with(HASH, OURS, SideCommand("other", OURS.python, OURS.module))
 
 
 def test_a_result_is_written_and_read(tmp_path: Path) -> None:
@@ -188,26 +188,26 @@ async def test_the_decision_is_measured_on_what_is_held_and_booked() -> None:
 
 def test_a_result_is_a_markdown_table() -> None:
     alone = Line("row", "alone", "µs", measured([[1.0]]))
-    beside = Line("row", "beside", "µs", measured([[1.0, 3.0]]), "peer", measured([[4.0]]), 0.25, 0.6)
-    result = new_result("peers", versions={"a": "1"}, lines=[alone, beside], load_average=(0.1, 0.2, 0.3))
+    companion = Line("row", "with", "µs", measured([[1.0, 3.0]]), "peer", measured([[4.0]]), 0.25, 0.6)
+    result = new_result("peers", versions={"a": "1"}, lines=[alone, companion], load_average=(0.1, 0.2, 0.3))
     text = markdown_of(result)
     assert "| row | alone | µs | 1.00 |  |  |  |  |  |  |" in text
-    assert "| row | beside | µs | 1.00 | 3.00 | peer | 4.00 |  | 0.250 | ≤ 0.6 |" in text
+    assert "| row | with | µs | 1.00 | 3.00 | peer | 4.00 |  | 0.250 | ≤ 0.6 |" in text
     assert result.commit.id in text
 
 
 def test_several_runs_are_their_median_and_their_spread() -> None:
     runs = [
-        new_result("peers", versions={}, lines=[_beside(ours, ratio)], load_average=(0.1, 0.2, 0.3))
+        new_result("peers", versions={}, lines=[_with(ours, ratio)], load_average=(0.1, 0.2, 0.3))
         for ours, ratio in ((1.0, 0.25), (9.0, 0.3), (2.0, 0.5))
     ]
     text = markdown_of_runs(runs)
-    row = "| row | beside | µs | 2.00 (1.00–9.00) | peer | 4.00 (4.00–4.00) | 0.300 (0.250–0.500) | ≤ 0.6 |"
+    row = "| row | with | µs | 2.00 (1.00–9.00) | peer | 4.00 (4.00–4.00) | 0.300 (0.250–0.500) | ≤ 0.6 |"
     assert row in text
-    other = new_result("peers", versions={}, lines=[_beside(1.0, 0.1, row="other")], load_average=(0, 0, 0))
+    other = new_result("peers", versions={}, lines=[_with(1.0, 0.1, row="other")], load_average=(0, 0, 0))
     with pytest.raises(ValueError, match="the runs differ"):
         markdown_of_runs([runs[0], other])
 
 
-def _beside(ours: float, ratio: float, *, row: str = "row") -> Line:
-    return Line(row, "beside", "µs", measured([[ours]]), "peer", measured([[4.0]]), ratio, 0.6)
+def _with(ours: float, ratio: float, *, row: str = "row") -> Line:
+    return Line(row, "with", "µs", measured([[ours]]), "peer", measured([[4.0]]), ratio, 0.6)

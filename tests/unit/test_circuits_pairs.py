@@ -84,10 +84,10 @@ def test_a_pair_that_is_being_tried_is_forgotten_once_that_try_is_over() -> None
     attempt = bench.booked(1, 2)
     assert attempt.tries
     bench.pass_time(2 * OPEN_MAX_S)
-    assert list(bench.fleet.parted) == [pair], "one at a time"
+    assert list(bench.fleet.broken_pairs) == [pair], "one at a time"
     bench.circuits.released(attempt, now_s=bench.now_s)
     assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
-    assert list(bench.fleet.parted) == []
+    assert list(bench.fleet.broken_pairs) == []
 
 
 def test_a_pair_that_nobody_tries_is_forgotten_in_time() -> None:
@@ -95,7 +95,7 @@ def test_a_pair_that_nobody_tries_is_forgotten_in_time() -> None:
     bench.lose(1, 2)
     bench.pass_time(OPEN_S)
     assert len(list(bench.circuits.pairs(now_s=bench.now_s))) == 1
-    assert list(bench.fleet.parted) == []
+    assert list(bench.fleet.broken_pairs) == []
     bench.pass_time(OPEN_MAX_S)
     assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
 
@@ -107,18 +107,18 @@ def test_only_the_pairs_are_looked_at_for_which_something_changed() -> None:
             bench.lose(prefill, decode)
             bench.now_s += 0.001
     n_pairs = len(bench.prefill) * len(bench.decode)
-    assert len(list(bench.fleet.parted)) == n_pairs
+    assert len(list(bench.fleet.broken_pairs)) == n_pairs
     looked_at = 0
-    show = bench.fleet.set_parted
+    show = bench.fleet.set_broken_pair
 
-    def counted(prefill: WorkerId, decode: WorkerId, is_parted: bool) -> None:
+    def counted(prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
         nonlocal looked_at
         looked_at += 1
-        show(prefill, decode, is_parted)
+        show(prefill, decode, is_broken)
 
-    bench.fleet.set_parted = counted  # type: ignore[method-assign]
+    bench.fleet.set_broken_pair = counted  # type: ignore[method-assign]
     for _ in range(2000):
         bench.pass_time(0.001)
-    assert list(bench.fleet.parted) == []
+    assert list(bench.fleet.broken_pairs) == []
     assert looked_at == n_pairs, "each once, however many requests came meanwhile"
     assert bench.let_in <= n_pairs

@@ -158,8 +158,8 @@ def test_up_takes_a_level_that_may_come_or_that_nobody_asks_for(
     path = tmp_path / "fleet.yaml"
     path.write_text(UNBOUND.replace(old, new))
     assert main(["up", "--fleet", str(path), LEVEL, "rack"]) == 0
-    told = capsys.readouterr().err
-    assert told.startswith(f"kvrouter: warning: {err}") if err else told == ""
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"kvrouter: warning: {err}") if err else reported == ""
     assert len(served.calls) == 1
 
 
@@ -170,8 +170,8 @@ def test_up_warns_of_what_settings_and_fleet_are_together_and_serves_both_alike(
     path.write_text(UNBOUND.replace("decode, domains: {zone: a}", "decode, domains: {zone: b}"))
     flags = [LEVEL, "zone", "--kv-transfer-weight", "2", "--tokenize-inline-max-chars", "7"]
     assert main(["up", "--fleet", str(path), *flags]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert [line.removeprefix("kvrouter: warning: ").split(":")[0] for line in told] == [
+    reported = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("kvrouter: warning: ").split(":")[0] for line in reported] == [
         "router.kv_transfer_weight weighs assumed links",
         "zone=a has prefill workers and no decode worker",
         "zone=b has decode workers and no prefill worker",
@@ -195,7 +195,7 @@ def test_up_warns_of_what_settings_and_fleet_are_together_and_serves_both_alike(
         (KeyboardInterrupt(), 130, "\n"),
     ],
 )
-def test_what_goes_wrong_while_serving_is_told_in_one_line(
+def test_what_goes_wrong_while_serving_is_reported_in_one_line(
     ends_with: int | BaseException, code: int, line: str, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.ends_with = ends_with
@@ -209,7 +209,7 @@ def test_help_lists_every_flag_with_its_variable_and_default(capsys: pytest.Capt
     for spec in SETTINGS:
         assert (spec.flag or "no flag") in page
         assert f"[{spec.variable}; default: {spec.default_text}" in page
-    titles = ["Routing:", "Busy workers and admission:", "Topology:", "Front door:", "Logs:"]
+    titles = ["Routing:", "Busy workers and admission:", "Topology:", "Frontend:", "Logs:"]
     assert [page.index(title) for title in titles] == sorted(page.index(title) for title in titles)
     assert "--kv-events / --no-kv-events" in page
     assert max(map(len, page.splitlines())) <= 160

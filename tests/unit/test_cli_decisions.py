@@ -62,7 +62,7 @@ def test_each_attempt_has_both_picks_with_the_parts_of_their_cost() -> None:
     assert "crosses" not in out
 
 
-def test_a_last_resort_is_told_of() -> None:
+def test_a_last_resort_is_reported_of() -> None:
     assert "failed again and again" in drawn(ATTEMPT | {"last_resort": True})
     assert "failed again and again" not in drawn(ATTEMPT)
 

@@ -122,7 +122,9 @@ def test_the_admin_token_comes_from_the_environment(url: str, monkeypatch: pytes
     assert Router.asked[0][1] == "Bearer sesame"
 
 
-def test_what_the_router_refuses_is_told_in_its_words(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_router_refuses_is_reported_in_its_words(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Router.status, Router.answer = 404, b'{"error": {"message": "no model \'x\'", "code": "model_not_found"}}'
     assert main(["explain", "hi", "--url", url, "--model", "x"]) == 1
     assert capsys.readouterr().err == f"kvrouter: {url}: 404 no model 'x'\n"

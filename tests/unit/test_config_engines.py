@@ -88,10 +88,10 @@ def test_a_mistake_is_named_with_its_line(old: str, new: str, message: str) -> N
     ("old", "new", "warning"),
     [
         (A, f"{A}, kv_events: false", "group 'a' publishes no KV events"),
-        ('{kind: vllm, url: "http://a:8000"}', "{}", "has mock engines beside others"),
+        ('{kind: vllm, url: "http://a:8000"}', "{}", "has mock engines and others"),
     ],
 )
 def test_what_was_hardly_meant_is_warned_about(old: str, new: str, warning: str) -> None:
     assert load_fleet(parse_document(GOOD, "fleet.yaml")).warnings == ()
-    (told,) = load_fleet(parse_document(GOOD.replace(old, new), "fleet.yaml")).warnings
-    assert warning in told
+    (reported,) = load_fleet(parse_document(GOOD.replace(old, new), "fleet.yaml")).warnings
+    assert warning in reported

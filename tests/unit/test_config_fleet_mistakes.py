@@ -1,4 +1,4 @@
-"""A fleet file with many mistakes: all are told at once, each on its line, and none that only follows."""
+"""A fleet file with many mistakes: all are reported at once, each on its line, and none that only follows."""
 
 import copy
 import re
@@ -58,7 +58,7 @@ FOUND = [
 ]
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         load_fleet(parse_document(MISTAKEN, "f"))
     assert _places(raised.value.message) == FOUND
@@ -89,7 +89,7 @@ def _places(message: str) -> list[str]:
         ("version: 1\nmodels: [m]\nworkers: [{name: a, model: m}]\n", ["f:2: models[0]"]),
     ],
 )
-def test_what_only_follows_from_a_mistake_is_not_told(text: str, places: list[str]) -> None:
+def test_what_only_follows_from_a_mistake_is_not_reported(text: str, places: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         load_fleet(parse_document(text, "f"))
     assert _places(raised.value.message) == places
@@ -164,7 +164,7 @@ def mistaken(chosen: Iterable[tuple[str, object]]) -> dict[str, Any]:
 @example(MISTAKES[:9])
 @example(MISTAKES[9:18])
 @example(MISTAKES[16:])
-def test_any_mistakes_together_are_all_told(chosen: list[tuple[str, object]]) -> None:
+def test_any_mistakes_together_are_all_reported(chosen: list[tuple[str, object]]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "f.yaml"
         path.write_text(yaml.safe_dump(mistaken(chosen)))
@@ -174,7 +174,7 @@ def test_any_mistakes_together_are_all_told(chosen: list[tuple[str, object]]) ->
     assert places == sorted(place for place, _ in chosen)
 
 
-def test_what_is_legal_in_a_files_settings_and_hardly_meant_is_told(
+def test_what_is_legal_in_a_files_settings_and_hardly_meant_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "f.yaml"
@@ -184,7 +184,7 @@ def test_what_is_legal_in_a_files_settings_and_hardly_meant_is_told(
 
 
 @given(st.data())
-def test_one_mistake_in_a_good_file_is_told_alone(data: st.DataObject) -> None:
+def test_one_mistake_in_a_good_file_is_reported_alone(data: st.DataObject) -> None:
     text = default_fleet_path().read_text("utf-8")
     lines = text.splitlines()
     values = [at for at, line in enumerate(lines) if ": " in line and "{" not in line and "- " not in line]

@@ -227,10 +227,10 @@ def check_unmet(foreign: Foreign, value: object) -> None:
     text = str(value).lower()
     for name in foreign.variables:
         loaded = load_settings(flags={}, environ={name: text})
-        assert loaded == (Settings(), (f"{name} {foreign.told}",))
+        assert loaded == (Settings(), (f"{name} {foreign.message}",))
         if name.startswith("DYN_"):
             ours = name.replace("DYN_", "KVROUTER_")
-            assert refused(environ={ours: text}) == f"{ours}: {foreign.told}"
+            assert refused(environ={ours: text}) == f"{ours}: {foreign.message}"
     for flag in foreign.flags:
         given = [flag, text]
         if foreign.kind is SettingKind.SWITCH:
@@ -242,7 +242,7 @@ def check_unmet(foreign: Foreign, value: object) -> None:
     with pytest.raises(ValidationError, match=f"{foreign.name} has no effect here"):
         KvRouterConfig.model_validate({foreign.name: value})
     document = parse_document(f"router: {{{foreign.name}: {text}}}", "f.yaml")
-    assert foreign.told in refused(document=document)
+    assert foreign.message in refused(document=document)
 
 
 DYNAMO_NAMES = [

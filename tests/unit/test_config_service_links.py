@@ -1,4 +1,4 @@
-"""What kubelets tell of Services is no setting, however they are called; all else is told as before."""
+"""What kubelets tell of Services is no setting, however they are called; all else is reported as before."""
 
 import pytest
 
@@ -11,7 +11,7 @@ HTTP = ServicePort(8000, "http")
 KVROUTER = Service("kvrouter", "10.0.0.7", (HTTP,))
 
 
-def test_a_service_called_as_we_are_is_told_by_nine_variables_none_of_which_is_a_setting() -> None:
+def test_a_service_called_as_we_are_is_reported_by_nine_variables_none_of_which_is_a_setting() -> None:
     environ = links([KVROUTER])
     assert environ == {
         "KVROUTER_SERVICE_HOST": "10.0.0.7",
@@ -52,7 +52,7 @@ def test_of_services_that_make_the_same_variable_both_are_known() -> None:
     assert without_service_links(links(both)) == without_service_links(links(both[::-1])) == {}
 
 
-def test_a_setting_beside_a_service_of_the_same_name_is_the_settings() -> None:
+def test_a_setting_with_a_service_of_the_same_name_is_the_settings() -> None:
     environ = {**links([Service("kvrouter-http", "10.0.0.7", (HTTP,))]), "KVROUTER_HTTP_PORT": "8000"}
     assert without_service_links(environ) == {"KVROUTER_HTTP_PORT": "8000"}
     assert load_settings(flags={}, environ=environ).settings.frontend.http_port == 8000
@@ -73,7 +73,9 @@ def test_a_setting_beside_a_service_of_the_same_name_is_the_settings() -> None:
         ("KVROUTER_RETRY_MAX_SERVICE_PORT", "8000"),
     ],
 )
-def test_what_no_kubelet_says_is_told_as_a_mistake_though_a_service_is_there(name: str, value: str) -> None:
+def test_what_no_kubelet_says_is_reported_as_a_mistake_though_a_service_is_there(
+    name: str, value: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_settings(flags={}, environ={**links([KVROUTER]), name: value})
     assert str(refused.value).startswith(f"{name}: unknown variable")

@@ -99,7 +99,7 @@ def test_each_setting_is_named_once_and_described() -> None:
         assert re.fullmatch(r"(DYN|KVROUTER|NATS|KUBERNETES|POD)_[A-Z_]+", spec.variable)
 
 
-def test_a_refusal_names_the_field_the_origin_and_the_mend() -> None:
+def test_a_refusal_names_the_field_the_origin_and_the_fix() -> None:
     assert refused(flags={"router.router_temperature": "-1"}) == (
         "--router-temperature (router.router_temperature): must be ≥ 0, not -1.0"
     )

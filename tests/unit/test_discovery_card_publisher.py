@@ -59,7 +59,7 @@ class Shelf:
 
 @dataclass
 class End:
-    """One process's cards, and what it was told."""
+    """One process's cards, and what it was reported."""
 
     shelf: Shelf
     troubles: list[tuple[str, str]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class End:
         )
 
 
-async def test_each_renewal_is_told_from_the_one_before_it() -> None:
+async def test_each_renewal_is_reported_from_the_one_before_it() -> None:
     shelf = Shelf()
     end = End(shelf)
     await end.cards.publish(card())
@@ -134,7 +134,7 @@ async def test_what_was_replaced_here_is_not_written_any_more() -> None:
     assert (await end.cards.renew(), end.lost) == ([], [])
 
 
-async def test_a_newer_start_elsewhere_and_a_withdrawal_by_others_are_told_once() -> None:
+async def test_a_newer_start_elsewhere_and_a_withdrawal_by_others_are_reported_once() -> None:
     shelf = Shelf()
     first, second = End(shelf), End(shelf)
     await first.cards.publish(card(1, Epoch(5)))
@@ -148,7 +148,7 @@ async def test_a_newer_start_elsewhere_and_a_withdrawal_by_others_are_told_once(
     assert shelf.records[ONE][0].card.incarnation == Epoch(6)
 
 
-async def test_a_store_that_is_away_is_told_once_and_nothing_is_lost() -> None:
+async def test_a_store_that_is_away_is_reported_once_and_nothing_is_lost() -> None:
     shelf = Shelf()
     end = End(shelf)
     await end.cards.publish(card(1))

@@ -78,7 +78,7 @@ def strangers(folder: Folder) -> dict[str, Path]:
     return {path.name: path for path in folder.path.iterdir()}
 
 
-def test_what_is_no_card_is_told_once_and_let_alone(folder: Folder) -> None:
+def test_what_is_no_card_is_reported_once_and_let_alone(folder: Folder) -> None:
     put(folder, 1)
     laid = strangers(folder).keys() - {"worker-1.json"}
     scanner = Scanner(folder, remove_after_s=0.0)
@@ -90,7 +90,7 @@ def test_what_is_no_card_is_told_once_and_let_alone(folder: Folder) -> None:
     assert laid <= {path.name for path in folder.path.iterdir()}
 
 
-def test_what_was_removed_and_is_laid_again_is_told_again(folder: Folder) -> None:
+def test_what_was_removed_and_is_laid_again_is_reported_again(folder: Folder) -> None:
     scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
     for _ in range(2):
         (folder.path / "notes.txt").write_text("hello")
@@ -221,7 +221,7 @@ async def test_an_update_that_cannot_be_written_is_written_later(store: FileStor
     await ear.until_heard(card(), False, True, card(draining=True))
 
 
-async def test_a_full_disk_is_told_with_the_file_and_what_was_meant_is_written_later(
+async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_written_later(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end, fdopen = store.end(), os.fdopen
@@ -267,7 +267,7 @@ def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
     assert renewed(folder, changed).record.card.draining
 
 
-def test_a_card_that_cannot_be_written_is_told_also_where_its_lease_cannot_be_renewed(
+def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_cannot_be_renewed(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(folder, 1)

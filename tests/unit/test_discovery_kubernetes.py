@@ -122,7 +122,7 @@ def test_a_pod_tells_where_the_api_server_is_and_as_whom_it_is_asked(folder: Pat
     assert account_of_pod(folder, host="fd00::1", port=6443).url == "https://[fd00::1]:6443"
 
 
-def test_what_is_no_pod_or_has_no_account_is_refused_with_the_mend(folder: Path) -> None:
+def test_what_is_no_pod_or_has_no_account_is_refused_with_the_fix(folder: Path) -> None:
     with pytest.raises(ConfigError, match="choose file or nats"):
         account_of_pod(folder, host=None, port=443)
     (folder / "token").unlink()
@@ -140,10 +140,10 @@ def test_a_token_that_was_refused_is_read_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "mend"), [(403, "bind a Role"), (404, "kubectl apply"), (500, "says 500 Why: how")]
+    ("code", "fix"), [(403, "bind a Role"), (404, "kubectl apply"), (500, "says 500 Why: how")]
 )
-def test_what_the_api_server_refuses_is_told_with_the_mend(code: int, mend: str) -> None:
-    assert mend in reason(RequestRefused("how", status=code, reason="Why"))
+def test_what_the_api_server_refuses_is_reported_with_the_fix(code: int, fix: str) -> None:
+    assert fix in reason(RequestRefused("how", status=code, reason="Why"))
 
 
 def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None:
@@ -159,7 +159,7 @@ def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None
 @pytest.mark.parametrize(
     ("event_plane", "needs"), [("auto", True), ("nats", True), ("jetstream", True), ("zmq", False)]
 )
-def test_a_router_hears_events_over_nats_unless_told_otherwise(event_plane: str, needs: bool) -> None:
+def test_a_router_hears_events_over_nats_unless_reported_otherwise(event_plane: str, needs: bool) -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "kubernetes", "DYN_EVENT_PLANE": event_plane}
     settings = load_settings(flags={}, environ=environ).settings
     assert bool(nats_needs(settings)) is needs
@@ -169,5 +169,7 @@ def test_the_api_server_is_spared_by_a_longer_lease() -> None:
     for backend, lease_s in (("file", 10.0), ("nats", 10.0), ("kubernetes", 60.0)):
         found = load_settings(flags={}, environ={"DYN_DISCOVERY_BACKEND": backend})
         assert found.settings.planes.card_lease_s == lease_s
-    told = load_settings(flags={}, environ={"DYN_DISCOVERY_BACKEND": "kubernetes", "KVROUTER_LEASE_S": "12"})
-    assert told.settings.planes.card_lease_s == 12.0
+    reported = load_settings(
+        flags={}, environ={"DYN_DISCOVERY_BACKEND": "kubernetes", "KVROUTER_LEASE_S": "12"}
+    )
+    assert reported.settings.planes.card_lease_s == 12.0

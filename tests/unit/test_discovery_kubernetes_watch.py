@@ -40,7 +40,7 @@ News = list[WatchEvent] | Exception | None
 
 
 class ScriptedApi(WorkersApi):
-    """Keeps objects in a dictionary, and tells open watches what it is told to."""
+    """Keeps objects in a dictionary, and tells open watches what it is reported to."""
 
     def __init__(self) -> None:
         super().__init__(Account("https://nowhere", Path(), "default"), fleet=FLEET, answer_s=1.0)
@@ -74,7 +74,7 @@ class ScriptedApi(WorkersApi):
         del self.objects[name_of(FLEET, worker_id)]
 
     def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> WatchEvent:
-        """Keep a card, and return the event of it, which nobody is told yet."""
+        """Keep a card, and return the event of it, which nobody is notified yet."""
         self.version += 1
         name = name_of(FLEET, worker.worker_id)
         made = json.loads(encode_object(CardRecord(worker, lease_s, withdrawn=withdrawn), fleet=FLEET))
@@ -96,10 +96,10 @@ class ScriptedApi(WorkersApi):
         self._news.put_nowait(news)
 
     async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[WatchEvent]]:
-        while (told := await news.get()) is not None:
-            if isinstance(told, Exception):
-                raise told
-            yield told
+        while (reported := await news.get()) is not None:
+            if isinstance(reported, Exception):
+                raise reported
+            yield reported
 
 
 @dataclass
@@ -138,7 +138,7 @@ async def scene() -> AsyncIterator[Scene]:
     await made.end()
 
 
-async def test_a_watch_that_is_too_old_begins_anew_and_nobody_is_lost_or_doubled(scene: Scene) -> None:
+async def test_a_watch_that_is_too_old_begins_again_and_nobody_is_lost_or_doubled(scene: Scene) -> None:
     scene.api.write(card(1))
     await scene.listen()
     scene.api.tell([scene.api.write(card(2))])
@@ -191,7 +191,7 @@ async def test_watches_that_end_at_once_are_asked_for_ever_later(
     assert waits[-1] <= 0.15
 
 
-async def test_who_may_list_and_not_watch_is_told_once_and_sees_nobody(scene: Scene) -> None:
+async def test_who_may_list_and_not_watch_is_reported_once_and_sees_nobody(scene: Scene) -> None:
     scene.api.write(card(1))
     scene.api.refuses_watches = FORBIDDEN
     await scene.listen()

@@ -149,7 +149,7 @@ async def test_a_bucket_that_repeats_nothing_is_none_of_ours(store: NatsStore) -
     await ear.until_heard(False, True)
 
 
-async def test_what_is_no_card_is_told_once_and_ignored(store: NatsStore) -> None:
+async def test_what_is_no_card_is_reported_once_and_ignored(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
     ear = await listen(store.end())
@@ -247,7 +247,7 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
     assert ear.losses == [(2, 9, Gone.EXPIRED)]
 
 
-async def test_a_connection_that_was_lost_between_two_looks_is_read_anew(store: NatsStore) -> None:
+async def test_a_connection_that_was_lost_between_two_looks_is_read_again(store: NatsStore) -> None:
     async with connected(store.server) as client:
         watcher = NatsDiscovery(
             client,
@@ -305,7 +305,7 @@ async def test_of_many_that_start_at_once_exactly_one_keeps_the_key(store: NatsS
     assert late.heard == [held]
 
 
-async def test_withdrawing_while_nats_is_away_is_told(mortal: NatsStore) -> None:
+async def test_withdrawing_while_nats_is_away_is_reported(mortal: NatsStore) -> None:
     worker = mortal.end()
     await worker.publish(card())
     ear = await listen(mortal.end())

@@ -1,4 +1,4 @@
-"""What holds no card is told once, however many watches see it, and whichever is behind."""
+"""What holds no card is reported once, however many watches see it, and whichever is behind."""
 
 import pytest
 
@@ -7,44 +7,44 @@ from kvrouter.transports.discovery.card_tracker import StoreRefusals
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
 @pytest.fixture
-def made(told: list[str]) -> StoreRefusals:
-    return StoreRefusals(lambda what, _: told.append(what))
+def made(reported: list[str]) -> StoreRefusals:
+    return StoreRefusals(lambda what, _: reported.append(what))
 
 
-def test_it_is_told_once_until_it_holds_a_card(made: StoreRefusals, told: list[str]) -> None:
+def test_it_is_reported_once_until_it_holds_a_card(made: StoreRefusals, reported: list[str]) -> None:
     for _ in range(2):
         made.tell("a", "a", "why")
         made.tell("a", "a", "why")
         made.forget("a")
-    assert told == ["a", "a"]
+    assert reported == ["a", "a"]
 
 
-def test_a_watch_that_is_behind_tells_nothing_again(made: StoreRefusals, told: list[str]) -> None:
+def test_a_watch_that_is_behind_tells_nothing_again(made: StoreRefusals, reported: list[str]) -> None:
     made.tell("a", "a", "why", version=2)
     made.forget("a", version=3)
     made.tell("a", "a", "why", version=2)
-    assert told == ["a"]
+    assert reported == ["a"]
     made.tell("a", "a", "why", version=4)
     made.forget("a", version=3)
     made.tell("a", "a", "why", version=4)
-    assert told == ["a", "a"]
+    assert reported == ["a", "a"]
 
 
 def test_no_more_is_remembered_than_the_limit(
-    made: StoreRefusals, told: list[str], monkeypatch: pytest.MonkeyPatch
+    made: StoreRefusals, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card_tracker, "REFUSALS_MAX", 2)
     for key in "abc":
         made.tell(key, key, "why", version=1)
-    assert told == ["a", "b"]
+    assert reported == ["a", "b"]
     for key in "abc":
         made.forget(key, version=2)
         made.tell(key, key, "why", version=3)
         made.forget(key, version=4)
     made.tell("a", "a", "why", version=3)
-    assert told == ["a", "b", "a", "b", "c", "a"]
+    assert reported == ["a", "b", "a", "b", "c", "a"]

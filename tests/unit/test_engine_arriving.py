@@ -105,7 +105,7 @@ class _Failing:
         raise AssertionError(reason)
 
 
-async def test_what_goes_wrong_is_told() -> None:
+async def test_what_goes_wrong_is_reported() -> None:
     with pytest.raises(KvrouterError, match="it died"):
         await anext(ArrivingStream(_Failing()))
 

@@ -155,7 +155,7 @@ async def test_whoever_publishes_tensorrt_llms_events_is_listened_to() -> None:
 
 
 @KINDS
-async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: str) -> None:
+async def test_a_model_that_it_does_not_serve_is_named_with_the_fix(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, model="big"))
     assert error.param == "model"
@@ -164,40 +164,40 @@ async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: str) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "flag"),
+    ("kind", "reported", "flag"),
     [
         ("vllm", 32, "--block-size"),
         ("sglang", 16, "--page-size"),
         ("trtllm", 32, "kv_cache_config.tokens_per_block"),
     ],
 )
-async def test_a_block_size_that_it_does_not_have_is_named_with_the_mend(
-    kind: str, told: int, flag: str
+async def test_a_block_size_that_it_does_not_have_is_named_with_the_fix(
+    kind: str, reported: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, block_size=64))
         assert error.param == "block_size"
-        assert f"have {told} tokens, not 64" in error.message
+        assert f"have {reported} tokens, not 64" in error.message
         assert f"start the engine with {flag} 64" in error.message
-        async with attaching(scripted, at(kind, block_size=told, model="tiny")) as attached:
-            assert attached.block_size == told
+        async with attaching(scripted, at(kind, block_size=reported, model="tiny")) as attached:
+            assert attached.block_size == reported
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "flag"),
+    ("kind", "reported", "flag"),
     [
         ("vllm", 2048, "--max-model-len"),
         ("sglang", 4096, "--context-length"),
         ("trtllm", 4096, "--max_seq_len"),
     ],
 )
-async def test_a_context_that_it_does_not_have_is_named_with_the_mend(
-    kind: str, told: int, flag: str
+async def test_a_context_that_it_does_not_have_is_named_with_the_fix(
+    kind: str, reported: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, context_length=9999))
         assert error.param == "context_length"
-        assert f"holds {told} tokens, not 9999" in error.message
+        assert f"holds {reported} tokens, not 9999" in error.message
         assert f"start the engine with {flag} 9999" in error.message
         async with attaching(scripted, at(kind, context_length=99)) as attached:
             assert attached.context_length == 99
@@ -340,7 +340,7 @@ async def test_an_engine_without_a_prefix_cache_gets_a_warning(kind: str) -> Non
     ("mode", "role", "start_with"),
     [("null", Role.PREFILL, "prefill"), ("prefill", Role.BOTH, "null"), ("decode", Role.PREFILL, "prefill")],
 )
-async def test_a_role_that_sglang_does_not_have_is_named_with_the_mend(
+async def test_a_role_that_sglang_does_not_have_is_named_with_the_fix(
     mode: str, role: Role, start_with: str
 ) -> None:
     async with scripted_engine(SGLANG_PAGES) as scripted:

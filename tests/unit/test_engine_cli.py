@@ -1,4 +1,4 @@
-"""The flags of workers beside engines that run already, that contradict each other, or say nothing."""
+"""The flags of workers next to engines that run already, that contradict each other, or say nothing."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ URL = ("--url", "http://127.0.0.1:1")
         ((*URL, "--engine-wait-s", "0"), "--url: no engine answered within 0 s"),
     ],
 )
-def test_each_is_told_in_one_line(
+def test_each_is_reported_in_one_line(
     kind: str,
     flags: tuple[str, ...],
     says: str,
@@ -40,9 +40,9 @@ def test_each_is_told_in_one_line(
     monkeypatch.setenv("KVROUTER_DISCOVERY_DIR", str(tmp_path))
     monkeypatch.setenv("DYN_EVENT_PLANE", "zmq")
     assert main(["worker", kind, *flags]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvrouter: ")]
-    assert len(told) == 1
-    assert says in told[0]
+    reported = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvrouter: ")]
+    assert len(reported) == 1
+    assert says in reported[0]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])

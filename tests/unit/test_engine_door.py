@@ -104,13 +104,13 @@ async def test_what_an_engine_tells_is_published_and_ends_with_it(behind: Behind
         who.say(REMOVED, 1, Medium.CPU, ONE)
         who.say(SYNC, 5)
         assert await who.hear() == [SYNCED, 5]
-        told = [
+        reported = [
             Stored(None, ONE, pack_hashes([11]), Medium.CPU),
             Stored(EngineHash(1), pack_hashes([2]), pack_hashes([22])),
             Removed(ONE, Medium.CPU),
         ]
-        assert events(behind) == [Cleared(), Cleared(), *told]
-        assert {batch.rank.dp_rank for batch in behind.batches if told[-1] in batch.events} == {1}
+        assert events(behind) == [Cleared(), Cleared(), *reported]
+        assert {batch.rank.dp_rank for batch in behind.batches if reported[-1] in batch.events} == {1}
         assert behind.door.dp_ranks == {0, 1}
     await until(lambda: events(behind)[5:] == [Cleared(), Cleared()])
     assert behind.door.dp_ranks == frozenset()
@@ -240,8 +240,8 @@ async def test_every_ending_is_logged_without_what_was_said(
     async with friend(behind, 0):
         pass
     await until(lambda: len(caplog.records) == 3)
-    told = [(event_of(record), getattr(record, "kvrouter_fields")) for record in caplog.records]  # noqa: B009
-    assert told == [
+    reported = [(event_of(record), getattr(record, "kvrouter_fields")) for record in caplog.records]  # noqa: B009
+    assert reported == [
         ("engine_refused", {"worker": "7", "reason": "its token is not the worker's"}),
         ("engine_joined", {"worker": "7"}),
         ("engine_left", {"worker": "7", "reason": "its connection ended"}),

@@ -63,7 +63,7 @@ async def test_attaching_past_the_ring_is_partial_and_not_blind() -> None:
 
 
 @pytest.mark.parametrize("n_of_the_new_start", [0, 1, 2, 5])
-async def test_an_engine_that_starts_anew_is_known_from_its_beginning(n_of_the_new_start: int) -> None:
+async def test_an_engine_that_starts_again_is_known_from_its_beginning(n_of_the_new_start: int) -> None:
     first = Publisher()
     first.start()
     async with listening(first.at) as (listener, heard):
@@ -83,12 +83,12 @@ async def test_an_engine_that_starts_anew_is_known_from_its_beginning(n_of_the_n
             await second.publish(batch(99))
             await until(lambda: heard.held == [*names, 99])
             assert not listener.is_partial
-            assert "its publisher of KV events began anew" in heard.said
+            assert "its publisher of KV events restarted" in heard.said
         finally:
             second.stop()
 
 
-async def test_a_replay_that_does_not_come_is_told_and_listening_goes_on() -> None:
+async def test_a_replay_that_does_not_come_is_reported_and_listening_goes_on() -> None:
     async with publisher() as engine:
         engine.replay_silent = True
         async with listening(engine.at, replay_limit_s=0.05) as (listener, heard):

@@ -21,17 +21,17 @@ IN_TIME_S = 60.0
 
 
 class Listener:
-    """Remembers what an engine told."""
+    """Remembers what an engine reported."""
 
     def __init__(self) -> None:
         self.events: list[tuple[DpRank, KvEvent]] = []
         self.loads: list[LoadReport] = []
-        self.told = asyncio.Event()
+        self.reported = asyncio.Event()
         self.idle = asyncio.Event()
 
     def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
         self.events += [(dp_rank, event) for event in events]
-        self.told.set()
+        self.reported.set()
 
     def on_load(self, report: LoadReport) -> None:
         self.loads.append(report)
@@ -168,17 +168,17 @@ async def test_death_breaks_streams_and_tells_no_more() -> None:
     stream = await handle.submit(a_leg(max_tokens=5_000))
     reader = asyncio.create_task(read_all(stream))
     async with asyncio.timeout(IN_TIME_S):
-        await listener.told.wait()
+        await listener.reported.wait()
     handle.kill()
     handle.kill()
-    told = len(listener.events)
+    reported = len(listener.events)
     with pytest.raises(StreamBroken, match="died"):
         await reader
     stream.cancel("too late")
     with pytest.raises(WorkerUnreachable):
         await handle.submit(a_leg())
     await asyncio.sleep(0.01)
-    assert len(listener.events) == told
+    assert len(listener.events) == reported
     assert handle.snapshot(DpRank(0)) == ()
     assert not handle.serving
 

@@ -46,8 +46,8 @@ async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
         assert card.runtime_config.topology_domains == {"zone": "a"}
         assert card.runtime_config.taints == {"gpu"}
         assert worker_id_of(given.uid) == worker_id_of("uid of vllm-0") != worker_id_of("another")
-        await until(lambda: made.told(JOINED) != [])
-        assert made.told(JOINED) == [f"kvrouter serves tiny here, as worker {card.worker_id} (prefill)"]
+        await until(lambda: made.reported(JOINED) != [])
+        assert made.reported(JOINED) == [f"kvrouter serves tiny here, as worker {card.worker_id} (prefill)"]
         assert made.fleet.awaited() == []
     assert made.gone == [card.incarnation]
 
@@ -181,7 +181,7 @@ async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() ->
         assert made.gone == []
 
 
-async def test_a_mistake_is_told_once_and_mending_it_brings_the_engine_in(
+async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -189,26 +189,26 @@ async def test_a_mistake_is_told_once_and_mending_it_brings_the_engine_in(
         wrong = pod_at(engine, annotations={"role": "cook"})
         made.fleet.on_pod(wrong)
         made.fleet.on_pod(wrong)
-        (message,) = made.told(MISTAKEN)
+        (message,) = made.reported(MISTAKEN)
         assert message.startswith("annotation kvrouter.dev/role: must be ")
         assert caplog.text.count("engine_pod_refused") == 1
         assert made.fleet.awaited() == [
             "the engine of pod vllm-0 is described wrongly: an event on the pod says how"
         ]
-        mended = pod_at(engine)
-        made.fleet.on_pod(mended)
-        card = await made.joined(mended)
+        fixed = pod_at(engine)
+        made.fleet.on_pod(fixed)
+        card = await made.joined(fixed)
         made.fleet.on_pod(wrong)
         await until(lambda: made.gone == [card.incarnation])
-        assert len(made.told(MISTAKEN)) == 2
+        assert len(made.reported(MISTAKEN)) == 2
 
 
 async def test_a_tokenizer_folder_without_one_is_looked_at_again(tmp_path: Path) -> None:
     async with scripted_engine() as engine, here() as made:
         given = pod_at(engine, annotations={"tokenizer": str(tmp_path)})
         made.fleet.on_pod(given)
-        await until(lambda: made.told(REFUSED) != [])
-        assert made.told(REFUSED) == [
+        await until(lambda: made.reported(REFUSED) != [])
+        assert made.reported(REFUSED) == [
             f"pod vllm-0: {engine.url}: annotation kvrouter.dev/tokenizer: {tmp_path} has no tokenizer.json "
             "here"
         ]
@@ -216,12 +216,12 @@ async def test_a_tokenizer_folder_without_one_is_looked_at_again(tmp_path: Path)
         assert (await made.joined(given)).tokenizer is not None
 
 
-async def test_an_engine_that_contradicts_its_pod_is_told_once_and_asked_again() -> None:
+async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_again() -> None:
     async with scripted_engine() as engine, here() as made:
         given = pod_at(engine, annotations={"block-size": "64"})
         made.fleet.on_pod(given)
         await until(lambda: engine.asked["/v1/models"] > 3)
-        (message,) = made.told(REFUSED)
+        (message,) = made.reported(REFUSED)
         assert message.startswith(
             f"pod vllm-0: {engine.url}: annotation kvrouter.dev/block-size: the engine's blocks have 32 "
             "tokens, not 64"
@@ -252,14 +252,14 @@ async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:
         await made.joined(first)
         labels = {"kvrouter.dev/engine": "sglang"}
         made.fleet.on_pod(pod_at(other, "sglang-0", labels=labels))
-        await until(lambda: made.told(REFUSED) != [])
-        assert "label kvrouter.dev/engine: must be 'vllm', as that of pod vllm-0" in made.told(REFUSED)[0]
+        await until(lambda: made.reported(REFUSED) != [])
+        assert "label kvrouter.dev/engine: must be 'vllm', as that of pod vllm-0" in made.reported(REFUSED)[0]
 
 
 async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
     async with scripted_engine() as engine, here(IN_ZONE) as made:
         made.fleet.on_pod(pod_at(engine))
-        (message,) = made.told(MISTAKEN)
+        (message,) = made.reported(MISTAKEN)
         assert message.startswith("label topology.kubernetes.io/zone: is required")
         placed = pod_at(engine, labels={ZONE: "a"})
         made.fleet.on_pod(placed)
@@ -315,7 +315,7 @@ async def test_the_store_counts_as_lost_for_those_who_come_later_too() -> None:
     discovery = PodsDiscovery()
     heard: list[tuple[bool, str]] = []
     discovery.on_store(False, "away")
-    end = await discovery.watch(lambda _: None, lambda *_: None, lambda *told: heard.append(told))
+    end = await discovery.watch(lambda _: None, lambda *_: None, lambda *reported: heard.append(reported))
     discovery.on_store(True, "")
     end()
     discovery.on_store(False, "away")
@@ -342,7 +342,7 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
         policy_of({"DYN_KV_TRANSFER_DOMAIN": "zone", "DYN_KV_TRANSFER_ENFORCEMENT": "hard"})
 
 
-def test_the_label_is_asked_for_beside_the_owners_selector() -> None:
+def test_the_label_is_asked_for_with_the_owners_selector() -> None:
     assert EnginePods().whole_selector == "kvrouter.dev/engine"
     assert EnginePods(selector="team=a").whole_selector == "kvrouter.dev/engine,team=a"
 

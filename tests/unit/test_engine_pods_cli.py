@@ -16,7 +16,7 @@ from kvrouter.core.workers import EnginePod, PodPort
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes-engines"
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "up") -> str:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "up") -> str:
     assert main([*command.split(), *arguments]) == 2
     return capsys.readouterr().err
 
@@ -26,12 +26,12 @@ def test_outside_of_a_pod_it_says_so(
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert "--engine-pods: KUBERNETES_SERVICE_HOST is not set, so this is no pod: run kvrouter in a pod" in (
-        told(capsys, "--engine-pods", "--http-port", "0")
+        reported(capsys, "--engine-pods", "--http-port", "0")
     )
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KVROUTER_KUBERNETES_ACCOUNT", str(tmp_path))
-    assert f"--engine-pods: {tmp_path}/namespace: No such file" in told(capsys, "--engine-pods", "team=a")
-    missing = told(capsys, command="worker pods")
+    assert f"--engine-pods: {tmp_path}/namespace: No such file" in reported(capsys, "--engine-pods", "team=a")
+    missing = reported(capsys, command="worker pods")
     assert f"kvrouter worker pods: {tmp_path}/namespace: No such file" in missing
 
 
@@ -42,7 +42,7 @@ def test_outside_of_a_pod_it_says_so(
 def test_it_is_instead_of_a_fleet_file_and_one_process(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    assert "--engine-pods: not with --fleet, --replicas or --nats" in told(
+    assert "--engine-pods: not with --fleet, --replicas or --nats" in reported(
         capsys, "--engine-pods", "team=a", *arguments
     )
 
@@ -53,7 +53,7 @@ def test_it_is_instead_of_a_fleet_file_and_one_process(
 def test_what_goes_with_it_is_refused_alone(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    assert "only with --engine-pods" in told(capsys, *arguments)
+    assert "only with --engine-pods" in reported(capsys, *arguments)
 
 
 def test_a_mistake_in_the_policy_names_the_variable(
@@ -61,7 +61,7 @@ def test_a_mistake_in_the_policy_names_the_variable(
 ) -> None:
     monkeypatch.setenv("DYN_KV_TRANSFER_DOMAIN", "zone")
     monkeypatch.setenv("DYN_KV_TRANSFER_ENFORCEMENT", "hard")
-    assert "DYN_KV_TRANSFER_ENFORCEMENT: 'hard' is none of" in told(capsys, "--engine-pods")
+    assert "DYN_KV_TRANSFER_ENFORCEMENT: 'hard' is none of" in reported(capsys, "--engine-pods")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def _in_a_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_in_a_pod")
-def test_a_mistake_in_the_settings_of_all_workers_is_told_before_pods_are_asked_for(
+def test_a_mistake_in_the_settings_of_all_workers_is_reported_before_pods_are_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @asynccontextmanager
@@ -84,13 +84,13 @@ def test_a_mistake_in_the_settings_of_all_workers_is_told_before_pods_are_asked_
     monkeypatch.setattr(engine_pods, "pods_followed", followed)
     monkeypatch.setenv("KVROUTER_DISCOVERY_DIR", str(tmp_path / "discovery"))
     nowhere = ("--discovery", "file", "--listen-host", "192.0.2.1")
-    assert "choose another address with --listen-host" in told(capsys, *nowhere, command="worker pods")
+    assert "choose another address with --listen-host" in reported(capsys, *nowhere, command="worker pods")
 
 
 @pytest.mark.usefixtures("_in_a_pod")
 def test_workers_of_many_engines_have_a_port_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--listen-port: must be 0: every engine's worker has a port of its own" in (
-        told(capsys, "--listen-port", "9000", command="worker pods")
+        reported(capsys, "--listen-port", "9000", command="worker pods")
     )
 
 

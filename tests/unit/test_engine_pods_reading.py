@@ -176,22 +176,22 @@ MISTAKES: Mapping[str, tuple[Mapping[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", sorted(MISTAKES))
-def test_a_mistake_names_label_or_annotation_and_mend(name: str) -> None:
+def test_a_mistake_names_label_or_annotation_and_fix(name: str) -> None:
     said, message = MISTAKES[name]
     labels = {ZONE: "a"} | ({ENGINE: said["label"]} if "label" in said else {})
     annotations = {key: value for key, value in said.items() if key != "label"}
-    told = mistake(pod(labels=labels, annotations=annotations))
-    assert told.startswith(message)
-    assert "\n" not in told
+    reported = mistake(pod(labels=labels, annotations=annotations))
+    assert reported.startswith(message)
+    assert "\n" not in reported
 
 
-def test_several_ports_without_a_name_are_asked_about_and_all_mistakes_told_at_once() -> None:
+def test_several_ports_without_a_name_are_asked_about_and_all_mistakes_reported_at_once() -> None:
     assert mistake(pod(ports={"one": 1, "two": 2})) == (
         "annotation kvrouter.dev/engine-port: is required where no port of the containers is named http and "
         "there is not exactly one (there are: 1 one, 2 two)"
     )
-    told = mistake(pod(annotations={"role": "cook", "block-size": "0"}))
-    assert sorted(line.split(": ")[0] for line in told.splitlines()) == [
+    reported = mistake(pod(annotations={"role": "cook", "block-size": "0"}))
+    assert sorted(line.split(": ")[0] for line in reported.splitlines()) == [
         "annotation kvrouter.dev/block-size",
         "annotation kvrouter.dev/role",
     ]

@@ -25,7 +25,7 @@ News = list[WatchEvent] | Exception | None
 
 
 class ScriptedApi(PodsApi):
-    """Keeps pods in a dictionary, and tells the open watch what it is told to."""
+    """Keeps pods in a dictionary, and tells the open watch what it is reported to."""
 
     def __init__(self, *names: str) -> None:
         account = Account("https://nowhere", Path(), "models")
@@ -57,10 +57,10 @@ class ScriptedApi(PodsApi):
         self._news.put_nowait(how)
 
     async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[WatchEvent]]:
-        while (told := await news.get()) is not None:
-            if isinstance(told, Exception):
-                raise told
-            yield told
+        while (reported := await news.get()) is not None:
+            if isinstance(reported, Exception):
+                raise reported
+            yield reported
 
 
 def ended(name: str) -> dict[str, object]:
@@ -91,8 +91,8 @@ async def scene(api: ScriptedApi, *, pods_max: int = 10) -> AsyncIterator[Scene]
         api,
         on_pod=lambda pod: made.there.add(pod.name),
         on_gone=made.on_gone,
-        on_store=lambda *told: made.stores.append(told),
-        on_refused=lambda *told: made.refused.append(told),
+        on_store=lambda *reported: made.stores.append(reported),
+        on_refused=lambda *reported: made.refused.append(reported),
         pods_max=pods_max,
     )
     await watch.start()
@@ -122,7 +122,7 @@ async def test_who_left_while_nothing_was_heard_is_missed_in_the_next_list() -> 
         assert (made.gone, made.stores) == (["a"], [])
 
 
-async def test_an_api_server_that_is_lost_takes_nobody_away_and_is_told_once() -> None:
+async def test_an_api_server_that_is_lost_takes_nobody_away_and_is_reported_once() -> None:
     async with scene(ScriptedApi("a")) as made:
         made.api.refuses = FORBIDDEN
         made.api.ends(EXPIRED)
@@ -154,7 +154,7 @@ async def test_while_a_pod_cannot_be_read_no_list_takes_anybody_away() -> None:
         await until(lambda: made.gone == ["a"])
 
 
-async def test_pods_beyond_the_limit_are_told_and_let_in_when_others_leave(
+async def test_pods_beyond_the_limit_are_reported_and_let_in_when_others_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pods, "TICK_S", 0.01)
@@ -188,7 +188,7 @@ async def test_a_silent_watch_is_doubted(monkeypatch: pytest.MonkeyPatch) -> Non
         await until(lambda: made.there == {"a", "b"})
 
 
-def test_what_went_wrong_is_told_with_its_mend() -> None:
+def test_what_went_wrong_is_reported_with_its_fix() -> None:
     assert "bind a Role with create on events" in pods_reason(FORBIDDEN, needs="create on events")
     assert "bind a Role" in pods_reason(FORBIDDEN)
     assert pods_reason(EXPIRED) == "the API server says 410 Expired: too old resource version"

@@ -20,7 +20,7 @@ R0 = DpRank(0)
 STARTED_LINE = "process_start_time_seconds 1.79528047303e+09"
 
 
-async def test_its_load_is_told_at_every_look() -> None:
+async def test_its_load_is_reported_at_every_look() -> None:
     async with scripted_engine() as scripted, attached(scripted) as watched:
         await until(lambda: len(watched.loads) >= 2)
         assert (watched.loads[0].total_blocks, watched.states) == (200, [])
@@ -63,7 +63,7 @@ async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
     assert [str(each) for each in shown] == ["of ours"]
 
 
-async def test_fewer_looks_in_vain_are_not_told() -> None:
+async def test_fewer_looks_in_vain_are_not_reported() -> None:
     class Flaky:
         """Every answer but the last of these fails."""
 
@@ -128,7 +128,7 @@ async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, oth
         await watched.until(answers=True)
 
 
-async def test_a_new_start_is_told_and_its_cache_is_learned_from_the_beginning() -> None:
+async def test_a_new_start_is_reported_and_its_cache_is_learned_from_the_beginning() -> None:
     first = Publisher()
     first.start()
     async with scripted_engine() as scripted, attached(scripted, {R0: first.at}) as watched:
@@ -143,7 +143,7 @@ async def test_a_new_start_is_told_and_its_cache_is_learned_from_the_beginning()
             scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.9e+09")
             await until(lambda: watched.heard.held == [11])
             assert watched.heard.n_cleared == 1
-            await until(lambda: "the engine was started anew" in [state.why for state in watched.states])
+            await until(lambda: "the engine restarted" in [state.why for state in watched.states])
             assert watched.state.knows_cache
         finally:
             second.stop()

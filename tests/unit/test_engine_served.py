@@ -1,4 +1,4 @@
-"""An engine behind its own server, as the worker beside it has it: the answers to its legs."""
+"""An engine behind its own server, as the worker next to it has it: the answers to its legs."""
 
 import asyncio
 

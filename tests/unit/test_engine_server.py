@@ -97,7 +97,7 @@ async def test_whatever_error_answers_a_question_the_engine_counts_as_not_there(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_a_key_that_is_wanted_is_told_apart(status: int) -> None:
+async def test_a_key_that_is_wanted_is_reported_apart(status: int) -> None:
     async with Asked() as asked:
         asked.engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=status)
         with pytest.raises(KeyRefused, match="Unauthorized"):

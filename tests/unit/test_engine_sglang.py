@@ -184,7 +184,7 @@ def test_what_is_no_object_is_the_clients_mistake() -> None:
     assert caught.value.param == "stream_options"
 
 
-def told(output_ids: list[int], completion_tokens: int, finish: object = None) -> bytes:
+def reported(output_ids: list[int], completion_tokens: int, finish: object = None) -> bytes:
     meta = {"finish_reason": finish, "completion_tokens": completion_tokens, "prompt_tokens": 3}
     return json.dumps({"output_ids": output_ids, "meta_info": meta}).encode()
 
@@ -198,11 +198,11 @@ def told(output_ids: list[int], completion_tokens: int, finish: object = None) -
     ],
 )
 def test_why_an_answer_ended(finish: object, expected: FinishReason) -> None:
-    assert GenerateReader()(told([1], 1, finish)).finish is expected
+    assert GenerateReader()(reported([1], 1, finish)).finish is expected
 
 
 def test_an_abort_with_a_status_is_a_failure_and_its_token_is_none() -> None:
-    event = GenerateReader()(told([0], 1, {"type": "abort", "message": "no room", "status_code": 503}))
+    event = GenerateReader()(reported([0], 1, {"type": "abort", "message": "no room", "status_code": 503}))
     assert event.error is not None
     assert (event.error.message, event.error.code, event.token_ids) == ("no room", 503, ())
 
@@ -221,11 +221,11 @@ def test_what_is_no_answer_is_refused(data: bytes) -> None:
     assert caught.value.param == "data"
 
 
-def test_tokens_that_are_counted_and_not_told_are_no_answer() -> None:
+def test_tokens_that_are_counted_and_not_reported_are_no_answer() -> None:
     reader = GenerateReader()
-    reader(told([1], 1))
+    reader(reported([1], 1))
     with pytest.raises(ProtocolError) as caught:
-        reader(told([3], 3))
+        reader(reported([3], 3))
     assert caught.value.param == "output_ids"
 
 
@@ -334,7 +334,7 @@ async def test_what_cannot_be_read_is_refused(
     assert caught.value.param == "server_info"
 
 
-async def test_loads_are_told_for_each_rank(engine: ScriptedEngine, server: EngineServer) -> None:
+async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: EngineServer) -> None:
     load = engine.json("/v1/loads")["loads"][0]
     busy = {"dp_rank": 1, "num_running_reqs": 3, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 40,
             "num_used_tokens": 17}  # fmt: skip

@@ -73,7 +73,7 @@ async def test_a_recorded_answer_passes_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("fingerprint", ["vllm-0.32.0-tp1", 'a "quote", a \\ and an é', ""])
-async def test_a_fingerprint_beside_the_usage_goes_back_to_the_last_event(fingerprint: str) -> None:
+async def test_a_fingerprint_with_the_usage_goes_back_to_the_last_event(fingerprint: str) -> None:
     last = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 2}, "system_fingerprint": fingerprint}
     reading = AnswerReading(passes_raw=True, added_usage=True)

@@ -168,11 +168,11 @@ def test_several_prompts_cannot_be_handed_over(prompts: list[object]) -> None:
 
 
 def test_what_the_context_engine_said_goes_to_the_decode_leg_unchanged() -> None:
-    told = json.loads(CONTEXT)
+    reported = json.loads(CONTEXT)
     expected = {
-        **told["choices"][0]["disaggregated_params"],
+        **reported["choices"][0]["disaggregated_params"],
         "request_type": "generation_only",
-        "ctx_usage": told["usage"],
+        "ctx_usage": reported["usage"],
     }
     call, body = asked(decode(CHAT))
     assert body == {
@@ -185,16 +185,16 @@ def test_what_the_context_engine_said_goes_to_the_decode_leg_unchanged() -> None
     assert (body["prompt"], body["disaggregated_params"]) == ([5, 6, 7], expected)
 
 
-def test_a_client_is_not_told_how_engines_reach_each_other() -> None:
+def test_a_client_is_not_reported_how_engines_reach_each_other() -> None:
     call, _ = asked(decode(COMPLETION))
     cleaned = json.loads(call.reading.cleaned(CONTEXT))
-    told = json.loads(CONTEXT)
-    told["choices"][0]["disaggregated_params"] = told["prompt_token_ids"] = None
-    assert cleaned == told
+    reported = json.loads(CONTEXT)
+    reported["choices"][0]["disaggregated_params"] = reported["prompt_token_ids"] = None
+    assert cleaned == reported
     assert asked(leg(call=client_call(COMPLETION)))[0].reading.cleaned(CONTEXT) == CONTEXT
 
 
-def test_its_errors_are_told_in_its_own_words() -> None:
+def test_its_errors_are_reported_in_its_own_words() -> None:
     error = failure_of(400, page("trtllm-1.3.0-error-field.json"))
     assert isinstance(error, InvalidRequest)
     assert "Extra inputs are not permitted" in error.message
@@ -218,15 +218,15 @@ def test_an_older_engine_is_not_sent_a_field_that_it_does_not_know() -> None:
     assert body["disaggregated_params"] == {**older, "request_type": "generation_only"}
 
 
-@pytest.mark.parametrize("told", [[5, 6, 8], [[5, 6, 8]]])
-def test_the_prompt_is_the_context_engines_where_the_router_saw_another(told: object) -> None:
-    answer = json.dumps({**json.loads(CONTEXT), "prompt_token_ids": told}).encode()
+@pytest.mark.parametrize("reported", [[5, 6, 8], [[5, 6, 8]]])
+def test_the_prompt_is_the_context_engines_where_the_router_saw_another(reported: object) -> None:
+    answer = json.dumps({**json.loads(CONTEXT), "prompt_token_ids": reported}).encode()
     assert asked(decode(COMPLETION, answer))[1]["prompt"] == [5, 6, 8]
 
 
-@pytest.mark.parametrize("told", [[5, 6, 7], [[5, 6, 7]], None])
-def test_a_prompt_that_both_know_does_not_travel(told: object) -> None:
-    answer = json.dumps({**json.loads(CONTEXT), "prompt_token_ids": told}).encode()
+@pytest.mark.parametrize("reported", [[5, 6, 7], [[5, 6, 7]], None])
+def test_a_prompt_that_both_know_does_not_travel(reported: object) -> None:
+    answer = json.dumps({**json.loads(CONTEXT), "prompt_token_ids": reported}).encode()
     assert "prompt_token_ids" not in handed(answer)
 
 
@@ -322,9 +322,9 @@ def test_what_another_kind_of_engine_handed_over_is_none_of_ours(params: dict[st
 def test_an_answer_that_its_first_token_ended_needs_no_decode_engine() -> None:
     call = call_of(decode({**CHAT, "stream": False}, ENDED), has_shared_ids=True)
     assert call.answered is not None
-    told, was = json.loads(call.answered), json.loads(ENDED)
+    reported, was = json.loads(call.answered), json.loads(ENDED)
     was["choices"][0]["disaggregated_params"] = None
-    assert told == {**was, "prompt_token_ids": None}
+    assert reported == {**was, "prompt_token_ids": None}
     assert call.reader()(call.answered).finish is FinishReason.STOP
 
 

@@ -21,7 +21,7 @@ A, B, C = (1, [1, 2, 3, 4]), (2, [5, 6, 7, 8]), (3, [9, 10, 11, 12])
 
 @dataclass
 class Told:
-    """All that one listener told."""
+    """All that one listener reported."""
 
     events: list[KvEvent] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
@@ -47,12 +47,12 @@ class Told:
 async def listening(engine: ScriptedTrtllm) -> AsyncIterator[Told]:
     server = EngineServer(engine.url)
     await server.open()
-    told = Told()
-    (listener,) = Polled(server, 4, poll_each_s=0.002).listeners(told.on_events, told.changes.append)
-    told.listener = listener
+    reported = Told()
+    (listener,) = Polled(server, 4, poll_each_s=0.002).listeners(reported.on_events, reported.changes.append)
+    reported.listener = listener
     listener.start()
     try:
-        yield told
+        yield reported
     finally:
         listener.stop()
         listener.stop()
@@ -61,8 +61,8 @@ async def listening(engine: ScriptedTrtllm) -> AsyncIterator[Told]:
 
 @asynccontextmanager
 async def hearing(*polls: Any) -> AsyncIterator[tuple[ScriptedTrtllm, Told]]:
-    async with scripted_trtllm(*polls) as engine, listening(engine) as told:
-        yield engine, told
+    async with scripted_trtllm(*polls) as engine, listening(engine) as reported:
+        yield engine, reported
 
 
 async def polled(engine: ScriptedTrtllm, *polls: Any) -> None:
@@ -73,84 +73,84 @@ async def polled(engine: ScriptedTrtllm, *polls: Any) -> None:
 
 
 async def test_what_polls_bring_is_one_stream() -> None:
-    async with hearing([native(0, created()), native(1, stored(A, B))]) as (engine, told):
+    async with hearing([native(0, created()), native(1, stored(A, B))]) as (engine, reported):
         await polled(engine, [native(2, stored(C, parent=2)), native(3, removed(3))])
-        assert [type(event).__name__ for event in told.events] == ["Stored", "Stored", "Removed"]
-        assert (told.is_partial(), told.changes) == (False, [])
+        assert [type(event).__name__ for event in reported.events] == ["Stored", "Stored", "Removed"]
+        assert (reported.is_partial(), reported.changes) == (False, [])
 
 
 async def test_all_of_a_long_poll_is_heard() -> None:
     blocks = [native(n, stored((n, [n, n, n, n]))) for n in range(1, 3 * EVENTS_AT_ONCE)]
-    async with hearing([native(0, created()), *blocks]) as (engine, told):
+    async with hearing([native(0, created()), *blocks]) as (engine, reported):
         await polled(engine)
-        assert (told.stored, told.is_partial()) == (len(blocks), False)
+        assert (reported.stored, reported.is_partial()) == (len(blocks), False)
 
 
 async def test_events_that_are_missing_empty_the_rank_until_it_is_cleared() -> None:
-    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine, [native(4, stored(B))])
-        assert [type(event) for event in told.events] == [Stored, Cleared, Stored]
-        assert told.is_partial()
-        assert told.heard("KV events from 2 to 3 are lost for good")
+        assert [type(event) for event in reported.events] == [Stored, Cleared, Stored]
+        assert reported.is_partial()
+        assert reported.heard("KV events from 2 to 3 are lost for good")
         await polled(engine, [native(5, {"type": "all_cleared"})])
-        assert not told.is_partial()
-        assert told.heard("its whole cache is known again")
+        assert not reported.is_partial()
+        assert reported.heard("its whole cache is known again")
 
 
 async def test_who_comes_late_knows_a_part() -> None:
-    async with hearing([native(7, stored(A))]) as (engine, told):
+    async with hearing([native(7, stored(A))]) as (engine, reported):
         await polled(engine)
-        assert (told.is_partial(), told.stored) == (True, 1)
-        assert told.heard("KV events from 0 to 6 are lost for good")
+        assert (reported.is_partial(), reported.stored) == (True, 1)
+        assert reported.heard("KV events from 0 to 6 are lost for good")
 
 
-async def test_an_engine_that_tells_nothing_at_all_is_told_of_once() -> None:
-    async with hearing() as (engine, told):
+async def test_an_engine_that_tells_nothing_at_all_is_reported_of_once() -> None:
+    async with hearing() as (engine, reported):
         await polled(engine)
-        assert told.is_partial()
-        assert len(told.changes) == 1
-        assert told.heard("event_buffer_max_size")
+        assert reported.is_partial()
+        assert len(reported.changes) == 1
+        assert reported.heard("event_buffer_max_size")
         await polled(engine, [native(0, created())])
-        assert not told.is_partial()
+        assert not reported.is_partial()
 
 
-async def test_an_engine_that_began_anew_is_heard_from_its_beginning() -> None:
-    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+async def test_an_engine_that_began_again_is_heard_from_its_beginning() -> None:
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine, [native(0, created()), native(1, stored(A, B)), native(2, removed(2))])
-        assert [type(event).__name__ for event in told.events] == [
+        assert [type(event).__name__ for event in reported.events] == [
             "Stored", "Cleared", "Stored", "Removed",
         ]  # fmt: skip
-        assert not told.is_partial()
-        assert told.heard("began anew")
+        assert not reported.is_partial()
+        assert reported.heard("restarted")
 
 
-async def test_other_ranks_are_let_go_and_told_of_once() -> None:
+async def test_other_ranks_are_let_go_and_reported_of_once() -> None:
     other = [native(0, created(), attention_dp_rank=1), native(1, stored(A), attention_dp_rank=1)]
-    async with hearing([native(0, created(), attention_dp_rank=0), *other]) as (engine, told):
+    async with hearing([native(0, created(), attention_dp_rank=0), *other]) as (engine, reported):
         await polled(engine, [native(1, stored(B), attention_dp_rank=0)])
-        assert (told.stored, told.is_partial(), len(told.changes)) == (1, False, 1)
-        assert told.heard("its rank 1 is not looked at")
+        assert (reported.stored, reported.is_partial(), len(reported.changes)) == (1, False, 1)
+        assert reported.heard("its rank 1 is not looked at")
 
 
 @pytest.mark.parametrize("answer", ["<html>", [{"event_id": -1, "data": {}}]])
 async def test_a_poll_that_cannot_be_read_empties_the_rank(answer: Any) -> None:
-    async with hearing([native(0, created()), native(1, stored(A))], answer) as (engine, told):
+    async with hearing([native(0, created()), native(1, stored(A))], answer) as (engine, reported):
         await polled(engine, [native(3, stored(B))])
-        assert [type(event) for event in told.events] == [Stored, Cleared, Stored]
-        assert told.is_partial()
-        assert told.heard("cannot be read")
+        assert [type(event) for event in reported.events] == [Stored, Cleared, Stored]
+        assert reported.is_partial()
+        assert reported.heard("cannot be read")
 
 
 async def test_an_event_that_cannot_be_read_empties_the_rank() -> None:
     odd = native(2, {"type": "removed"})
-    async with hearing([native(0, created()), native(1, stored(A)), odd]) as (engine, told):
+    async with hearing([native(0, created()), native(1, stored(A)), odd]) as (engine, reported):
         await polled(engine)
-        assert [type(event) for event in told.events] == [Stored, Cleared]
-        assert told.heard("one of its KV events cannot be read: data")
+        assert [type(event) for event in reported.events] == [Stored, Cleared]
+        assert reported.heard("one of its KV events cannot be read: data")
 
 
 async def test_a_server_that_is_away_for_a_while_is_asked_on() -> None:
-    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine)
         await engine.stop()
         await engine.start()
@@ -158,29 +158,29 @@ async def test_a_server_that_is_away_for_a_while_is_asked_on() -> None:
         await polled(engine)
         engine.events_status = 200
         await polled(engine, [native(2, stored(B, parent=1))])
-        assert (told.stored, told.is_partial(), told.changes) == (2, False, [])
+        assert (reported.stored, reported.is_partial(), reported.changes) == (2, False, [])
 
 
 async def test_a_server_that_has_no_events_is_asked_no_more() -> None:
     async with scripted_trtllm() as engine:
         engine.events_status = 404
-        async with listening(engine) as told:
-            await until(lambda: told.heard("it cannot be asked for KV events"))
-            assert told.is_partial()
+        async with listening(engine) as reported:
+            await until(lambda: reported.heard("it cannot be asked for KV events"))
+            assert reported.is_partial()
         assert engine.n_polls == 1
 
 
 async def test_a_mistake_of_ours_is_shown_and_the_rank_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
-    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine)
 
         def fail(_: bytes) -> None:
             raise RuntimeError("of ours")
 
         monkeypatch.setattr("kvrouter.engines.trtllm.polled.native_batches", fail)
-        await until(lambda: told.heard("a mistake of ours"))
-        assert isinstance(told.events[-1], Cleared)
-        assert told.is_partial()
+        await until(lambda: reported.heard("a mistake of ours"))
+        assert isinstance(reported.events[-1], Cleared)
+        assert reported.is_partial()
     assert [str(each) for each in shown] == ["of ours"]

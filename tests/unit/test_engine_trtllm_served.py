@@ -94,10 +94,10 @@ async def test_a_decode_engine_that_refuses_the_call_got_no_kv(stream: bool) -> 
 
 
 async def test_a_prefill_engine_that_hands_nothing_over_says_so() -> None:
-    told = json.loads(CONTEXT.pieces[0])
-    told["choices"][0]["disaggregated_params"] = None
+    reported = json.loads(CONTEXT.pieces[0])
+    reported["choices"][0]["disaggregated_params"] = None
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
-        scripted.answers.append(Answer((json.dumps(told).encode(),), content_type=JSON))
+        scripted.answers.append(Answer((json.dumps(reported).encode(),), content_type=JSON))
         assert (await prefilled(engine, CALL)).kv_transfer_params is None
         scripted.answers.append(Answer((b"{}",), content_type=JSON))
         with pytest.raises(StreamBroken):

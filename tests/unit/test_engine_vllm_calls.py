@@ -64,7 +64,7 @@ def test_one_answer_is_asked_for_its_usage(one: dict[str, object]) -> None:
     assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
 
 
-def test_usage_that_the_client_does_not_want_is_asked_for_beside_its_other_options() -> None:
+def test_usage_that_the_client_does_not_want_is_asked_for_with_its_other_options() -> None:
     _, body = asked(leg(client({**COMPLETION, "stream_options": {"include_usage": False, "x": 1}})))
     assert body["stream_options"] == {"include_usage": True, "x": 1}
 
@@ -189,7 +189,7 @@ def test_kv_that_an_engine_does_not_tell_of_is_found_where_engines_share_a_stora
 
 
 @pytest.mark.parametrize("call", [client(COMPLETION), None])
-def test_a_decode_that_finds_its_kv_itself_is_told_nothing(call: ClientCall | None) -> None:
+def test_a_decode_that_finds_its_kv_itself_is_reported_nothing(call: ClientCall | None) -> None:
     _, body = asked(leg(call, Leg.DECODE, kv_transfer_params={}))
     assert "kv_transfer_params" not in body
 

@@ -51,7 +51,7 @@ def without(engine: ScriptedEngine, path: str, words: str) -> None:
 
 
 def two_ranks(engine: ScriptedEngine, *, block_size: int = 32, n_blocks: int = 200) -> None:
-    """The metrics page of an engine of two ranks, of which the second is as told."""
+    """The metrics page of an engine of two ranks, of which the second is as reported."""
     lines = engine.pages[METRICS].pieces[0].decode().splitlines()
     second = [
         line.replace('engine="0"', 'engine="1"')
@@ -79,14 +79,14 @@ async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
     assert facts.block_size == 32
 
 
-async def test_a_nixl_connector_is_told_by_its_metrics(engine: ScriptedEngine) -> None:
+async def test_a_nixl_connector_is_reported_by_its_metrics(engine: ScriptedEngine) -> None:
     assert not (await ask(engine)).uses_nixl
     text = engine.pages[METRICS].pieces[0].decode()
     engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
     assert (await ask(engine)).uses_nixl
 
 
-async def test_adapters_are_told_from_names_of_the_model(engine: ScriptedEngine) -> None:
+async def test_adapters_are_reported_from_names_of_the_model(engine: ScriptedEngine) -> None:
     models = engine.json("/v1/models")
     base = models["data"][0]
     models["data"] = [{**base, "id": "lora-a", "parent": "tiny"}, base, {**base, "id": "alias", "root": None}]
@@ -95,7 +95,7 @@ async def test_adapters_are_told_from_names_of_the_model(engine: ScriptedEngine)
     assert (facts.models, facts.adapters, facts.root) == (("tiny", "alias"), ("lora-a",), "tiny-model")
 
 
-async def test_ranks_are_told_in_order_whatever_the_page_has_first(engine: ScriptedEngine) -> None:
+async def test_ranks_are_reported_in_order_whatever_the_page_has_first(engine: ScriptedEngine) -> None:
     two_ranks(engine, n_blocks=150)
     source = engine.json("/kv_event_sources")["0"]
     engine.set_json("/kv_event_sources", {"1": {**source, "endpoint": "tcp://*:16202"}, "0": source})
@@ -206,7 +206,7 @@ def reports(text: str, ranks: dict[DpRank, RankInfo]) -> list[LoadReport]:
 USED = 'vllm:kv_cache_usage_perc{{engine="{}"}} {}\n'
 
 
-def test_loads_are_told_for_each_rank() -> None:
+def test_loads_are_reported_for_each_rank() -> None:
     text = "".join(
         [
             USED.format(0, 0.25),
@@ -231,7 +231,7 @@ FETCHED = (
 
 
 @pytest.mark.parametrize(
-    ("lacks", "told"),
+    ("lacks", "reported"),
     [
         (None, KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1)),
         ("failed", KvTransfers(transfers=3, bytes=393216, seconds=0.25)),
@@ -240,17 +240,17 @@ FETCHED = (
         ("seconds_sum", None),
     ],
 )
-def test_what_an_engine_fetched_is_told_where_its_page_has_all_of_it(
-    lacks: str | None, told: KvTransfers | None
+def test_what_an_engine_fetched_is_reported_where_its_page_has_all_of_it(
+    lacks: str | None, reported: KvTransfers | None
 ) -> None:
     lines = [line for line in FETCHED.splitlines() if lacks is None or lacks not in line]
     text = "\n".join([USED.format(0, 0.25) + USED.format(1, 0.5), *lines, ""])
     first, second = reports(text, {R0: RankInfo(32, 200), R1: RankInfo(32, 200)})
-    assert (first.kv_transfers, second.kv_transfers) == (told, None)
+    assert (first.kv_transfers, second.kv_transfers) == (reported, None)
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
-def test_a_figure_that_cannot_be_counts_as_not_told(value: str) -> None:
+def test_a_figure_that_cannot_be_counts_as_not_reported(value: str) -> None:
     text = USED.format(0, 0.25) + FETCHED.replace("393216.0", value)
     (report,) = reports(text, {R0: RankInfo(32, 200)})
     assert report.kv_transfers is None
@@ -269,7 +269,7 @@ def test_a_figure_that_cannot_be_counts_as_not_told(value: str) -> None:
         (USED.format(0, 0.1) + 'vllm:num_requests_running{engine="0"} NaN\n', 1),
     ],
 )
-def test_a_rank_of_which_no_load_is_told_has_no_report(text: str, n_reports: int) -> None:
+def test_a_rank_of_which_no_load_is_reported_has_no_report(text: str, n_reports: int) -> None:
     assert len(reports(text, {R0: RankInfo(32, 200)})) == n_reports
 
 
@@ -288,7 +288,7 @@ async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> Non
         await server.close()
 
 
-async def test_an_engine_that_was_started_anew_with_nixl_has_to_say_where_its_kv_waits(
+async def test_an_engine_that_was_started_again_with_nixl_has_to_say_where_its_kv_waits(
     engine: ScriptedEngine,
 ) -> None:
     server = EngineServer(engine.url)

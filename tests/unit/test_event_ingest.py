@@ -101,7 +101,7 @@ def batch(first_id: int, *events: KvEvent, rank: WorkerRank = RANK, epoch: Epoch
     return KvBatch(rank, epoch, EventId(first_id), events)
 
 
-async def test_a_rank_scores_once_it_has_told_what_it_holds() -> None:
+async def test_a_rank_scores_once_it_has_reported_what_it_holds() -> None:
     bench = Bench()
     bench.pump.joined(RANK, SLOT, EPOCH)
     assert not bench.pump.all_score

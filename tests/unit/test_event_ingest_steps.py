@@ -177,7 +177,7 @@ async def test_a_rank_that_goes_while_it_is_loaded_leaves_nothing() -> None:
     assert bench.index.stats().blocks[0] == 0
 
 
-async def test_a_worker_that_starts_anew_while_it_is_loaded_begins_empty() -> None:
+async def test_a_worker_that_starts_again_while_it_is_loaded_begins_empty() -> None:
     bench = Bench()
     await big(bench, many())
     bench.pump.freed(SLOT)
@@ -388,11 +388,11 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     bench.pump.close()
 
 
-@pytest.mark.parametrize("told", [None, 0])
-async def test_a_card_that_does_not_tell_what_its_worker_holds_limits_nothing(told: int | None) -> None:
+@pytest.mark.parametrize("reported", [None, 0])
+async def test_a_card_that_does_not_tell_what_its_worker_holds_limits_nothing(reported: int | None) -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.set_total_blocks(SLOT, told)
+    bench.pump.set_total_blocks(SLOT, reported)
     bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 4 * STEP_BLOCKS),)))
     await until(lambda: bench.state() in (FeedState.LIVE, FeedState.OVER_LIMIT))
     assert bench.index.held(SLOT) == 4 * STEP_BLOCKS

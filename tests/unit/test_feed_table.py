@@ -115,7 +115,7 @@ def test_repeated_events_are_dropped_and_counted_also_in_part(
     assert counts(commands) == {FeedCount.REPEATED_EVENTS: n_repeated}
 
 
-def test_a_gap_is_mended_by_the_range_and_what_came_meanwhile() -> None:
+def test_a_gap_is_fixed_by_the_range_and_what_came_meanwhile() -> None:
     feed = live_feed()
     commands = feed.on_batch(stores(5, 1), now_s=1.0)
     assert deeds(commands) == [AskRange(2, EventId(3), EventId(4))]
@@ -130,7 +130,7 @@ def test_a_gap_is_mended_by_the_range_and_what_came_meanwhile() -> None:
     assert feed.next_event_id == 8
 
 
-def test_a_late_batch_mends_a_gap_without_the_answer() -> None:
+def test_a_late_batch_fixes_a_gap_without_the_answer() -> None:
     feed = live_feed()
     feed.on_batch(stores(4, 1), now_s=1.0)
     assert deeds(feed.on_batch(stores(3, 1), now_s=1.0)) == [Apply(stores(3, 2).events)]
@@ -365,8 +365,8 @@ def test_an_id_that_its_worker_never_comes_to_is_asked_about_twice_and_let_go() 
     feed = live_at(10)
     first = asked_snapshot(feed.on_batch(batch(2**40), now_s=1.0))
     second = asked_snapshot(feed.on_snapshot(first.ticket, snapshot(10), now_s=1.1)[1:])
-    told = feed.on_snapshot(second.ticket, snapshot(10), now_s=1.2)
-    assert counts(told)[FeedCount.CONTRADICTIONS] == 1
+    reported = feed.on_snapshot(second.ticket, snapshot(10), now_s=1.2)
+    assert counts(reported)[FeedCount.CONTRADICTIONS] == 1
     assert state(feed) is FeedState.LIVE
     assert deeds(feed.on_batch(stores(10, 1), now_s=1.3)) == [Apply((stored(10),))]
 
@@ -388,7 +388,7 @@ def test_what_a_contradicted_feed_had_kept_meanwhile_goes_too() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_a_snapshot_begins_the_time_of_lower_heartbeats_anew() -> None:
+def test_a_snapshot_begins_the_time_of_lower_heartbeats_again() -> None:
     feed = live_at(10)
     feed.on_batch(batch(4), now_s=20.0)
     ask = asked_snapshot(feed.on_orphan(now_s=20.5))
@@ -412,7 +412,7 @@ def test_heartbeats_below_the_snapshot_that_answered_a_contradiction_are_late() 
     asked_snapshot(feed.on_batch(batch(12), now_s=106.0))
 
 
-def test_a_worker_that_starts_anew_may_name_lower_ids_than_the_start_before() -> None:
+def test_a_worker_that_starts_again_may_name_lower_ids_than_the_start_before() -> None:
     feed = live_at(10)
     feed.on_batch(batch(4), now_s=20.0)
     ask = asked_snapshot(feed.on_batch(batch(5), now_s=25.0))
@@ -425,8 +425,8 @@ def test_a_worker_that_starts_anew_may_name_lower_ids_than_the_start_before() ->
 
 def test_a_rank_over_its_limit_is_emptied_and_asked_again_after_a_rest() -> None:
     feed = live_at(10)
-    told = feed.on_overfilled(now_s=20.0)
-    assert (deeds(told), counts(told)) == ([Empty()], {FeedCount.OVER_LIMIT: 1})
+    reported = feed.on_overfilled(now_s=20.0)
+    assert (deeds(reported), counts(reported)) == ([Empty()], {FeedCount.OVER_LIMIT: 1})
     assert (state(feed), scores(feed), feed.next_timeout_s) == (FeedState.OVER_LIMIT, False, 80.0)
     assert feed.on_batch(stores(10, 1), now_s=30.0) == []
     assert feed.on_overfilled(now_s=30.0) == []

@@ -262,33 +262,33 @@ def test_a_circuit_stays_open_through_a_new_card_and_not_through_a_new_incarnati
     assert [*seen, fleet.has_open_circuits] == [True, False, False]
 
 
-def test_parted_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
+def test_broken_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
     fleet.join(card(1, Role.PREFILL))
     fleet.join(card(2, Role.DECODE, dp_size=2))
-    assert fleet.parted_from(Slot(0)) is None
-    fleet.set_parted(WorkerId(1), WorkerId(3), True)
-    assert fleet.parted_from(Slot(0)) is None, "3 is not here"
-    fleet.set_parted(WorkerId(1), WorkerId(2), True)
-    column = fleet.parted_from(Slot(0))
+    assert fleet.unreached_from(Slot(0)) is None
+    fleet.set_broken_pair(WorkerId(1), WorkerId(3), True)
+    assert fleet.unreached_from(Slot(0)) is None, "3 is not here"
+    fleet.set_broken_pair(WorkerId(1), WorkerId(2), True)
+    column = fleet.unreached_from(Slot(0))
     assert column is not None
     assert column.tolist() == [False, True, True]
-    assert sorted(fleet.parted) == [(1, 2), (1, 3)]
-    fleet.set_parted(WorkerId(1), WorkerId(2), False)
-    fleet.set_parted(WorkerId(1), WorkerId(3), False)
-    assert fleet.parted_from(Slot(0)) is None
-    assert not fleet.parted
+    assert sorted(fleet.broken_pairs) == [(1, 2), (1, 3)]
+    fleet.set_broken_pair(WorkerId(1), WorkerId(2), False)
+    fleet.set_broken_pair(WorkerId(1), WorkerId(3), False)
+    assert fleet.unreached_from(Slot(0)) is None
+    assert not fleet.broken_pairs
 
 
-def test_what_failed_instead_of_pairs_is_forgotten_once_none_is_parted(fleet: Fleet) -> None:
+def test_what_failed_instead_of_pairs_is_forgotten_once_none_is_broken(fleet: Fleet) -> None:
     pairs = [(WorkerId(1), WorkerId(3)), (WorkerId(2), WorkerId(3))]
     for pair in pairs:
-        fleet.set_parted(*pair, True)
-    fleet.parted.whole_failed = True
-    fleet.set_parted(*pairs[0], False)
-    assert fleet.parted.whole_failed, "one is parted still"
-    fleet.set_parted(*pairs[1], False)
-    fleet.set_parted(*pairs[1], True)
-    assert not fleet.parted.whole_failed
+        fleet.set_broken_pair(*pair, True)
+    fleet.broken_pairs.whole_failed = True
+    fleet.set_broken_pair(*pairs[0], False)
+    assert fleet.broken_pairs.whole_failed, "one is parted still"
+    fleet.set_broken_pair(*pairs[1], False)
+    fleet.set_broken_pair(*pairs[1], True)
+    assert not fleet.broken_pairs.whole_failed
 
 
 def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:

@@ -101,8 +101,12 @@ async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.Lo
             (card,) = (worker.card for worker in here.workers.values())
             assert (card.worker_id, card.block_size, card.takes_calls) == (1, 32, True)
             lines = [line for line in caplog.records if event_of(line) == "engine_attached"]
-            (told,) = (vars(line)["kvrouter_fields"] for line in lines)
-            assert (told["worker"], told["url"], told["version"]) == ("1", engine.url, "vllm 0.32.0")
+            (reported,) = (vars(line)["kvrouter_fields"] for line in lines)
+            assert (reported["worker"], reported["url"], reported["version"]) == (
+                "1",
+                engine.url,
+                "vllm 0.32.0",
+            )
             answer = await here.http.post("/v1/completions", json=CALL)
             assert answer.content == page("vllm-0.32.0-completion.json")
             assert engine.calls[0].body == CALL
@@ -176,7 +180,7 @@ workers:
         assert far.calls == []
 
 
-async def test_urls_are_a_worker_each_beside_mock_engines_of_another_model() -> None:
+async def test_urls_are_a_worker_each_with_mock_engines_of_another_model() -> None:
     async with scripted_engine() as one, scripted_engine() as other:
         urls = f"{{kind: vllm, urls: ['{one.url}', '{other.url}'], kv_events: false}}"
         file = (
@@ -212,7 +216,7 @@ CONTRADICTIONS: Mapping[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("field", sorted(CONTRADICTIONS))
-async def test_a_contradiction_ends_the_start_and_names_engine_field_and_mend(field: str) -> None:
+async def test_a_contradiction_ends_the_start_and_names_engine_field_and_fix(field: str) -> None:
     model, more, says = CONTRADICTIONS[field]
     async with scripted_engine() as engine:
         message = await refused(file_of(VLLM.format(url=engine.url), model=model, more=more))
@@ -238,7 +242,7 @@ async def test_engines_of_one_model_have_blocks_of_one_size() -> None:
         assert message.startswith(f"workers[0].engine.url: {one.url}: models[0].block_size: ")
 
 
-async def test_a_mock_engine_beside_it_says_the_block_size() -> None:
+async def test_a_mock_engine_with_it_says_the_block_size() -> None:
     async with scripted_engine() as engine:
         line = VLLM.format(url=engine.url)
         assert "have 32 tokens, not 64" in await refused(file_of(line, "{}"))
@@ -297,7 +301,7 @@ async def test_alone_it_makes_nothing_ready_before_it_is_there() -> None:
             await late.stop()
 
 
-async def test_one_that_is_late_and_contradicts_the_file_is_told_and_asked_again(
+async def test_one_that_is_late_and_contradicts_the_file_is_reported_and_asked_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     late = await down()

@@ -114,7 +114,7 @@ async def test_operators_routes_take_what_they_need() -> None:
         assert "no body of this route" in (await refusal(house, "/busy_threshold", PAGE_BYTES_MAX + 1) or "")
 
 
-async def test_long_bodies_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_bodies_are_read_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[tuple[str, str]] = []
 
     def noted_scan(data: bytes, bounds: BodyBounds) -> ScannedBody:
@@ -205,7 +205,7 @@ def test_of_a_call_that_is_refused_for_another_field_the_text_is_not_built(text:
     assert peak_bytes < 5_000
 
 
-async def test_the_tokens_of_a_prompt_count_and_its_text_beside_them_is_bounded_all_the_same() -> None:
+async def test_the_tokens_of_a_prompt_count_and_its_text_with_them_is_bounded_all_the_same() -> None:
     async with open_house(own(1), script=says("ok")) as house:
         reply = await house.complete("a text", nvext={"token_data": [1, 2, 3]})
         refused = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
@@ -251,7 +251,7 @@ async def test_the_body_of_a_request_ends_before_its_answer() -> None:
                 writer.write(data)
                 await writer.drain()
             await reader.readuntil(b"text_completion")
-            # The thread that scanned it may let go of it a moment after it has told so.
+            # The thread that scanned it may let go of it a moment after it has reported so.
             await until(lambda: tracemalloc.get_traced_memory()[0] < kept_bytes / 4)
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:

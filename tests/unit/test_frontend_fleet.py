@@ -130,8 +130,8 @@ async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    told = msgspec.structs.replace(card(1), engine="vllm 0.32.0")
-    async with open_house(told, card(2)) as house:
+    reported = msgspec.structs.replace(card(1), engine="vllm 0.32.0")
+    async with open_house(reported, card(2)) as house:
 
         async def shown() -> list[tuple[object, ...]]:
             fleet = (await house.http.get("/v1/fleet")).json()
@@ -139,7 +139,7 @@ async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
             return [tuple(worker[name] for name in fields) for worker in fleet["workers"]]
 
         assert await shown() == [("vllm 0.32.0", False, False), (None, False, False)]
-        house.bench.discovery.put(msgspec.structs.replace(told, engine_silent=True))
+        house.bench.discovery.put(msgspec.structs.replace(reported, engine_silent=True))
         assert await shown() == [("vllm 0.32.0", True, False), (None, False, False)]
         metrics = await metrics_of(house)
     gauges = ("kvrouter_worker_engine_silent", "kvrouter_worker_draining")
@@ -184,9 +184,11 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
     rank, gb = WorkerRank(WorkerId(1), DpRank(0)), 1_000_000_000
     async with open_house(card(1), card(2)) as house:
 
-        async def told(transfers: int, n_bytes: int, seconds: float, failed: int = 0) -> dict[str, object]:
-            told = KvTransfers(transfers, n_bytes, seconds, failed)
-            house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=told))
+        async def reported(
+            transfers: int, n_bytes: int, seconds: float, failed: int = 0
+        ) -> dict[str, object]:
+            reported = KvTransfers(transfers, n_bytes, seconds, failed)
+            house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=reported))
             fleet = (await house.http.get("/v1/fleet")).json()
             assert fleet["workers"][1]["ranks"][0]["kv_transfers"] is None
             shown = fleet["workers"][0]["ranks"][0]["kv_transfers"]
@@ -195,16 +197,16 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
 
         nothing = {"transfers": 100, "failed": 1, "bytes": 7, "seconds": 3.0}
         speeds = {"gb_per_s": None, "shown_gb_per_s": None, "slow": False}
-        assert await told(100, 7, 3.0, 1) == {**nothing, **speeds}
-        await told(110, 10 * gb + 7, 4.0, 1)
-        fast = await told(120, 20 * gb + 7, 5.0, 2)
+        assert await reported(100, 7, 3.0, 1) == {**nothing, **speeds}
+        await reported(110, 10 * gb + 7, 4.0, 1)
+        fast = await reported(120, 20 * gb + 7, 5.0, 2)
         assert (fast["gb_per_s"], fast["shown_gb_per_s"], fast["slow"]) == (10.0, 10.0, False)
-        await told(10, 10 * gb, 20.0)
-        slow = await told(20, 20 * gb, 40.0)
+        await reported(10, 10 * gb, 20.0)
+        slow = await reported(20, 20 * gb, 40.0)
         assert (slow["bytes"], slow["gb_per_s"], slow["slow"]) == (20 * gb, round(40 / 42, 3), True)
         metrics = await metrics_of(house)
-        await told(30, 30 * gb, 41.0)
-        assert (await told(40, 40 * gb, 42.0))["slow"] is False
+        await reported(30, 30 * gb, 41.0)
+        assert (await reported(40, 40 * gb, 42.0))["slow"] is False
         well = await metrics_of(house)
     labels = ("0", MODEL, "1")
     assert metrics["kvrouter_kv_transfers_total", *labels] == 40
@@ -220,7 +222,7 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
     ]
 
 
-async def test_what_an_engine_told_is_forgotten_with_its_worker() -> None:
+async def test_what_an_engine_reported_is_forgotten_with_its_worker() -> None:
     rank = WorkerRank(WorkerId(1), DpRank(0))
     async with open_house(card(1), script=says("ok", cached=32)) as house:
         await house.complete([5] * 40)
@@ -232,10 +234,10 @@ async def test_what_an_engine_told_is_forgotten_with_its_worker() -> None:
         metrics = await metrics_of(house)
     (shown,) = worker["ranks"]
     assert [shown[field] for field in ("predictions", "kv_transfers", "kv_events_skipped")] == [None] * 3
-    told = (
+    reported = (
         "kvrouter_index_predictions",
         "kvrouter_index_wrong",
         "kvrouter_kv_transfer",
         "kvrouter_kv_events_skipped",
     )
-    assert [key for key in metrics if key[0].startswith(told)] == []
+    assert [key for key in metrics if key[0].startswith(reported)] == []

@@ -116,7 +116,7 @@ def test_tenants_are_kept_apart_whatever_names_them() -> None:
         call(under(("x-tenant-id", "a" * 1025)))
 
 
-def test_an_engine_that_takes_calls_is_told_the_tenant_too() -> None:
+def test_an_engine_that_takes_calls_is_reported_the_tenant_too() -> None:
     passed = parse_passed(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
     assert json.loads(passed.client_call.body)["cache_salt"] == "a"
     other = parse_passed(CallRoute.COMPLETION, body(cache_salt="b"), under(("x-tenant-id", "a")))
@@ -140,12 +140,12 @@ def test_unknown_words_are_refused_by_their_place() -> None:
     assert refused(extra_fields=["worker_id", "engine_data"]).param == "nvext.extra_fields[1]"
 
 
-def test_what_is_ignored_is_left_out_and_told() -> None:
-    told: list[str] = []
+def test_what_is_ignored_is_left_out_and_reported() -> None:
+    reported: list[str] = []
     reader = NvextReader(
         [(b"x-dynamo-request-priority", b"5")],
-        on_unknown=lambda at, _: told.append(at),
-        on_header=lambda at, what: told.append(f"{at} {what}"),
+        on_unknown=lambda at, _: reported.append(at),
+        on_header=lambda at, what: reported.append(f"{at} {what}"),
     )
     wished = call(
         reader,
@@ -158,13 +158,13 @@ def test_what_is_ignored_is_left_out_and_told() -> None:
     assert wished.pin == Pin(WorkerId(3), None)
     assert wished.nvext.extra_fields == ("worker_id",)
     assert not wished.nvext.asks_only
-    assert told[:4] == [
+    assert reported[:4] == [
         "nvext.agent_hints",
         "nvext.colour",
         "nvext.extra_fields[1]",
         "nvext.annotations[0]",
     ]
-    assert told[4].startswith("x-dynamo-request-priority has no effect here")
+    assert reported[4].startswith("x-dynamo-request-priority has no effect here")
     misspelt = {"required_taint": ["a"]}
     assert refused(reader, routing_constraints=misspelt).param == "nvext.routing_constraints.required_taint"
 
@@ -184,11 +184,11 @@ def test_the_log_names_each_hint_once_and_not_any_number(caplog: pytest.LogCaptu
     assert len(caplog.records) == HINTS_LOGGED_MAX
 
 
-def test_more_fields_than_there_are_wishes_are_not_told_one_by_one() -> None:
-    told: list[str] = []
-    reader = NvextReader(on_unknown=lambda at, _: told.append(at))
+def test_more_fields_than_there_are_hints_are_not_reported_one_by_one() -> None:
+    reported: list[str] = []
+    reader = NvextReader(on_unknown=lambda at, _: reported.append(at))
     error = refused(reader, **{f"field{n}": 1 for n in range(FIELDS_MAX + 1)})
-    assert (error.param, told) == ("nvext", [])
+    assert (error.param, reported) == ("nvext", [])
 
 
 def test_tokens_of_a_prompt_may_be_as_many_as_a_context_holds() -> None:

@@ -15,7 +15,7 @@ TWO = KvRouterConfig(router_min_initial_workers=2)
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def told(response: httpx.Response) -> tuple[int, object, str | None]:
+def reported(response: httpx.Response) -> tuple[int, object, str | None]:
     return response.status_code, error_of(response)["code"], response.headers.get("retry-after")
 
 
@@ -26,10 +26,10 @@ NOBODYS = (404, "model_not_found", None)
 async def all_ways(house: House, model: str) -> list[tuple[int, object, str | None]]:
     """How each route that names a model answers for it."""
     return [
-        told(await house.chat(model=model)),
-        told(await house.complete(model=model)),
-        told(await house.http.get(f"/v1/models/{model}")),
-        told(await house.http.post("/v1/route/explain", json={"model": model, "prompt": "hello"})),
+        reported(await house.chat(model=model)),
+        reported(await house.complete(model=model)),
+        reported(await house.http.get(f"/v1/models/{model}")),
+        reported(await house.http.post("/v1/route/explain", json={"model": model, "prompt": "hello"})),
     ]
 
 
@@ -46,7 +46,7 @@ async def test_while_nobody_registered_any_model_may_be_on_its_way() -> None:
 
 async def test_what_only_its_engines_would_take_is_not_refused_before_they_are_known() -> None:
     async with open_house() as house:
-        tools = told(await house.chat(tools=[TOOL]))
+        tools = reported(await house.chat(tools=[TOOL]))
         broken = await house.http.post("/v1/chat/completions", content=b'{"model": "mock",')
         house.bench.discovery.put(card(1))
         known = await house.chat(tools=[TOOL])
@@ -62,7 +62,7 @@ async def test_while_discovery_is_lost_nobody_knows_whether_a_model_came() -> No
         other, served = await house.complete(model="other"), await house.complete()
         on_store(True, "")
         back = await house.complete(model="other")
-    assert (told(other), served.status_code, told(back)) == (ON_ITS_WAY, 200, NOBODYS)
+    assert (reported(other), served.status_code, reported(back)) == (ON_ITS_WAY, 200, NOBODYS)
     assert "10.1.2.3" not in other.text
 
 
@@ -79,8 +79,8 @@ async def test_adapters_and_other_names_of_a_model_stay_known_when_its_workers_l
         house.bench.discovery.drop(1)
         found = [await house.complete(model=name) for name in ("style", "another", MODEL)]
         listed = await house.http.get("/v1/models/style")
-    assert [told(each) for each in found] == [(503, "no_eligible_worker", "1")] * 3
-    assert told(listed) == ON_ITS_WAY
+    assert [reported(each) for each in found] == [(503, "no_eligible_worker", "1")] * 3
+    assert reported(listed) == ON_ITS_WAY
 
 
 async def test_the_start_waits_for_as_many_workers_as_were_asked_for_and_only_the_start() -> None:
@@ -97,16 +97,16 @@ async def test_the_start_waits_for_as_many_workers_as_were_asked_for_and_only_th
         house.bench.discovery.drop(1, 2)
         left = await house.http.get("/accepting")
         ok = await house.http.get("/health")
-    assert [told(each) for each in few] == [(503, "not_ready", "1")] * 2
+    assert [reported(each) for each in few] == [(503, "not_ready", "1")] * 2
     assert all("1 of 2 workers" in each.text for each in few)
     assert (healthy.status_code, healthy.json()["status"]) == (200, "starting"), "nobody restarts it for that"
-    assert (told(other), served.status_code) == (ON_ITS_WAY, 200)
+    assert (reported(other), served.status_code) == (ON_ITS_WAY, 200)
     assert (same.status_code, left.status_code) == (503, 200)
     assert [each.status_code for each in enough] == [200, 200]
     assert ok.json()["status"] == "ok"
 
 
-async def test_a_program_is_told_the_same() -> None:
+async def test_a_program_is_reported_the_same() -> None:
     config = KvRouterConfig(router_min_initial_workers=3)
     async with program(alike(replicas=2)) as here:
         async with KvRouter(here.endpoint, BLOCK, kv_router_config=config) as router:

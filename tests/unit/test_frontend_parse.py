@@ -281,7 +281,7 @@ def test_unknown_fields_of_the_body_are_left_alone() -> None:
         ("extra_fields", []),
     ],
 )
-def test_a_wish_beside_nvext_is_told_where_it_belongs(field: str, value: object) -> None:
+def test_a_wish_with_nvext_is_reported_where_it_belongs(field: str, value: object) -> None:
     for parse, body in (
         (parse_chat, chat(**{field: value})),
         (parse_completion, completion(**{field: value})),
@@ -325,7 +325,7 @@ def test_a_prompt_comes_in_four_forms(prompt: object, meant: str | list[int]) ->
     assert read == (meant if isinstance(meant, str) else array("I", meant))
 
 
-def test_wishes_of_routing_are_read() -> None:
+def test_hints_of_routing_are_read() -> None:
     call = parse_chat(
         chat(
             nvext={
@@ -370,7 +370,7 @@ def test_sampling_keeps_what_was_sent() -> None:
     assert sampling.max_tokens == 16
 
 
-def test_either_route_is_told_by_its_field() -> None:
+def test_either_route_is_reported_by_its_field() -> None:
     assert isinstance(parse_either(chat()), ChatCall)
     assert isinstance(parse_either(completion()), CompletionCall)
     with pytest.raises(InvalidRequest) as caught:

@@ -118,9 +118,9 @@ async def test_a_whole_answer_and_its_call_keep_their_bytes() -> None:
         assert call is not None
         assert (call.route, call.body, call.stream) == (CallRoute.CHAT, body, False)
         asks = {"nvext": {"extra_fields": ["worker_id"]}}
-        told = (await house.chat(fields=asks)).json()
-        assert told == {**json.loads(whole), "nvext": told["nvext"]}
-        assert told["nvext"]["worker_id"]["decode_worker_id"] == 1
+        reported = (await house.chat(fields=asks)).json()
+        assert reported == {**json.loads(whole), "nvext": reported["nvext"]}
+        assert reported["nvext"]["worker_id"]["decode_worker_id"] == 1
         second = (await house.plane.wait_for(Leg.AGGREGATED, nth=1)).request.call
         assert second is not None
         assert "nvext" not in json.loads(second.body)
@@ -146,9 +146,9 @@ async def test_a_stream_keeps_its_bytes_and_what_the_client_asked_of_us_comes_be
     async with open_house(taking(1), script=streams("Paris", " is")) as house:
         theirs = event("") + event("Paris") + event(" is") + STOP
         assert await streamed(house) == theirs
-        told = await streamed(house, nvext={"extra_fields": ["worker_id"]})
-        assert told.startswith(theirs.removesuffix(DONE))
-        (added,) = events_of(told)[4:]
+        reported = await streamed(house, nvext={"extra_fields": ["worker_id"]})
+        assert reported.startswith(theirs.removesuffix(DONE))
+        (added,) = events_of(reported)[4:]
         assert added["choices"] == []
         assert "nvext" in added
 

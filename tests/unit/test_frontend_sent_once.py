@@ -78,7 +78,7 @@ async def test_a_stream_of_which_only_the_head_came_does_not_begin_twice() -> No
 
 
 async def test_what_a_second_engine_goes_on_with_are_tokens_and_never_the_call() -> None:
-    """The call would begin the answer anew."""
+    """The call would begin the answer again."""
 
     def script(stream: ScriptedStream) -> None:
         if stream.request.attempt == 0:

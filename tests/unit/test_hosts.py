@@ -1,9 +1,9 @@
-"""Hosts that others are told, and how addresses write them."""
+"""Hosts that others connect to, and how addresses write them."""
 
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hosts import bracketed, told_host
+from kvrouter.core.hosts import advertised_host, bracketed
 
 
 @pytest.mark.parametrize(
@@ -11,12 +11,12 @@ from kvrouter.core.hosts import bracketed, told_host
 )
 def test_every_interface_is_no_place_to_connect_to(host: str, advertise_host: str | None) -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
-        told_host(host, advertise_host)
+        advertised_host(host, advertise_host)
 
 
-def test_what_is_advertised_is_told_else_what_is_listened_on() -> None:
-    assert told_host("0.0.0.0", "node-7") == "node-7"
-    assert told_host("127.0.0.1", None) == "127.0.0.1"
+def test_what_is_advertised_is_reported_else_what_is_listened_on() -> None:
+    assert advertised_host("0.0.0.0", "node-7") == "node-7"
+    assert advertised_host("127.0.0.1", None) == "127.0.0.1"
 
 
 def test_only_ipv6_stands_in_brackets() -> None:

@@ -1,5 +1,6 @@
 """Rules of the house that import-linter cannot see: compiled modules and forbidden names."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -37,3 +38,39 @@ def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
     assert named - set(sources()) == set()
     packages = {name.split("/")[0] for name in sources() if "/" in name}
     assert packages - {name.split("/")[0] for name in named} == set()
+
+
+def test_imports_for_types_alone_hide_no_cycle() -> None:
+    """Where a module imports for its types alone, what it imports does not import it, by any way."""
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources()
+    }
+    imports = {module: set[str]() for module in modules}
+    for_types: list[tuple[str, str]] = []
+    for module, name in modules.items():
+        if module == "__init__":  # the library's names, which are imported when they are asked for
+            continue
+        tree = ast.parse((HOME / name).read_text("utf-8"))
+        hidden = {
+            node
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("kvrouter."):
+                continue
+            source = (node.module or "").removeprefix("kvrouter.")
+            for found in (source, *(f"{source}.{alias.name}" for alias in node.names)):
+                if found in modules and node in hidden:
+                    for_types.append((module, found))
+                elif found in modules:
+                    imports[module].add(found)
+    for module, found in for_types:
+        reached, todo = set[str](), [found]
+        while todo:
+            each = todo.pop()
+            if each not in reached:
+                reached.add(each)
+                todo += imports[each]
+        assert module not in reached, f"{module} imports {found} for its types, which imports it"

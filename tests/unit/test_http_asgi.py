@@ -124,13 +124,13 @@ async def test_an_answer_over_the_limit_is_a_failure() -> None:
 
 
 async def test_receive_after_the_answer_says_disconnect() -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        told.append((await receive())["type"])
+        reported.append((await receive())["type"])
         await send({"type": "http.response.start", "status": 204, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
-        told.append((await receive())["type"])
+        reported.append((await receive())["type"])
 
     server = HttpServer(AsgiBridge(app))
     await server.serve()
@@ -140,4 +140,4 @@ async def test_receive_after_the_answer_says_disconnect() -> None:
         assert response.status_code == 204
         assert "content-length" not in response.headers
     await server.drain(1)
-    assert told == ["http.request", "http.disconnect"]
+    assert reported == ["http.request", "http.disconnect"]

@@ -327,7 +327,7 @@ def test_a_slow_body_times_out_and_a_steady_one_does_not() -> None:
     assert conn.on_time(89.5) == [BadRequest(408, RATE, "upload_too_slow")]
 
 
-def test_what_an_unfinished_request_holds_is_told_until_it_is_given_up() -> None:
+def test_what_an_unfinished_request_holds_is_reported_until_it_is_given_up() -> None:
     conn = connection(pipelined_requests=1)
     head = post(b"", b"Content-Length: 900")
     conn.receive(head[:20], 0.0)

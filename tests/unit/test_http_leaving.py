@@ -37,11 +37,11 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
     async def scenario() -> None:
-        told = Told()
-        async with serving(getattr(told, kind)) as served:
+        reported = Told()
+        async with serving(getattr(reported, kind)) as served:
             reader, writer = await served.connect()
             writer.write(GET)
-            await told.began.wait()
+            await reported.began.wait()
             if kind != "silent":
                 await reader.readuntil(b"\r\n\r\n")
             if how == "reset":
@@ -50,9 +50,9 @@ def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
                 writer.transport.abort()
             else:
                 writer.close()
-            await until(lambda: bool(told.reasons))
+            await until(lambda: bool(reported.reasons))
             await until(lambda: served.server.running == 0)
-            assert told.reasons == [Disconnect.CLIENT_LEFT]
+            assert reported.reasons == [Disconnect.CLIENT_LEFT]
             assert served.counts[HttpEvent.CLIENT_LEFT] == 1
             assert served.counts[HttpEvent.HANDLER_FAILED] == 0
 
@@ -61,13 +61,13 @@ def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
 
 def test_httpx_leaving_mid_stream_is_noticed(run: Run) -> None:
     async def scenario() -> None:
-        told = Told()
-        async with serving(told.endless) as served, served.client() as client:
+        reported = Told()
+        async with serving(reported.endless) as served, served.client() as client:
             async with client.stream("POST", "/") as response:
                 async for _ in response.aiter_bytes():
                     break
-            await until(lambda: bool(told.reasons))
-            assert told.reasons == [Disconnect.CLIENT_LEFT]
+            await until(lambda: bool(reported.reasons))
+            assert reported.reasons == [Disconnect.CLIENT_LEFT]
 
     run(scenario())
 

@@ -18,7 +18,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     return runner(request.param)
 
 
-def test_who_comes_when_no_descriptor_is_left_is_told_so(run: Run) -> None:
+def test_who_comes_when_no_descriptor_is_left_is_reported_so(run: Run) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         server = HttpServer(echo, QUICK)

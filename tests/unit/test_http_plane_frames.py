@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.http.frames import ALIVE, FrameReader, chunk_frame, failure_frame
+from kvrouter.transports.requests.http.frames import ALIVE, HttpFrameReader, chunk_frame, failure_frame
 from kvrouter.transports.requests.stream import CHUNKS_MAX_BYTES, WireError
 
 chunks = st.builds(
@@ -32,7 +32,7 @@ def test_frames_read_the_same_wherever_they_are_cut(
     items: list[EngineChunk | WireError | None], cuts: list[int]
 ) -> None:
     sent = b"".join(map(frame, items))
-    reader = FrameReader()
+    reader = HttpFrameReader()
     received: list[EngineChunk | WireError] = []
     turn = 0
     while sent:
@@ -46,9 +46,9 @@ def test_frames_read_the_same_wherever_they_are_cut(
 @given(st.binary(max_size=64))
 def test_garbage_is_a_protocol_error_or_waits_for_more(garbage: bytes) -> None:
     with suppress(ProtocolError):
-        list(FrameReader().feed(garbage))
+        list(HttpFrameReader().feed(garbage))
 
 
 def test_a_frame_above_the_limit_is_refused_by_its_length_alone() -> None:
     with pytest.raises(ProtocolError, match="above"):
-        list(FrameReader().feed((CHUNKS_MAX_BYTES + 1).to_bytes(4, "big")))
+        list(HttpFrameReader().feed((CHUNKS_MAX_BYTES + 1).to_bytes(4, "big")))

@@ -58,7 +58,7 @@ def test_keep_alive_mixes_answers_and_streams(run: Run) -> None:
 
 def test_pipelined_answers_keep_their_order(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
-        # The first would be the last to finish, if they ran beside each other.
+        # The first would be the last to finish, if they ran next to each other.
         await asyncio.sleep(0.05 if request.path == "/0" else 0)
         await responder.send(200, (), request.path.encode())
 
@@ -266,9 +266,9 @@ def test_a_handler_that_fails(run: Run, caplog: pytest.LogCaptureFixture, begun:
     run(scenario())
     lines = [JsonFormatter().format(record) for record in caplog.records]
     assert not any("secret" in line for line in lines)
-    (told,) = [entry for entry in map(json.loads, lines) if entry["event"] == "http_handler_failed"]
-    assert told["started"] is begun
-    assert ("ValueError" in told["exception"]) if fault == "raise" else told["reason"]
+    (reported,) = [entry for entry in map(json.loads, lines) if entry["event"] == "http_handler_failed"]
+    assert reported["started"] is begun
+    assert ("ValueError" in reported["exception"]) if fault == "raise" else reported["reason"]
 
 
 def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
@@ -369,11 +369,11 @@ def test_drain_lets_what_runs_finish(run: Run) -> None:
 
 def test_drain_cuts_what_does_not_finish(run: Run) -> None:
     async def scenario() -> None:
-        told = Told()
+        reported = Told()
         cancelled: list[bool] = []
 
         async def stubborn(request: Request, responder: Responder) -> None:
-            told.began.set()
+            reported.began.set()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -381,18 +381,18 @@ def test_drain_cuts_what_does_not_finish(run: Run) -> None:
                 raise
 
         async def handler(request: Request, responder: Responder) -> None:
-            await (stubborn if request.path == "/stubborn" else told.endless)(request, responder)
+            await (stubborn if request.path == "/stubborn" else reported.endless)(request, responder)
 
         async with serving(handler) as served:
             _, first = await served.connect()
             first.write(b"GET /stubborn HTTP/1.1\r\nHost: x\r\n\r\n")
-            await told.began.wait()
-            told.began.clear()
+            await reported.began.wait()
+            reported.began.clear()
             _, second = await served.connect()
             second.write(GET)
-            await told.began.wait()
+            await reported.began.wait()
             assert await served.server.drain(0.05) == 2
-            assert told.reasons == [Disconnect.DRAIN_CUT]
+            assert reported.reasons == [Disconnect.DRAIN_CUT]
             assert cancelled == [True]
             assert served.counts[HttpEvent.DRAIN_CUT] == 2
             first.close()

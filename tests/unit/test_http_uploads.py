@@ -154,7 +154,7 @@ def test_heads_are_counted_until_their_handler_has_them(run: Run) -> None:
     run(scenario())
 
 
-def test_a_body_that_stands_still_is_told_so(run: Run) -> None:
+def test_a_body_that_stands_still_is_reported_so(run: Run) -> None:
     limits = Limits(body_s=2.0, body_bytes_per_s=MIB / 64, sweep_s=0.02, linger_s=0.2, handler_grace_s=0.1)
 
     async def scenario() -> None:

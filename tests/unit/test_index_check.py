@@ -53,7 +53,7 @@ def noted(
 
 
 @pytest.mark.parametrize("error", [4, -4])
-def test_a_window_of_wrong_predictions_is_told_once(error: int) -> None:
+def test_a_window_of_wrong_predictions_is_reported_once(error: int) -> None:
     verdicts = noted([error] * WINDOW_ANSWERS)
     assert verdicts[:-1] == [None] * (WINDOW_ANSWERS - 1)
     assert verdicts[-1] == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
@@ -115,7 +115,7 @@ def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
     assert any(each is not None and each.wrong for each in verdicts)
 
 
-def test_each_answer_is_told_apart() -> None:
+def test_each_answer_is_reported_apart() -> None:
     said = [each.prediction for each in compared([0, 1, -1, 2, -2])]
     right = Prediction.RIGHT
     assert said == [right, right, right, Prediction.TOO_MANY, Prediction.TOO_FEW]

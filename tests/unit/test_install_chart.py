@@ -32,10 +32,10 @@ def test_every_manifest_is_one_of_kubernetes_own_schemas_of_old_and_new_clusters
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_helm_finds_nothing_to_mend(name: str) -> None:
+def test_helm_finds_nothing_to_fix(name: str) -> None:
     report = lint(CHART, SHAPES[name], strict=True)
     icon = "icon is recommended"
-    assert [told for told in report["messages"] if icon not in told["error"]] == []
+    assert [reported for reported in report["messages"] if icon not in reported["error"]] == []
     assert report["errors"] == []
 
 
@@ -104,7 +104,7 @@ def test_by_default_there_is_all_that_a_cluster_needs_and_no_more() -> None:
         "ClusterRoleBinding kvrouter-operator-webhooks",
         "Deployment kvrouter-operator",
         "Lease kvrouter-operator",
-        "MutatingWebhookConfiguration kvrouter-operator-binding",  # nobody told of the cluster's policies
+        "MutatingWebhookConfiguration kvrouter-operator-binding",  # nobody reported of the cluster's policies
         "PodDisruptionBudget kvrouter-operator",
         "Role kvrouter-operator",
         "RoleBinding kvrouter-operator",
@@ -135,11 +135,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "told"), REFUSED)
-def test_a_value_that_cannot_be_is_refused_by_its_name(values: dict[str, object], told: str) -> None:
+@pytest.mark.parametrize(("values", "reported"), REFUSED)
+def test_a_value_that_cannot_be_is_refused_by_its_name(values: dict[str, object], reported: str) -> None:
     with pytest.raises(HelmValuesError) as refused:
         rendered(values)
-    assert told in str(refused.value)
+    assert reported in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_chart_and_definitions_are_of_this_version_and_helm_writes_none_of_them(
 
 
 def test_at_its_end_it_says_what_comes_next_and_what_is_off() -> None:
-    told = notes()
-    assert "kubectl rollout status deployment/kvrouter-operator --namespace kvrouter-system" in told
-    assert "looks after all namespaces" in told
+    reported = notes()
+    assert "kubectl rollout status deployment/kvrouter-operator --namespace kvrouter-system" in reported
+    assert "looks after all namespaces" in reported
     assert "rbac.nodes is false" in notes({"rbac": {"nodes": False}})
     assert "the namespace fleets" in notes({"watchNamespace": "fleets"})
     assert "NATS for fleets" in notes({"nats": {"enabled": True}})

@@ -44,20 +44,21 @@ def test_secrets_and_leases_are_asked_for_by_name_and_stand_there_before() -> No
         (["leases"], ["kvrouter-operator"], ["get", "update"]),
         (["secrets"], ["kvrouter-operator-certificate"], ["get", "update"]),
     ]
-    told = arguments(manifests)
-    assert one(manifests, "Lease")["metadata"]["name"] == told["--lease-name"]
+    reported = arguments(manifests)
+    assert one(manifests, "Lease")["metadata"]["name"] == reported["--lease-name"]
     secret = one(manifests, "Secret")
-    assert secret["metadata"]["name"] == told["--certificate-secret"]
+    assert secret["metadata"]["name"] == reported["--certificate-secret"]
     assert "data" not in secret  # so that an upgrade takes nothing from what the operator wrote
 
 
-def test_the_doors_are_found_by_the_names_that_the_operator_is_told() -> None:
+def test_the_doors_are_found_by_the_names_that_the_operator_is_reported() -> None:
     manifests = rendered({"admission": {"bindingWebhook": True}}, name="blue", namespace="serving")
-    told = arguments(manifests)
-    assert told["--webhook"] == one(manifests, "ValidatingWebhookConfiguration")["metadata"]["name"]
-    assert told["--webhook"] == "blue-kvrouter-operator"
+    reported = arguments(manifests)
+    assert reported["--webhook"] == one(manifests, "ValidatingWebhookConfiguration")["metadata"]["name"]
+    assert reported["--webhook"] == "blue-kvrouter-operator"
     assert (
-        one(manifests, "MutatingWebhookConfiguration")["metadata"]["name"] == f"{told['--webhook']}-binding"
+        one(manifests, "MutatingWebhookConfiguration")["metadata"]["name"]
+        == f"{reported['--webhook']}-binding"
     )
     for kind, path in (
         ("ValidatingWebhookConfiguration", "/validate"),
@@ -65,9 +66,9 @@ def test_the_doors_are_found_by_the_names_that_the_operator_is_told() -> None:
     ):
         (webhook,) = one(manifests, kind)["webhooks"]
         service = webhook["clientConfig"]["service"]
-        assert (service["namespace"], service["name"]) == ("serving", told["--service"])
+        assert (service["namespace"], service["name"]) == ("serving", reported["--service"])
         assert service["path"] == path
-        (port,) = one(manifests, "Service", told["--service"])["spec"]["ports"]
+        (port,) = one(manifests, "Service", reported["--service"])["spec"]["ports"]
         assert (port["port"], port["targetPort"]) == (service["port"], "admission")
 
 
@@ -116,7 +117,7 @@ def test_operators_are_apart_if_they_can_be() -> None:
         assert each["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
-def test_nats_is_where_fleets_are_told_that_it_is() -> None:
+def test_nats_is_where_fleets_are_reported_that_it_is() -> None:
     own = shape("nats of its own")
     assert arguments(own)["--nats-server"] == "nats://kvrouter-nats.kvrouter-system.svc:4222"
     stateful = one(own, "StatefulSet", "kvrouter-nats")
@@ -140,8 +141,8 @@ def test_pods_are_placed_and_pulled_as_the_values_say() -> None:
         assert spec["tolerations"]
     template = one(manifests, "Deployment")["spec"]["template"]
     (container,) = template["spec"]["containers"]
-    told = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert (container["image"], told["KVROUTER_IMAGE"]) == (image, image)
+    reported = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (container["image"], reported["KVROUTER_IMAGE"]) == (image, image)
     assert arguments(manifests)["--image"] == "$(KVROUTER_IMAGE)"
     assert arguments(manifests)["--plane-token-secret"] == "plane"
     assert arguments(manifests)["--plane-token-key"] == "secret"

@@ -54,8 +54,8 @@ def planned(file: str) -> list[Plan]:
 
 def test_every_example_is_one_of_these() -> None:
     assert set(FILES) == set(ENFORCED)
-    told = (FOLDER / "README.md").read_text()
-    assert all(f"({file})" in told or file.startswith("migration/") for file in FILES)
+    reported = (FOLDER / "README.md").read_text()
+    assert all(f"({file})" in reported or file.startswith("migration/") for file in FILES)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -85,8 +85,8 @@ def test_another_image_is_named_once_and_reaches_the_operator_and_its_fleets(tmp
     text = kustomization.read_text()
     kustomization.write_text(text.replace(f"newName: {IMAGE}", "newName: corp:5000/router"))
     container = operator_of(built(kustomization.parent))
-    told = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert container["image"] == told["KVROUTER_IMAGE"] == "corp:5000/router:0.1.0"
+    reported = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert container["image"] == reported["KVROUTER_IMAGE"] == "corp:5000/router:0.1.0"
 
 
 def test_every_folder_names_the_same_image_as_the_chart() -> None:

@@ -1,4 +1,4 @@
-"""No pod that the repository renders is told of the Services there: some may be called as we are. Where one
+"""No pod that the repository renders gets variables of Services: some may be called as we are. Where one
 opens a front door to others, its admin routes are closed, or ask for a token.
 """
 
@@ -20,13 +20,13 @@ FILES = sorted(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_pods_of_the_chart_are_told_of_none(name: str) -> None:
+def test_pods_of_the_chart_are_reported_of_none(name: str) -> None:
     pods = pods_of(shape(name))
     assert pods
     assert [pod for pod in pods if pod.get("enableServiceLinks") is not False] == []
 
 
-def test_pods_of_other_manifests_are_told_of_none() -> None:
+def test_pods_of_other_manifests_are_reported_of_none() -> None:
     pods = {file: pods_of([each for each in _documents(file) if "kind" in each]) for file in FILES}
     assert sum(len(found) for found in pods.values()) == 8
     for file, found in pods.items():

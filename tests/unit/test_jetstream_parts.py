@@ -198,17 +198,17 @@ async def test_a_cancelled_replay_hands_over_nothing(monkeypatch: pytest.MonkeyP
     assert (bench.handed, bench.ended) == ([], [])
 
 
-async def test_drops_are_told_at_once_and_then_together() -> None:
-    told: list[tuple[int, str]] = []
-    drops = Drops(lambda n_batches, why: told.append((n_batches, why)), every_s=0.01)
+async def test_drops_are_reported_at_once_and_then_together() -> None:
+    reported: list[tuple[int, str]] = []
+    drops = Drops(lambda n_batches, why: reported.append((n_batches, why)), every_s=0.01)
     drops.add(1, "full")
-    assert told == [(1, "full")]
+    assert reported == [(1, "full")]
     drops.add(2, "full")
     drops.add(1, "too large")
-    assert len(told) == 1
-    await until(lambda: len(told) == 2)
-    assert told[1] == (3, "too large")
+    assert len(reported) == 1
+    await until(lambda: len(reported) == 2)
+    assert reported[1] == (3, "too large")
     drops.add(4, "the end")
     drops.close()
     drops.close()
-    assert told[2:] == [(4, "the end")]
+    assert reported[2:] == [(4, "the end")]

@@ -46,11 +46,11 @@ async def by_the_operator(url: str, folder: Path) -> None:
 def test_a_watch_that_is_left_leaves_no_connection(
     tmp_path: Path, watch: Callable[[str, Path], Coroutine[None, None, None]]
 ) -> None:
-    with server_that_never_says_goodbye(tmp_path) as url, warnings.catch_warnings(record=True) as told:
+    with server_that_never_says_goodbye(tmp_path) as url, warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         asyncio.run(watch(url, tmp_path))
         gc.collect()
-    assert [str(each.message) for each in told if each.category is ResourceWarning] == []
+    assert [str(each.message) for each in reported if each.category is ResourceWarning] == []
 
 
 @contextmanager

@@ -25,7 +25,7 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
     tries: asyncio.Queue[int] = asyncio.Queue()
     is_up = asyncio.Event()
 
-    async def watching(told: web.StreamResponse) -> None:
+    async def watching(reported: web.StreamResponse) -> None:
         await asyncio.Event().wait()
 
     async def taking(request: web.Request) -> None:
@@ -46,8 +46,8 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
 async def test_the_first_refusal_of_a_version_is_no_loss() -> None:
     refusals = [web.HTTPGone(text='{"kind": "Status", "code": 410, "reason": "Expired"}')]
 
-    async def watching(told: web.StreamResponse) -> None:
-        await told.write(line("ADDED", pod("one")))
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(line("ADDED", pod("one")))
         await asyncio.Event().wait()
 
     async def taking(_request: web.Request) -> None:
@@ -71,9 +71,9 @@ async def test_an_object_of_any_depth_hides_no_other(depth: int) -> None:
         b"}" * depth,
     )
 
-    async def watching(told: web.StreamResponse) -> None:
-        await told.write(b'{"type": "MODIFIED", "object": ' + listed + b"}\n")
-        await told.write(line("ADDED", pod("other")))
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(b'{"type": "MODIFIED", "object": ' + listed + b"}\n")
+        await reported.write(line("ADDED", pod("other")))
         await asyncio.Event().wait()
 
     losses: list[ClusterError | None] = []
@@ -87,9 +87,9 @@ async def test_an_object_of_any_depth_hides_no_other(depth: int) -> None:
     assert losses == []
 
 
-@pytest.mark.parametrize("told_first", [b"", b'{"type": "ERROR", "object": {"code": 410}}\n'])
+@pytest.mark.parametrize("reported_first", [b"", b'{"type": "ERROR", "object": {"code": 410}}\n'])
 async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
-    told_first: bytes, monkeypatch: pytest.MonkeyPatch
+    reported_first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     sleep = asyncio.sleep
@@ -101,8 +101,8 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
     monkeypatch.setattr("kvrouter.kube.informer.asyncio.sleep", sleeping)
     watches: asyncio.Queue[None] = asyncio.Queue()
 
-    async def watching(told: web.StreamResponse) -> None:
-        await told.write(told_first)
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(reported_first)
         watches.put_nowait(None)
 
     losses: list[ClusterError | None] = []
@@ -116,8 +116,8 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
 
 @pytest.mark.parametrize("error", [OSError("no such file"), ConfigException("Token file exists but empty.")])
 async def test_a_token_that_cannot_be_read_is_read_again(error: Exception) -> None:
-    async def watching(told: web.StreamResponse) -> None:
-        await told.write(line("ADDED", pod("one")))
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(line("ADDED", pod("one")))
         await asyncio.Event().wait()
 
     failures = [error, error]
@@ -139,8 +139,8 @@ async def test_a_token_that_cannot_be_read_is_read_again(error: Exception) -> No
 async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
     accepted: list[str] = []
 
-    async def watching(told: web.StreamResponse) -> None:
-        await told.write(line("ADDED", pod("node-2", managedFields=[{"manager": "kubelet"}])))
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(line("ADDED", pod("node-2", managedFields=[{"manager": "kubelet"}])))
         await asyncio.Event().wait()
 
     async def taking(request: web.Request) -> None:
@@ -167,8 +167,8 @@ async def test_of_pods_what_nothing_is_decided_by_is_not_kept() -> None:
         "status": {"phase": "Running", "conditions": [], "containerStatuses": [], "podIP": "10.0.0.1"},
     }
 
-    async def watching(told: web.StreamResponse) -> None:
-        await told.write(line("ADDED", {**whole, "metadata": pod("seen")["metadata"]}))
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(line("ADDED", {**whole, "metadata": pod("seen")["metadata"]}))
         await asyncio.Event().wait()
 
     async with (
@@ -213,10 +213,10 @@ async def api_server(
             items = b'{"metadata": {"resourceVersion": "1"}, "items": [%b]}' % there
             return web.Response(body=items, content_type="application/json")
         await taking(request)
-        told = web.StreamResponse()
-        await told.prepare(request)
-        await watching(told)
-        return told
+        reported = web.StreamResponse()
+        await reported.prepare(request)
+        await watching(reported)
+        return reported
 
     app = web.Application()
     app.router.add_get("/api/v1/{plural}", answer)

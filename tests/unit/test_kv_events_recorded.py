@@ -1,4 +1,4 @@
-"""Every recorded message decodes to what is written beside it, and prediction equals truth."""
+"""Every recorded message decodes to what is written next to it, and prediction equals truth."""
 
 from collections.abc import Mapping
 
@@ -31,7 +31,7 @@ ARRAY_FIELDS = {
 
 
 @pytest.mark.parametrize("sample", samples(), ids=lambda sample: sample.name)
-def test_a_recorded_payload_decodes_to_what_is_written_beside_it(sample: Sample) -> None:
+def test_a_recorded_payload_decodes_to_what_is_written_with_it(sample: Sample) -> None:
     (batch,) = sample.decode(sample.payload)
     assert (batch.dp_rank, batch.published_s) == (sample.dp_rank, sample.published_s)
     assert len(batch.events) == len(sample.events)
@@ -106,7 +106,7 @@ def test_evictions_are_passed_on_once_the_blocks_are_known() -> None:
 
 
 def test_a_block_that_is_reported_again_when_found_is_counted_again() -> None:
-    """What ``kv_cache_report_mode: full`` sends cannot be told from a second store: the known drift."""
+    """What ``kv_cache_report_mode: full`` sends looks like a second store: the known drift."""
     sample = _named("v0.32_report_mode_full_restore")
     (batch,) = sample.decode(sample.payload)
     (event,) = batch.events

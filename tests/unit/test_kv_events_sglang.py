@@ -35,10 +35,10 @@ def test_a_store_with_all_fields(is_array: bool) -> None:
 
 def test_a_request_with_the_same_salt_and_adapter_finds_the_block() -> None:
     event = _one({"type": "BlockStored", **dict((*COMMON, *OWN)), "medium": "GPU"})
-    (told,) = RankBlocks(EngineTraits(block_size=4)).take((event,))
-    assert isinstance(told, Stored)
+    (reported,) = RankBlocks(EngineTraits(block_size=4)).take((event,))
+    assert isinstance(reported, Stored)
     seed = hash_seed(lora_name="ada", cache_namespace="tenant-1")
-    assert told.block_hashes == Prompt([1, 2, 3, 4], block_size=4, seed=seed).block_hashes
+    assert reported.block_hashes == Prompt([1, 2, 3, 4], block_size=4, seed=seed).block_hashes
 
 
 def test_pairs_are_found_by_their_tokens() -> None:

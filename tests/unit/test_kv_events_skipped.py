@@ -1,4 +1,4 @@
-"""What a worker does not pass on of its engine's KV events: counted, told in its log, and to routers."""
+"""What a worker does not pass on of its engine's KV events: counted, reported in its log, and to routers."""
 
 import asyncio
 from collections import Counter
@@ -95,20 +95,20 @@ async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
     house = House()
     await house.start()
 
-    def told(**skipped: int) -> list[str]:
+    def reported(**skipped: int) -> list[str]:
         caplog.clear()
         house.engine.report(LoadReport(RANK, 1, 10, kv_events_skipped=skipped))
         records = [record for record in caplog.records if event_of(record) == "kv_events_skipped"]
         return [vars(record)["kvrouter_fields"]["reason"] for record in records]
 
-    assert told() == []
-    assert told(orphan=2) == ["orphan 2"]
-    assert told(orphan=3) == []
-    assert told(orphan=3, missed=1) == ["orphan 3, missed 1"]
-    assert told(orphan=3, missed=1) == []
-    later = house.worker._skipped_told._clock() + worker_module.SKIPPED_AGAIN_S
-    monkeypatch.setattr(house.worker._skipped_told, "_clock", lambda: later)
-    assert told(orphan=3, missed=2) == ["orphan 3, missed 2"]
+    assert reported() == []
+    assert reported(orphan=2) == ["orphan 2"]
+    assert reported(orphan=3) == []
+    assert reported(orphan=3, missed=1) == ["orphan 3, missed 1"]
+    assert reported(orphan=3, missed=1) == []
+    later = house.worker._skipped_throttle._clock() + worker_module.SKIPPED_AGAIN_S
+    monkeypatch.setattr(house.worker._skipped_throttle, "_clock", lambda: later)
+    assert reported(orphan=3, missed=2) == ["orphan 3, missed 2"]
     assert [load.kv_events_skipped for load in house.loads][-1] == {"orphan": 3, "missed": 2}
     await house.worker.stop()
 
@@ -128,7 +128,7 @@ async def test_routers_count_what_was_skipped_once_and_show_it() -> None:
         assert await shown({"orphan": 2}) == {"orphan": 2}
         assert await shown({"orphan": 5, "missed": 1}) == {"orphan": 5, "missed": 1}
         assert await shown({"orphan": 5, "missed": 1}) == {"orphan": 5, "missed": 1}
-        assert await shown({"orphan": 1, "missed": 2}) == {"orphan": 1, "missed": 2}  # its engine began anew
+        assert await shown({"orphan": 1, "missed": 2}) == {"orphan": 1, "missed": 2}  # its engine restarted
         metrics = await metrics_of(house)
     name, labels = "kvrouter_kv_events_skipped_total", ("0", MODEL)
     assert metrics[name, *labels, "orphan", "1"] == 6

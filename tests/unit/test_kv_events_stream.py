@@ -233,7 +233,7 @@ def test_a_payload_that_cannot_be_read_is_as_good_as_lost() -> None:
     assert follower.partial_ranks == (R0,)
 
 
-def test_a_message_without_a_number_is_told_and_changes_nothing() -> None:
+def test_a_message_without_a_number_is_reported_and_changes_nothing() -> None:
     engine, follower = _followed(1)
     (refused,) = follower.on_published((b"kv", b"?", b""))
     assert isinstance(refused, MalformedBatch)

@@ -25,7 +25,7 @@ def _one(*token_ids: int) -> dict[str, object]:
 
 
 def test_a_block_is_stored_moves_to_the_host_and_back_and_goes() -> None:
-    told = _told(
+    reported = _reported(
         _event(0, {"type": "created", "num_blocks_per_cache_level": [8, 8]}),
         _event(1, _stored(_block(11, 0), _block(12, 4))),
         _event(2, _updated(12, 0, 1)),
@@ -33,7 +33,7 @@ def test_a_block_is_stored_moves_to_the_host_and_back_and_goes() -> None:
         _event(4, {"type": "updated", "block_hash": 12, "priority": {"old_value": 1, "new_value": 2}}),
         _event(5, {"type": "removed", "block_hashes": [12]}),
     )
-    assert [(type(event), event.medium) for event in told if not isinstance(event, Cleared)] == [
+    assert [(type(event), event.medium) for event in reported if not isinstance(event, Cleared)] == [
         (Stored, Medium.GPU),
         (Stored, Medium.CPU),
         (Removed, Medium.GPU),
@@ -41,21 +41,21 @@ def test_a_block_is_stored_moves_to_the_host_and_back_and_goes() -> None:
         (Removed, Medium.CPU),
         (Removed, Medium.GPU),
     ]
-    first = told[0]
+    first = reported[0]
     assert isinstance(first, Stored)
     assert first.block_hashes == Prompt(range(8), block_size=4).block_hashes
 
 
 def test_blocks_may_be_named_by_digests() -> None:
     first, second = "ab" * 31 + "01", "ab" * 31 + "02"
-    told = _told(
+    reported = _reported(
         _event(0, {"type": "created"}) | {"layer_group_id": None, "hash_algo": "v2_sha256"},
         _event(1, _stored(_block(first, 0))),
         _event(2, _stored(_block(second, 4)) | {"parent_hash": first}),
         _event(3, _updated(second, 0, 1)),
         _event(4, {"type": "removed", "block_hashes": [second, first]}),
     )
-    assert [(type(event), event.medium) for event in told if not isinstance(event, Cleared)] == [
+    assert [(type(event), event.medium) for event in reported if not isinstance(event, Cleared)] == [
         (Stored, Medium.GPU),
         (Stored, Medium.GPU),
         (Stored, Medium.CPU),
@@ -63,48 +63,48 @@ def test_blocks_may_be_named_by_digests() -> None:
         (Removed, Medium.CPU),
         (Removed, Medium.GPU),
     ]
-    stored = told[1]
+    stored = reported[1]
     assert isinstance(stored, Stored)
     assert stored.parent == int("ab" * 7 + "01", 16)
 
 
 def test_a_partial_block_is_let_go_and_so_is_its_removal() -> None:
     partial = {"block_hash": 13, "tokens": [{"token_id": 9}]}
-    told = _told(
+    reported = _reported(
         _event(0, _stored(_block(11, 0), partial)),
         _event(1, {"type": "removed", "block_hashes": [13]}),
     )
-    assert [event.n_blocks for event in told if isinstance(event, Stored)] == [1]
-    assert len(told) == 1
+    assert [event.n_blocks for event in reported if isinstance(event, Stored)] == [1]
+    assert len(reported) == 1
 
 
 def test_the_largest_window_decides() -> None:
-    told = _told(
+    reported = _reported(
         _event(0, {"type": "created"}, window=512),
         _event(1, {"type": "created"}, window=128),
         _event(2, _stored(_block(11, 0)), window=128),
         _event(3, _stored(_block(11, 0)), window=512),
         _event(4, {"type": "removed", "block_hashes": [11]}, window=128),
     )
-    assert [type(event) for event in told] == [Stored]
+    assert [type(event) for event in reported] == [Stored]
 
 
 def test_the_first_layer_group_of_a_window_decides() -> None:
-    told = _told(
+    reported = _reported(
         _event(0, _stored(_block(11, 0)), window=512, layer_group_id=0),
         _event(1, _stored(_block(11, 0)), window=512, layer_group_id=1),
         _event(2, {"type": "removed", "block_hashes": [11]}, window=512, layer_group_id=1),
     )
-    assert [type(event) for event in told] == [Stored]
+    assert [type(event) for event in reported] == [Stored]
 
 
 def test_salt_adapter_and_images_are_those_of_the_request() -> None:
     block = _block(11, 0) | {"cache_salt": "a", "mm_keys": [{"type": "mm_key", "hash": DIGEST}]}
-    (told,) = _told(_event(0, _stored(block) | {"lora_name": "ada"}))
-    assert isinstance(told, Stored)
+    (reported,) = _reported(_event(0, _stored(block) | {"lora_name": "ada"}))
+    assert isinstance(reported, Stored)
     seed = hash_seed(lora_name="ada", cache_namespace="a")
     same = Prompt(range(4), block_size=4, seed=seed, mm_hashes=[[multimodal_hash(DIGEST)]])
-    assert told.block_hashes == same.block_hashes
+    assert reported.block_hashes == same.block_hashes
 
 
 @pytest.mark.parametrize("token", [{"token_id": DIGEST}, {"token_id": 0, "token_extra_id": 7}])
@@ -113,14 +113,14 @@ def test_a_token_that_is_more_than_a_number_keeps_its_block_from_being_taken_for
 ) -> None:
     block = _block(11, 0)
     block["tokens"] = [token, *({"token_id": i} for i in range(1, 4))]
-    (told,) = _told(_event(0, _stored(block)))
-    assert isinstance(told, Stored)
-    assert told.block_hashes != Prompt(range(4), block_size=4).block_hashes
+    (reported,) = _reported(_event(0, _stored(block)))
+    assert isinstance(reported, Stored)
+    assert reported.block_hashes != Prompt(range(4), block_size=4).block_hashes
 
 
 def test_blocks_of_two_levels_are_stored_where_they_are() -> None:
-    told = _told(_event(0, _stored(_block(11, 0), _block(12, 4) | {"cache_level": 1})))
-    assert [(event.medium, event.parent) for event in told if isinstance(event, Stored)] == [
+    reported = _reported(_event(0, _stored(_block(11, 0), _block(12, 4) | {"cache_level": 1})))
+    assert [(event.medium, event.parent) for event in reported if isinstance(event, Stored)] == [
         (Medium.GPU, None),
         (Medium.CPU, 11),
     ]
@@ -131,7 +131,7 @@ def test_blocks_of_two_levels_are_stored_where_they_are() -> None:
 def test_other_events_are_skipped_and_a_clear_clears() -> None:
     assert _decode(_event(0, {"type": "counted"})) == [EngineSkipped(Skipped.UNKNOWN_EVENT)]
     assert _decode(_event(0, _updated(1, 0, 9))) == [EngineSkipped(Skipped.UNKNOWN_MEDIUM)]
-    assert _told(_event(0, {"type": "all_cleared"})) == [Cleared()]
+    assert _reported(_event(0, {"type": "all_cleared"})) == [Cleared()]
 
 
 def test_a_lost_event_empties_the_rank() -> None:
@@ -143,7 +143,7 @@ def test_a_lost_event_empties_the_rank() -> None:
     assert commands[1:] == [Missed(1, 1), Publish(DpRank(0), (Cleared(),))]
 
 
-def test_a_poll_is_parted_by_rank() -> None:
+def test_a_poll_is_broken_by_rank() -> None:
     events = [_event(5, {"type": "created"}) | {"attention_dp_rank": rank} for rank in (0, 1)]
     polled = native_batches(json.dumps(events).encode())
     assert [(rank, batch.seq) for rank, batch in polled] == [(0, 5), (1, 5)]
@@ -184,9 +184,9 @@ def test_the_published_form_tells_images_by_number() -> None:
     follower = EngineEventStream(decode, EngineTraits(block_size=32), can_replay=False)
     (publish,) = follower.on_published((b"", bytes(8), sample.payload))
     assert isinstance(publish, Publish)
-    (told,) = publish.events
-    assert isinstance(told, Stored)
-    assert told.block_hashes == Prompt(range(64), block_size=32, mm_hashes=[[], [99]]).block_hashes
+    (reported,) = publish.events
+    assert isinstance(reported, Stored)
+    assert reported.block_hashes == Prompt(range(64), block_size=32, mm_hashes=[[], [99]]).block_hashes
 
 
 def test_what_the_engine_publishes_itself_is_read_as_its_own_events_are() -> None:
@@ -200,11 +200,11 @@ def test_what_the_engine_publishes_itself_is_read_as_its_own_events_are() -> Non
     (batch,) = decode(msgspec.msgpack.encode([1.5, [event, removal], 0]))
     blocks = _block(2**64 - 1, 0), _block(12, 4) | {"mm_keys": keys[1]}
     blocks[1]["tokens"] = [{"token_id": token} for token in (DIGEST, 5, 6, 7)]
-    own = _told(_event(0, _stored(*blocks)), _event(1, {"type": "removed", "block_hashes": [12]}))
+    own = _reported(_event(0, _stored(*blocks)), _event(1, {"type": "removed", "block_hashes": [12]}))
     assert list(RankBlocks(FACTS).take(batch.events)) == own
 
 
-def _told(*events: dict[str, object]) -> list[KvEvent]:
+def _reported(*events: dict[str, object]) -> list[KvEvent]:
     follower = EngineEventStream(NativeEvents(4).decode, FACTS, can_replay=False)
     commands = [
         command

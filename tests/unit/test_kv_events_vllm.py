@@ -78,7 +78,7 @@ def test_early_arrays_name_an_image_by_its_digest_alone() -> None:
     assert (event.cache_salt, event.mm_hashes) == (None, ((DIGEST_HASH,),))
 
 
-def test_an_image_is_told_by_its_identifier_wherever_it_begins() -> None:
+def test_an_image_is_reported_by_its_identifier_wherever_it_begins() -> None:
     one = _stored(parent_block_hash=9, extra_keys=[[[DIGEST, 0]]])
     other = _stored(parent_block_hash=9, extra_keys=[[[DIGEST, -16]]])
     assert one.mm_hashes == other.mm_hashes == ((DIGEST_HASH,),)

@@ -16,7 +16,7 @@ from kvrouter.core.errors import (
 )
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, Taint, WorkerId, WorkerRank
-from tests.support.blocks import told_by
+from tests.support.blocks import reported_by
 from tests.support.embedding import program, tokens_of
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, fleet_file, pairs, prompt
 
@@ -182,7 +182,7 @@ async def test_pins_and_constraints() -> None:
         zone_b = RoutingConstraints(required_taints=frozenset({Taint("dynamo.topology/zone=b")}))
         for worker_id in (3, 6):
             await tokens_of(await router.generate(PROMPT, worker_id=worker_id))
-            assert told_by(here.fleet.workers[WorkerId(worker_id)], DpRank(0))
+            assert reported_by(here.fleet.workers[WorkerId(worker_id)], DpRank(0))
         await tokens_of(await router.generate(prompt(first=3), routing_constraints=zone_b))
         with pytest.raises(NoEligibleWorker):
             await tokens_of(await router.generate(PROMPT, worker_id=3, routing_constraints=zone_b))
@@ -198,7 +198,7 @@ async def test_the_events_that_are_dumped_are_what_the_engines_hold() -> None:
         for n in range(4):
             await tokens_of(await router.generate(prompt(first=n), worker_id=1 + n % 2, dp_rank=n // 2))
         held = {
-            WorkerRank(number, rank): n_stored(told_by(worker, rank))
+            WorkerRank(number, rank): n_stored(reported_by(worker, rank))
             for number, worker in here.fleet.workers.items()
             for rank in (DpRank(0), DpRank(1))
         }
@@ -315,6 +315,7 @@ async def test_many_requests_at_once_are_spread_and_all_freed() -> None:
 
         assert await asyncio.gather(*(ask(n) for n in range(32))) == [16] * 32
         assert all(
-            blocks for blocks in (told_by(here.fleet.workers[WorkerId(n)], DpRank(0)) for n in (1, 2, 3, 4))
+            blocks
+            for blocks in (reported_by(here.fleet.workers[WorkerId(n)], DpRank(0)) for n in (1, 2, 3, 4))
         )
         assert set((await loads(router, prompt(first=99).tolist())).values()) == {(100, 7)}

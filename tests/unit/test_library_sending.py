@@ -9,7 +9,7 @@ from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.library import Client
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.blocks import told_by
+from tests.support.blocks import reported_by
 from tests.support.embedding import program, tokens_of
 from tests.support.mock_fleets import alike, prompt
 
@@ -39,7 +39,7 @@ async def test_round_robin_goes_around_and_random_does_not_stay() -> None:
 
         def blocks() -> list[int]:
             workers = [here.fleet.workers[WorkerId(n)] for n in (1, 2, 3)]
-            return [len(told_by(worker, DpRank(0))) for worker in workers]
+            return [len(reported_by(worker, DpRank(0))) for worker in workers]
 
         for n in range(3):
             await tokens_of(await client.round_robin(distinct(n)))
@@ -56,8 +56,8 @@ async def test_a_rank_of_a_worker_can_be_named() -> None:
         client = await here.endpoint.client()
         await tokens_of(await client.direct({**REQUEST, "dp_rank": 1}, 1))
         worker = here.fleet.workers[WorkerId(1)]
-        assert told_by(worker, DpRank(1))
-        assert not told_by(worker, DpRank(0))
+        assert reported_by(worker, DpRank(1))
+        assert not reported_by(worker, DpRank(0))
         with pytest.raises(InvalidRequest) as wrong:
             await client.direct({**REQUEST, "dp_rank": 2}, 1)
         assert wrong.value.param == "dp_rank"

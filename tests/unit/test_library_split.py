@@ -10,7 +10,7 @@ from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.library import AnswerPiece, AnswerPieces, Endpoint, Runtime
-from tests.support.blocks import told_by
+from tests.support.blocks import reported_by
 from tests.support.embedding import Program, program, tokens_of
 from tests.support.fleets import BLOCK_SIZE, HandDiscovery, HandEvents, card
 from tests.support.mock_fleets import BLOCK, pairs, prompt
@@ -98,7 +98,7 @@ async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
         assert (await router.best_worker(PROMPT)) != booked.decode
         await router.free("mine")
         await tokens_of(await router.generate(PROMPT, worker_id=5, prefill_worker_id=4))
-        assert told_by(here.fleet.workers[WorkerId(4)], DpRank(0))
+        assert reported_by(here.fleet.workers[WorkerId(4)], DpRank(0))
         with pytest.raises(NoEligibleWorker):
             await tokens_of(await router.generate(PROMPT, worker_id=2, prefill_worker_id=4))
         with pytest.raises(InvalidRequest):

@@ -1,23 +1,23 @@
-"""What is tried again and again is told seldom."""
+"""What is tried again and again is reported rarely."""
 
 from kvrouter.telemetry.logs import LINES_MAX, LogThrottle
 
 
-def test_the_same_line_is_told_once_in_a_while() -> None:
+def test_the_same_line_is_reported_once_in_a_while() -> None:
     now_s = 0.0
-    seldom = LogThrottle(again_after_s=60.0, clock=lambda: now_s)
-    assert seldom.allows("a")
-    assert seldom.allows("b")
+    rarely = LogThrottle(again_after_s=60.0, clock=lambda: now_s)
+    assert rarely.allows("a")
+    assert rarely.allows("b")
     now_s = 59.0
-    assert not seldom.allows("a")
+    assert not rarely.allows("a")
     now_s = 60.0
-    assert seldom.allows("a")
+    assert rarely.allows("a")
     now_s = 119.0
-    assert not seldom.allows("a")
+    assert not rarely.allows("a")
 
 
 def test_only_so_many_lines_are_remembered() -> None:
-    seldom = LogThrottle(clock=lambda: 0.0)
-    assert all(seldom.allows(str(number)) for number in range(LINES_MAX + 1))
-    assert seldom.allows("0")
-    assert not seldom.allows(str(LINES_MAX))
+    rarely = LogThrottle(clock=lambda: 0.0)
+    assert all(rarely.allows(str(number)) for number in range(LINES_MAX + 1))
+    assert rarely.allows("0")
+    assert not rarely.allows(str(LINES_MAX))

@@ -41,7 +41,7 @@ async def test_more_worker_processes_can_be_asked_than_libzmq_has_sockets_for_by
     await subscriber.close()
 
 
-async def test_a_worker_too_many_is_told() -> None:
+async def test_a_worker_too_many_is_reported() -> None:
     subscriber = ZmqEventSubscriber(on_malformed=never, on_foreign=never, sockets_max=10)
     with pytest.raises(ConfigError, match="cannot be connected to"):
         follow(subscriber, 10)

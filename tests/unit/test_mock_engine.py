@@ -179,7 +179,7 @@ def test_who_gives_way_to_nobody_lets_a_sequence_with_its_kv_go_on() -> None:
     assert mock.idle
 
 
-def test_eviction_is_told() -> None:
+def test_eviction_is_reported() -> None:
     mock = engine(config(total_kv_blocks=4))
     for n in range(2):
         mock.submit(float(n), request(f"r{n}", range(n * 100, n * 100 + 12)))

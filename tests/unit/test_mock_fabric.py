@@ -62,10 +62,10 @@ def test_an_engine_tells_what_it_fetched_and_how_long_that_took() -> None:
         fleet.decode(f"x{number}", at=at, params=fleet.params(prefill), prompt=[*PROMPT[:9], number])
         fleet.until(fleet.now + 30.0)
     # The second fetch at D lacks only the 2 tokens of the block that is not full.
-    for engine, told, seconds in ((D, (2, 1200, 0), 1.2), (D2, (1, 1000, 0), 11.0)):
+    for engine, reported, seconds in ((D, (2, 1200, 0), 1.2), (D2, (1, 1000, 0), 11.0)):
         fetched = fleet.loads[engine].kv_transfers
         assert fetched is not None
-        assert (fetched.transfers, fetched.bytes, fetched.failed) == told
+        assert (fetched.transfers, fetched.bytes, fetched.failed) == reported
         assert fetched.seconds == pytest.approx(seconds)
     assert fleet.loads[P].kv_transfers is None
 

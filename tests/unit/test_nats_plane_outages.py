@@ -15,8 +15,8 @@ from tests.support.waits import until
 
 async def test_a_stream_outlives_an_outage_in_which_nothing_was_lost(own_nats: NatsServer) -> None:
     async with both_ends(own_nats) as ends:
-        told: list[bool] = []
-        ends.plane.follow(ends.address, told.append)
+        reported: list[bool] = []
+        ends.plane.follow(ends.address, reported.append)
         stream = await ends.plane.open(ends.address, leg())
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,)))
         assert (await stream.__anext__()).token_ids == (1,)
@@ -34,8 +34,8 @@ async def test_an_outage_that_lasts_breaks_streams_and_says_nothing_of_the_worke
     own_nats: NatsServer,
 ) -> None:
     async with both_ends(own_nats, dead_after_s=0.5, open_timeout_s=0.5) as ends:
-        told: list[bool] = []
-        ends.plane.follow(ends.address, told.append)
+        reported: list[bool] = []
+        ends.plane.follow(ends.address, reported.append)
         stream = await ends.plane.open(ends.address, leg())
         own_nats.kill()
         with pytest.raises(StreamBroken, match="nothing was heard"):
@@ -44,7 +44,7 @@ async def test_an_outage_that_lasts_breaks_streams_and_says_nothing_of_the_worke
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(WorkerUnreachable):
                 await ends.plane.open(ends.address, leg("y"))
-        assert told == []
+        assert reported == []
 
 
 async def test_nothing_is_opened_while_nats_is_away(own_nats: NatsServer) -> None:
@@ -81,8 +81,8 @@ async def test_a_worker_that_is_followed_while_nats_is_away_is_heard_when_it_is_
 @pytest.mark.parametrize("dead_after_s", [PATIENCE_S, 0.5])
 async def test_who_is_back_before_the_worker_gives_it_time(own_nats: NatsServer, dead_after_s: float) -> None:
     async with both_ends(own_nats, dead_after_s=dead_after_s) as ends:
-        told: list[bool] = []
-        ends.plane.follow(ends.address, told.append)
+        reported: list[bool] = []
+        ends.plane.follow(ends.address, reported.append)
         own_nats.kill()
         await until(lambda: not ends.router_client.is_connected)
         with suppress(OSError):  # the client's own, as its server is down
@@ -93,6 +93,6 @@ async def test_who_is_back_before_the_worker_gives_it_time(own_nats: NatsServer,
         if dead_after_s == PATIENCE_S:
             with pytest.raises(WorkerUnreachable, match="nobody serves"):
                 await ends.plane.open(ends.address, leg())
-            assert told == []
+            assert reported == []
         else:
-            await until(lambda: told == [False])
+            await until(lambda: reported == [False])

@@ -35,7 +35,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
         lease_s=LEASE_S,
     )
     try:
-        await end.watch(lambda _card: None, lambda *_: None, lambda *told: stores.append(told))
+        await end.watch(lambda _card: None, lambda *_: None, lambda *reported: stores.append(reported))
         await end.publish(card())
     finally:
         await end.close()
@@ -57,6 +57,6 @@ async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None
     assert notes.disturbances[0] == f"backend: publishing: {NO_JETSTREAM}"
 
 
-def test_an_error_without_words_is_told_by_its_name() -> None:
+def test_an_error_without_words_is_reported_by_its_name() -> None:
     assert reason(ConnectionError()) == "ConnectionError"
     assert reason(ValueError("too long")) == "too long"

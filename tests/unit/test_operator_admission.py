@@ -363,7 +363,7 @@ def test_components_may_come_go_and_grow() -> None:
 
 @pytest.mark.parametrize("facts", [NO_GROVE, UNREAD, ClusterFacts(grove=Grove.PRESENT)])
 def test_what_the_cluster_lost_since_does_not_stop_other_changes(facts: ClusterFacts) -> None:
-    """Somebody deleted the topology: the fleet can still be scaled, and is told."""
+    """Somebody deleted the topology: the fleet can still be scaled, and is reported."""
     old = deployment(graph=ON_GRAPH)
     new = deepcopy(old)
     new["metadata"] = {"name": "my-llm", "labels": {"team": "a"}}
@@ -386,7 +386,7 @@ def test_what_is_being_deleted_is_left_alone() -> None:
     assert validated(leaving, deployment(topology="fabric"), NO_GROVE) == Verdict()
 
 
-def test_an_old_deployment_that_cannot_be_read_stops_no_mend() -> None:
+def test_an_old_deployment_that_cannot_be_read_stops_no_fix() -> None:
     assert validated(deployment(), {"spec": {"components": "none"}}, GROVE) == Verdict()
 
 

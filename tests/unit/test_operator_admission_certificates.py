@@ -112,7 +112,7 @@ def test_after_a_long_silence_everything_is_new() -> None:
 
 @pytest.mark.parametrize("broken", [AUTHORITY_CERT, AUTHORITY_KEY, SERVING_CERT, SERVING_KEY])
 @pytest.mark.parametrize("bytes_", [b"", b"nonsense", b"\xff"])
-def test_what_cannot_be_read_is_made_anew(broken: str, bytes_: bytes) -> None:
+def test_what_cannot_be_read_is_made_again(broken: str, bytes_: bytes) -> None:
     after = renewed(NOW, {**first(), broken: bytes_}, NAMES)
     assert after is not None
     assert is_trusted(after, after, NOW)

@@ -68,9 +68,9 @@ def test_warnings_fit_into_what_the_api_server_passes_on() -> None:
     warnings = tuple(Problem(("spec", "components", number), "is odd " * 60) for number in range(100))
     response = answer("1", Verdict((), warnings))["response"]
     assert isinstance(response, dict)
-    told = response["warnings"]
-    assert isinstance(told, list)
-    texts = [str(text) for text in told]
+    reported = response["warnings"]
+    assert isinstance(reported, list)
+    texts = [str(text) for text in reported]
     assert {len(text) for text in texts} == {256}
     assert all(text.endswith("…") for text in texts)
     assert sum(map(len, texts)) == WARNINGS_CHARS_MAX
@@ -89,7 +89,7 @@ def test_what_is_not_about_a_spec_of_ours_is_allowed(request_: Document) -> None
     assert judged(read_review(review(**request_)), NO_GROVE, DEFAULTS) == Verdict()
 
 
-def test_an_update_is_judged_beside_what_it_replaces() -> None:
+def test_an_update_is_judged_with_what_it_replaces() -> None:
     old, new = deployment(topology="fabric"), deployment(topology="lab")
     changed = read_review(review(operation="UPDATE", object=new, oldObject=old))
     assert not judged(changed, GROVE, DEFAULTS).is_allowed

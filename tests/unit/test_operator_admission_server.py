@@ -212,7 +212,7 @@ async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path)
         ({"object": None}, "request.object: must be an object"),
     ],
 )
-async def test_what_is_no_binding_is_told_so(tmp_path: Path, part: Document, reason: str) -> None:
+async def test_what_is_no_binding_is_reported_so(tmp_path: Path, part: Document, reason: str) -> None:
     question = binding("mine")
     request = question["request"]
     assert isinstance(request, dict)
@@ -264,12 +264,15 @@ async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -
         return Verdict((Problem(("spec", "components", 1), "no room"),))
 
     async with opened(tmp_path, tried=refusing) as door, door.client() as client:
-        for graph, told in (({"labelKey": "a/zone", "domain": "zone"}, "no room"), ({"domain": "zone"}, "")):
+        for graph, reported in (
+            ({"labelKey": "a/zone", "domain": "zone"}, "no room"),
+            ({"domain": "zone"}, ""),
+        ):
             document = deployment(graph=graph)
             async with client.post("/validate", json=review(document)) as answer:
                 response = (await answer.json())["response"]
             assert response["allowed"] is False
-            assert told in response["status"]["message"]
+            assert reported in response["status"]["message"]
     assert len(asked) == 1
 
 
@@ -282,7 +285,7 @@ async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -
         (b"{}", "must be an AdmissionReview of admission.k8s.io/v1"),
     ],
 )
-async def test_what_is_no_question_is_told_so(tmp_path: Path, body: bytes, reason: str) -> None:
+async def test_what_is_no_question_is_reported_so(tmp_path: Path, body: bytes, reason: str) -> None:
     async with opened(tmp_path) as door, door.client() as client:
         async with client.post("/validate", data=body) as answer:
             assert answer.status == 400
@@ -409,7 +412,7 @@ def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
         ShownCertificate(tmp_path / "none.crt", tmp_path / "none.key")
 
 
-async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path) as door:
         port = int(door.url.rpartition(":")[2])
         other = AdmissionServer(

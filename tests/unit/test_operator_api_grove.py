@@ -27,7 +27,7 @@ def test_both_spellings_say_the_same(kind: str, key: str) -> None:
     assert found.label_key("host") is None
 
 
-def test_levels_that_cannot_be_used_are_left_out_and_told() -> None:
+def test_levels_that_cannot_be_used_are_left_out_and_reported() -> None:
     levels = [
         {"domain": "zone", "key": "a.b/zone"},
         {"domain": "zone", "key": "a.b/zone-again"},

@@ -14,7 +14,7 @@ from kvrouter.topology import MismatchPolicy
 from tests.support.operator_deployments import Document, deployment
 
 
-def told(document: object) -> list[str]:
+def reported(document: object) -> list[str]:
     return [f"{dotted(problem.path)}: {problem.must}" for problem in read_deployment(document).problems]
 
 
@@ -95,24 +95,24 @@ TRANSFER = "spec.components.0.kvCacheTransferTopology"
     ],
 )
 def test_a_mistake_names_its_field_and_what_it_must_be(path: str, value: JsonValue, message: str) -> None:
-    (line,) = told(change(path, value))
+    (line,) = reported(change(path, value))
     where = path.replace("components.0", "components[0]").replace("components.1", "components[1]")
     assert line.startswith(f"{where}: {message}")
 
 
-def test_all_mistakes_are_told_at_once() -> None:
-    assert told({"spec": {"components": [{"type": "prefill"}, {"name": "b"}]}}) == [
+def test_all_mistakes_are_reported_at_once() -> None:
+    assert reported({"spec": {"components": [{"type": "prefill"}, {"name": "b"}]}}) == [
         "spec.components[0].name: is required",
         "spec.components[1].type: is required",
     ]
-    assert told({}) == ["spec: is required"]
-    assert told([]) == [": must be an object"]
+    assert reported({}) == ["spec: is required"]
+    assert reported([]) == [": must be an object"]
 
 
 @pytest.mark.parametrize("depth", [300, 900])
-def test_a_pod_template_without_end_is_told_in_one_line(depth: int) -> None:
+def test_a_pod_template_without_end_is_reported_in_one_line(depth: int) -> None:
     deep = cast(JsonValue, json.loads('{"a":' * depth + "1" + "}" * depth))
-    assert told(change("spec.components.1.podTemplate", deep)) == [
+    assert reported(change("spec.components.1.podTemplate", deep)) == [
         "spec.components[1].podTemplate: has too many parts inside each other"
     ]
 

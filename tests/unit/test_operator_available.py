@@ -25,7 +25,7 @@ DECODE = Registered("llama", Role.DECODE, domains=A)
 
 
 @pytest.mark.parametrize(
-    ("workers", "told"),
+    ("workers", "reported"),
     [
         ([PREFILL, DECODE], (TRUE, "RequestsServed")),
         ([DECODE], (TRUE, "RequestsServed")),
@@ -39,8 +39,10 @@ DECODE = Registered("llama", Role.DECODE, domains=A)
         ([PREFILL, DECODE, replace(PREFILL, model="other")], (FALSE, "NoDecodeWorkers")),
     ],
 )
-def test_registered_workers_decide(workers: Sequence[Registered], told: tuple[ConditionStatus, str]) -> None:
-    assert said(status(pods(a=(1, 1)), workers=Workers(workers)), "Available") == told
+def test_registered_workers_decide(
+    workers: Sequence[Registered], reported: tuple[ConditionStatus, str]
+) -> None:
+    assert said(status(pods(a=(1, 1)), workers=Workers(workers)), "Available") == reported
 
 
 def test_of_several_models_those_without_are_named() -> None:
@@ -54,7 +56,7 @@ NATS = Workers(unknown_because="they announce themselves in NATS")
 
 
 @pytest.mark.parametrize(
-    ("types", "replicas", "workers", "told"),
+    ("types", "replicas", "workers", "reported"),
     [
         (("prefill", "decode"), 1, Workers([PREFILL, DECODE]), (FALSE, "NoFrontend")),
         (("frontend", "worker"), 0, Workers([PREFILL, DECODE]), (FALSE, "ScaledToZero")),
@@ -63,13 +65,13 @@ NATS = Workers(unknown_because="they announce themselves in NATS")
         (("frontend",), 1, NATS, (FALSE, "ScaledToZero")),
     ],
 )
-def test_what_is_certain_is_told_without_cards(
-    types: tuple[str, ...], replicas: int, workers: Workers, told: tuple[ConditionStatus, str]
+def test_what_is_certain_is_reported_without_cards(
+    types: tuple[str, ...], replicas: int, workers: Workers, reported: tuple[ConditionStatus, str]
 ) -> None:
     of = deployment(types=types)
     components = [each.model_copy(update={"replicas": replicas}) for each in of.spec.components]
     of = of.model_copy(update={"spec": of.spec.model_copy(update={"components": tuple(components)})})
-    assert said(status([], of=of, policy=None, workers=workers), "Available") == told
+    assert said(status([], of=of, policy=None, workers=workers), "Available") == reported
 
 
 def test_without_a_ready_frontend_nobody_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,16 +107,16 @@ def test_a_role_that_is_not_the_components_type_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("main", "told"),
+    ("main", "reported"),
     [
         ({}, None),
         ({"env": [{"name": "DYN_NAMESPACE", "value": "x"}]}, "frontend says DYN_NAMESPACE itself"),
         ({"args": ["frontend", "--discovery=nats"]}, "frontend says --discovery itself"),
     ],
 )
-def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, told: str | None) -> None:
+def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, reported: str | None) -> None:
     of = deployment(pods={"frontend": {"spec": {"containers": [{"name": "main", **main}]}}})
-    assert registers_elsewhere(of.spec) == told
+    assert registers_elsewhere(of.spec) == reported
 
 
 # Cards and leases.

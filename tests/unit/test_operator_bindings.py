@@ -34,8 +34,11 @@ def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
     ]
     policies = policies_for(wanted, NODES, LEASE)
     assert policies == policies_for(reversed(wanted), NODES[::-1], LEASE)
-    told = sorted(str(policy["spec"]) for _, policy, _ in policies.values())
-    assert [spec.count("'values': ['a', 'b']") + 2 * spec.count("'values': ['a']") for spec in told] == [1, 2]
+    reported = sorted(str(policy["spec"]) for _, policy, _ in policies.values())
+    assert [spec.count("'values': ['a', 'b']") + 2 * spec.count("'values': ['a']") for spec in reported] == [
+        1,
+        2,
+    ]
     assert all(name.startswith("kvrouter-topology-") for name in policies)
     places = sorted((metadata_of(manifest)["name"], manifest["spec"]) for manifest, _, _ in policies.values())
     assert [name for name, _ in places] == sorted(policies)

@@ -82,7 +82,9 @@ def test_without_a_policy_each_component_has_a_budget_and_with_one_the_frontends
 
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
-def test_a_zone_keeps_its_budget_for_as_long_as_the_operator_is_told(hold_s: float, later_s: float) -> None:
+def test_a_zone_keeps_its_budget_for_as_long_as_the_operator_is_reported(
+    hold_s: float, later_s: float
+) -> None:
     held = held_for(HeldBudget(4), 1, NOW, hold_s)
     assert held_for(held, 1, NOW + timedelta(seconds=later_s), hold_s).workers == (
         1 if timedelta(seconds=later_s) >= timedelta(seconds=hold_s) else 4

@@ -112,7 +112,7 @@ async def test_one_of_another_class_has_let_go_of_what_comes_to_this_class() -> 
     assert server.deployment["status"] == {"observedGeneration": 3, "operator": f"blue:{TWO}"}
 
 
-async def test_a_later_deployment_of_the_same_name_is_claimed_anew() -> None:
+async def test_a_later_deployment_of_the_same_name_is_claimed_again() -> None:
     server = Server()
     one = server.claims(ONE)
     await one.other(server.deployment)

@@ -16,9 +16,9 @@ def test_without_its_extra_it_tells_how_to_install_it(
     monkeypatch.setitem(sys.modules, "kubernetes.aio.client", None)
     monkeypatch.delitem(sys.modules, "kvrouter.kube.kubeconfig", raising=False)
     assert main(["operator", "run", "--image", "kvrouter", "--kubeconfig", "file"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("kvrouter: the operator needs kubernetes, which is not installed")
-    assert "pip install 'kvrouter[kubernetes]'" in told
+    reported = capsys.readouterr().err
+    assert reported.startswith("kvrouter: the operator needs kubernetes, which is not installed")
+    assert "pip install 'kvrouter[kubernetes]'" in reported
 
 
 def test_outside_of_a_cluster_it_asks_for_a_kubeconfig(
@@ -29,7 +29,7 @@ def test_outside_of_a_cluster_it_asks_for_a_kubeconfig(
     assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err
 
 
-def test_a_kubeconfig_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kubeconfig_that_is_none_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("clusters: []\n")
     assert main(["operator", "run", "--image", "kvrouter", "--kubeconfig", str(path)]) == 2
@@ -54,7 +54,7 @@ def test_clean_up_needs_a_cluster_as_the_operator_does(
     assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err
 
 
-def test_an_admission_door_without_a_certificate_is_told(
+def test_an_admission_door_without_a_certificate_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}

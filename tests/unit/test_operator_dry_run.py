@@ -101,7 +101,7 @@ async def test_of_a_change_only_what_it_changes_is_tried() -> None:
         refused("failed to convert new object (a/b; apps/v1) to proper version: quantities must match", 500),
     ],
 )
-async def test_what_is_wrong_with_an_object_is_told_at_its_component(error: RequestRefused) -> None:
+async def test_what_is_wrong_with_an_object_is_reported_at_its_component(error: RequestRefused) -> None:
     verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterFacts())
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)

@@ -29,19 +29,19 @@ async def http(health: ReplicaHealth) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
     health: ReplicaHealth, http: httpx.AsyncClient
 ) -> None:
-    assert await told(http, "/readyz") == (200, "ok\n")
+    assert await reported(http, "/readyz") == (200, "ok\n")
     health.waits_for("the API server", "it has not answered yet")
     health.waits_for("admission", "its door is not open yet")
     health.waits_still("the API server", "no route to host")
-    assert await told(http, "/readyz") == (
+    assert await reported(http, "/readyz") == (
         503,
         "the API server: no route to host; admission: its door is not open yet\n",
     )
-    assert await told(http, "/healthz") == (200, "ok\n")
+    assert await reported(http, "/healthz") == (200, "ok\n")
     health.has("the API server")
     health.has("admission")
     health.waits_still("the API server", "it went away again")
-    assert await told(http, "/readyz") == (200, "ok\n")
+    assert await reported(http, "/readyz") == (200, "ok\n")
 
 
 async def test_a_replica_is_not_well_when_a_part_of_it_has_ended(
@@ -54,13 +54,13 @@ async def test_a_replica_is_not_well_when_a_part_of_it_has_ended(
 
     task = asyncio.create_task(part())
     health.needs("the lease's renewal", task)
-    assert await told(http, "/healthz") == (200, "ok\n")
+    assert await reported(http, "/healthz") == (200, "ok\n")
     ends.set()
     await task
-    assert await told(http, "/healthz") == (503, "the lease's renewal has ended\n")
-    assert await told(http, "/readyz") == (200, "ok\n")
+    assert await reported(http, "/healthz") == (503, "the lease's renewal has ended\n")
+    assert await reported(http, "/readyz") == (200, "ok\n")
 
 
-async def told(http: httpx.AsyncClient, path: str) -> tuple[int, str]:
+async def reported(http: httpx.AsyncClient, path: str) -> tuple[int, str]:
     answer = await http.get(path)
     return answer.status_code, answer.text

@@ -44,12 +44,12 @@ def test_what_a_leader_could_not_watch_is_no_loss_once_it_follows() -> None:
 def test_a_kind_is_lost_while_either_cannot_watch_it() -> None:
     observed = OperatorInstrumentation(ReplicaHealth())
     other = ResourceKind("v1", "Other", "others")
-    for told, expected in (
+    for reported, expected in (
         ((observed.lost, GONE), 1.0),
         ((observed.lost_at_admission, GONE), 1.0),
         ((observed.lost, None), 1.0),
         ((observed.lost_at_admission, None), 0.0),
     ):
-        tell, error = told
+        tell, error = reported
         tell(other, error)
         assert lost(observed) == {"Other": expected}

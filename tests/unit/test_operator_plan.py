@@ -209,7 +209,7 @@ def test_the_init_container_is_first_and_waits_for_the_policys_own_level() -> No
 # What users wrote themselves.
 
 
-def test_a_users_copies_of_the_policys_variables_are_overwritten_and_told() -> None:
+def test_a_users_copies_of_the_policys_variables_are_overwritten_and_reported() -> None:
     env: list[JsonValue] = [
         {"name": "DYN_KV_TRANSFER_DOMAIN", "value": "rack"},
         {"name": "DYN_TOPOLOGY_ENABLED", "value": "true"},
@@ -281,7 +281,7 @@ def test_a_container_says_where_it_has_its_files(stated: str, is_taken: bool) ->
     assert (found.warnings == ()) is is_taken
 
 
-def test_every_container_that_stays_is_told_and_others_are_not() -> None:
+def test_every_container_that_stays_is_reported_and_others_are_not() -> None:
     spec: JsonValue = {
         "spec": {
             "initContainers": [
@@ -292,13 +292,13 @@ def test_every_container_that_stays_is_told_and_others_are_not() -> None:
         }
     }
     template = templates(planned(deployment(policy=REQUIRED, pods={"decode": spec})))["decode"]
-    told = [
+    reported = [
         at(template, "spec", kind, index, "name")
         for kind, count in (("initContainers", 3), ("containers", 2))
         for index in range(count)
         if "DYN_KV_TRANSFER_DOMAIN" in str(at(template, "spec", kind, index))
     ]
-    assert told == ["beside", "engine", "worker"]
+    assert reported == ["beside", "engine", "worker"]
     assert at(template, "spec", "containers", 1, "image") == DEFAULTS.image
     assert at(template, "spec", "containers", 1, "command") == ["kvrouter"]
 
@@ -321,7 +321,7 @@ def test_users_settings_of_planes_probes_and_time_win() -> None:
     assert at(of_kind(found, "Service")["llm-frontend"], "spec", "ports", 0, "targetPort") == 9000
 
 
-def test_pods_are_told_of_no_services_unless_their_template_says_so() -> None:
+def test_pods_are_reported_of_no_services_unless_their_template_says_so() -> None:
     engine: JsonValue = {"name": "main", "image": "mine"}
     found = planned(deployment(pods={"worker": pod(engine, enableServiceLinks=True), "decode": pod(engine)}))
     links = {name: at(each, "spec", "enableServiceLinks") for name, each in templates(found).items()}
@@ -373,7 +373,7 @@ def _env(template: JsonValue) -> list[JsonValue]:
     return entries
 
 
-def test_packing_that_deployments_do_not_do_is_told() -> None:
+def test_packing_that_deployments_do_not_do_is_reported() -> None:
     document: dict[str, JsonValue] = {
         "metadata": {"name": "llm"},
         "spec": {
@@ -408,7 +408,7 @@ def test_packing_that_deployments_do_not_do_is_told() -> None:
         ({"spec": {"containers": [{"name": "main"}]}}, "podTemplate.spec.containers.0"),
     ],
 )
-def test_what_has_the_wrong_form_plans_nothing_and_is_told(template: JsonValue, where: str) -> None:
+def test_what_has_the_wrong_form_plans_nothing_and_is_reported(template: JsonValue, where: str) -> None:
     found = plan(deployment(pods={"decode": template}), FACTS, DEFAULTS)
     assert found.manifests == ()
     assert [".".join(map(str, problem.path[3:])) for problem in found.problems] == [where]

@@ -66,7 +66,7 @@ def test_over_nats_a_users_own_word_on_accounts_stays(said: dict[str, JsonValue]
 
 
 @pytest.mark.parametrize("field", ["serviceAccountName", "serviceAccount"])
-def test_an_account_that_the_user_names_counts_and_what_it_needs_is_told(field: str) -> None:
+def test_an_account_that_the_user_names_counts_and_what_it_needs_is_reported(field: str) -> None:
     found = planned(deployment(pods={"decode": {"spec": {"containers": ENGINE, field: "mine"}}}))
     spec = at(templates(found)["decode"], "spec")
     assert isinstance(spec, dict)
@@ -82,7 +82,7 @@ def test_an_account_that_the_user_names_counts_and_what_it_needs_is_told(field: 
     assert "llm-workers" in of_kind(found, "Role")
 
 
-def test_a_pod_without_a_token_is_told_where_it_needs_one() -> None:
+def test_a_pod_without_a_token_is_reported_where_it_needs_one() -> None:
     template: JsonValue = {"spec": {"containers": ENGINE, "automountServiceAccountToken": False}}
     found = planned(deployment(pods={"decode": template}))
     (warning,) = found.warnings

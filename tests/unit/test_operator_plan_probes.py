@@ -13,8 +13,8 @@ def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() ->
     engine: JsonValue = {"name": "engine", "image": "vllm", "args": ["worker"]}
     tool: JsonValue = {"name": "tool", "args": ["topology", "check"]}
     own_image: Manifest = {"name": "mine", "image": "mine", "command": ["kvrouter", "worker", "mock"]}
-    beside: JsonValue = {**own_image, "name": "beside", "restartPolicy": "Always"}
-    spec: JsonValue = {"containers": [engine, of_kvrouter, tool, own_image], "initContainers": [beside]}
+    companion: JsonValue = {**own_image, "name": "with", "restartPolicy": "Always"}
+    spec: JsonValue = {"containers": [engine, of_kvrouter, tool, own_image], "initContainers": [companion]}
     template = templates(planned(deployment(pods={"worker": {"spec": spec}})))["worker"]
     for kind, index, port in (
         ("containers", 1, HEALTH_PORT + 1),
@@ -31,7 +31,7 @@ def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() ->
 
 
 @pytest.mark.parametrize(
-    ("main", "told"),
+    ("main", "reported"),
     [
         ({"env": [{"name": "DYN_HTTP_PORT", "value": "9000"}]}, []),
         ({"env": [{"name": "KVROUTER_HTTP_PORT", "value": "9000"}]}, []),
@@ -66,11 +66,13 @@ def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() ->
         ({"readinessProbe": {"exec": {}}, "startupProbe": {"httpGet": {"port": "8000"}}}, []),
     ],
 )
-def test_a_port_that_service_and_probes_cannot_follow_is_told(main: Manifest, told: list[str]) -> None:
+def test_a_port_that_service_and_probes_cannot_follow_is_reported(
+    main: Manifest, reported: list[str]
+) -> None:
     found = planned(deployment(types=("frontend",), pods={"frontend": pod_of(main)}))
     lines = [f"{warning.path[-1]} {warning.must}" for warning in found.warnings]
-    assert len(lines) == len(told)
-    assert all(line.startswith(words) for line, words in zip(lines, told, strict=True)), lines
+    assert len(lines) == len(reported)
+    assert all(line.startswith(words) for line, words in zip(lines, reported, strict=True)), lines
 
 
 def pod_of(main: Manifest) -> JsonValue:

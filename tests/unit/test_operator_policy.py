@@ -33,7 +33,7 @@ def reading(
     return read_policy(found.spec)
 
 
-def told(found: PolicyReading) -> list[str]:
+def reported(found: PolicyReading) -> list[str]:
     return [f"{dotted(problem.path)}: {problem.must}" for problem in found.problems]
 
 
@@ -159,11 +159,11 @@ def test_a_policy_says_where_it_is_written() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_its_mend(
+def test_what_is_wrong_is_reported_with_its_fix(
     frontend: Fields | None, graph: Fields | None, types: tuple[str, ...], message: str
 ) -> None:
     found = reading(frontend=frontend, graph=graph, types=types)
-    (line,) = told(found)
+    (line,) = reported(found)
     assert line.startswith(message)
     assert found.policy is None
 
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_told_with_its_mend(
 )
 def test_spellings_that_contradict_each_other_are_refused(graph: Fields, says: str) -> None:
     found = reading(frontend={"level": "zone"}, graph=graph, topology="fabric")
-    (line,) = told(found)
+    (line,) = reported(found)
     assert line == (
         f"spec.experimental.kvTransferPolicy: {says}, but spec.components[0].kvCacheTransferTopology says "
         "required in zone of clusterTopologyName fabric: remove one of them, or make them say the same"
@@ -197,7 +197,7 @@ def test_spellings_that_contradict_each_other_are_refused(graph: Fields, says: s
     assert found.policy is None
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_reported_at_once() -> None:
     found = reading(
         frontend={"level": "zone", "kvTransferWeight": 1},
         graph={"domain": "zone", "preferredWeight": 0.5},

@@ -28,10 +28,10 @@ def test_what_is_called_the_same_policy_is_the_same() -> None:
     assert read_policy(first.spec).policy == read_policy(second.spec).policy is not None
 
 
-def test_every_column_is_told() -> None:
+def test_every_column_is_reported() -> None:
     untold = [column["name"] for column in COLUMNS if f"`{str(column['name']).upper()}`" not in PAGE]
     assert untold == []
 
 
-def test_the_longest_level_is_told() -> None:
+def test_the_longest_level_is_reported() -> None:
     assert f"at most {LEVEL_CHARS_MAX} characters" in " ".join(PAGE.split())

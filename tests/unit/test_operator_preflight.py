@@ -1,4 +1,4 @@
-"""What is told before anything is installed: whose each definition is, and the way out."""
+"""What is reported before anything is installed: whose each definition is, and the way out."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_whoever_wrote_something_else_is_in_nobodys_way() -> None:
     assert not report.is_conflict
 
 
-def test_another_projects_is_left_and_nothing_is_ever_forced_beside_it() -> None:
+def test_another_projects_is_left_and_nothing_is_ever_forced_with_it() -> None:
     ours = definition(("helm", "Update"))
     theirs = definition(("helm", "Update"), version=None)
     found = reports(

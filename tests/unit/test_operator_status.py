@@ -1,4 +1,4 @@
-"""What is told of a deployment: conditions with their reasons and mends, events."""
+"""What is reported of a deployment: conditions with their reasons and fixes, events."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +42,7 @@ from tests.support.statuses import (
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "reported"),
     [
         (ClusterFacts(), (FALSE, "GroveAbsent")),
         (ClusterFacts(grove=Grove.PRESENT), (FALSE, "TopologyNotFound")),
@@ -50,16 +50,18 @@ from tests.support.statuses import (
         (FACTS, (TRUE, "AllWorkersPlaced")),
     ],
 )
-def test_a_topology_that_is_not_there_is_told(facts: ClusterFacts, told: tuple[ConditionStatus, str]) -> None:
-    assert said(status(pods(a=(1, 1)), facts=facts), "TopologyResolved") == told
+def test_a_topology_that_is_not_there_is_reported(
+    facts: ClusterFacts, reported: tuple[ConditionStatus, str]
+) -> None:
+    assert said(status(pods(a=(1, 1)), facts=facts), "TopologyResolved") == reported
 
 
-def test_a_level_that_is_not_there_is_told() -> None:
+def test_a_level_that_is_not_there_is_reported() -> None:
     found = status([], policy={**REQUIRED, "domain": "block"})
     assert said(found, "TopologyResolved") == (FALSE, "LevelNotFound")
 
 
-def test_nodes_without_the_label_are_named_with_the_mend() -> None:
+def test_nodes_without_the_label_are_named_with_the_fix() -> None:
     found = status([*pods(a=(1, 1)), worker("decode", "", ready=False)])
     assert said(found, "TopologyResolved") == (FALSE, "NodeLabelMissing")
     message = condition(found, "TopologyResolved").message
@@ -67,7 +69,7 @@ def test_nodes_without_the_label_are_named_with_the_mend() -> None:
     assert "kubectl label node NODE topology.kubernetes.io/zone=VALUE" in message
 
 
-def test_labels_that_nobody_copied_are_told_apart_from_nodes_without_them() -> None:
+def test_labels_that_nobody_copied_are_reported_apart_from_nodes_without_them() -> None:
     found = status([worker("decode", None, ready=False)])
     assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
 
@@ -175,7 +177,7 @@ def refused(refusals: RefusedObjects, *, previous: DeploymentStatus | None = Non
     return status(pods(a=(1, 1)), refusals=refusals, previous=previous)
 
 
-def test_a_refused_write_is_told_in_the_servers_words_and_anew_for_other_words() -> None:
+def test_a_refused_write_is_reported_in_the_servers_words_and_again_for_other_words() -> None:
     good = status(pods(a=(1, 1)))
     first = refused(RefusedObjects(writes=[DECODE]), previous=good)
     assert said(first, "Ready") == (FALSE, "WriteRefused")
@@ -189,20 +191,20 @@ def test_a_refused_write_is_told_in_the_servers_words_and_anew_for_other_words()
     assert "and 35 more" in many
 
 
-def test_a_taken_name_is_told_and_a_refused_write_before_it() -> None:
+def test_a_taken_name_is_reported_and_a_refused_write_before_it() -> None:
     taken = RefusedObjects(taken=["Service llm-frontend"])
     assert said(refused(taken), "Ready") == (FALSE, "NameTaken")
     both = replace(taken, writes=[DECODE])
     assert said(refused(both), "Ready") == (FALSE, "WriteRefused")
 
 
-def test_pods_that_may_not_be_made_are_told_while_some_are_missing() -> None:
+def test_pods_that_may_not_be_made_are_reported_while_some_are_missing() -> None:
     of = deployment(types=("frontend",))
     words = 'pods "llm-frontend-x" is forbidden: exceeded quota: few'
     failure = {"type": "ReplicaFailure", "status": "True", "message": words}
     component = of.spec.components[0]
-    told = refused_pods(component, {"status": {"conditions": [failure]}})
-    assert told == f"frontend: {words}"
+    reported = refused_pods(component, {"status": {"conditions": [failure]}})
+    assert reported == f"frontend: {words}"
     assert refused_pods(component, {"status": {"conditions": [{**failure, "status": "False"}]}}) is None
     assert refused_pods(component, None) is None
     for workload, reason in (
@@ -219,12 +221,12 @@ def test_pods_that_may_not_be_made_are_told_while_some_are_missing() -> None:
             previous=None,
             now=NOW,
             workers=SERVING,
-            refusals=RefusedObjects(pods=[told]),
+            refusals=RefusedObjects(pods=[reported]),
         )
         assert condition(found, "Ready").reason == reason
 
 
-def test_labels_that_the_server_refuses_are_told() -> None:
+def test_labels_that_the_server_refuses_are_reported() -> None:
     pod = worker("decode", None, ready=False)
     found = status([pod], refusals=RefusedObjects(labels=[f"Pod {pod.name}: denied by the policy engine"]))
     assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
@@ -240,7 +242,7 @@ def test_without_a_policy_there_are_ready_and_available_alone() -> None:
     assert (found.policy, found.balance, found.domains) == (None, None, ())
 
 
-def test_the_policy_in_force_is_told_however_it_was_spelt() -> None:
+def test_the_policy_in_force_is_reported_however_it_was_spelt() -> None:
     policy = status([]).policy
     assert policy is not None
     assert (policy.domain, policy.enforcement, policy.cluster_topology_name) == (

@@ -28,7 +28,7 @@ def test_every_domain_with_prefill_has_decode() -> None:
         ({"enforcement": "preferred", "preferredWeight": 0.5}, "Their KV leaves its zone."),
     ],
 )
-def test_a_domain_without_decode_is_told_with_what_follows_and_comes_first(
+def test_a_domain_without_decode_is_reported_with_what_follows_and_comes_first(
     more: dict[str, JsonValue], consequence: str
 ) -> None:
     found = status(pods(a=(2, 3), b=(4, 0), c=(0, 1)), policy={**REQUIRED, **more})
@@ -53,7 +53,7 @@ PENDING = Pod("decode-9", labels={"kvrouter.dev/component-type": "decode"})
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "reported"),
     [
         # At a start: pods are created, bound, labelled and Ready in any order.
         ([[PREFILLS]], (UNKNOWN, "DecodeStarting")),
@@ -76,16 +76,16 @@ PENDING = Pod("decode-9", labels={"kvrouter.dev/component-type": "decode"})
         ([[PREFILLS, STARTS, worker("prefill", "b")]], (FALSE, "DomainWithoutDecode")),
     ],
 )
-def test_a_domain_that_starts_is_not_told_to_lack_what_it_never_had(
-    steps: list[list[Pod]], told: tuple[ConditionStatus, str]
+def test_a_domain_that_starts_is_not_reported_to_lack_what_it_never_had(
+    steps: list[list[Pod]], reported: tuple[ConditionStatus, str]
 ) -> None:
     found: DeploymentStatus | None = None
     for pods_there in steps:
         found = status(pods_there, previous=found)
     assert found is not None
-    assert said(found, "DomainBalanced") == told
-    if told == (UNKNOWN, "DecodeStarting"):
-        assert told[1] not in [event.reason for event in events_of(None, found)]
+    assert said(found, "DomainBalanced") == reported
+    if reported == (UNKNOWN, "DecodeStarting"):
+        assert reported[1] not in [event.reason for event in events_of(None, found)]
 
 
 def test_a_domain_that_starts_is_named_alone() -> None:
@@ -118,7 +118,7 @@ def test_workers_whose_place_is_unknown_are_named() -> None:
     )
 
 
-def test_idle_decode_workers_are_told_where_kv_cannot_come_to_them() -> None:
+def test_idle_decode_workers_are_reported_where_kv_cannot_come_to_them() -> None:
     assert "Decode workers of c" in condition(status(pods(a=(1, 1), c=(0, 2))), "DomainBalanced").message
 
 

@@ -1,4 +1,4 @@
-"""What goes on beside everything else does not end in silence."""
+"""What goes on next to everything else does not end in silence."""
 
 import asyncio
 from typing import Any
@@ -10,32 +10,34 @@ from kvrouter.transports.requests.port import LivenessListeners
 
 
 @pytest.fixture
-async def told() -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
-    return told
+async def reported() -> list[dict[str, Any]]:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
+    return reported
 
 
-async def test_a_mistake_is_told_at_once_though_somebody_keeps_the_task(told: list[dict[str, Any]]) -> None:
+async def test_a_mistake_is_reported_at_once_though_somebody_keeps_the_task(
+    reported: list[dict[str, Any]],
+) -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
     task = go_on(fail(), name="hearts: beat")
     await asyncio.wait([task])
     await asyncio.sleep(0)
-    assert [str(context["message"]) for context in told] == ["hearts: beat: ended by a mistake"]
-    assert isinstance(told[0]["exception"], ZeroDivisionError)
+    assert [str(context["message"]) for context in reported] == ["hearts: beat: ended by a mistake"]
+    assert isinstance(reported[0]["exception"], ZeroDivisionError)
 
 
-async def test_an_end_in_good_order_is_told_to_nobody(told: list[dict[str, Any]]) -> None:
+async def test_an_end_in_good_order_is_reported_to_nobody(reported: list[dict[str, Any]]) -> None:
     ended, cancelled = go_on(asyncio.sleep(0), name="ends"), go_on(asyncio.sleep(1e6), name="is cancelled")
     cancelled.cancel()
     await asyncio.wait([ended, cancelled])
     await asyncio.sleep(0)
-    assert told == []
+    assert reported == []
 
 
-async def test_a_follower_that_fails_keeps_no_other_from_hearing(told: list[dict[str, Any]]) -> None:
+async def test_a_follower_that_fails_keeps_no_other_from_hearing(reported: list[dict[str, Any]]) -> None:
     def fail(_is_alive: bool) -> None:
         raise ZeroDivisionError
 
@@ -45,4 +47,4 @@ async def test_a_follower_that_fails_keeps_no_other_from_hearing(told: list[dict
     followers.tell(is_alive=False)
     followers.tell(is_alive=True)
     assert heard == [False, True]
-    assert len(told) == 2
+    assert len(reported) == 2

@@ -89,7 +89,9 @@ async def is_served(port: int, plane: str) -> bool:
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_peer_is_told_that_no_descriptor_is_left_and_later_ones_are_served(run: Run, plane: str) -> None:
+def test_a_peer_is_reported_that_no_descriptor_is_left_and_later_ones_are_served(
+    run: Run, plane: str
+) -> None:
     serving, answer = PLANES[plane]
 
     async def scenario() -> None:
@@ -194,19 +196,21 @@ def test_a_connection_whose_handshake_had_not_begun_is_closed_at_the_end(run: Ru
     run(scenario())
 
 
-def test_a_connection_that_a_mistake_of_ours_meets_is_closed_and_the_mistake_told(run: Run) -> None:
+def test_a_connection_that_a_mistake_of_ours_meets_is_closed_and_the_mistake_reported(run: Run) -> None:
     def mistaken() -> asyncio.Protocol:
         raise ZeroDivisionError("a mistake")
 
     async def scenario() -> None:
-        told: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        reported: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: reported.append(context["exception"])
+        )
         server = TcpServer(mistaken, answer=bytes, on_refused=Refused().append)
         port = await server.start("127.0.0.1", 0)
         (caller,) = callers_at(port, 1)
         async with asyncio.timeout(10):
             assert await read_all(caller) == b""
-        assert [type(error) for error in told] == [ZeroDivisionError]
+        assert [type(error) for error in reported] == [ZeroDivisionError]
         server.close()
         await server.wait_closed()
 

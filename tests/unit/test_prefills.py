@@ -166,7 +166,7 @@ async def test_after_the_last_try_it_is_one_clear_error(how: str) -> None:
         assert here.is_clean
 
 
-async def test_when_nobody_is_left_the_loss_is_told() -> None:
+async def test_when_nobody_is_left_the_loss_is_reported() -> None:
     async with place(prefill_card(1), script=ScriptedStream.die) as here:
         with pytest.raises(NoEligibleWorker, match=r"worker 1 failed .*; after that, no prefill worker"):
             await here.prefill()
@@ -259,7 +259,7 @@ async def test_closing_cancels_what_runs_on() -> None:
             await here.prefill()
 
 
-async def test_a_mistake_of_ours_in_a_leg_that_runs_on_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_mistake_of_ours_in_a_leg_that_runs_on_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async with place(prefill_card(1, bootstrap=True)) as here:
         await here.prefill()
         here.plane.opened[0].feed(ZeroDivisionError("a mistake"))

@@ -91,10 +91,10 @@ async def test_questions_change_no_booking_and_a_seed_gives_the_same_ones(mode: 
     plain, asked_between, again = (room(config, workers=5) for _ in range(3))
     expected = await booked(plain, 50)
     assert len(set(expected)) == 5
-    told = asked(asked_between, 33)
+    reported = asked(asked_between, 33)
     assert await booked(asked_between, 50) == expected
     await booked(again, 20)
-    assert asked(again, 33) == told, "nor does a booking change a question"
+    assert asked(again, 33) == reported, "nor does a booking change a question"
 
 
 async def test_best_worker_without_an_id_names_every_worker() -> None:

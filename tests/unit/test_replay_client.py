@@ -254,9 +254,9 @@ async def test_headers_that_do_not_name_the_workers_are_an_error() -> None:
     assert answer.error == "the headers do not name the workers"
 
 
-async def test_every_answer_is_told_as_it_comes() -> None:
-    told: list[Answer] = []
+async def test_every_answer_is_reported_as_it_comes() -> None:
+    reported: list[Answer] = []
     async with server(good) as base_url:
         target = Target(base_url=base_url, model="mock", speedup=1.0)
-        answers = await replay(target, [[request(), request(turn=1)]], on_answer=told.append)
-    assert told == answers
+        answers = await replay(target, [[request(), request(turn=1)]], on_answer=reported.append)
+    assert reported == answers

@@ -1,4 +1,4 @@
-"""A fleet in a process of its own: awaited, stopped, told about when it fails; and the fleet file."""
+"""A fleet in a process of its own: awaited, stopped, reported about when it fails; and the fleet file."""
 
 import sys
 from collections import Counter
@@ -35,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers(); self.wfile.write(self.path.encode())
 server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 def stop(*_):
-    print("told to stop", flush=True)
+    print("asked to stop", flush=True)
     STOP
 signal.signal(signal.SIGTERM, stop)
 server.serve_forever()
@@ -60,15 +60,15 @@ def test_a_fleet_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
         fetch(f"{fleet.base_url}/metrics")
 
 
-def test_a_fleet_that_ends_with_an_error_is_told_with_its_log(tmp_path: Path) -> None:
+def test_a_fleet_that_ends_with_an_error_is_reported_with_its_log(tmp_path: Path) -> None:
     with (
-        pytest.raises(FleetFailed, match=r"exited with status 3\n(.|\n)*told to stop"),
+        pytest.raises(FleetFailed, match=r"exited with status 3\n(.|\n)*asked to stop"),
         fleet_process(tmp_path, "sys.exit(3)"),
     ):
         pass
 
 
-def test_a_fleet_that_does_not_stop_is_killed_and_told(tmp_path: Path) -> None:
+def test_a_fleet_that_does_not_stop_is_killed_and_reported(tmp_path: Path) -> None:
     with (
         pytest.raises(FleetFailed, match=r"did not stop within 0\.3 s"),
         fleet_process(tmp_path, "pass", stop_limit_s=0.3) as fleet,
@@ -78,7 +78,7 @@ def test_a_fleet_that_does_not_stop_is_killed_and_told(tmp_path: Path) -> None:
         fetch(f"{fleet.base_url}/ready")
 
 
-def test_a_fleet_that_dies_inside_is_told_instead_of_what_came_of_it(tmp_path: Path) -> None:
+def test_a_fleet_that_dies_inside_is_reported_instead_of_what_came_of_it(tmp_path: Path) -> None:
     with (
         pytest.raises(FleetFailed, match="exited with status 9"),
         fleet_process(tmp_path, "sys.exit(0)") as fleet,
@@ -91,7 +91,7 @@ def test_an_error_inside_is_not_hidden_by_the_fleets_end(tmp_path: Path) -> None
         raise KeyError
 
 
-def test_a_fleet_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+def test_a_fleet_that_does_not_start_is_reported_with_its_log(tmp_path: Path) -> None:
     program = "import sys; print('no such model', flush=True); sys.exit(2)"
     process = FleetProcess(
         [sys.executable, "-c", program],

@@ -113,7 +113,7 @@ def test_all_is_well_when_kv_wins_inside_its_zones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "reported"),
     [
         (
             report(result(RouterMode.KV, cross=2)),
@@ -130,8 +130,8 @@ def test_all_is_well_when_kv_wins_inside_its_zones() -> None:
         (report(sum_up(RouterMode.KV, [answer(0)] * 4, observed({}))), "0 handoffs for 4"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_numbers(bad: Report, told: str) -> None:
-    assert any(told in problem for problem in problems(bad))
+def test_what_is_wrong_is_reported_with_its_numbers(bad: Report, reported: str) -> None:
+    assert any(reported in problem for problem in problems(bad))
 
 
 def test_a_client_that_cannot_keep_up_is_remarked_but_no_failure() -> None:

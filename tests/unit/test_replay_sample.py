@@ -107,7 +107,7 @@ def test_a_transfer_that_left_its_zone_ends_the_replay_with_1(
     assert (tmp_path / "figures.json").exists()
 
 
-def test_a_fleet_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_fleet_file_that_cannot_be_read_is_reported_in_one_line(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text("version: 2\n")
     result = CliRunner().invoke(replay_sample.main, ["--fleet", str(fleet), "--json", str(tmp_path / "x")])

@@ -122,7 +122,7 @@ def test_a_worker_that_returns_as_another_has_none_of_the_old_leases() -> None:
     assert here.load() == (40, 4)
 
 
-def test_a_lease_that_is_told_again_has_moved() -> None:
+def test_a_lease_that_is_reported_again_has_moved() -> None:
     here = Here()
     here.join(7)
     here.join(8)
@@ -134,7 +134,7 @@ def test_a_lease_that_is_told_again_has_moved() -> None:
     assert here.ledger.columns().active_blocks[slot] == 3
 
 
-def test_load_that_goes_away_is_told_and_load_that_comes_is_not() -> None:
+def test_load_that_goes_away_is_reported_and_load_that_comes_is_not() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease("a"), lease("b"))
@@ -261,7 +261,7 @@ def test_a_model_that_gets_a_new_ledger_takes_the_leases_along() -> None:
     assert here.load() == (0, 0)
 
 
-# What is told
+# What is reported
 
 
 class There:
@@ -278,7 +278,7 @@ class There:
     def _on_pending(self) -> None:
         self.calls += 1
 
-    def told(self) -> list[Delta]:
+    def reported(self) -> list[Delta]:
         return [delta for deltas in self.journal.take() for delta in deltas.deltas]
 
 
@@ -286,7 +286,7 @@ def key(request: str) -> LeaseKey:
     return LeaseKey(THERE, RequestId(request), 1)
 
 
-def test_each_step_of_a_lease_is_told_once() -> None:
+def test_each_step_of_a_lease_is_reported_once() -> None:
     there = There()
     prompt = Prompt(range(BLOCK_SIZE * 2 + 1), block_size=BLOCK_SIZE)
     booked = there.ledger.book(key=key("r"), slot=Slot(0), prompt=prompt, prefill_tokens=20)
@@ -295,7 +295,7 @@ def test_each_step_of_a_lease_is_told_once() -> None:
     there.ledger.output_block(booked, 2)
     there.ledger.move(booked, Slot(0), 0)  # where it is already
     assert there.calls == 1
-    assert there.told() == [lease(), MarkPrefillCompleted(lease().name)]
+    assert there.reported() == [lease(), MarkPrefillCompleted(lease().name)]
     there.ledger.output_block(booked)
     *deltas, heartbeat = there.journal.take_heartbeat()
     assert deltas == [Deltas(THERE, 2, (OutputBlocks(lease().name, 3),))]
@@ -306,7 +306,7 @@ def test_each_step_of_a_lease_is_told_once() -> None:
     moved = structs.replace(
         lease(), rank=WorkerRank(WorkerId(8), DpRank(0)), prefill_tokens=5, output_blocks=3
     )
-    assert there.told() == [moved, Free(lease().name)]
+    assert there.reported() == [moved, Free(lease().name)]
     assert len(there.journal) == len(there.ledger) == 0
 
 
@@ -315,7 +315,7 @@ def test_leases_without_blocks_name_none_and_long_prompts_name_the_first() -> No
     long = Prompt(range(BLOCK_SIZE * (NAMED_BLOCKS_MAX + 5)), block_size=BLOCK_SIZE)
     there.ledger.book(key=key("a"), slot=Slot(0), prompt=long, prefill_tokens=1, track_blocks=False)
     there.ledger.book(key=key("b"), slot=Slot(0), prompt=long, prefill_tokens=1)
-    first, second = there.told()
+    first, second = there.reported()
     assert isinstance(first, AddRequest)
     assert isinstance(second, AddRequest)
     assert first.block_hashes == b""
@@ -323,7 +323,7 @@ def test_leases_without_blocks_name_none_and_long_prompts_name_the_first() -> No
     assert second.isl_tokens == long.isl_tokens
 
 
-def test_leases_that_are_too_many_are_not_told() -> None:
+def test_leases_that_are_too_many_are_not_reported() -> None:
     there = There()
     prompt = Prompt([1], block_size=BLOCK_SIZE)
     booked = [
@@ -335,30 +335,30 @@ def test_leases_that_are_too_many_are_not_told() -> None:
         there.ledger.move(number, Slot(1), 0)
         there.ledger.close(number)
     assert there.journal.untold == 1
-    assert {delta.name if isinstance(delta, AddRequest) else delta.lease for delta in there.told()} == {
+    assert {delta.name if isinstance(delta, AddRequest) else delta.lease for delta in there.reported()} == {
         lease("a").name,
         lease("b").name,
     }
 
 
-def test_a_slot_or_a_router_that_goes_is_told() -> None:
+def test_a_slot_or_a_router_that_goes_is_reported() -> None:
     there = There()
     prompt = Prompt([1], block_size=BLOCK_SIZE)
     for slot, name in enumerate("ab"):
         there.ledger.book(key=key(name), slot=Slot(slot), prompt=prompt, prefill_tokens=1)
-    there.told()
+    there.reported()
     assert there.ledger.drop_slot(Slot(0)) == 1
-    assert there.told() == [Free(lease("a").name)]
+    assert there.reported() == [Free(lease("a").name)]
     assert there.ledger.drop_router(THERE) == 1
-    assert there.told() == [Free(lease("b").name)]
+    assert there.reported() == [Free(lease("b").name)]
 
 
-def test_the_state_is_what_was_told() -> None:
+def test_the_state_is_what_was_reported() -> None:
     there = There()
     prompt = Prompt(range(BLOCK_SIZE * 2 + 1), block_size=BLOCK_SIZE)
     assert list(there.journal.state()) == [StatePart(THERE, 0, 0, 1, ())]
     there.ledger.book(key=key("r"), slot=Slot(0), prompt=prompt, prefill_tokens=20)
-    there.told()
+    there.reported()
     assert list(there.journal.state()) == [StatePart(THERE, 1, 0, 1, (lease(),))]
 
 

@@ -90,7 +90,7 @@ def test_prefill_workers_are_open_where_the_decode_workers_are_busy() -> None:
     assert reasons_of(refused) == {1: None, 2: BUSY, 3: MISMATCH, 11: BUSY, 12: BUSY}
 
 
-def test_busy_prefill_workers_are_told_from_those_whose_decode_workers_are_busy() -> None:
+def test_busy_prefill_workers_are_reported_from_those_whose_decode_workers_are_busy() -> None:
     refused = refused_route(view(fleet_of(prefill="ab", decode="ab"), 1, 12))
     assert (refused.role, refused.refusals) == ("prefill", {BUSY: 2})
     rows: dict[int, Candidate] = {row.rank.worker_id: row for row in rows_of(refused)}

@@ -46,7 +46,7 @@ async def test_the_idlest_prefill_worker_is_picked_and_a_decode_worker_never_is(
         (Enforcement.PREFERRED, Preferred("zone", 0.5)),
     ],
 )
-async def test_the_worker_s_policy_is_told(
+async def test_the_worker_s_policy_is_reported(
     enforcement: Enforcement, policy: Required | Fallback | Preferred
 ) -> None:
     bench = await bench_of(prefill(1, "a", enforcement))

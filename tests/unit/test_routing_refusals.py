@@ -252,7 +252,7 @@ def test_no_eligible_worker_wins_over_busy() -> None:
         route(request("gpu"), view(fleet, fraction=0.1, active=90))
 
 
-def test_busy_counts_beside_the_other_reasons() -> None:
+def test_busy_counts_with_the_other_reasons() -> None:
     fleet = fleet_of(worker(1, "gpu"), worker(2))
     with pytest.raises(AllWorkersBusy) as refused:
         route(request("gpu"), view(fleet, fraction=0.1, active=90))

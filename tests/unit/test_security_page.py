@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     found = []
-    for line in PAGE[PAGE.index("## Limits at the front door") :].splitlines():
+    for line in PAGE[PAGE.index("## Limits of the frontend") :].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| ") or cells[0] == "what" or cells[0].startswith("---"):
             continue

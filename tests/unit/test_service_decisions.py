@@ -1,4 +1,4 @@
-"""The log of decisions keeps the last ones, and no more than it is told."""
+"""The log of decisions keeps the last ones, and no more than it is reported."""
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank

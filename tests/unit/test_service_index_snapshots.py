@@ -155,7 +155,7 @@ async def test_an_empty_index_stores_nothing_and_frees_the_place() -> None:
     assert [taking.end for taking in bench.store.taken] == ["abandoned"]
 
 
-async def test_a_snapshot_that_fails_is_abandoned_and_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_snapshot_that_fails_is_abandoned_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     bench = await Bench().live()
     bench.store.fails = True
     assert await bench.snapshots.check() == 0

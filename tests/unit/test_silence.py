@@ -10,16 +10,16 @@ PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, re
 
 
 async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:
-    told: list[TooLong] = []
-    watch = SilenceWatch(PATIENCE, lambda kind, _: told.append(kind))
+    reported: list[TooLong] = []
+    watch = SilenceWatch(PATIENCE, lambda kind, _: reported.append(kind))
     watch.is_reading = True
     watch.enter(Phase.STREAMING)
     time.sleep(0.5)  # noqa: ASYNC251
     for _ in range(4):  # what came meanwhile is read a few turns later
         await asyncio.sleep(0)
-    assert told == []
+    assert reported == []
     watch.heard_s = time.monotonic()
     await asyncio.sleep(0.05)
-    assert told == []
-    await until(lambda: told == [TooLong.SILENCE])
+    assert reported == []
+    await until(lambda: reported == [TooLong.SILENCE])
     watch.stop()

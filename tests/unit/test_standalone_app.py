@@ -172,7 +172,7 @@ async def test_an_id_whose_path_is_another_ones_is_refused(request_id: str) -> N
         assert here.is_clean
 
 
-async def test_a_pair_is_told_with_its_meeting_place_and_its_constraint() -> None:
+async def test_a_pair_is_reported_with_its_meeting_place_and_its_constraint() -> None:
     async with open_router(*pair()) as here:
         _, answer = await here.route()
         assert (answer["worker_id"], answer["domains"], answer["leg"]) == (2, {"zone": "a"}, "decode")
@@ -188,8 +188,8 @@ async def test_asking_alone_changes_nothing_and_says_the_same() -> None:
         assert here.is_clean
         _, again = await here.route("?book=0", request_id="r")
         _, booked = await here.route("?book=true", request_id="r")
-        told = {**booked, "booked": False, "lease_ttl_s": None}
-        assert asked == again == told
+        reported = {**booked, "booked": False, "lease_ttl_s": None}
+        assert asked == again == reported
 
 
 async def test_prompts_and_chats_are_tokenized_as_at_the_front_door() -> None:
@@ -211,7 +211,7 @@ async def test_token_ids_need_no_tokenizer_here() -> None:
         assert (status, answer["error"]["code"]) == (503, "model_not_ready")
 
 
-async def test_wishes_hold_as_at_the_front_door() -> None:
+async def test_hints_hold_as_at_the_front_door() -> None:
     async with open_router(*pair()[1:]) as here:
         taint = {"routing_constraints": {"required_taints": ["dynamo.topology/zone=b"]}}
         assert (await here.route(nvext=taint))[1]["worker_id"] == 3
@@ -316,21 +316,21 @@ async def test_a_caller_that_leaves_while_it_waits_books_nothing() -> None:
         assert here.is_clean
 
 
-async def test_a_prefill_is_sent_and_told_with_what_decode_must_obey() -> None:
+async def test_a_prefill_is_sent_and_reported_with_what_decode_must_obey() -> None:
     cards = (
         card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
         card(2, Role.PREFILL, zone="b", enforcement=Enforcement.PREFERRED, weight=0.5),
         card(3, Role.PREFILL, zone="c", enforcement=Enforcement.FALLBACK),
         card(4, Role.PREFILL),
     )
-    told: dict[int, object] = {
+    reported: dict[int, object] = {
         1: ("required", "a", {"required_taints": ["dynamo.topology/zone=a"]}),
         2: ("preferred", "b", {"preferred_taints": {"dynamo.topology/zone=b": 0.5}}),
         3: ("fallback", "c", {"required_taints": ["dynamo.topology/zone=c"]}),
         4: None,
     }
     async with open_router(*cards, prefill_alone=True, script=prefills) as here:
-        for worker_id, wanted in told.items():
+        for worker_id, wanted in reported.items():
             body = {**TOKENS, "nvext": {"prefill_worker_id": worker_id}}
             status, answer = await here.post("/v1/prefill", body)
             assert (status, answer["worker_id"], answer["cached_tokens"]) == (200, worker_id, 16)
@@ -346,15 +346,15 @@ async def test_a_prefill_is_sent_and_told_with_what_decode_must_obey() -> None:
         assert asked["leg"] == "prefill"
 
 
-async def test_whoever_picks_decode_can_obey_what_prefill_told() -> None:
+async def test_whoever_picks_decode_can_obey_what_prefill_reported() -> None:
     async with (
         open_router(card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED),
                     prefill_alone=True, script=prefills) as prefill,
         open_router(*pair()[1:]) as decode,
     ):  # fmt: skip
         _, prefilled = await prefill.post("/v1/prefill")
-        wishes = {"routing_constraints": prefilled["constraint"]["routing_constraints"]}
-        _, routed = await decode.route(nvext=wishes, request_id=prefilled["request_id"])
+        hints = {"routing_constraints": prefilled["constraint"]["routing_constraints"]}
+        _, routed = await decode.route(nvext=hints, request_id=prefilled["request_id"])
         assert routed["worker_id"] == 3
 
 

@@ -54,7 +54,7 @@ def test_what_is_not_said_is_as_the_worker_s_own_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "the address must be tcp://host:port/worker_id/incarnation"),
         ("tcp://h:1,model=m", "the address must be"),
@@ -74,10 +74,10 @@ def test_what_is_not_said_is_as_the_worker_s_own_flags() -> None:
         ("tcp://h:1/1/0,model=m,role=prefill,bootstrap=h:0", "bootstrap must be host:port"),
     ],
 )
-def test_a_text_that_names_no_worker_says_why(text: str, told: str) -> None:
+def test_a_text_that_names_no_worker_says_why(text: str, reported: str) -> None:
     with pytest.raises(ConfigError, match="--static-endpoint") as error:
         static_card(text, TCP)
-    assert told in error.value.message
+    assert reported in error.value.message
 
 
 def test_two_workers_are_not_one() -> None:

@@ -44,7 +44,7 @@ async def said(capture: pytest.CaptureFixture[str], what: str, *, times: int = 1
     return text
 
 
-def told(log: pytest.LogCaptureFixture, event: str) -> list[str]:
+def reported(log: pytest.LogCaptureFixture, event: str) -> list[str]:
     """The reasons that were logged."""
     records = [vars(record) for record in log.records if event_of(record) == event]
     return [record["kvrouter_fields"]["reason"] for record in records]
@@ -64,13 +64,13 @@ async def test_what_cannot_be_started_is_tried_again(
     child = await family.start("worker a/0", (str(program), "-c", LIVES), os.environ)
     assert not child.is_running
 
-    async def is_told_twice() -> bool:
-        return len(told(caplog, "process_not_started")) >= 2
+    async def is_reported_twice() -> bool:
+        return len(reported(caplog, "process_not_started")) >= 2
 
-    await eventually(is_told_twice)
+    await eventually(is_reported_twice)
     program.symlink_to(sys.executable)
     assert "worker a/0 | lives" in await said(capsys, "lives")
-    first, second = told(caplog, "process_not_started")[:2]
+    first, second = reported(caplog, "process_not_started")[:2]
     assert "No such file" in first
     assert first.endswith("tried again in 0.01 s")
     assert second.endswith("tried again in 0.02 s")
@@ -84,7 +84,7 @@ async def test_one_that_was_killed_is_started_again(
     assert child.process is not None
     child.process.kill()
     await said(capsys, "lives")
-    assert told(caplog, "process_ended") == ["killed by SIGKILL: started again in 0.01 s"]
+    assert reported(caplog, "process_ended") == ["killed by SIGKILL: started again in 0.01 s"]
 
 
 async def test_one_whose_place_is_anothers_is_run_in_standby_from_then_on(
@@ -93,7 +93,7 @@ async def test_one_whose_place_is_anothers_is_run_in_standby_from_then_on(
     command = (sys.executable, "-c", GIVES_WAY, "--index", "0")
     child = await family.start("worker a/0", command, os.environ, standby=("--standby",))
     assert "lives --index 0 --standby\n" in await said(capsys, "lives")
-    assert "to wait until its place is free" in told(caplog, "process_ended")[0]
+    assert "to wait until its place is free" in reported(caplog, "process_ended")[0]
     assert child.process is not None
     child.process.kill()
     assert "lives --index 0 --standby\n" in await said(capsys, "lives")

@@ -51,7 +51,7 @@ async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAc
         await plane.close()
 
 
-async def test_workers_behind_one_listener_are_told_apart(acceptor: TcpRequestAcceptor) -> None:
+async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpRequestAcceptor) -> None:
     workers = [ScriptedWorker() for _ in range(3)]
     addresses = [acceptor.address_of(WorkerId(n), Epoch(1)) for n in range(3)]
     for address, worker in zip(addresses, workers, strict=True):
@@ -109,29 +109,29 @@ async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_o
     async with Proxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
         plane = TcpRequestPlane(token=TOKEN)
-        told: list[bool] = []
-        plane.follow(behind, told.append)
+        reported: list[bool] = []
+        plane.follow(behind, reported.append)
         stream = await plane.open(behind, leg())
         proxy.cut()
         with pytest.raises(StreamBroken):
             await read_all(stream)
         assert await answers(plane, worker, behind, "y") == [4, 5]
-        assert (proxy.n_accepted, False in told) == (2, False)
+        assert (proxy.n_accepted, False in reported) == (2, False)
         await plane.close()
 
 
 async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
     async with RawWorkers() as workers:
         plane = TcpRequestPlane(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
-        told: list[bool] = []
-        plane.follow(workers.address_of(), told.append)
+        reported: list[bool] = []
+        plane.follow(workers.address_of(), reported.append)
         loop = asyncio.get_running_loop()
         tried_s = []
         for _ in range(6):
             peer = await workers.next()
             tried_s.append(loop.time())
             await peer.close()
-        assert told == [False]
+        assert reported == [False]
         assert tried_s[5] - tried_s[4] > (tried_s[1] - tried_s[0]) / 20
         assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
         await plane.close()
@@ -297,7 +297,7 @@ def test_the_loop_that_servers_run_carries_it_too(authority: trustme.CA) -> None
     assert uvloop.run(tls) == [4, 5]
 
 
-async def test_a_worker_that_waits_for_tls_is_told_of() -> None:
+async def test_a_worker_that_waits_for_tls_is_reported_of() -> None:
     why: asyncio.Queue[str] = asyncio.Queue()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)

@@ -1,4 +1,4 @@
-"""What adapters tell: everything is counted, and the same thing is logged seldom."""
+"""What adapters tell: everything is counted, and the same thing is logged rarely."""
 
 import logging
 

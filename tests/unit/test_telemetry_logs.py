@@ -114,8 +114,8 @@ def test_a_handler_that_knows_nothing_of_ours_shows_the_fields_too() -> None:
         "logger = logging.getLogger('kvrouter.router')\n"
         "log_event(logger, Event.KV_LOST, worker='a b', dp_rank=1, reason=None)\n"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stderr == 'WARNING kvrouter.router kv_lost worker="a b" dp_rank=1 reason=-\n'
+    reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert reported.stderr == 'WARNING kvrouter.router kv_lost worker="a b" dp_rank=1 reason=-\n'
 
 
 REFUSING = """
@@ -132,8 +132,8 @@ asyncio.run(main())
 """
 
 
-def test_a_program_without_any_handler_is_told_why_its_router_refuses_workers() -> None:
-    told = subprocess.run([sys.executable, "-c", REFUSING], capture_output=True, text=True, check=True)
-    lines = told.stderr.splitlines()
+def test_a_program_without_any_handler_is_reported_why_its_router_refuses_workers() -> None:
+    reported = subprocess.run([sys.executable, "-c", REFUSING], capture_output=True, text=True, check=True)
+    lines = reported.stderr.splitlines()
     reason = '"block_size: must be 17, as this router\'s, not 64"'
     assert lines == [f"worker_refused worker={at} model=mock reason={reason}" for at in range(1, 7)]

@@ -40,7 +40,7 @@ async def test_this_hosts_own_folder_wins_over_the_workers() -> None:
     assert list(loader.texts) == ["m"]
 
 
-async def test_a_tokenizer_that_cannot_be_loaded_is_told_and_tried_again(
+async def test_a_tokenizer_that_cannot_be_loaded_is_reported_and_tried_again(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     loader = TextModelLoader({}, EncodePool())

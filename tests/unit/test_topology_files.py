@@ -193,7 +193,7 @@ class Watch:
     """A watch whose sleeps are steps of the test."""
 
     def __init__(self, env: TopologyEnv, config: ModelRuntimeConfig) -> None:
-        self.told: list[tuple[ModelRuntimeConfig, tuple[str, ...]]] = []
+        self.reported: list[tuple[ModelRuntimeConfig, tuple[str, ...]]] = []
         self.failures: Iterator[OSError] = iter(())
         self._may_look = asyncio.Semaphore(0)
         self._looks = asyncio.Semaphore(0)
@@ -213,7 +213,7 @@ class Watch:
     async def _on_change(self, config: ModelRuntimeConfig, warnings: tuple[str, ...]) -> None:
         for failure in self.failures:
             raise failure
-        self.told.append((config, warnings))
+        self.reported.append((config, warnings))
 
 
 @pytest.fixture
@@ -228,34 +228,36 @@ async def end(watch: Watch) -> None:
     await asyncio.wait([watch.task])
 
 
-async def test_a_label_that_changes_is_told_once(tmp_path: Path, watch: Watch) -> None:
+async def test_a_label_that_changes_is_reported_once(tmp_path: Path, watch: Watch) -> None:
     await watch.look()
     write(tmp_path, zone="b")
     await watch.look()
     await watch.look()
-    assert [(dict(config.topology_domains), warnings) for config, warnings in watch.told] == [
+    assert [(dict(config.topology_domains), warnings) for config, warnings in watch.reported] == [
         ({"zone": "b"}, ())
     ]
     await end(watch)
 
 
-async def test_a_value_that_vanishes_is_told_as_vanished(tmp_path: Path, watch: Watch) -> None:
+async def test_a_value_that_vanishes_is_reported_as_vanished(tmp_path: Path, watch: Watch) -> None:
     (tmp_path / "zone").unlink()
     await watch.look()
-    [(config, warnings)] = watch.told
+    [(config, warnings)] = watch.reported
     assert (config.topology_domains, config.kv_transfer_domain) == ({}, "zone")
     assert config.kv_transfer_enforcement is Enforcement.REQUIRED
     assert "has no value (found nothing)" in warnings[0]
     await end(watch)
 
 
-async def test_a_change_that_could_not_be_told_is_told_at_the_next_look(tmp_path: Path, watch: Watch) -> None:
+async def test_a_change_that_could_not_be_reported_is_reported_at_the_next_look(
+    tmp_path: Path, watch: Watch
+) -> None:
     watch.failures = iter([OSError("discovery is away")])
     write(tmp_path, zone="b")
     await watch.look()
-    assert watch.told == []
+    assert watch.reported == []
     await watch.look()
-    assert [dict(config.topology_domains) for config, _ in watch.told] == [{"zone": "b"}]
+    assert [dict(config.topology_domains) for config, _ in watch.reported] == [{"zone": "b"}]
     await end(watch)
 
 

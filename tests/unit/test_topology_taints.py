@@ -21,7 +21,7 @@ def test_the_prefix_and_the_taint_are_the_published_ones() -> None:
     assert topology_taint(" zone ", "us-east-1a\n") == "dynamo.topology/zone=us-east-1a"
 
 
-def test_each_non_empty_domain_is_a_taint_beside_the_workers_own() -> None:
+def test_each_non_empty_domain_is_a_taint_with_the_workers_own() -> None:
     config = ModelRuntimeConfig(
         topology_domains={"zone": " us-east-1a", "rack": "rack-22", "host": "  ", " ": "x"},
         taints=frozenset({Taint("pool=fast")}),

@@ -1,4 +1,4 @@
-"""Waiting for a pod's topology files: what is awaited, what is told meanwhile, and when they never come."""
+"""Waiting for a pod's topology files: what is awaited, what is reported, and when they never come."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def waited(wanted: Awaited, time: Time, timeout_s: float) -> tuple[list[str], di
     return said, dict(reading.domains)
 
 
-def test_files_that_come_late_are_waited_for_and_told_of_every_few_seconds(tmp_path: Path) -> None:
+def test_files_that_come_late_are_waited_for_and_reported_of_every_few_seconds(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("")
     time = Time(12.0, lambda: (tmp_path / "zone").write_text("us-east-1a\n"))
     said, domains = waited(Awaited(tmp_path, ("zone",)), time, 60.0)

@@ -1,4 +1,4 @@
-"""What a test leaves open is told by name, and what ends by itself is waited for."""
+"""What a test leaves open is reported by name, and what ends by itself is waited for."""
 
 import asyncio
 import sys
@@ -15,16 +15,16 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
-async def test_a_connection_that_nobody_closes_is_told_with_who_opened_it() -> None:
+async def test_a_connection_that_nobody_closes_is_reported_with_who_opened_it() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with opened() as transports:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         assert isinstance(writer.transport, asyncio.ReadTransport)
         writer.transport.pause_reading()  # the loop watches it no more: only who opened it knows of it
-        with pytest.raises(AssertionError, match="_SelectorSocketTransport") as told:
+        with pytest.raises(AssertionError, match="_SelectorSocketTransport") as reported:
             await transports.until_ended(limit_s=0.2)
-        assert __file__ in str(told.value)
+        assert __file__ in str(reported.value)
         writer.close()
         await transports.until_ended()
     server.close()

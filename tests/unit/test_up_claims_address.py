@@ -16,7 +16,7 @@ def settings(port: int, host: str = "127.0.0.1") -> Settings:
     return Settings(frontend=FrontendSettings(http_host=host, http_port=port))
 
 
-async def test_a_taken_port_is_told_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_taken_port_is_reported_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(_: MockFleet) -> MockFleet:
         raise AssertionError("a worker was started")
 
@@ -31,7 +31,7 @@ async def test_a_taken_port_is_told_before_any_worker_starts(monkeypatch: pytest
     assert caught.value.message == f"port {port} on 127.0.0.1 is taken: choose another with --http-port"
 
 
-async def test_a_port_that_is_taken_while_workers_start_is_told_alike(
+async def test_a_port_that_is_taken_while_workers_start_is_reported_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start = MockFleet.__aenter__

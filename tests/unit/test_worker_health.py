@@ -17,7 +17,7 @@ from tests.support.waits import LIMIT_S
 
 
 @pytest.mark.parametrize(
-    ("told", "health"),
+    ("reported", "health"),
     [
         ({}, WorkerHealth.OK),
         ({"draining": True}, WorkerHealth.DRAINING),
@@ -25,8 +25,8 @@ from tests.support.waits import LIMIT_S
         ({"engine_silent": True, "draining": True}, WorkerHealth.DRAINING),
     ],
 )
-def test_a_worker_is_as_its_card_tells(told: dict[str, bool], health: WorkerHealth) -> None:
-    assert health_of(replace(card(1), **told)) is health
+def test_a_worker_is_as_its_card_tells(reported: dict[str, bool], health: WorkerHealth) -> None:
+    assert health_of(replace(card(1), **reported)) is health
 
 
 def test_a_worker_without_a_card_starts() -> None:
@@ -47,7 +47,7 @@ async def test_it_answers_always_and_accepts_only_when_all_is_well() -> None:
             assert answers.json() == accepts.json() == {"status": now.value}
 
 
-async def test_a_port_that_cannot_be_had_is_told_with_its_flag() -> None:
+async def test_a_port_that_cannot_be_had_is_reported_with_its_flag() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

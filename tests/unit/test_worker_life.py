@@ -1,4 +1,4 @@
-"""One worker from its start to its end, on memory planes, beside an engine that does what the test says."""
+"""One worker from its start to its end, on memory planes, next to an engine that does what the test says."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def test_a_drain_waits_for_running_legs_and_takes_no_new_ones(house: House
     assert house.engine.stops == 1
 
 
-async def test_a_silent_engine_is_told_as_such_and_gets_no_new_legs(house: House) -> None:
+async def test_a_silent_engine_is_reported_as_such_and_gets_no_new_legs(house: House) -> None:
     """Those that run go on, and somebody who looks does not take it for a worker that leaves."""
     tell = house.engine.on_state
     assert tell is not None
@@ -195,7 +195,7 @@ async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:
     await house.worker.stop()
 
 
-async def test_a_task_that_breaks_is_told_without_the_words_of_strangers(
+async def test_a_task_that_breaks_is_reported_without_the_words_of_strangers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, words = asyncio.Event(), "what a client wrote"
@@ -266,7 +266,7 @@ async def test_without_its_place_a_worker_does_not_start(tmp_path: Path) -> None
     assert house.cards.empty()
 
 
-async def test_kv_events_of_a_rank_that_is_not_here_are_let_go_and_told_once(
+async def test_kv_events_of_a_rank_that_is_not_here_are_let_go_and_reported_once(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_events = house.engine.on_events

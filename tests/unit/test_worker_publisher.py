@@ -299,7 +299,7 @@ async def test_a_heartbeat_counts_what_the_rank_holds() -> None:
     assert [(batch.next_event_id, batch.held_blocks) for batch in wire.batches] == [(2, None), (2, 2)]
 
 
-async def test_an_engines_own_count_is_that_after_the_events_which_it_told_when_asked() -> None:
+async def test_an_engines_own_count_is_that_after_the_events_which_it_reported_when_asked() -> None:
     wire = Wire()
 
     def held_blocks(dp_rank: DpRank) -> int:

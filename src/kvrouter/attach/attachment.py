@@ -372,7 +372,7 @@ class EngineAttachment:
                     raise self.spec.mistake(error.message, param=error.param) from error
                 await attached.engine.stop()
                 if not attached.is_same_as(standing.attached):
-                    return "was started anew"
+                    return "restarted"
 
     def _refused(self, error: KvrouterError) -> None:
         is_its_own = isinstance(error, ConfigError)

@@ -361,7 +361,7 @@ def account_of(settings: Settings, wanted_by: str) -> Account:
         host=planes.kubernetes_host,
         port=planes.kubernetes_port,
         wanted_by=wanted_by,
-        elsewhere="run kvrouter in a pod beside the engines, or name them in a fleet file",
+        elsewhere="run kvrouter in a pod next to the engines, or name them in a fleet file",
     )
 
 

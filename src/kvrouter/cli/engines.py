@@ -298,7 +298,7 @@ def topology_check() -> None:
     "labels",
     multiple=True,
     metavar="LEVEL=KEY",
-    help="The pod label that a level's file shows, for what is told of it.  [default: "
+    help="The pod label that a level's file shows, for messages about it.  [default: "
     "grove.io/topology.LEVEL]",
 )
 @click.option(

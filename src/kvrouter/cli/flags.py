@@ -45,7 +45,7 @@ class ForeignOption(click.Option):
         def refuse(_ctx: click.Context, option: click.Parameter, value: bool | str | None) -> None:
             met = foreign.is_met_by_text(value) if isinstance(value, str) else foreign.is_met_by(value)
             if not met:
-                raise click.UsageError(f"{option.opts[0]} {foreign.told}")
+                raise click.UsageError(f"{option.opts[0]} {foreign.message}")
 
         is_switch = foreign.kind is SettingKind.SWITCH
         names = f"{flag}/--no-{flag.removeprefix('--')}" if is_switch else flag

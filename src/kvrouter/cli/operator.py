@@ -160,7 +160,7 @@ def of_admission(command: F) -> F:
             default="kvrouter-operator",
             show_default=True,
             metavar="NAME",
-            help="The Service, beside the lease, by which that finds the door; with --certificate-secret.",
+            help="The Service by which that finds the webhook (same namespace); with --certificate-secret.",
         ),
         click.option(
             "--webhook",
@@ -173,7 +173,7 @@ def of_admission(command: F) -> F:
         click.option(
             "--certificate-secret",
             metavar="NAME",
-            help="Open it with a certificate of its own, kept in this Secret beside the lease and renewed.",
+            help="Open it with a certificate of its own, kept in this Secret (same namespace) and renewed.",
         ),
         click.option(
             "--certificate",

@@ -98,7 +98,7 @@ frontend.params.extend(setting_options("router", "frontend", "planes", "log"))
 
 @click.group(short_help="Run a worker: an engine, and what makes it part of a fleet.")
 def worker() -> None:
-    """Run a worker: an engine, and beside it what serves requests, publishes KV events and says where it is.
+    """Run a worker: an engine, and next to it what serves requests, publishes KV events and says where it is.
 
     Where it is, it says by itself (--domain), or by the topology contract in its environment: see
     `kvrouter topology check`.
@@ -182,7 +182,7 @@ def worker_mock(
     )
     begin(loaded)
     if is_static and (engine_events is not None or enable_local_indexer):
-        raise click.UsageError("--static: such a worker tells no KV events, whoever has them")
+        raise click.UsageError("--static: such a worker publishes no KV events")
     if is_static and is_standby:
         raise click.UsageError("--static: such a worker is announced nowhere, and has no place to wait for")
     if document is None:

@@ -17,12 +17,12 @@ from kvrouter.config.setting import installed_version
 from kvrouter.core.ids import ModelName
 from kvrouter.kube.account import Account
 from kvrouter.processes.lifetime import (
-    ToldToStop,
+    StopRequested,
     allow_many_files,
     claimed,
     settle_memory,
-    told_to_stop,
-    unless_told,
+    stop_on_signals,
+    unless_stopping,
 )
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.discovery.memory import MemoryDiscovery
@@ -148,11 +148,11 @@ async def _serve(
 ) -> int:
     log_event(_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
-        stopping = stack.enter_context(told_to_stop())
+        stopping = stack.enter_context(stop_on_signals())
         try:
-            async with unless_told(stopping):
+            async with unless_stopping(stopping):
                 app = await stack.enter_async_context(pods_served(settings, account, pods, policy, folders))
-        except ToldToStop:
+        except StopRequested:
             log_event(_log, Event.STOP)
             return 0
         await serve_until(stopping, app, drain_limit_s=settings.frontend.drain_limit_s)
@@ -209,10 +209,10 @@ async def _announce(
     following = _Following()
     log_event(_worker_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
-        stopping = stack.enter_context(told_to_stop())
+        stopping = stack.enter_context(stop_on_signals())
         await stack.enter_async_context(health_pages(settings.planes, lambda: following.health))
         try:
-            async with unless_told(stopping):
+            async with unless_stopping(stopping):
                 transports = await stack.enter_async_context(network_transports(settings))
                 followed = pods_followed(
                     account,
@@ -223,7 +223,7 @@ async def _announce(
                     on_store=following.on_store,
                 )
                 fleet = await stack.enter_async_context(followed)
-        except ToldToStop:
+        except StopRequested:
             log_event(_worker_log, Event.STOP)
             return 0
         following.on_asked()

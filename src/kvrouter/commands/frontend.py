@@ -15,7 +15,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
-from kvrouter.processes.lifetime import allow_many_files, claimed, told_to_stop
+from kvrouter.processes.lifetime import allow_many_files, claimed, stop_on_signals
 from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
@@ -135,7 +135,7 @@ async def _serve(
 ) -> int:
     allow_many_files()
     log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
-    with told_to_stop() as stopping:
+    with stop_on_signals() as stopping:
         async with frontend(settings, folders, links, static) as app:
             await serve_until(stopping, app, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

@@ -29,7 +29,7 @@ from kvrouter.config import (
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import environment_with
 from kvrouter.core.errors import ConfigError
-from kvrouter.processes.lifetime import claimed, explained, told_to_stop
+from kvrouter.processes.lifetime import claimed, explained, stop_on_signals
 from kvrouter.processes.supervisor import Supervisor
 from kvrouter.telemetry import Event, log_event
 from kvrouter.wiring.fleet_build import numbered_workers, tokenizer_folders
@@ -83,7 +83,7 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
     log_event(logger, Event.START, version=installed_version(), workers=len(workers))
     supervisor = Supervisor(prefix_lines=settings.log.log_format is LogFormat.TEXT)
     async with AsyncExitStack() as stack:
-        stopping = stack.enter_context(told_to_stop())
+        stopping = stack.enter_context(stop_on_signals())
         ports = await free_ports(settings.frontend.http_host, settings.frontend.http_port, replicas)
         changes: dict[str, object] = {"discovery": DiscoveryBackend.FILE}
         if with_nats:

@@ -17,7 +17,7 @@ from kvrouter.config.setting import installed_version
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.standalone import RouterApp
-from kvrouter.processes.lifetime import allow_many_files, claimed, told_to_stop
+from kvrouter.processes.lifetime import allow_many_files, claimed, stop_on_signals
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.prefill_dispatch import PrefillDispatch
@@ -194,7 +194,7 @@ async def _serve(
 ) -> int:
     allow_many_files()
     log_event(logger, Event.START, version=installed_version(), role=spec.component.value)
-    with told_to_stop() as stopping:
+    with stop_on_signals() as stopping:
         async with standalone(settings, spec, folders, links) as router:
             await serve_until(stopping, router, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

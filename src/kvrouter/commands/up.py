@@ -14,7 +14,13 @@ from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.frontend.pages import nobody_awaited
-from kvrouter.processes.lifetime import ToldToStop, claimed, settle_memory, told_to_stop, unless_told
+from kvrouter.processes.lifetime import (
+    StopRequested,
+    claimed,
+    settle_memory,
+    stop_on_signals,
+    unless_stopping,
+)
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.wiring.fleet_build import link_table, tokenizer_folders
 from kvrouter.wiring.frontend import ServingApp, open_door
@@ -108,11 +114,11 @@ async def _serve(settings: Settings, fleet: FleetFile) -> int:
     )
     engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     async with AsyncExitStack() as stack:
-        stopping = stack.enter_context(told_to_stop())
+        stopping = stack.enter_context(stop_on_signals())
         try:
-            async with unless_told(stopping):
+            async with unless_stopping(stopping):
                 system = await stack.enter_async_context(embedded(settings, fleet, engine_key=engine_key))
-        except ToldToStop:
+        except StopRequested:
             log_event(logger, Event.STOP)
             return 0
         await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)

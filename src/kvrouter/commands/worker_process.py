@@ -13,23 +13,23 @@ from kvrouter.config import Settings
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.setting import installed_version
 from kvrouter.config.static_endpoint import STATIC_INCARNATION, static_text
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.processes.lifetime import (
     LOST_PLACE,
-    ToldToStop,
+    StopRequested,
     allow_many_files,
     settle_memory,
-    told_to_stop,
-    unless_told,
+    stop_on_signals,
+    unless_stopping,
 )
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.card_tracker import lost_why
 from kvrouter.transports.discovery.port import Gone, GoneSink
 from kvrouter.transports.listener import TcpServer
 from kvrouter.transports.requests.http.connections import HttpConnections, last_answer, service_unavailable
-from kvrouter.transports.requests.legs import AwakeClock
 from kvrouter.wiring.telemetry_hooks import refusals_on
 from kvrouter.wiring.tls import doubts
 from kvrouter.worker import Worker
@@ -146,7 +146,7 @@ class WorkerProcess:
             log_event(logger, Event.CONFIG_WARNING, worker=worker_id, detail=doubt)
         code = 0
         async with AsyncExitStack() as stack:
-            stopping = stack.enter_context(told_to_stop())
+            stopping = stack.enter_context(stop_on_signals())
             await stack.enter_async_context(health_pages(self._settings.planes, self._health))
 
             def on_lost(_: WorkerId, __: Epoch, lost: Gone) -> None:
@@ -157,9 +157,9 @@ class WorkerProcess:
                 stopping.set()
 
             try:
-                async with unless_told(stopping):
+                async with unless_stopping(stopping):
                     running = await stack.enter_async_context(run(on_lost))
-            except ToldToStop:
+            except StopRequested:
                 log_event(logger, Event.STOP, worker=worker_id)
                 return code
             self._running = running

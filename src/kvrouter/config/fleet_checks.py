@@ -174,7 +174,7 @@ def engine_warnings(fleet: FleetFile) -> Iterator[str]:
         kinds = {group.engine.kind for group in fleet.groups_of(model)}
         if "mock" in kinds and len(kinds) > 1:
             yield (
-                f"model {model.name!r} has mock engines beside others: its calls reach nobody as they were "
+                f"model {model.name!r} has mock engines and others: its calls reach nobody as they were "
                 "written, and tools, grammars and log probabilities are refused"
             )
 

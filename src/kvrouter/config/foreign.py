@@ -31,7 +31,7 @@ class Foreign:
     why: str
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """What is said of it, after its name."""
         return f"has no effect here: {self.why}"
 

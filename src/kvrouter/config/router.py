@@ -43,7 +43,7 @@ class KvRouterConfig(Section):
         for name in FOREIGN_FIELDS.keys() & values.keys():
             foreign = FOREIGN_FIELDS[name]
             if not foreign.is_met_by(values[name]):
-                raise PydanticCustomError("no_effect", "{key} {told}", {"key": name, "told": foreign.told})
+                raise PydanticCustomError("no_effect", "{key} {why}", {"key": name, "why": foreign.message})
         return {name: value for name, value in values.items() if name not in FOREIGN_FIELDS}
 
     router_mode: Annotated[

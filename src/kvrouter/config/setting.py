@@ -117,7 +117,7 @@ class SettingGroup(StrEnum):
     TOPOLOGY = "Topology"
     CACHE = "Cache prediction (without KV events)"
     RECOVERY = "Retries and deadlines"
-    FRONT_DOOR = "Front door"
+    FRONTEND = "Frontend"
     REPLICAS = "Replicas"
     PLANES = "Between processes"
     LOGS = "Logs"

@@ -196,7 +196,7 @@ def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
 def _unknown(name: str) -> str:
     foreign = FOREIGN_VARIABLES.get(SHARED_PREFIX + without_prefix(name))
     if foreign is not None:
-        return foreign.told
+        return foreign.message
     return f"unknown variable{did_you_mean_variable(name, _KNOWN)}"
 
 
@@ -211,7 +211,7 @@ def _near_misses(environ: Mapping[str, str]) -> list[str]:
         foreign = FOREIGN_VARIABLES.get(name)
         if foreign is not None:
             if not foreign.is_met_by_text(environ[name]):
-                warnings.append(f"{name} {foreign.told}")
+                warnings.append(f"{name} {foreign.message}")
             continue
         if not name.startswith(SHARED_PREFIX):
             continue

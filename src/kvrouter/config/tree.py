@@ -57,33 +57,33 @@ class FrontendSettings(Section):
     """The frontend: where it listens, and the limits of what it takes."""
 
     http_host: Annotated[
-        str, Setting(flag="--http-host", variable="DYN_HTTP_HOST", group=SettingGroup.FRONT_DOOR)
+        str, Setting(flag="--http-host", variable="DYN_HTTP_HOST", group=SettingGroup.FRONTEND)
     ] = "127.0.0.1"
     """The address to listen on. 0.0.0.0 listens on every interface: set an admin token then."""
 
     http_port: Annotated[
         Annotated[Whole, Interval(ge=0, le=65535)],
-        Setting(flag="--http-port", variable="DYN_HTTP_PORT", group=SettingGroup.FRONT_DOOR),
+        Setting(flag="--http-port", variable="DYN_HTTP_PORT", group=SettingGroup.FRONTEND),
     ] = 8000
     """The port to listen on. At 0 the system picks a free one, which is logged."""
 
     admin_token: Annotated[
         SecretStr | None,
-        Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=SettingGroup.FRONT_DOOR),
+        Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=SettingGroup.FRONTEND),
     ] = None
     """The bearer token that the admin routes ask for. Unset: admin_routes says whether they are open. It has
     no flag, because the list of processes shows flags."""
 
     admin_routes: Annotated[
         AdminAccess,
-        Setting(flag="--admin-routes", variable="DYN_ADMIN_ROUTES", group=SettingGroup.FRONT_DOOR),
+        Setting(flag="--admin-routes", variable="DYN_ADMIN_ROUTES", group=SettingGroup.FRONTEND),
     ] = AdminAccess.OPEN
     """Who may ask the admin routes while no admin token is set. open: any client that reaches the port.
     closed: nobody, they answer 401."""
 
     unknown_nvext: Annotated[
         UnknownNvext,
-        Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=SettingGroup.FRONT_DOOR),
+        Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=SettingGroup.FRONTEND),
     ] = UnknownNvext.REFUSE
     """What becomes of a request with a field of ``nvext`` that is not known here, or has no effect: a 400
     that names the field, or it is left out, and the log says so once. Taints and overrides must be spelt
@@ -94,7 +94,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-bytes",
             variable="KVROUTER_BODY_MAX_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = None
@@ -107,7 +107,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--uploads-max-bytes",
             variable="KVROUTER_UPLOADS_MAX_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 512 * 1024 * 1024
@@ -119,7 +119,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--upload-min-bytes-per-s",
             variable="KVROUTER_UPLOAD_MIN_BYTES_PER_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes per second",
         ),
     ] = 64 * 1024.0
@@ -131,7 +131,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-depth",
             variable="KVROUTER_BODY_MAX_DEPTH",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="levels",
         ),
     ] = 64
@@ -143,7 +143,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-values",
             variable="KVROUTER_BODY_MAX_VALUES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="values",
         ),
     ] = 65_536
@@ -155,7 +155,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-items",
             variable="KVROUTER_BODY_MAX_ITEMS",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="elements",
         ),
     ] = 8_192
@@ -167,7 +167,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-token-ids",
             variable="KVROUTER_BODY_MAX_TOKEN_IDS",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="tokens",
         ),
     ] = None
@@ -179,7 +179,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-text-bytes",
             variable="KVROUTER_BODY_MAX_TEXT_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 16 * 1024 * 1024
@@ -192,7 +192,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--header-max-bytes",
             variable="KVROUTER_HEADER_MAX_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 64 * 1024
@@ -203,7 +203,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--connections-max",
             variable="KVROUTER_CONNECTIONS_MAX",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="connections",
         ),
     ] = None
@@ -216,7 +216,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--pipelined-requests-max",
             variable="KVROUTER_PIPELINED_REQUESTS_MAX",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="requests",
         ),
     ] = 8
@@ -227,7 +227,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--header-timeout-s",
             variable="KVROUTER_HEADER_TIMEOUT_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="seconds",
         ),
     ] = 10.0
@@ -238,7 +238,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-timeout-s",
             variable="KVROUTER_BODY_TIMEOUT_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="seconds",
         ),
     ] = 30.0
@@ -249,7 +249,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--idle-timeout-s",
             variable="KVROUTER_IDLE_TIMEOUT_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="seconds",
         ),
     ] = 75.0
@@ -260,7 +260,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-stall-s",
             variable="KVROUTER_WRITE_STALL_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="seconds",
         ),
     ] = 60.0
@@ -271,7 +271,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-high-water-bytes",
             variable="KVROUTER_WRITE_HIGH_WATER_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 64 * 1024
@@ -282,7 +282,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-low-water-bytes",
             variable="KVROUTER_WRITE_LOW_WATER_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 16 * 1024
@@ -293,7 +293,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-overflow-bytes",
             variable="KVROUTER_WRITE_OVERFLOW_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 1024 * 1024
@@ -305,7 +305,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-inline-max-chars",
             variable="KVROUTER_TOKENIZE_INLINE_MAX_CHARS",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="characters",
         ),
     ] = 8192
@@ -316,7 +316,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--token-max-chars",
             variable="KVROUTER_TOKEN_MAX_CHARS",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="characters",
         ),
     ] = None
@@ -329,7 +329,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-max-bytes",
             variable="KVROUTER_TOKENIZE_MAX_BYTES",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="bytes",
         ),
     ] = 512 * 1024 * 1024
@@ -343,7 +343,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-waiting-max",
             variable="KVROUTER_TOKENIZE_WAITING_MAX",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="prompts",
         ),
     ] = 256
@@ -354,7 +354,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-wait-s",
             variable="KVROUTER_TOKENIZE_WAIT_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="seconds",
         ),
     ] = 10.0
@@ -365,7 +365,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--drain-limit-s",
             variable="KVROUTER_DRAIN_LIMIT_S",
-            group=SettingGroup.FRONT_DOOR,
+            group=SettingGroup.FRONTEND,
             unit="seconds",
             aliases=Aliases(variables=("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",)),
         ),

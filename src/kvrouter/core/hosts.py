@@ -5,7 +5,7 @@ from kvrouter.core.errors import ConfigError
 EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared with, not bound to
 
 
-def told_host(host: str, advertise_host: str | None) -> str:
+def advertised_host(host: str, advertise_host: str | None) -> str:
     """Return the host that others connect to: ``advertise_host``, else the ``host`` that is listened on.
 
     Raises ConfigError where that is every interface, which nobody can connect to.

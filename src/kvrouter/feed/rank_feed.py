@@ -148,7 +148,7 @@ def _batch_live(track: Track, batch: KvBatch) -> None:
     if batch.epoch != track.epoch or batch.first_event_id > track.next_event_id:
         track.break_off(batch)
     elif track.is_contradicted_by(batch):
-        track.begin_anew()
+        track.restart()
     else:
         track.advance(batch)
 
@@ -158,7 +158,7 @@ def _batch_partial(track: Track, batch: KvBatch) -> None:
         track.break_off(batch)
         return
     if track.is_contradicted_by(batch):
-        track.begin_anew()
+        track.restart()
         return
     if track.ask is not None and track.inbox.add(batch, ticket=track.tickets) is Added.KEPT_AND_FULL:
         track.count(FeedCount.INBOX_FULL)

@@ -166,7 +166,7 @@ class Track:
             self.behind_since_s = self.now_s
         return self.now_s - self.behind_since_s >= self.limits.behind_s
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Trust nothing of what was applied: only a snapshot is authoritative, whatever its id."""
         self.count(FeedCount.CONTRADICTIONS)
         self.behind_since_s = None

@@ -9,6 +9,7 @@ from kvrouter.fleet.columns import (
     FloatColumn,
     IntColumn,
     SlotColumn,
+    finish64,
     hash_rank,
     mix64,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "IntColumn",
     "Pair",
     "SlotColumn",
+    "finish64",
     "hash_rank",
     "mix64",
 ]

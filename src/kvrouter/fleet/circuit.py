@@ -187,12 +187,12 @@ class BrokenPairs:
         """Return the decode workers that KV of this prefill worker does not reach."""
         return frozenset(self._of.get(prefill, ()))
 
-    def put(self, prefill: WorkerId, decode: WorkerId, is_parted: bool) -> bool:
+    def put(self, prefill: WorkerId, decode: WorkerId, is_broken: bool) -> bool:
         """Note it; return whether it is news."""
         decodes = self._of.get(prefill, set())
-        if (decode in decodes) == is_parted:
+        if (decode in decodes) == is_broken:
             return False
-        if is_parted:
+        if is_broken:
             self._of.setdefault(prefill, set()).add(decode)
         else:
             decodes.discard(decode)

@@ -310,7 +310,11 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 def mix64(bits: int) -> int:
     """Return splitmix64's output for ``bits``: each input bit changes each output bit half the time."""
-    bits = (bits + _GOLDEN) & _MASK64
+    return finish64((bits + _GOLDEN) & _MASK64)
+
+
+def finish64(bits: int) -> int:
+    """Return what splitmix64's finisher makes of 64 bits: 0 stays 0."""
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK64
     return bits ^ (bits >> 31)

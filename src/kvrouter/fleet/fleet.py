@@ -69,7 +69,7 @@ class Fleet:
         self.block_size = block_size
         self.columns = Columns()
         self.policies = Policies()
-        self.parted = BrokenPairs()
+        self.broken_pairs = BrokenPairs()
         self._places = PlaceColumns()
         self._members: dict[WorkerId, _Member] = {}
         self._rank_at: list[WorkerRank | None] = []
@@ -193,11 +193,11 @@ class Fleet:
         """Return which slots carry ``taint``, whether their own or made from a topology domain."""
         return self._places.carries(taint)
 
-    def parted_from(self, prefill_slot: Slot) -> BoolColumn | None:
+    def unreached_from(self, prefill_slot: Slot) -> BoolColumn | None:
         """Return the slots that KV from the prefill worker at ``prefill_slot`` does not reach at present;
         None where there are none.
         """
-        return self.derived(_parted_from, prefill_slot) if self.parted else None
+        return self.derived(_unreached_from, prefill_slot) if self.broken_pairs else None
 
     @property
     def rank_order(self) -> SlotColumn:
@@ -270,11 +270,11 @@ class Fleet:
                 self.columns.write(slot, "circuit_open", is_open)
             self._changed()
 
-    def set_parted(self, prefill: WorkerId, decode: WorkerId, is_parted: bool) -> None:
+    def set_broken_pair(self, prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
         """Say whether KV of one worker does not reach another one; they need not be here."""
-        if self.parted.put(prefill, decode, is_parted):
+        if self.broken_pairs.put(prefill, decode, is_broken):
             for slot in self.slots_of(prefill):
-                self._derived.pop((_parted_from, slot), None)  # all else that is derived stays as it is
+                self._derived.pop((_unreached_from, slot), None)  # all else that is derived stays as it is
 
     def report(self, report: LoadReport) -> bool:
         """Keep the latest load of a worker rank; False when it is not here."""
@@ -441,9 +441,9 @@ def _has_open_circuits(fleet: Fleet, _: None) -> bool:
     return bool(fleet.columns.circuit_open.any())
 
 
-def _parted_from(fleet: Fleet, prefill_slot: Slot) -> BoolColumn | None:
+def _unreached_from(fleet: Fleet, prefill_slot: Slot) -> BoolColumn | None:
     rank = fleet.rank_at(prefill_slot)
-    workers = () if rank is None else fleet.parted.of(rank.worker_id)
+    workers = () if rank is None else fleet.broken_pairs.of(rank.worker_id)
     column = np.zeros(fleet.n_slots, np.bool_)
     for worker_id in workers:
         column[list(fleet.slots_of(worker_id))] = True

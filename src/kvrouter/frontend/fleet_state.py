@@ -236,7 +236,7 @@ def _predictions_json(answers: AnswerCounts) -> Json:
 
 
 def _transfers_json(transfers: TransferReading) -> Json:
-    totals = transfers.told
+    totals = transfers.reported
     return {
         "transfers": totals.transfers,
         "failed": totals.failed,

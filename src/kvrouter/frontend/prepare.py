@@ -79,7 +79,7 @@ def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -
         raise _wrong(f"{_OVERRIDE}.overlap_score_weight", why)
     if override.router_mode is RouterMode.KV and rules_of(settings, override).overlap_score_weight > 0:
         raise _wrong(
-            f"{_OVERRIDE}.router_mode", f"{why}; with overlap_score_weight 0 beside it, kv weighs load alone"
+            f"{_OVERRIDE}.router_mode", f"{why}; together with overlap_score_weight 0, kv weighs load alone"
         )
 
 

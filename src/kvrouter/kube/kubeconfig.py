@@ -60,7 +60,7 @@ class LoaderConnection:
         """The loader renews what it has by itself."""
 
     async def close(self) -> None:
-        """The official client is closed by whoever signed in."""
+        """The official client is closed by :func:`signed_in`."""
 
 
 @asynccontextmanager

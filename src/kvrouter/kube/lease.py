@@ -1,6 +1,6 @@
 """Leader election by a lease: one of several replicas leads while it can renew it.
 
-A lease is alive while what is written in it changes, by the clock of whoever reads it.
+A lease is alive while what is written in it changes, by the clock of its reader.
 """
 
 import asyncio
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-from pydantic import JsonValue
-
+from kvrouter.core.clock import LastChange
 from kvrouter.kube.client import CONFLICT, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.objects import LEASES, Key, Manifest, metadata_of
 
@@ -39,8 +38,7 @@ class LeaseCandidate:
     def __init__(self, identity: str, place: Key, times: LeaseTimes) -> None:
         self.identity = identity
         self._place, self._times = place, times
-        self._seen: JsonValue = None
-        self._seen_s = 0.0
+        self._spec = LastChange()
 
     def claim(self, lease: Manifest | None, now_s: float, today: datetime) -> Manifest | None:
         """Return the lease to write, None while it is another's. ``today`` is aware of its time zone.
@@ -48,11 +46,10 @@ class LeaseCandidate:
         With the ``resourceVersion`` of ``lease``, so that of two who write the second is refused.
         """
         spec = _spec(lease)
-        if lease is None or spec != self._seen:
-            self._seen, self._seen_s = spec, now_s
+        self._spec.see(spec if lease is not None else None, now_s)
         holder = spec.get("holderIdentity") or ""
         is_ours = holder == self.identity
-        if holder and not is_ours and now_s < self._seen_s + self._times.lease_s:
+        if holder and not is_ours and self._spec.is_within(self._times.lease_s, now_s):
             return None
         return self._held(lease, today)
 

@@ -23,7 +23,7 @@ from kvrouter.frontend.openai.body import (
     Seed,
     TokenId,
 )
-from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX, check_wishes
+from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX, check_hints
 from kvrouter.frontend.prepare import answer_tokens
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID
 from kvrouter.service.prefill_dispatch import Prefilled
@@ -94,7 +94,7 @@ def sampling_of(stop_conditions: Values | None, sampling_options: Values | None)
     return Sampling(**msgspec.structs.asdict(stop), **msgspec.structs.asdict(draw))
 
 
-def wishes_of(
+def hints_of(
     *,
     constraints: RoutingConstraints | None = None,
     override: Values | None = None,
@@ -115,7 +115,7 @@ def wishes_of(
     if constraints is not None:  # its own constructor checks no types
         values["routing_constraints"] = _plain(constraints)
     nvext = converted(NvExt, values, at="")
-    check_wishes(nvext, at="")
+    check_hints(nvext, at="")
     return nvext
 
 

@@ -21,12 +21,12 @@ from kvrouter.library.inputs import (
     AnswerPiece,
     AnswerPieces,
     check_length,
+    hints_of,
     piece_of,
     pieces_of,
     request_id_of,
     sampling_of,
     token_buffer,
-    wishes_of,
 )
 from kvrouter.library.runtime import Endpoint, Runtime
 from kvrouter.routing.request import Pick
@@ -328,7 +328,7 @@ class KvRouter:
         """
         await self.start()
         model_router = model_of(self._service, model)
-        hints = wishes_of(
+        hints = hints_of(
             constraints=routing_constraints,
             override=router_config_override,
             worker_id=worker_id,
@@ -415,7 +415,7 @@ class KvRouter:
             model=model_router.fleet.model,
             token_ids=tokens,
             sampling=Sampling(max_tokens=1),
-            override=wishes_of(override=router_config_override).router_config_override,
+            override=hints_of(override=router_config_override).router_config_override,
             context_tokens=len(tokens) + 1,
         )
         _check_length(model_router, request)

@@ -13,8 +13,9 @@ from itertools import count
 from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import EngineHash
+from kvrouter.fleet import finish64
 from kvrouter.mock.config import EngineHashing
-from kvrouter.mock.tokens import MASK, SPREAD, spread
+from kvrouter.mock.tokens import MASK, SPREAD
 
 NEVER = -1
 STALE_ENTRIES_MAX = 1_024
@@ -75,7 +76,7 @@ class PagedKv:
         self.evicted_blocks = 0
         self._caching = caching
         self._opaque = engine_hashing is EngineHashing.OPAQUE
-        self._names = count(spread(seed & MASK))
+        self._names = count(finish64(seed & MASK))
         self._root = Block(parent=None, block_hash=0, sequence_hash=0, engine_hash=0, depth=0)
         self._evictable: list[tuple[int, int, int, Block]] = []
         self._entries = count()
@@ -233,7 +234,7 @@ class PagedKv:
                 parent=parent,
                 block_hash=block_hash,
                 sequence_hash=sequence_hash,
-                engine_hash=spread(next(self._names) & MASK) if self._opaque else sequence_hash ^ SPREAD,
+                engine_hash=finish64(next(self._names) & MASK) if self._opaque else sequence_hash ^ SPREAD,
                 depth=parent.depth + 1,
             )
             child.holders = 1

@@ -11,19 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.requests import Sampling, TokenBuffer
+from kvrouter.fleet import finish64
 
 MASK = (1 << 64) - 1
 STEP = 6364136223846793005
 """Knuth's multiplier of MMIX; odd, so that no power of it vanishes modulo 2**64."""
 
 SPREAD = 0x9E3779B97F4A7C15
-
-
-def spread(value: int) -> int:
-    """Return 64 bits in which every bit depends on every bit of ``value`` (the finisher of splitmix64)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
 
 
 class TokenModel:
@@ -40,9 +34,9 @@ class TokenModel:
 
     def state(self, tokens: TokenBuffer, sampling: Sampling) -> int:
         """Return the state after ``tokens``. A sampling seed counts only when tokens are drawn at random."""
-        origin = spread(self._model_seed & MASK)
+        origin = finish64(self._model_seed & MASK)
         if sampling.temperature > 0.0 and sampling.seed is not None:
-            origin = spread(origin ^ spread((sampling.seed + SPREAD) & MASK))
+            origin = finish64(origin ^ finish64((sampling.seed + SPREAD) & MASK))
         n = len(tokens)
         self._grow_powers(n)
         terms = np.frombuffer(tokens, dtype=np.uint32).astype(np.uint64) + np.uint64(1)
@@ -64,7 +58,7 @@ class TokenModel:
                 eos_every is not None
                 and eos_from is not None
                 and index >= eos_from
-                and spread(mixed) % eos_every == 0
+                and finish64(mixed) % eos_every == 0
             )
             if ends:
                 token = self._eos_token_id

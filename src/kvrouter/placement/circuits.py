@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
-from kvrouter.core.due import DueTimes
+from kvrouter.core.clock import DueTimes
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
@@ -116,7 +116,7 @@ class Circuits:
         """The first token came: of a pair, the KV did too."""
         placement.has_begun = True
         if self._is_instead_of_pairs(placement):
-            self._fleet.parted.whole_failed = False
+            self._fleet.broken_pairs.whole_failed = False
         self._begun(placement.decision.decode.rank.worker_id, has_ended=False, now_s=now_s)
         pair = pair_of(placement)
         if pair is not None:
@@ -142,7 +142,7 @@ class Circuits:
         if not prefill:
             placement.has_begun = False
             if self._is_instead_of_pairs(placement):
-                self._fleet.parted.whole_failed = True
+                self._fleet.broken_pairs.whole_failed = True
         worker_id = pick.rank.worker_id
         card = self._fleet.card(worker_id)
         if not self._settings.failures or card is None or not card.takes_new_requests:
@@ -213,7 +213,7 @@ class Circuits:
 
     def _is_instead_of_pairs(self, placement: Placement) -> bool:
         """Whether one worker has all of a request because KV does not arrive."""
-        return bool(self._fleet.parted) and placement.decision.decode.leg is Leg.AGGREGATED
+        return bool(self._fleet.broken_pairs) and placement.decision.decode.leg is Leg.AGGREGATED
 
     def _begun(self, worker_id: WorkerId, *, has_ended: bool, now_s: float) -> None:
         card = self._fleet.card(worker_id)
@@ -271,7 +271,7 @@ class Circuits:
         if lets_in and now_s >= forgotten_s:
             self._forget_pair(pair)
             return True
-        self._fleet.set_parted(pair.prefill, pair.decode, not lets_in)
+        self._fleet.set_broken_pair(pair.prefill, pair.decode, not lets_in)
         self._set_due(pair, forgotten_s if lets_in else kept.circuit.half_open_s, now_s)
         return lets_in
 
@@ -284,7 +284,7 @@ class Circuits:
         del self._pairs[pair]
         self.not_closed.discard(pair)
         self._due.drop(pair)
-        self._fleet.set_parted(pair.prefill, pair.decode, False)
+        self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
 
     def _forgotten_s(self, kept: _Kept) -> float:
         """When a pair that nobody tries again is forgotten: by then it would be open for no longer."""

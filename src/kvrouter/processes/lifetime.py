@@ -31,12 +31,12 @@ LOST_PLACE = 3
 would take it back, and so on for ever."""
 
 
-class ToldToStop(Exception):
+class StopRequested(Exception):
     """The process was asked to stop while it was still starting."""
 
 
 @contextmanager
-def told_to_stop() -> Iterator[asyncio.Event]:
+def stop_on_signals() -> Iterator[asyncio.Event]:
     """An event that is set when the process is asked to stop. From then the next signal ends it at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -58,8 +58,8 @@ def told_to_stop() -> Iterator[asyncio.Event]:
 
 
 @asynccontextmanager
-async def unless_told(stopping: asyncio.Event) -> AsyncIterator[None]:
-    """What takes long inside is given up when ``stopping`` is set. Raises ToldToStop then."""
+async def unless_stopping(stopping: asyncio.Event) -> AsyncIterator[None]:
+    """What takes long inside is given up when ``stopping`` is set. Raises StopRequested then."""
     task = asyncio.current_task()
     is_stopping = False
 
@@ -75,7 +75,7 @@ async def unless_told(stopping: asyncio.Event) -> AsyncIterator[None]:
         yield
     except asyncio.CancelledError:
         if is_stopping and task is not None and not task.uncancel():
-            raise ToldToStop from None
+            raise StopRequested from None
         raise
     finally:
         giving_up.cancel()

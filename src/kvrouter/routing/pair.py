@@ -142,7 +142,7 @@ def reached_decode_mask(
     """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; with
     them where nobody else is left.
     """
-    unreached = fleet.parted_from(prefill_slot)
+    unreached = fleet.unreached_from(prefill_slot)
     if unreached is not None:
         chosen = decode_mask(decode.within(~unreached), fleet, constraint)
         if chosen.mask.n_allowed:
@@ -156,11 +156,11 @@ def reaching(
     """Return all ranks but the ``senders`` whose KV reached nobody lately that may follow them in their
     domain; None where none are, or no other sender is left.
     """
-    if not fleet.parted:
+    if not fleet.broken_pairs:
         return None
     cut_off = np.zeros(fleet.n_slots, np.bool_)
-    for slot in (slot for worker_id in fleet.parted.senders() for slot in fleet.slots_of(worker_id)):
-        unreached = fleet.parted_from(slot) if senders.allowed[slot] else None
+    for slot in (slot for worker_id in fleet.broken_pairs.senders() for slot in fleet.slots_of(worker_id)):
+        unreached = fleet.unreached_from(slot) if senders.allowed[slot] else None
         if unreached is None:
             continue
         constraint = constraint_of(fleet, slot, router_default)

@@ -59,7 +59,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``total_blocks`` counts a partial tail. ``pin`` is for the decode leg, or for the whole request when it is
     not split; ``prefill_pin`` for the prefill leg. ``excluded`` workers have failed this request before.
     ``whole`` asks for one worker that does all of it, although prefill workers are here: no KV is handed on.
-    ``whole_if_parted`` asks for that where KV was lost lately between every pair that could be made.
+    ``whole_if_broken`` asks for that where KV was lost lately between every pair that could be made.
     ``last_resort``: also workers whose circuit is open may take it, because nobody else may.
     ``context_tokens``: what the context of a worker must hold that answers, 0 where that is not known.
     ``has_media``: what engines hold of it can only be predicted, beyond the text that it begins with.
@@ -75,7 +75,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     excluded: frozenset[WorkerId] = frozenset()
     attempt: int = 0
     whole: bool = False
-    whole_if_parted: bool = False
+    whole_if_broken: bool = False
     last_resort: bool = False
     has_media: bool = False
     context_tokens: int = 0

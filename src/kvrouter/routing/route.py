@@ -220,10 +220,15 @@ def _instead_of_broken_pair(
     could be made; None where the pair is the better try.
     """
     fleet, prefill = view.fleet, pair.prefill
-    if not fleet.parted or not request.whole_if_parted or request.prefill_pin is not None or prefill is None:
+    if (
+        not fleet.broken_pairs
+        or not request.whole_if_broken
+        or request.prefill_pin is not None
+        or prefill is None
+    ):
         return None
-    unreached = fleet.parted_from(prefill.slot)
-    if unreached is None or not unreached[pair.decode.slot] or fleet.parted.whole_failed:
+    unreached = fleet.unreached_from(prefill.slot)
+    if unreached is None or not unreached[pair.decode.slot] or fleet.broken_pairs.whole_failed:
         return None
     try:
         whole = _route_whole(request, view, explain=explain)

@@ -9,7 +9,7 @@ from kvrouter.placement.waiting_line import Ticket, WaitingLine, WaitingLines
 from kvrouter.service.instrumentation import ModelInstrumentation
 
 
-class Place:
+class QueuePlace:
     """A request's place in a waiting line, to await."""
 
     def __init__(self, line: WaitingLine) -> None:
@@ -63,7 +63,7 @@ class Wait:
         self._observed = observed
         self._limit_s = limit_s
         self._began_s = asyncio.get_running_loop().time()
-        self._place: Place | None = None
+        self._place: QueuePlace | None = None
 
     async def for_change(self, refused: RoutingRefused) -> None:
         """Return when something changed; raise ``refused`` where the settings allow no wait, no place is
@@ -80,7 +80,7 @@ class Wait:
             if line.is_full:
                 observed.refused(refused, request, no_place=True)
                 raise refused
-            place = self._place = Place(line)
+            place = self._place = QueuePlace(line)
         if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
             observed.refused(refused, request, timed_out=True)
             raise refused

@@ -387,8 +387,8 @@ class EventIngest:
             ingest.stale_since_s = None
         elif ingest.stale_since_s is None:
             ingest.stale_since_s = self._now_s()
-        if state is not ingest.told:
-            ingest.told = state
+        if state is not ingest.reported:
+            ingest.reported = state
             self._observed.feed_changed(ingest.feed.rank, state)
         if ingest.scores is not ingest.is_scoring:
             self._score(ingest, ingest.scores)

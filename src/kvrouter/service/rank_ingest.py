@@ -95,7 +95,7 @@ class RankIngest:
     heard_s: float
     capacity: Capacity
     is_missing: bool = False
-    told: FeedState | None = None
+    reported: FeedState | None = None
     stale_since_s: float | None = None
     lag_s: float = 0.0
     timer: asyncio.TimerHandle | None = None

@@ -67,7 +67,7 @@ class TransferReading(NamedTuple):
     ``recent_bytes_per_s`` is that of the last minute, ``shown_bytes_per_s`` the best that lasted.
     """
 
-    told: KvTransfers
+    reported: KvTransfers
     recent_bytes_per_s: float | None
     shown_bytes_per_s: float | None
     is_slow: bool
@@ -186,7 +186,7 @@ class _Rank:
             n_bytes += each.bytes
             seconds += each.seconds
         return TransferReading(
-            told=sums,
+            reported=sums,
             recent_bytes_per_s=n_bytes / seconds if seconds > 0.0 else None,
             shown_bytes_per_s=None if self._shown is None else self._shown.bytes_per_s,
             is_slow=self._is_slow,

@@ -1,7 +1,9 @@
-"""Background tasks whose errors are reported at once."""
+"""Background tasks whose errors are reported at once, and the ticks of their clocks."""
 
 import asyncio
 from collections.abc import Coroutine
+
+from kvrouter.core.clock import AwakeClock
 
 
 def go_on(work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
@@ -21,3 +23,11 @@ def _report_mistake(task: asyncio.Task[None]) -> None:
         task.get_loop().call_exception_handler(
             {"message": f"{task.get_name()}: ended by a mistake", "exception": error, "task": task}
         )
+
+
+async def tick(clock: AwakeClock) -> None:
+    """Wait for the clock's next tick."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await asyncio.sleep(clock.every_s)
+    clock.advance(loop.time() - began_s)

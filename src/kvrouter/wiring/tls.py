@@ -65,12 +65,12 @@ def doubts(settings: Settings) -> list[str]:
     found = []
     if planes.listen_host not in LOOPBACK and planes.plane_token is None and planes.tls_cert is None:
         found.append(
-            f"listen_host: {planes.listen_host or 'every interface'} is open to whoever reaches it: set "
+            f"listen_host: {planes.listen_host or 'every interface'} is open to everyone who reaches it: set "
             "KVROUTER_PLANE_TOKEN"
         )
     if planes.listen_host in EVERY_INTERFACE and advertised(settings) in LOOPBACK:
         found.append(
-            f"advertise_host: routers are told to come to {advertised(settings)}, this host's own name for "
+            f"advertise_host: routers connect to {advertised(settings)}, this host's own name for "
             "itself: other hosts need --advertise-host"
         )
     return found

@@ -126,7 +126,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Hash = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class EngineHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """The engine's hello: the version of these frames, and the engine's block size in tokens."""
 
     version: _Count
@@ -185,7 +185,7 @@ class Sync(msgspec.Struct, frozen=True, array_like=True, tag=5):
     goal: _Hash
 
 
-EngineFrame = Hello | Replace | StoredFrame | RemovedFrame | LoadFrame | Sync
+EngineFrame = EngineHello | Replace | StoredFrame | RemovedFrame | LoadFrame | Sync
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -194,7 +194,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
     version: int
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The connection is refused, and closed after this."""
 
     reason: str
@@ -214,7 +214,7 @@ def decode_frame(payload: bytes) -> EngineFrame:
         raise ProtocolError(f"frame: {error}", param="frame") from error
 
 
-def encode_reply(reply: Welcome | Refused | Synced) -> bytes:
+def encode_reply(reply: Welcome | EngineRefused | Synced) -> bytes:
     """Return ``reply`` with its length before it."""
     payload = _encoder.encode(reply)
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
@@ -288,7 +288,7 @@ class _Engine:
             return
         self.ended = ended
         if ended.is_sent and not self.writer.is_closing():
-            self.writer.write(encode_reply(Refused(ended.reason)))
+            self.writer.write(encode_reply(EngineRefused(ended.reason)))
         self.writer.close()
 
 
@@ -399,7 +399,7 @@ class EngineDoor:
         hello = decode_frame(
             await engine.frame(bytes_max=self._frame_bytes_max, limit_s=self._greeting_s),
         )
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, EngineHello):
             raise _Ended("it does not begin with a hello")
         if hello.version != VERSION:
             raise _Ended(f"it speaks version {hello.version}, the worker {VERSION}")
@@ -416,7 +416,7 @@ class EngineDoor:
         if isinstance(frame, Sync):
             self._publisher.flush()
             await engine.say(Synced(frame.goal), limit_s=self._silence_s)
-        elif isinstance(frame, Hello):
+        elif isinstance(frame, EngineHello):
             raise _Ended("it says hello twice")
         else:
             self._apply(engine, frame)

@@ -129,7 +129,7 @@ class Worker:
         self._engine_state = EngineState()
         self._engine_changed = asyncio.Event()
         self._has_warned_of_rank = False
-        self._skipped_told = LogThrottle(again_after_s=SKIPPED_AGAIN_S)
+        self._skipped_throttle = LogThrottle(again_after_s=SKIPPED_AGAIN_S)
 
     @property
     def running_legs(self) -> int:
@@ -308,7 +308,7 @@ class Worker:
         """Workers have no metrics page, unlike routers: log it instead, at a limited rate."""
         dp_rank, skipped = report.rank.dp_rank, report.kv_events_skipped
         counted = [reason for reason, n in skipped.items() if n != before.get(reason, 0)]
-        news = [reason for reason in counted if self._skipped_told.allows(f"{dp_rank} {reason}")]
+        news = [reason for reason in counted if self._skipped_throttle.allows(f"{dp_rank} {reason}")]
         if news:
             counts = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
             worker = str(self.card.worker_id)

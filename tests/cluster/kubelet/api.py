@@ -94,5 +94,5 @@ class Api:
             raise ApiError(0, str(error)) from error
         if not answer.ok:
             raise ApiError(answer.status, said)
-        told: Object = json.loads(said)
-        return told
+        reported: Object = json.loads(said)
+        return reported

@@ -96,7 +96,7 @@ class Container:
         self._last, state = self._state, {"waiting": {"reason": reason}}
         self._become(state)
 
-    def told(self, *, is_started: bool | None = None, is_ready: bool | None = None) -> None:
+    def reported(self, *, is_started: bool | None = None, is_ready: bool | None = None) -> None:
         """Take over what its probes found."""
         if is_started is not None:
             self.is_started = is_started
@@ -145,13 +145,13 @@ class Container:
 
     def _terminated(self, code: int, began: str, begins_at: int) -> dict[str, Any]:
         """A process that a signal ended tells it as shells do; a failed one's last words are its message."""
-        told: dict[str, Any] = {"startedAt": began, "finishedAt": now()}
-        told["exitCode"] = code if code >= 0 else 128 - code
-        told["reason"] = "Error" if code else "Completed"
+        reported: dict[str, Any] = {"startedAt": began, "finishedAt": now()}
+        reported["exitCode"] = code if code >= 0 else 128 - code
+        reported["reason"] = "Error" if code else "Completed"
         if code and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
             written = self._log.read_bytes()[begins_at:]
-            told["message"] = written[-MESSAGE_BYTES:].decode(errors="replace")
-        return told
+            reported["message"] = written[-MESSAGE_BYTES:].decode(errors="replace")
+        return reported
 
 
 def now() -> str:

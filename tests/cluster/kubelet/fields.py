@@ -39,12 +39,12 @@ def field(pod: Mapping[str, Any], path: str, address: str) -> str:
 def expanded(text: str, variables: Mapping[str, str]) -> str:
     """Return ``text`` with ``$(NAME)`` in place; a name that is not known stays, and ``$$`` is one ``$``."""
 
-    def told(found: re.Match[str]) -> str:
+    def reported(found: re.Match[str]) -> str:
         if found[1] == "$":
             return "$"
         return variables.get(found[2], found[0])
 
-    return _REFERENCE.sub(told, text)
+    return _REFERENCE.sub(reported, text)
 
 
 class Outside:

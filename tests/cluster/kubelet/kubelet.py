@@ -32,7 +32,7 @@ class Kubelet:
         self.pods: dict[str, PlayedPod] = {}
         """Those that are there, by uid."""
         self.first_seen: dict[str, Object] = {}
-        """Each pod, by name, as the first event showed it that told its node."""
+        """Each pod, by name, as the first event showed it that reported its node."""
         self._plane = plane
         self._path = f"/api/v1/namespaces/{namespace}/pods"
         self._files_come = asyncio.Event()

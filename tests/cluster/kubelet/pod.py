@@ -38,7 +38,7 @@ class Machine:
     logs: Path
     group: int
     server: Service
-    """The API server, as containers are told of it."""
+    """The API server, as containers get it."""
 
     files_come: asyncio.Event
     """While it is not set, volumes of the Downward API are empty."""
@@ -76,8 +76,8 @@ class PlayedPod:
     def is_ready(self) -> bool:
         """Whether the API server says so, and nobody deletes it: then its Services lead to it."""
         conditions = self.stored.get("status", {}).get("conditions", [])
-        is_told = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-        return is_told and not self.is_deleted
+        is_reported = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+        return is_reported and not self.is_deleted
 
     @property
     def is_deleted(self) -> bool:
@@ -162,13 +162,13 @@ class PlayedPod:
         mounts = spec.get("volumeMounts", [])
         folders = {mount["mountPath"]: self.volume(mount["name"]) for mount in mounts}
         outside = Outside(folders, self.address)
-        told: dict[str, str] = {}
+        reported: dict[str, str] = {}
         for entry in spec.get("env", []):
-            value = await self._value(entry, told)
+            value = await self._value(entry, reported)
             if value is not None:
-                told[entry["name"]] = value
+                reported[entry["name"]] = value
         given = words or (*spec.get("command", []), *spec.get("args", []))
-        words = [expanded(word, told) for word in given]
+        words = [expanded(word, reported) for word in given]
         if "envFrom" in spec or not words:
             raise NotPlayedError(f"{container.name}: envFrom, or what only an image says")
         environ = {
@@ -176,7 +176,7 @@ class PlayedPod:
             "HOME": str(self.root),
             "HOSTNAME": self.name,
             **links([*await self._services(), self._machine.server]),
-            **{name: outside.word(value) for name, value in told.items()},
+            **{name: outside.word(value) for name, value in reported.items()},
         }
         if ACCOUNT in folders:
             environ.setdefault(ACCOUNT_VARIABLE, str(folders[ACCOUNT]))
@@ -184,17 +184,17 @@ class PlayedPod:
         return Launch(argv, environ, self._machine.group)
 
     async def _services(self) -> list[Service]:
-        """The Services that containers are told of, beside the API server's own."""
+        """The Services that containers get, next to the API server's own."""
         if not self.stored["spec"].get("enableServiceLinks", True):
             return []
         space = f"/api/v1/namespaces/{self.stored['metadata']['namespace']}"
         found = await self._machine.api.read(f"{space}/services")
         return [service for each in found["items"] if (service := Service.read(each)) is not None]
 
-    async def _value(self, entry: Mapping[str, Any], told: Mapping[str, str]) -> str | None:
+    async def _value(self, entry: Mapping[str, Any], reported: Mapping[str, str]) -> str | None:
         """None of an optional Secret that is not there."""
         if "valueFrom" not in entry:
-            return expanded(entry.get("value", ""), told)
+            return expanded(entry.get("value", ""), reported)
         ((kind, source),) = entry["valueFrom"].items()
         if kind == "fieldRef":
             return field(self.stored, source["fieldPath"], self.address)

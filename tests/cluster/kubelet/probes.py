@@ -25,7 +25,7 @@ async def probe(container: Container, address: str) -> None:
         if "startupProbe" in spec and not await anext(_found(client, container, "startupProbe", address)):
             container.kill()
             return
-        container.told(is_started=True, is_ready="readinessProbe" not in spec)
+        container.reported(is_started=True, is_ready="readinessProbe" not in spec)
         async with asyncio.TaskGroup() as group:
             if "readinessProbe" in spec:
                 group.create_task(_follow(container, _found(client, container, "readinessProbe", address)))
@@ -36,7 +36,7 @@ async def probe(container: Container, address: str) -> None:
 async def _follow(container: Container, readiness: AsyncIterator[bool]) -> None:
     async for is_ready in readiness:
         if is_ready != container.is_ready:
-            container.told(is_ready=is_ready)
+            container.reported(is_ready=is_ready)
 
 
 async def _guard(container: Container, liveness: AsyncIterator[bool]) -> None:

@@ -220,12 +220,12 @@ class EngineEventStream:
                 self._miss(self._next_seq or 0, batch.seq - 1)
             self._apply(batch)
         elif self._is_other(batch):
-            self._begin_anew()
+            self._restart_replay()
             self._is_void = True  # the rest is of the new start, which is asked for from its beginning
 
     def _end_replay(self) -> None:
         if not self._is_void and not self._has_shown_any and self._next_seq:
-            self._begin_anew()  # not even the last batch taken is there any more
+            self._restart_replay()  # not even the last batch taken is there any more
             self._is_void = True
         if self._is_void:
             self._ask(0)
@@ -312,7 +312,7 @@ class EngineEventStream:
         self._skipped[Skipped.UNREADABLE] += 1
         return MalformedBatch(error)
 
-    def _begin_anew(self) -> None:
+    def _restart_replay(self) -> None:
         """Restart; what waits may be of either start, and comes again with the replay if of this one."""
         self._restart()
         self._wait(())

@@ -158,7 +158,7 @@ class EngineListener:
                 case Missed():
                     self._on_change(_describe_missed(command))
                 case Restarted():
-                    self._on_change("its publisher of KV events began anew")
+                    self._on_change("its publisher of KV events restarted")
                 case MalformedBatch():
                     self._on_change(f"a message of its KV events cannot be read: {command.error.message}")
         if self.is_partial is not self._was_partial:

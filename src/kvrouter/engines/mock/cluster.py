@@ -18,7 +18,7 @@ from time import monotonic
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvEvent
-from kvrouter.core.hosts import told_host
+from kvrouter.core.hosts import advertised_host
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, merge_chunks
 from kvrouter.engines.mock.transfer import TransferCounts, Transfers, TransferSettings
@@ -226,7 +226,7 @@ class MockCluster:
             raise ConfigError("transfers: listening needs them", param="transfers")
         if self._fabric.address is not None or self._sinks:
             raise ConfigError("listen: once, and before an engine starts", param="host")
-        advertised = told_host(host, advertise_host)
+        advertised = advertised_host(host, advertise_host)
         self._fabric.address = Peer(advertised, await self._transfers.listen(host, port))
         return self._fabric.address
 

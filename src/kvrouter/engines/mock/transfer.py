@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum, StrEnum, auto
 from ssl import SSLContext
 from time import monotonic
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
@@ -193,23 +193,10 @@ class TransferCounts(msgspec.Struct):
     refused: Counter[PeerRefusal] = msgspec.field(default_factory=Counter)
 
 
-class TransferHost(Protocol):
-    """What the connections of a process have in common."""
-
-    settings: TransferSettings
-    counts: TransferCounts
-
-    def opened(self, connection: "PeerConnection") -> bool:
-        """Count an open connection; False when there are too many."""
-
-    def closed(self, connection: "PeerConnection") -> None:
-        """The connection is gone."""
-
-
 class PeerConnection(asyncio.Protocol):
     """One end of the way between two processes."""
 
-    def __init__(self, office: TransferHost, *, frame_bytes_max: int) -> None:
+    def __init__(self, office: "Transfers", *, frame_bytes_max: int) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._office = office
         self._settings = office.settings

@@ -212,7 +212,7 @@ class ServedEngine:
         self._failed_probes = 0
         if probe.started is not None and probe.started != self._started:
             self._started = probe.started
-            self._notify("the engine was started anew")
+            self._notify("the engine restarted")
         elif was_silent:
             self._notify("the engine answers again")
 

@@ -192,7 +192,7 @@ class GenerateReader:
         n_new = max(0, meta.completion_tokens - self._seen)
         if n_new > len(said.output_ids):
             raise ProtocolError(
-                f"output_ids: {n_new} new tokens are counted, and {len(said.output_ids)} told",
+                f"output_ids: {n_new} new tokens are counted, and {len(said.output_ids)} sent",
                 param="output_ids",
             )
         new = said.output_ids[len(said.output_ids) - n_new :]

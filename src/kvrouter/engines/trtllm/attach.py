@@ -131,8 +131,8 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         )
     elif facts.total_blocks is None:
         warnings += (
-            f"the engine at {spec.url} has not told its load, nor how many KV blocks it has: it does so only "
-            "with enable_iter_perf_stats: true",
+            f"the engine at {spec.url} has not reported its load, nor how many KV blocks it has: it does so "
+            "only with enable_iter_perf_stats: true",
         )
     client = TrtllmClient(spec.worker_id, facts, block_size=block_size, fetches_kv=spec.role is Role.DECODE)
     return Attached(

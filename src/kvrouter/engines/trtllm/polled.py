@@ -172,7 +172,7 @@ class PollingListener:
                     last = "on may be" if command.last_seq is None else f"to {command.last_seq} are"
                     self._on_change(f"KV events from {command.first_seq} {last} lost for good")
                 case Restarted():
-                    self._on_change("its KV events began anew")
+                    self._on_change("its KV events restarted")
                 case MalformedBatch():
                     self._on_change(f"one of its KV events cannot be read: {command.error.message}")
 

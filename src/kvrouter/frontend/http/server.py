@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kvrouter.core.byte_budget import ByteBudget
+from kvrouter.core.clock import AwakeClock
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
 from kvrouter.frontend.http.response import (
@@ -89,7 +90,7 @@ class HttpServer:
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
         self._is_sweep_put_off = False
-        self._awake_s = 0.0
+        self._awake = AwakeClock(self._limits.sweep_s)
         self._quiet = asyncio.Event()
         self._is_draining = False
 
@@ -289,13 +290,11 @@ class HttpServer:
         is not read yet.
         """
         now_s = self._loop.time()
-        late_s = now_s - self._sweep_due_s
-        self._awake_s += self._limits.sweep_s + min(late_s, self._limits.sweep_s)
-        stood_still = late_s > self._limits.sweep_s
+        stood_still = self._awake.advance(now_s - self._sweep_due_s + self._limits.sweep_s)
         self._is_sweep_put_off = stood_still and not self._is_sweep_put_off
         if not self._is_sweep_put_off:
             for connection in list(self._connections):
-                connection.sweep(now_s, self._awake_s)
+                connection.sweep(now_s, self._awake.now_s)
         self._sweep_later()
 
     def _note_quiet(self) -> None:

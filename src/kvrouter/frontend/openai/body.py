@@ -377,7 +377,7 @@ def refuse_misplaced(body: MisplacedFields) -> None:
     for field in MisplacedFields.__struct_fields__:
         if getattr(body, field) is not None:
             raise InvalidRequest(
-                f"{field}: belongs into nvext, as nvext.{field}; beside it nothing reads it", param=field
+                f"{field}: belongs into nvext, as nvext.{field}; elsewhere nothing reads it", param=field
             )
 
 

@@ -35,7 +35,7 @@ TAINTS_MAX = 32
 TAINT_CHARS_MAX = 512
 
 
-def check_wishes(nvext: NvExt, *, at: str = "nvext.") -> None:
+def check_hints(nvext: NvExt, *, at: str = "nvext.") -> None:
     """Raise :class:`InvalidRequest` naming the field of a hint that cannot be meant, or that nobody can meet.
 
     ``at`` is what stands before a field's name: where the hints are in what the caller gave. A taint may be
@@ -190,7 +190,7 @@ class NvextReader:
         values = hints.values | self._header_values()
         if values or nvext.decode_worker_id is not None or nvext.backend_instance_id is not None:
             nvext = replace(nvext, **values, decode_worker_id=None, backend_instance_id=None)
-        check_wishes(nvext)
+        check_hints(nvext)
         return nvext
 
     def _header_values(self) -> dict[str, object]:

@@ -149,7 +149,7 @@ class ComponentSpec(ObjectPart):
     replicas: (
         Annotated[int, Strict(), Ge(0), Le(REPLICAS_MAX), Field(json_schema_extra={"format": "int32"})] | None
     ) = None
-    """How many pods. Left out, there is one at first, and then as many as whoever scales the component's
+    """How many pods. Left out, there is one at first, and then as many as the scaler of the component's
     Deployment says (a HorizontalPodAutoscaler, KEDA, kubectl scale): the operator leaves the number alone."""
     pod_template: Annotated[
         Mapping[str, JsonValue],
@@ -244,7 +244,7 @@ NAME_RULES = (
 
 
 class DynamoGraphDeployment(ObjectPart):
-    """One fleet of LLM engines behind one front door, which may span several zones."""
+    """One fleet of LLM engines behind one frontend, which may span several zones."""
 
     model_config = ConfigDict(json_schema_extra=rules(*NAME_RULES))
 

@@ -34,7 +34,7 @@ class Condition(ObjectPart):
     reason: Annotated[str, MaxLen(1024)]
     """One stable word for machines."""
     message: Annotated[str, MaxLen(32_768)]
-    """One sentence for people: what is so, and how to mend it."""
+    """One sentence for people: what is so, and how to fix it."""
     last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
     """When its status last changed."""
     observed_generation: Generation | None = None
@@ -49,7 +49,7 @@ class ComponentStatus(ObjectPart):
     type: Annotated[str, MaxLen(63)]
     """Type of the component."""
     desired_replicas: Count = 0
-    """Pods that there should be: as the component states, or else as whoever scales its Deployment says."""
+    """Pods that there should be: as the component states, or else as its Deployment was scaled."""
     replicas: Count = 0
     """Pods that there are."""
     ready_replicas: Count = 0

@@ -5,7 +5,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from kvrouter.core.backoff import Backoff
-from kvrouter.core.due import DueTimes
+from kvrouter.core.clock import DueTimes
 
 FIRST_RETRY_S = 0.5
 RETRY_MAX_S = 300.0

@@ -87,7 +87,7 @@ def balance_of(domains: Sequence[DomainStatus]) -> str | None:
     return None
 
 
-def told(places: DomainCounts) -> tuple[DomainStatus, ...]:
+def domain_statuses(places: DomainCounts) -> tuple[DomainStatus, ...]:
     """Return as many domains as a status may hold."""
     return places.domains[:DOMAINS_MAX]
 

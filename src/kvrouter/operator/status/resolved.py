@@ -58,7 +58,7 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
 def invalid_spec(problems: Sequence[Problem]) -> Finding:
     """Return that nothing can be planned, and the fields that are to be fixed."""
     listed = "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])
-    message = f"nothing is changed in the cluster until this is mended: {listed}"
+    message = f"nothing is changed in the cluster until this is fixed: {listed}"
     return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
 
 

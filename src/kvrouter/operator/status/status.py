@@ -18,7 +18,14 @@ from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.available import Workers, available, role_mistakes
-from kvrouter.operator.status.domains import DomainCounts, balance_of, balanced, had_decode, places_of, told
+from kvrouter.operator.status.domains import (
+    DomainCounts,
+    balance_of,
+    balanced,
+    domain_statuses,
+    had_decode,
+    places_of,
+)
 from kvrouter.operator.status.finding import (
     AVAILABLE,
     DOMAIN_BALANCED,
@@ -79,7 +86,7 @@ def deployment_status(
         conditions=_conditions(findings, previous, deployment.metadata.generation, now),
         components=tuple(components),
         policy=None if policy is None else _policy(policy),
-        domains=told(places),
+        domains=domain_statuses(places),
         balance=balance_of(places.domains),
     )
 

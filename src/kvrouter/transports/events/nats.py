@@ -71,7 +71,7 @@ class NatsEventPublisher:
         on_dropped: DropSink = lambda _n_batches, _why: None,
         queue_max_bytes: int = QUEUE_MAX_BYTES,
         loads_interval_s: float = LOADS_INTERVAL_S,
-        drops_told_each_s: float = TELL_EVERY_S,
+        drops_reported_every_s: float = TELL_EVERY_S,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -79,7 +79,7 @@ class NatsEventPublisher:
         self._seal = seal_of(token, namespace)
         self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._queue_max_bytes = queue_max_bytes
-        self._drops = Drops(on_dropped, every_s=drops_told_each_s)
+        self._drops = Drops(on_dropped, every_s=drops_reported_every_s)
         self._queue: deque[tuple[str, bytes, bool]] = deque()
         self._queued_bytes = 0
         self._more = asyncio.Event()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
@@ -21,29 +22,6 @@ from kvrouter.transports.requests.port import (
 from kvrouter.transports.requests.session import LEFT
 from kvrouter.transports.requests.stream import credit_of
 from kvrouter.transports.requests.worker_session import Answer, WorkerSession
-
-TICKS_COUNTED = 2
-"""How many ticks one tick counts for at most, however late it comes."""
-
-
-class AwakeClock:
-    """A clock that stops while its loop does. It advances by ticks, of about ``every_s`` seconds.
-
-    When a loop was held up for long, what its peers said meanwhile is not read yet when its timers go off: by
-    a common clock all of them would seem to be dead.
-    """
-
-    def __init__(self, every_s: float) -> None:
-        self.now_s = 0.0
-        self._every_s = every_s
-
-    async def tick(self) -> None:
-        """Wait for the next tick."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        await asyncio.sleep(self._every_s)
-        self.now_s += min(loop.time() - began_s, TICKS_COUNTED * self._every_s)
-
 
 LEGS_MAX = 16_384
 """How many legs one worker runs at once; one more is refused as WorkerFull."""

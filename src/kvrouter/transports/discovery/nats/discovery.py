@@ -132,7 +132,7 @@ class BucketWatch:
             made_at = await self._bucket.identify()
             if self._leases.is_lost:
                 await self._bucket.check_writes()
-            await self._begin_anew(made_at)
+            await self._restart(made_at)
             self._reconnects = reconnects
             return
         overdue = self._leases.overdue(now)
@@ -141,14 +141,14 @@ class BucketWatch:
         await self._read([str(worker_id) for worker_id in overdue])
         made_at = await self._bucket.identify()
         if made_at != self._made_at:
-            await self._begin_anew(made_at)
+            await self._restart(made_at)
             return
         if self._leases.overdue(now):
             await self._bucket.check_writes()  # else nobody could have renewed
         self._heard_at = time.monotonic()
         self._delivery.changes(self._leases.expire(now))
 
-    async def _begin_anew(self, made_at: datetime.datetime) -> None:
+    async def _restart(self, made_at: datetime.datetime) -> None:
         """Read everything, and give every lease its whole length."""
         if made_at != self._made_at:
             self._numbers.clear()

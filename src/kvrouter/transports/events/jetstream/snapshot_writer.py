@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
+from kvrouter.core.clock import LastChange
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import WorkerRank
@@ -51,8 +52,7 @@ class SnapshotWriter:
         self._lane = lane
         self._replica_name = replica_name
         self._name = name
-        self._seen = Revised(Claim(), -1)
-        self._seen_s = 0.0
+        self._revision = LastChange()
         self._lease_s = lease_s
 
     async def take(self) -> "SnapshotWrite | None":
@@ -80,9 +80,8 @@ class SnapshotWriter:
     def _is_held(self, revised: Revised) -> bool:
         """Whether a replica holds the key and renewed its claim in time, by this replica's own clock."""
         now_s = asyncio.get_running_loop().time()
-        if revised.revision != self._seen.revision:
-            self._seen, self._seen_s = revised, now_s
-        return bool(revised.claim.holder) and now_s - self._seen_s < self._lease_s
+        self._revision.see(revised.revision, now_s)
+        return bool(revised.claim.holder) and self._revision.is_within(self._lease_s, now_s)
 
 
 class SnapshotWrite:

@@ -7,7 +7,7 @@ import zmq
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch
-from kvrouter.core.hosts import bracketed, told_host
+from kvrouter.core.hosts import advertised_host, bracketed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.transports.events.loads import LOADS_INTERVAL_S, Drops, LatestLoads
@@ -52,7 +52,7 @@ class ZmqEventPublisher:
         batch_max_bytes: int = BATCH_MAX_BYTES,
         loads_interval_s: float = LOADS_INTERVAL_S,
     ) -> None:
-        at = told_host(host, advertise_host)
+        at = advertised_host(host, advertise_host)
         self._drops = Drops(on_dropped)
         self._on_malformed = on_malformed
         self._batch_max_bytes = batch_max_bytes - TOPIC_BYTES

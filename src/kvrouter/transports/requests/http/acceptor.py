@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from aiohttp import ClientError, web
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
-from kvrouter.core.hosts import bracketed, told_host
+from kvrouter.core.hosts import advertised_host, bracketed
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import go_on, tick
 from kvrouter.transports.listener import HELLO_WITHIN_S, NO_DESCRIPTOR, UNAUTHENTICATED_MAX, TcpServer
 from kvrouter.transports.requests.http.connections import (
     CONNECTIONS_MAX,
@@ -31,7 +32,7 @@ from kvrouter.transports.requests.http.frames import (
     chunk_frame,
     failure_frame,
 )
-from kvrouter.transports.requests.legs import AwakeClock, LegName, LegServer, RouterGone
+from kvrouter.transports.requests.legs import LegName, LegServer, RouterGone
 from kvrouter.transports.requests.port import RequestServer, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.stream import (
     REQUEST_MAX_BYTES,
@@ -178,7 +179,7 @@ class HttpRequestAcceptor:
         self._port = port
         self._credentials = f"Bearer {token}".strip().encode()
         self._ssl = ssl
-        self._advertise_host = told_host(host, advertise_host)
+        self._advertise_host = advertised_host(host, advertise_host)
         self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
         self._dead_after_s = dead_after_s
         self._request_timeout_s = request_timeout_s
@@ -249,7 +250,7 @@ class HttpRequestAcceptor:
     async def _beat(self) -> None:
         """Show that this worker lives, and find out which routers and strangers do not."""
         while True:
-            await self._clock.tick()
+            await tick(self._clock)
             for answer in tuple(self._answers):
                 await answer.beat(self._heartbeat_s)
             for place in tuple(self._places.values()):

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.transports.listener import UnauthenticatedConnections
-from kvrouter.transports.requests.legs import AwakeClock
 
 CONNECTIONS_MAX = 20_000
 """Connections of one listener that showed the token."""

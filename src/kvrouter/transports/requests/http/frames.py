@@ -52,7 +52,7 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
     return (len(payload) + 1).to_bytes(4, "big") + kind + payload
 
 
-class FrameReader:
+class HttpFrameReader:
     """Cuts what arrives into frames; knows nothing of sockets."""
 
     def __init__(self) -> None:

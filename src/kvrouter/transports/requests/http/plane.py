@@ -13,18 +13,18 @@ from weakref import finalize
 
 import aiohttp
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineRequest, Leg
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import go_on, tick
 from kvrouter.transports.requests.http.frames import (
     LEG_HEADER,
     MSGPACK,
     REASON_MAX_BYTES,
     REFUSAL_MAX_BYTES,
     ROUTER_HEADER,
-    FrameReader,
+    HttpFrameReader,
 )
-from kvrouter.transports.requests.legs import AwakeClock
 from kvrouter.transports.requests.port import (
     AliveSink,
     LivenessListeners,
@@ -92,7 +92,7 @@ class _HttpLeg:
         return [self._pump]
 
     async def _read(self, response: aiohttp.ClientResponse) -> None:
-        frames = FrameReader()
+        frames = HttpFrameReader()
         try:
             while not self.stream.is_over:
                 self._take(frames, await self._received(response))
@@ -116,7 +116,7 @@ class _HttpLeg:
         finally:
             self._waits_since_s = None
 
-    def _take(self, frames: FrameReader, received: bytes) -> None:
+    def _take(self, frames: HttpFrameReader, received: bytes) -> None:
         if not received:
             self.stream.break_off(f"{self.address} ended its answer before the last chunk")
         for item in frames.feed(received):
@@ -383,7 +383,7 @@ class HttpRequestPlane:
 
     async def _check(self) -> None:
         while True:
-            await self.clock.tick()
+            await tick(self.clock)
             for leg in tuple(self._legs.values()):
                 leg.check(self.clock.now_s, self._dead_after_s, self._slow_stream_limit_s)
 

@@ -9,12 +9,13 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import go_on, tick
 from kvrouter.transports.message_auth import Newest, Seal
 from kvrouter.transports.nats_client import flush_subscriptions, subject_name
-from kvrouter.transports.requests.legs import AwakeClock, LegServer, SessionLegs
+from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.nats.plane import (
     NatsPipe,
     Post,
@@ -209,6 +210,6 @@ class NatsRequestAcceptor:
 
     async def _check(self) -> None:
         while True:
-            await self._clock.tick()
+            await tick(self._clock)
             for endpoint in tuple(self._endpoints.values()):
                 endpoint.tick(self._clock.now_s)

@@ -14,13 +14,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import go_on, tick
 from kvrouter.transports.message_auth import SEAL_BYTES, Newest, Seal
 from kvrouter.transports.nats_client import subject_name
-from kvrouter.transports.requests.legs import CONNECTION_CLOSED, AwakeClock
+from kvrouter.transports.requests.legs import CONNECTION_CLOSED
 from kvrouter.transports.requests.messages import FrameKind, frame
 from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
@@ -457,7 +458,7 @@ class NatsRequestPlane:
                     del self._links[address]
                 if link.followers and link.pipe is None and self._client.is_connected:
                     self._pipe(link).session.send(FrameKind.PING)
-            await self._clock.tick()
+            await tick(self._clock)
         for _, pipe in tuple(self._by_number.values()):
             pipe.session.lose("the connection to NATS was closed")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from ssl import SSLContext
 from typing import NamedTuple
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hosts import told_host
+from kvrouter.core.hosts import advertised_host
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.listener import (
     HELLO_WITHIN_S,
@@ -16,7 +17,7 @@ from kvrouter.transports.listener import (
     TcpServer,
     UnauthenticatedConnections,
 )
-from kvrouter.transports.requests.legs import AwakeClock, LegServer, SessionLegs
+from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES
@@ -132,7 +133,7 @@ class TcpRequestAcceptor:
         write_max_bytes: int = UNREAD_MAX_BYTES,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
-        self._advertised = told_host(host, advertise_host)
+        self._advertised = advertised_host(host, advertise_host)
         self._host = host
         self._port = port
         self._secret = Secret(token)

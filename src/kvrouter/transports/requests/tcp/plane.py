@@ -11,6 +11,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from kvrouter.core.backoff import Backoff
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import Epoch, WorkerId
@@ -51,7 +52,8 @@ class TcpPipe(asyncio.Protocol):
         self._write_max_bytes = write_max_bytes
         self._transport: asyncio.Transport | None = None
         self._is_ending = False
-        self._awake_s = 0.0
+        self._clock = AwakeClock(heartbeat_s)
+        self._beat_s = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -134,10 +136,11 @@ class TcpPipe(asyncio.Protocol):
             self._timer = self.loop.call_later(CLOSE_WITHIN_S, transport.abort)
 
     def _beat(self) -> None:
-        """Beats are counted, not seconds: a loop that was blocked has not heard its peers meanwhile."""
-        self._awake_s += self._heartbeat_s
+        now_s = self.loop.time()
+        self._clock.advance(now_s - self._beat_s)
+        self._beat_s = now_s
         self._timer = self.loop.call_later(self._heartbeat_s, self._beat)
-        self.session.tick(self._awake_s)
+        self.session.tick(self._clock.now_s)
 
 
 _ID_LIMIT = 2**64

@@ -18,7 +18,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_what_is_overwritten_is_told_once_for_each_version_of_the_spec(
+async def test_what_is_overwritten_is_reported_once_for_each_version_of_the_spec(
     plane: ControlPlane, namespace: str
 ) -> None:
     spec = graph(namespace, "llm", labelKey=ZONE, domain="zone")
@@ -28,10 +28,10 @@ async def test_what_is_overwritten_is_told_once_for_each_version_of_the_spec(
         plane.apply(spec)
         wait_for(plane, namespace, "Ready=True")
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             return len(warnings(plane, namespace)) == 1
 
-        await eventually(is_told)
+        await eventually(is_reported)
         (warning,) = warnings(plane, namespace)
         assert warning["message"] == (
             "spec.components[1].podTemplate.spec.containers[0].env[0] DYN_KV_TRANSFER_DOMAIN follows from "
@@ -44,14 +44,14 @@ async def test_what_is_overwritten_is_told_once_for_each_version_of_the_spec(
         spec["spec"]["components"][1]["replicas"] = 4
         plane.apply(spec)
 
-        async def is_told_anew() -> bool:
+        async def is_reported_again() -> bool:
             return len(warnings(plane, namespace)) == 2
 
-        await eventually(is_told_anew)
+        await eventually(is_reported_again)
         assert [each["count"] for each in warnings(plane, namespace)] == [1, 1]
 
 
-async def test_what_cannot_be_read_is_told_in_the_status_and_mended(
+async def test_what_cannot_be_read_is_reported_in_the_status_and_fixed(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):

@@ -1,4 +1,4 @@
-"""A priority queue of due times, one for each subject."""
+"""Time as callers measure it: a clock that stops while its loop does, changes of a value, and due times."""
 
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
@@ -9,6 +9,55 @@ Subject = TypeVar("Subject", bound=Hashable)
 
 _STALE_MIN = 64
 """So many moments that were put off or dropped are kept in any case."""
+
+
+TICKS_COUNTED = 2
+"""How many ticks one tick counts for at most, however late it comes."""
+
+
+class AwakeClock:
+    """A clock that stops while its loop does. It advances by ticks, of about ``every_s`` seconds.
+
+    When a loop was held up for long, what its peers said meanwhile is not read yet when its timers go off: by
+    a common clock all of them would seem to be dead.
+    """
+
+    __slots__ = ("every_s", "now_s")
+
+    def __init__(self, every_s: float) -> None:
+        self.now_s = 0.0
+        self.every_s = every_s
+
+    def advance(self, elapsed_s: float) -> bool:
+        """Count a tick that took ``elapsed_s`` seconds; return whether the loop stood still in it."""
+        counted_s = min(elapsed_s, TICKS_COUNTED * self.every_s)
+        self.now_s += counted_s
+        return counted_s < elapsed_s
+
+
+class LastChange:
+    """When a value was last seen to change, in seconds of its reader's own clock.
+
+    A claim in a store lives while its value changes: clocks of other hosts are never compared.
+    """
+
+    __slots__ = ("_value", "at_s")
+
+    def __init__(self) -> None:
+        self._value: object = _NOTHING
+        self.at_s = -inf
+
+    def see(self, value: object, now_s: float) -> None:
+        """The store holds ``value`` now."""
+        if value != self._value:
+            self._value, self.at_s = value, now_s
+
+    def is_within(self, lease_s: float, now_s: float) -> bool:
+        """Whether it changed less than ``lease_s`` seconds ago."""
+        return now_s < self.at_s + lease_s
+
+
+_NOTHING = object()
 
 
 class DueTimes(Generic[Subject]):
