@@ -62,8 +62,8 @@ async def test_answers_over_tcp_go_on_while_nats_is_away(
 async def test_requests_over_nats_outlive_a_short_outage_and_end_with_a_long_one(
     dead_after_s: int, stays_away: bool, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
-    patience = {"KVROUTER_DEAD_AFTER_S": str(dead_after_s)}
-    async with file_fleet(slow_fleet(), NATS_NATS_CORE, own_nats, environ=patience) as slow:
+    timeouts = {"KVROUTER_DEAD_AFTER_S": str(dead_after_s)}
+    async with file_fleet(slow_fleet(), NATS_NATS_CORE, own_nats, environ=timeouts) as slow:
         loop = asyncio.get_running_loop()
         asked: list[list[int]] = []
         for moment in Moment:

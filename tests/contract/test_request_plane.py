@@ -199,7 +199,7 @@ async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire
             await wire.plane.open(address, leg())
     worker.answers.set()
     async with asyncio.timeout(IN_TIME_S):
-        for attempt in count(1):  # so short a patience may end before a busy machine has answered
+        for attempt in count(1):  # so short a timeout may end before a busy machine has answered
             with suppress(WorkerUnreachable):
                 await wire.plane.open(address, leg(attempt=attempt))
                 return

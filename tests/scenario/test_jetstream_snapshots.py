@@ -29,7 +29,7 @@ async def messages(replica: Replica) -> int:
 
 
 async def snapshots_stored(replica: Replica) -> set[str]:
-    return {name.partition("/")[0] for name in await lane_of(replica).shelf.objects()}
+    return {name.partition("/")[0] for name in await lane_of(replica).snapshots.objects()}
 
 
 async def take(replica: Replica, worker: Worker) -> None:
@@ -56,9 +56,9 @@ def dies_before(replica: Replica, step: str) -> None:
         return maybe
 
     for owner, name in (
-        (lane.shelf, "write"),
-        (lane.shelf, "put"),
-        (lane.shelf, "remove"),
+        (lane.snapshots, "write"),
+        (lane.snapshots, "put"),
+        (lane.snapshots, "remove"),
         (lane.stream, "purge"),
     ):
         setattr(owner, name, fatal(getattr(owner, name)))
@@ -104,10 +104,10 @@ async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None
     worker, (slow, quick) = await fleet.known("slow", "quick", serves=6)
     taking = await slow.subscriber.take("backend")
     assert taking is not None
-    claimed = await lane_of(quick).shelf.claim()
+    claimed = await lane_of(quick).snapshots.claim()
     assert await quick.subscriber.take("backend") is None
     async with asyncio.timeout(60):
-        while (await lane_of(quick).shelf.claim()).revision < claimed.revision + 3:
+        while (await lane_of(quick).snapshots.claim()).revision < claimed.revision + 3:
             assert await quick.subscriber.take("backend") is None, "it renews its claim"
     taking._end_renewal()  # type: ignore[attr-defined]  # as if the process were paused
     await quick.until_right(worker)

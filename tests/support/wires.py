@@ -22,4 +22,4 @@ WIRES_WITH_NETWORK: dict[str, Callable[[], Awaitable[Wire]]] = {
     "nats": nats_wire_with_network,
     "tcp": tcp_wire_with_network,
 }
-"""Those that can lose their network: each with a proxy between its ends, and short patience."""
+"""Those that can lose their network: each with a proxy between its ends, and short timeouts."""

@@ -211,8 +211,8 @@ FALSE_SOURCES = {
 @pytest.mark.parametrize("name", list(FALSE_SOURCES))
 async def test_a_false_source_fails_its_decode_leg(name: str) -> None:
     says, refusal = FALSE_SOURCES[name]
-    patience = IMPATIENT if refusal is PeerRefusal.SILENT else SETTINGS
-    async with processes(decode_settings=patience, links=SLOW_LINKS) as pair, false_source(says) as peer:
+    timeouts = IMPATIENT if refusal is PeerRefusal.SILENT else SETTINGS
+    async with processes(decode_settings=timeouts, links=SLOW_LINKS) as pair, false_source(says) as peer:
         pair.peer = peer
         _, last = await read_all(await pair.send(Leg.DECODE, room=5))
         assert last.finish is FinishReason.ERROR

@@ -164,7 +164,7 @@ class PodFleet:
         self._policy = policy
         self._write_event = write_event
         self._drain_limit_s = drain_limit_s
-        self._seats: dict[str, PodAttachment] = {}
+        self._entries: dict[str, PodAttachment] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_draining = False
         self._without: dict[str, tuple[EnginePod, str, str]] = {}
@@ -173,16 +173,16 @@ class PodFleet:
     @property
     def workers(self) -> dict[str, Worker]:
         """Those that have joined, by the names of their pods."""
-        seats = [(seat.pod.name, seat.attachment) for seat in self._seats.values()]
-        return {name: each.worker for name, each in seats if each is not None and each.worker is not None}
+        entries = [(entry.pod.name, entry.attachment) for entry in self._entries.values()]
+        return {name: each.worker for name, each in entries if each is not None and each.worker is not None}
 
     def awaited(self) -> list[str]:
         """The pods whose engines have no worker: a line for each, as clients may see it."""
         lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
-        for seat in self._seats.values():
-            if seat.spec is not None and (seat.attachment is None or seat.attachment.worker is None):
-                why = "does not answer" if seat.attachment is None else seat.attachment.awaited
-                lines.append(f"the engine of pod {seat.pod.name} {why}")
+        for entry in self._entries.values():
+            if entry.spec is not None and (entry.attachment is None or entry.attachment.worker is None):
+                why = "does not answer" if entry.attachment is None else entry.attachment.awaited
+                lines.append(f"the engine of pod {entry.pod.name} {why}")
         return lines
 
     async def __aenter__(self) -> Self:
@@ -197,42 +197,42 @@ class PodFleet:
     async def drain(self) -> None:
         """Let every worker finish what runs, and leave; nobody joins any more."""
         self._is_draining = True
-        for seat in self._seats.values():
-            seat.want(None)
+        for entry in self._entries.values():
+            entry.want(None)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def on_pod(self, pod: EnginePod) -> None:
         """A pod is there, or changed."""
-        seat = self._seats.get(pod.uid)
+        entry = self._entries.get(pod.uid)
         if self._is_draining:
             return
         if pod.is_ready and not pod.is_leaving:
-            self._serve(pod, seat)
-        elif seat is None or seat.spec is None:
+            self._serve(pod, entry)
+        elif entry is None or entry.spec is None:
             self._without[pod.uid] = pod, "is not ready", ""
         else:
-            seat.rest()
+            entry.rest()
 
     def on_gone(self, uid: str) -> None:
         """A pod is gone, has ended, or is no engine any more."""
         self._without.pop(uid, None)
-        seat = self._seats.get(uid)
-        if seat is not None and seat.spec is not None:
-            log_event(_log, Event.ENGINE_POD_GONE, pod=seat.pod.name)
-            seat.want(None)
+        entry = self._entries.get(uid)
+        if entry is not None and entry.spec is not None:
+            log_event(_log, Event.ENGINE_POD_GONE, pod=entry.pod.name)
+            entry.want(None)
 
-    def _serve(self, pod: EnginePod, seat: PodAttachment | None) -> None:
+    def _serve(self, pod: EnginePod, entry: PodAttachment | None) -> None:
         try:
             spec = self._spec_of(pod)
         except ConfigError as error:
             self._mistaken(pod, error)
-            if seat is not None:
-                seat.want(None)
+            if entry is not None:
+                entry.want(None)
             return
         self._without.pop(pod.uid, None)
-        if seat is not None:
-            seat.pod = pod
-            seat.want(spec)
+        if entry is not None:
+            entry.pod = pod
+            entry.want(spec)
             return
         log_event(
             _log,
@@ -241,21 +241,21 @@ class PodFleet:
             worker=str(spec.worker_id),
             url=spec.url,
         )
-        seat = PodAttachment(pod, spec, self._workers, self._write_event, drain_limit_s=self._drain_limit_s)
-        self._seats[pod.uid] = seat
-        self._tasks[pod.uid] = asyncio.create_task(self._run(seat))
+        entry = PodAttachment(pod, spec, self._workers, self._write_event, drain_limit_s=self._drain_limit_s)
+        self._entries[pod.uid] = entry
+        self._tasks[pod.uid] = asyncio.create_task(self._run(entry))
 
-    async def _run(self, seat: PodAttachment) -> None:
-        uid = seat.pod.uid
+    async def _run(self, entry: PodAttachment) -> None:
+        uid = entry.pod.uid
         try:
-            while seat.spec is not None:
+            while entry.spec is not None:
                 try:
-                    await seat.run()
+                    await entry.run()
                 except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
                     log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
                     await asyncio.sleep(TRIED_AGAIN_S)
         finally:
-            del self._seats[uid], self._tasks[uid]
+            del self._entries[uid], self._tasks[uid]
 
     def _mistaken(self, pod: EnginePod, error: ConfigError) -> None:
         known = self._without.get(pod.uid)

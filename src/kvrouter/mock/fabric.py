@@ -82,7 +82,7 @@ class Fabric:
 
     def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "") -> None:
         self.address: Peer | None = None
-        self._patience = max(1.0, clock_rate)
+        self._expiry_scale = max(1.0, clock_rate)
         self._life = life
         self._members: dict[WorkerId, _Member] = {}
         self._ids: dict[str, WorkerId] = {}
@@ -328,7 +328,7 @@ class Fabric:
         expiry_s = member.engine.config.kv_wait_expiry_s
         may_follow = request.bootstrap is not None
         if request.leg is Leg.PREFILL:
-            self._handoffs.source_joins(name, party, expiry_s=expiry_s * self._patience)
+            self._handoffs.source_joins(name, party, expiry_s=expiry_s * self._expiry_scale)
         elif source_at is None:
             self._sink_joins(now, name, party, expiry_s, may_follow)
         else:
@@ -337,9 +337,9 @@ class Fabric:
     def _sink_joins(
         self, now: float, name: MeetingName, sink: Sink, expiry_s: float, may_follow: bool
     ) -> None:
-        patience_s = expiry_s * self._patience
+        expiry_limit_s = expiry_s * self._expiry_scale
         self._do(
-            now, self._handoffs.sink_joins(name, sink, expiry_s=patience_s, source_may_follow=may_follow)
+            now, self._handoffs.sink_joins(name, sink, expiry_s=expiry_limit_s, source_may_follow=may_follow)
         )
 
     def _end_pull(self, now: float, pull: RemotePull) -> None:

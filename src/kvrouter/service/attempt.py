@@ -248,16 +248,16 @@ class SilenceWatch:
         "_check_s",
         "_loop",
         "_on_too_long",
-        "_patience",
+        "_timeouts",
         "_timer",
         "heard_s",
         "is_reading",
         "phase",
     )
 
-    def __init__(self, patience: Timeouts, on_too_long: Callable[[TooLong, float], None]) -> None:
+    def __init__(self, timeouts: Timeouts, on_too_long: Callable[[TooLong, float], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._patience = patience
+        self._timeouts = timeouts
         self._on_too_long = on_too_long
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = self._check_s = self.heard_s = time.monotonic()
@@ -267,7 +267,7 @@ class SilenceWatch:
     @property
     def time_left_s(self) -> float:
         """How long the request may still take, in seconds."""
-        return max(0.0, self._began_s + self._patience.request_s - time.monotonic())
+        return max(0.0, self._began_s + self._timeouts.request_s - time.monotonic())
 
     def enter(self, phase: Phase) -> None:
         """From now on this is waited for."""
@@ -282,16 +282,16 @@ class SilenceWatch:
 
     def _due(self) -> tuple[float, TooLong]:
         """When the next limit is reached, and which one it is."""
-        patience = self._patience
-        end_s = self._began_s + patience.request_s
+        timeouts = self._timeouts
+        end_s = self._began_s + timeouts.request_s
         if self.phase is Phase.PREFILLING:
-            limit_s, kind = self._began_s + patience.prefill_s, TooLong.PREFILL
+            limit_s, kind = self._began_s + timeouts.prefill_s, TooLong.PREFILL
         elif self.phase is Phase.FIRST_TOKEN:
-            limit_s, kind = self._began_s + patience.first_token_s, TooLong.FIRST_TOKEN
+            limit_s, kind = self._began_s + timeouts.first_token_s, TooLong.FIRST_TOKEN
         elif self.phase is Phase.RESUMING:
-            limit_s, kind = self.heard_s + patience.first_token_s, TooLong.SILENCE
+            limit_s, kind = self.heard_s + timeouts.first_token_s, TooLong.SILENCE
         else:
-            limit_s, kind = self.heard_s + patience.between_tokens_s, TooLong.SILENCE
+            limit_s, kind = self.heard_s + timeouts.between_tokens_s, TooLong.SILENCE
         return (end_s, TooLong.REQUEST) if end_s <= limit_s else (limit_s, kind)
 
     def _disarm(self) -> None:

@@ -103,7 +103,7 @@ class Dispatch:
         model: ModelRouter,
         plane: RequestPlane,
         *,
-        patience: Timeouts,
+        timeouts: Timeouts,
         redispatches_max: int,
         observed: ServiceInstrumentation,
         times: Times,
@@ -113,7 +113,7 @@ class Dispatch:
             redispatches_max=redispatches_max,
             is_plain=request.call is None or request.call.resumable,
         )
-        self.watch = SilenceWatch(patience, self._too_long)
+        self.watch = SilenceWatch(timeouts, self._too_long)
         self.output = Output(self.journey, model, self.watch)
         self.attempt: Attempt | None = None
         """What is under way; None before the first decision, and when nothing is any more."""
@@ -127,7 +127,7 @@ class Dispatch:
         self._request = request
         self._model = model
         self._plane = plane
-        self._patience = patience
+        self._timeouts = timeouts
         self._observed = observed
         self._times = times
         self._silence: str | None = None
@@ -418,13 +418,13 @@ class Dispatch:
         if attempt is None:
             return
         if kind is TooLong.REQUEST:
-            limit_s = self._patience.request_s
+            limit_s = self._timeouts.request_s
             self._time_is_up(attempt, f"the request took longer than {limit_s:g} s", limit_s)
         elif kind is TooLong.PREFILL:
-            limit_s = self._patience.prefill_s
+            limit_s = self._timeouts.prefill_s
             self._time_is_up(attempt, f"no prefill within {limit_s:g} s", limit_s)
         elif kind is TooLong.FIRST_TOKEN:
-            limit_s = self._patience.first_token_s
+            limit_s = self._timeouts.first_token_s
             self._time_is_up(attempt, f"no first token within {limit_s:g} s", limit_s)
         else:
             self._silence = f"no token for {silent_s:.3g} s"
@@ -460,7 +460,7 @@ class Generation:
         model: ModelRouter,
         plane: RequestPlane,
         *,
-        patience: Timeouts,
+        timeouts: Timeouts,
         redispatches_max: int,
         observed: ServiceInstrumentation,
         retry_bodies: ByteBudget,
@@ -473,7 +473,7 @@ class Generation:
             request,
             model,
             plane,
-            patience=patience,
+            timeouts=timeouts,
             redispatches_max=redispatches_max,
             observed=observed,
             times=self.times,

@@ -69,7 +69,7 @@ class RouterService:
             on_lapsed_and_dead=self._on_lapsed_and_dead,
         )
         first_token_s = config.ttft_timeout_s or config.request_timeout_s
-        self._patience = Timeouts(
+        self._timeouts = Timeouts(
             prefill_s=first_token_s,
             first_token_s=first_token_s,
             between_tokens_s=config.stall_timeout_s,
@@ -184,7 +184,7 @@ class RouterService:
             taken_in(request),
             model,
             self._parts.plane,
-            patience=self._patience_with(request),
+            timeouts=self._timeouts_with(request),
             redispatches_max=self._parts.config.retries_max,
             observed=self._parts.observed,
             retry_bodies=self._retry_bodies,
@@ -202,11 +202,11 @@ class RouterService:
         """What the bodies of client calls hold that are kept to be sent again."""
         return self._retry_bodies.bytes
 
-    def _patience_with(self, request: GenerateRequest) -> Timeouts:
+    def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
         """An engine that answers at once says nothing before its last token; its prefill leg has but one."""
         if request.call is None or request.call.stream:
-            return self._patience
-        return replace(self._patience, first_token_s=self._patience.request_s)
+            return self._timeouts
+        return replace(self._timeouts, first_token_s=self._timeouts.request_s)
 
     def explain(self, request: GenerateRequest) -> Decision:
         """Decide without sending: the same path, with a row for every candidate."""

@@ -196,10 +196,10 @@ class TransferCounts(msgspec.Struct):
 class PeerConnection(asyncio.Protocol):
     """One end of the way between two processes."""
 
-    def __init__(self, office: "Transfers", *, frame_bytes_max: int) -> None:
+    def __init__(self, transfers: "Transfers", *, frame_bytes_max: int) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._office = office
-        self._settings = office.settings
+        self._transfers = transfers
+        self._settings = transfers.settings
         self._frames = PeerFrameReader(frame_bytes_max)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -214,7 +214,7 @@ class PeerConnection(asyncio.Protocol):
         self._heard_at_s = monotonic()
         stream.writelines(self._unsent)
         self._unsent.clear()
-        if not self._office.opened(self):
+        if not self._transfers.opened(self):
             self._refuse(ConnectionRefused(PeerRefusal.FULL, "this process has too many connections"))
         elif not self._deaf:
             self._after(self._settings.keep_alive_s, self._beat)
@@ -239,7 +239,7 @@ class PeerConnection(asyncio.Protocol):
         self._deaf = True
         if self._timer is not None:
             self._timer.cancel()
-        self._office.closed(self)
+        self._transfers.closed(self)
         self.gone.set_result(None)
         self.end(KvLoss.BROKEN, "the connection was lost" + (f": {exc}" if exc else ""))
 
@@ -278,7 +278,7 @@ class PeerConnection(asyncio.Protocol):
             self._after(self._settings.linger_s, self._transport.abort)
 
     def _refuse(self, refused: ConnectionRefused) -> None:
-        self._office.counts.refused[refused.refusal] += 1
+        self._transfers.counts.refused[refused.refusal] += 1
         loss = KvLoss.TIMEOUT if refused.refusal is PeerRefusal.SILENT else KvLoss.BROKEN
         self.say(encode_word(Failed(loss, refused.message[:REASON_CHARS_MAX])))
         self.close()

@@ -59,7 +59,7 @@ class SnapshotWriter:
         """Claim the key and begin; None when another replica holds it, or nothing new would be covered."""
         lane = self._lane
         try:
-            revised = await lane.shelf.claim()
+            revised = await lane.snapshots.claim()
             if self._is_held(revised):
                 return None
             claim, sequence, made = revised.claim, lane.position, lane.made
@@ -67,11 +67,11 @@ class SnapshotWriter:
                 return None
             mine = msgspec.structs.replace(claim, holder=self._replica_name)
             try:
-                revision = await lane.shelf.write(mine, over=revised.revision)
+                revision = await lane.snapshots.write(mine, over=revised.revision)
             except Overtaken:
                 return None
-            left_over = [name for name in await lane.shelf.objects() if not is_of(claim.snapshot, name)]
-            await lane.shelf.remove(left_over)
+            left_over = [name for name in await lane.snapshots.objects() if not is_of(claim.snapshot, name)]
+            await lane.snapshots.remove(left_over)
         except CLIENT_ERRORS as error:
             raise SnapshotFailed(f"{lane.names.component}: {reason(error)}") from error
         done = Claim(f"{sequence}-{self._name()}", made, sequence)
@@ -89,7 +89,7 @@ class SnapshotWrite:
 
     def __init__(self, lane: ComponentLane, done: Claim, *, held: Revised, renew_s: float) -> None:
         self._lane = lane
-        self._store = lane.shelf
+        self._store = lane.snapshots
         self._done = done
         self._claim = held.claim
         self._revision = held.revision

@@ -203,7 +203,7 @@ class ComponentLane:
         """Which stream the position is in; "" before the first was heard."""
         jetstream = parts.client.jetstream()
         self.stream = EventStream(jetstream, parts.names, parts.limits)
-        self.shelf = ComponentSnapshots(
+        self.snapshots = ComponentSnapshots(
             jetstream,
             parts.names,
             seal=parts.seal,
@@ -213,7 +213,7 @@ class ComponentLane:
         self._parts = parts
         self._jetstream = jetstream
         self._opened_loads = OpenedLoads(parts.seal)
-        self._stored = StoredIndex(self.shelf, self.stream)
+        self._stored = StoredIndex(self.snapshots, self.stream)
         self._followed: dict[WorkerId, Epoch] = {}
         self._began: dict[WorkerRank, str | None] = {}
         self._undecided: set[WorkerRank] = set()
@@ -455,10 +455,10 @@ class ComponentLane:
             await live.close()
 
     async def _reset(self) -> None:
-        revised = await self.shelf.claim()
-        await self.shelf.write(Claim(), over=revised.revision)
+        revised = await self.snapshots.claim()
+        await self.snapshots.write(Claim(), over=revised.revision)
         await self.stream.purge()
-        await self.shelf.remove(await self.shelf.objects())
+        await self.snapshots.remove(await self.snapshots.objects())
         self._must_reset = False
         self._parts.observer.was_reset(self.names.component)
 
