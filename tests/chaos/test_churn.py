@@ -10,7 +10,7 @@ import pytest
 from tests.support.file_fleet import FileFleet, file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import (
+from tests.support.process_transports import (
     FILE_TCP_ZMQ,
     NATS_HTTP_JETSTREAM,
     NATS_NATS_CORE,

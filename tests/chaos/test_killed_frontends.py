@@ -6,7 +6,7 @@ from tests.support.clients import Client
 from tests.support.file_fleet import file_fleet
 from tests.support.moments import ANSWER_TOKENS, Moment, meet, slow_fleet
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import FILE_TCP_ZMQ, NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
+from tests.support.process_transports import FILE_TCP_ZMQ, NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
 
 PLANES = [
     (FILE_TCP_ZMQ, "bootstrap"),

@@ -11,7 +11,7 @@ from tests.support.clients import Client
 from tests.support.file_fleet import file_fleet
 from tests.support.moments import ANSWER_TOKENS, Moment, meet, slow_fleet
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
+from tests.support.process_transports import NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
 from tests.support.processes import Frontend, eventually
 
 PLANES = [

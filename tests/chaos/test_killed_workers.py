@@ -8,7 +8,7 @@ import pytest
 from tests.support.file_fleet import file_fleet
 from tests.support.moments import Moment, meet, slow_fleet
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, NATS_NATS_CORE, Planes
+from tests.support.process_transports import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, NATS_NATS_CORE, Planes
 
 PLANES = [
     (FILE_TCP_ZMQ, "bootstrap"),

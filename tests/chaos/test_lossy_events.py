@@ -5,7 +5,7 @@ import pytest
 from tests.support.file_fleet import file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import FILE_TCP_ZMQ, Planes
+from tests.support.process_transports import FILE_TCP_ZMQ, Planes
 
 FLEET = """
 version: 1

@@ -8,7 +8,7 @@ from tests.support.clients import Client
 from tests.support.file_fleet import file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, Planes
+from tests.support.process_transports import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, Planes
 
 FLEET = """
 version: 1

@@ -18,7 +18,7 @@ from tests.hostile.meter import MIB, Meter
 from tests.support.file_fleet import FileFleet, file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import NATS_TCP_JETSTREAM_SYNC
+from tests.support.process_transports import NATS_TCP_JETSTREAM_SYNC
 from tests.support.processes import Frontend
 
 LASTS_S = float(os.environ.get("NIGHTLY_LOAD_S", "3600"))

@@ -14,7 +14,7 @@ from kvrouter.service import router
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.transports.discovery.port import Gone
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
-from tests.support.planes import ScriptedPlane, address_of
+from tests.support.scripted_transport import ScriptedPlane, address_of
 
 OTHER = 2 * BLOCK_SIZE
 

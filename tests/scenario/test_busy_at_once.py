@@ -13,8 +13,8 @@ from kvrouter.core.workers import LoadReport
 from tests.oracles.sync import MemorySyncPlane
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
 from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt
-from tests.support.planes import ScriptedPlane, ScriptedStream
 from tests.support.replicas import ReplicaRouter
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
 from tests.support.waits import until
 
 RANK = card(1).ranks()[0]

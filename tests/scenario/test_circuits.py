@@ -18,7 +18,7 @@ from kvrouter.frontend.fleet_state import Gauges, fleet_json
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
 from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all
 from tests.support.logged import event_of, events_of
-from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
 
 ONE = WorkerId(1)

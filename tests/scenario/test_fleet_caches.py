@@ -31,7 +31,7 @@ from tests.support.mock_fleets import (
     pairs,
     prompt,
 )
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 from tests.support.waits import until
 
 SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"

@@ -16,7 +16,7 @@ from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.port import DropReason, EventSubscriber
 from kvrouter.wiring.router_transports import LaneSubscriber
 from tests.support.fleets import Bench, HandEvents, card, read_all
-from tests.support.planes import ScriptedPlane, address_of
+from tests.support.scripted_transport import ScriptedPlane, address_of
 
 
 async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> tuple[Bench, ScriptedPlane]:

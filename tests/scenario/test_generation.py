@@ -10,7 +10,7 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown,
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.transports.requests.port import WorkerFull
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request, read_all
-from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
 
 

@@ -4,7 +4,7 @@ import gc
 
 from kvrouter.core.requests import FinishReason
 from tests.support.fleets import Bench, bench_of, card, generate_request
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 
 
 async def read_one(bench: Bench) -> None:

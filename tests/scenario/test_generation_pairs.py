@@ -17,7 +17,7 @@ from tests.support.fleets import (
     prefill_card,
     read_all,
 )
-from tests.support.planes import ScriptedPlane, address_of
+from tests.support.scripted_transport import ScriptedPlane, address_of
 from tests.support.waits import until
 
 

@@ -19,7 +19,7 @@ from tests.support.fleets import (
     prefill_card,
     read_all,
 )
-from tests.support.planes import ScriptedPlane, ScriptedStream
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
 from tests.support.waits import until
 
 RANK = card(1).ranks()[0]

@@ -13,7 +13,7 @@ from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from tests.support.fleets import Bench, card, generate_request, read_all
-from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 
 HANDOFFS = pytest.mark.parametrize("bootstrap", [False, True], ids=["synchronous", "bootstrap"])
 DECODE = card(2, Role.DECODE, zone="a")

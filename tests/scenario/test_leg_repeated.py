@@ -6,7 +6,7 @@ from kvrouter.core.errors import WorkerFailed
 from kvrouter.core.requests import EngineRequest, FinishReason
 from kvrouter.transports.requests.port import LegRepeated
 from tests.support.fleets import Bench, card, read_all
-from tests.support.planes import ScriptedPlane, ScriptedStream
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
 
 
 class Repeating(ScriptedPlane):

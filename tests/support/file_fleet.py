@@ -12,7 +12,7 @@ from kvrouter.config.problems import read_document
 from kvrouter.wiring.fleet_build import numbered_workers
 from tests.support.checks import Prompts, all_is_well
 from tests.support.nats_server import NatsServer
-from tests.support.process_planes import Planes
+from tests.support.process_transports import Planes
 from tests.support.processes import Fleet, Frontend, Running, eventually, fleet
 
 LEASE_S = 3.0

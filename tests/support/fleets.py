@@ -17,7 +17,7 @@ from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSi
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
 from kvrouter.transports.requests.port import RequestPlane
 from kvrouter.wiring.router import build_service
-from tests.support.planes import address_of
+from tests.support.scripted_transport import address_of
 
 MODEL = ModelName("mock")
 BLOCK_SIZE = 16

@@ -16,7 +16,7 @@ from kvrouter.frontend.pages import SETTLE_S
 from kvrouter.text.model import TextModel
 from kvrouter.transports.requests.port import RequestPlane
 from tests.support.fleets import MODEL, Bench, decode_card, prefill_card
-from tests.support.planes import ScriptedPlane, ScriptedStream
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
 
 CONTEXT_TOKENS = 512
 

@@ -13,7 +13,7 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.placement.placement import Placement
 from kvrouter.service.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
 from tests.support.fleets import Bench, card, generate_request
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 from tests.support.virtual_time import run_in_virtual_time
 
 TTL_S = 10.0

@@ -13,7 +13,7 @@ from kvrouter.config import KvRouterConfig, default_fleet_document, load_fleet
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import card
 from tests.support.front import open_house, says
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 from tests.support.served import MODEL, Served, served, user, words
 
 PICK = {

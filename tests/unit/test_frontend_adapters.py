@@ -11,7 +11,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, error_of, open_house
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 
 ADAPTER, OTHER_NAME = "french", "the-model"
 

@@ -22,7 +22,7 @@ from kvrouter.frontend.prepare import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_L
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 from tests.support.waits import until
 
 CHAT = "/v1/chat/completions"

@@ -7,7 +7,7 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.service.model_router import ATTEMPTS_MAX
 from tests.support.fleets import MODEL, card
 from tests.support.front import SECRET, error_of, open_house, says, takeover_instructions, zoned_pairs
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 
 
 async def test_an_explanation_has_a_row_for_every_candidate_and_changes_nothing() -> None:

@@ -10,7 +10,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
-from tests.support.planes import ScriptedStream, silent
+from tests.support.scripted_transport import ScriptedStream, silent
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

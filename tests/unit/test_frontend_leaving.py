@@ -14,7 +14,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.transports.requests.port import AliveSink
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, open_house, says, token_ids
-from tests.support.planes import silent
+from tests.support.scripted_transport import silent
 from tests.support.waits import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

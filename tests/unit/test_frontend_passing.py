@@ -15,7 +15,7 @@ from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, error_of, metrics_of, mock_text, open_house, token_ids
 from tests.support.parsed import parse_passed
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 from tests.support.waits import until
 
 HEAD = {"id": "chatcmpl-theirs", "object": "chat.completion.chunk", "created": 7, "model": "their-name"}

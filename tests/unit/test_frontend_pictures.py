@@ -10,7 +10,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, open_house
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 
 N_WORKERS = 5
 BIG = 300 * 1024

@@ -8,7 +8,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.transports.requests.port import StreamBroken
 from tests.support.fleets import MODEL
 from tests.support.front import open_house, token_ids
-from tests.support.planes import ScriptedStream
+from tests.support.scripted_transport import ScriptedStream
 from tests.unit.test_frontend_passing import ROLE, event, goes_on, piece, streams, taking
 
 BODY = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()

@@ -12,7 +12,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.mock_fleets import LONG_TOKENS, alike
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 from tests.support.waits import until
 
 LONG: Mapping[str, object] = {

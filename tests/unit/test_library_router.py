@@ -20,7 +20,7 @@ from kvrouter.library import KvIndexer, KvRouter, Runtime
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.logged import event_of
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 from tests.support.waits import until
 
 PROMPT = list(range(256, 256 + 100))

@@ -14,7 +14,7 @@ from tests.support.blocks import reported_by
 from tests.support.embedding import Program, program, tokens_of
 from tests.support.fleets import BLOCK_SIZE, HandDiscovery, HandEvents, card
 from tests.support.mock_fleets import BLOCK, pairs, prompt
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 
 PROMPT = prompt()
 PREFILL = {1, 4}

@@ -16,7 +16,7 @@ from kvrouter.transports.events.port import BatchSink, LoadSink
 from kvrouter.transports.sync.port import MessageSink
 from tests.oracles.sync import MemorySyncPlane
 from tests.support.fleets import HandDiscovery, HandEvents, card
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 from tests.support.waits import until
 
 

@@ -27,7 +27,7 @@ from kvrouter.service.bookings import Bookings, RequestInUse
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
 from tests.support.fleets import Bench, card, generate_request
-from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
 
 R1 = RequestId("r1")

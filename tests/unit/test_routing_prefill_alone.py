@@ -11,7 +11,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.topology import Fallback, MismatchPolicy, Preferred, Required, TransferConstraint
 from tests.support.fleets import Bench, card, generate_request
-from tests.support.planes import ScriptedPlane
+from tests.support.scripted_transport import ScriptedPlane
 
 
 async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> Bench:

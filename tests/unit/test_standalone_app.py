@@ -21,8 +21,8 @@ from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.prefill_dispatch import PrefillDispatch
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.front import mock_text, token_ids
-from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 from tests.support.processes import Metrics
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
 
 TOKENS: dict[str, object] = {"model": MODEL, "token_ids": list(range(100, 140))}
