@@ -4,14 +4,14 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import DeadlineExceeded, KvrouterError, Unavailable
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, Unavailable
 from kvrouter.core.requests import (
     EngineRequest,
     FinishReason,
@@ -21,7 +21,7 @@ from kvrouter.core.requests import (
     Sampling,
 )
 from kvrouter.fleet import Fault
-from kvrouter.journey import Journey, LegLost, State
+from kvrouter.journey import Journey, LegLost, LegRefused, PrefillDone, State
 from kvrouter.placement.placement import Placement
 from kvrouter.routing.request import Pick
 from kvrouter.service.model_router import ModelRouter
@@ -117,6 +117,19 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         repeated=isinstance(error, LegRepeated),
         blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow),
     )
+
+
+async def prefill_outcome(
+    pick: Pick, leg: Awaitable[KvTransferParams | None]
+) -> PrefillDone | LegLost | LegRefused:
+    """Await a prefill leg; return what its journey hears of it."""
+    try:
+        params = await leg
+    except InvalidRequest as error:
+        return LegRefused(error)
+    except KvrouterError as error:
+        return lost_leg(pick, error)
+    return PrefillDone(pick.rank.worker_id, params)
 
 
 def last_leg(

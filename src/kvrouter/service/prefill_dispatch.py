@@ -15,7 +15,7 @@ from kvrouter.core.errors import (
     Unavailable,
 )
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams, Leg
+from kvrouter.core.requests import Bootstrap, EngineRequest, GenerateRequest, KvTransferParams, Leg
 from kvrouter.fleet import Fault
 from kvrouter.journey import (
     Abandon,
@@ -39,6 +39,7 @@ from kvrouter.service.attempt import (
     blame_loss,
     lost_leg,
     prefill_leg,
+    prefill_outcome,
     read_prefill,
     taken_in,
 )
@@ -323,19 +324,19 @@ class _Run:
         placement = self._placed()
         time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
         engine_request = prefill_leg(self.request, placement, resumed_tokens=0, time_left_s=time_left_s)
-        try:
-            self._sent_s = time.monotonic()
-            self.stream = await self._plane.open(placement.decode_address, engine_request)
-            if placement.bootstrap is not None:
-                return PrefillDone(self.worker_id, {})
-            await self.read()
-        except InvalidRequest as error:
-            return LegRefused(error)
-        except KvrouterError as error:
-            self._lost = lost_leg(placement.prefill_pick, error)
-            self._blame(self._lost)
-            return self._lost
-        return PrefillDone(self.worker_id, self._params)
+        outcome = await prefill_outcome(placement.prefill_pick, self._run(placement, engine_request))
+        if isinstance(outcome, LegLost):
+            self._lost = outcome
+            self._blame(outcome)
+        return outcome
+
+    async def _run(self, placement: Placement, engine_request: EngineRequest) -> KvTransferParams | None:
+        self._sent_s = time.monotonic()
+        self.stream = await self._plane.open(placement.decode_address, engine_request)
+        if placement.bootstrap is not None:
+            return {}
+        await self.read()
+        return self._params
 
     def _placed(self) -> Placement:
         if self._placement is None:

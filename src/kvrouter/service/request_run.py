@@ -1,10 +1,9 @@
 """One request from its first attempt to its end: what its journey says is done, and its client reads.
 
-It is pulled: nothing runs ahead of its reader, so that a slow client holds back its own engine stream and
-nobody else's. What is sent where is :class:`~kvrouter.service.request_run.Dispatch`'s business.
-
-It never reads an answer: :class:`~kvrouter.service.request_run.Generation` does, and reports what came of it.
-Only the prefill leg of a bootstrap handoff is read here, by a task parallel to the answer's reader.
+:class:`Dispatch` places it and sends its legs, as the journey says. It reads no answer but that of a prefill
+leg in a bootstrap handoff, in a task parallel to the answer's reader. :class:`Generation` is what the client
+reads. It is pulled: nothing runs ahead of its reader, so that a slow client holds back its own engine stream
+and nobody else's.
 """
 
 import asyncio
@@ -51,7 +50,6 @@ from kvrouter.journey import (
     NotPlaced,
     Place,
     Placed,
-    PrefillDone,
     SendDecode,
     SendPrefill,
     Shape,
@@ -72,6 +70,7 @@ from kvrouter.service.attempt import (
     lost_leg,
     open_decode,
     prefill_leg,
+    prefill_outcome,
     read_prefill,
 )
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
@@ -296,14 +295,10 @@ class Dispatch:
             task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
             attempt.prefill_task = task
             return []
-        pick = attempt.placement.prefill_pick
-        try:
-            params = await self._run_prefill(attempt)
-        except InvalidRequest as error:
-            return self.journey.handle(LegRefused(error))
-        except KvrouterError as error:
-            return self._lost(attempt, lost_leg(pick, error))
-        return self.journey.handle(PrefillDone(pick.rank.worker_id, params))
+        outcome = await prefill_outcome(attempt.placement.prefill_pick, self._run_prefill(attempt))
+        if isinstance(outcome, LegLost):
+            return self._lost(attempt, outcome)
+        return self.journey.handle(outcome)
 
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
