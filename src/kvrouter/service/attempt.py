@@ -38,7 +38,7 @@ from kvrouter.transports.requests.port import (
 INTAKE_BYTES = 8
 
 
-def taken_in(request: GenerateRequest) -> GenerateRequest:
+def with_intake_id(request: GenerateRequest) -> GenerateRequest:
     """Return ``request`` with a name of its own: whatever ids clients give, its legs are no other's."""
     return replace(request, intake=secrets.token_hex(INTAKE_BYTES))
 

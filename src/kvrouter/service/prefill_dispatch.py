@@ -41,7 +41,7 @@ from kvrouter.service.attempt import (
     prefill_leg,
     prefill_outcome,
     read_prefill,
-    taken_in,
+    with_intake_id,
 )
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
@@ -226,7 +226,7 @@ class _Run:
         *,
         until_s: float,
     ) -> None:
-        self.request = taken_in(request)
+        self.request = with_intake_id(request)
         self.stream: EngineStream | None = None
         self.is_let_go = False
         """Whether its owner said that nobody will fetch its KV."""

@@ -15,7 +15,7 @@ from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
-from kvrouter.service.attempt import Timeouts, taken_in
+from kvrouter.service.attempt import Timeouts, with_intake_id
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, ModelRouter
@@ -181,7 +181,7 @@ class RouterService:
             raise ShuttingDown("this router is shutting down and takes no new requests")
         model = self.model(request.model)
         generation = Generation(
-            taken_in(request),
+            with_intake_id(request),
             model,
             self._parts.plane,
             timeouts=self._timeouts_with(request),
