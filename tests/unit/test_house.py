@@ -34,8 +34,11 @@ def test_a_path_says_what_it_holds_in_the_fields_words() -> None:
 
 def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
     page = (HOME.parents[1] / "docs" / "module-map.md").read_text("utf-8")
+    contributing = (HOME.parents[1] / "CONTRIBUTING.md").read_text("utf-8")
     named = set(re.findall(r"`([a-z_0-9/]+\.py)`", page))
     assert named - set(sources()) == set()
+    in_packages = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", contributing))
+    assert {name for name in in_packages if not name.startswith("tests/")} - set(sources()) == set()
     packages = {name.split("/")[0] for name in sources() if "/" in name}
     assert packages - {name.split("/")[0] for name in named} == set()
 
