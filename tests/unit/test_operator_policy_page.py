@@ -10,6 +10,7 @@ from kvrouter.operator.api import read_deployment
 from kvrouter.operator.api.crd import COLUMNS
 from kvrouter.operator.api.names import LEVEL_CHARS_MAX
 from kvrouter.operator.policy import read_policy
+from tests.cluster.admission_rows import BY_THE_DEFINITION, UNREAD, WITH_GROVE, WITHOUT_GROVE
 from tests.support.operator_deployments import GROVE, NO_GROVE, validated
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes-policy.md").read_text("utf-8")
@@ -35,3 +36,12 @@ def test_every_column_is_reported() -> None:
 
 def test_the_longest_level_is_reported() -> None:
     assert f"at most {LEVEL_CHARS_MAX} characters" in " ".join(PAGE.split())
+
+
+def test_every_row_of_the_table_of_mistakes_is_played_to_an_api_server() -> None:
+    section = PAGE.partition("## What is refused, and how to fix it\n")[2].partition("\n## ")[0]
+    shown = {
+        row for row in re.findall(r"^\| (?!mistake|---)(.+?) \|", section, re.M) if not row.startswith("**")
+    }
+    played = {row for table in (BY_THE_DEFINITION, WITHOUT_GROVE, UNREAD, WITH_GROVE) for row in table}
+    assert shown == played != set()
