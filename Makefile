@@ -94,7 +94,7 @@ types: setup ## mypy, strict, over sources, tests, scripts, benchmarks and examp
 bench: setup ## Our own figures
 	$(BIN)/python -m benchmarks.run
 
-bench-peers: setup ## Our figures beside the peers', in one run, with ratios
+bench-peers: setup ## Our figures and the peers' in one run, with ratios
 	$(BIN)/python -m benchmarks.peers
 
 bench-recovery: setup ## How long a router that starts needs to know a million blocks, lane by lane

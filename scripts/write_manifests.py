@@ -44,7 +44,7 @@ OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
 TABLE_BEGINS, TABLE_ENDS = "<!-- values: made by `make docs` -->\n", "<!-- end of values -->\n"
 VALUE = re.compile(r"^(?P<indent> *)(?P<key>[a-zA-Z]+):")
-TOLD = re.compile(r"^ *# -- (?P<meaning>.+)$")
+MEANING = re.compile(r"^ *# -- (?P<meaning>.+)$")
 
 
 def kustomize_yaml(folder: str) -> str:
@@ -130,7 +130,7 @@ def _values() -> Iterator[tuple[str, object, str]]:
     meaning = ""
     reported_at = -1
     for line in text.splitlines():
-        if reported := TOLD.match(line):
+        if reported := MEANING.match(line):
             meaning = reported["meaning"]
         if not (found := VALUE.match(line)):
             continue

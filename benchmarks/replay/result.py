@@ -176,7 +176,7 @@ def _problems_of(result: ModeResult, report: Report) -> list[str]:
 def remarks(report: Report) -> list[str]:
     """What makes the figures less worth, though nothing is wrong: a client that could not keep up."""
     return [
-        f"{result.mode}: the client sent {result.late.p99_ms:.0f} ms late (p99), beside a TTFT of "
+        f"{result.mode}: the client sent {result.late.p99_ms:.0f} ms late (p99), against a TTFT of "
         f"{result.ttft.p99_ms:.0f} ms (p99): the machine was too busy to measure well"
         for result in report.modes
         if result.late.p99_ms > LATE_SHARE_MAX * result.ttft.p99_ms

@@ -82,14 +82,14 @@ def build(go: str, folder: Path) -> None:
     if _go(go, "list", "-deps", "-f", "{{with .Error}}{{.}}{{end}}", *packages):
         proxy = subprocess.run([go, "env", "GOPROXY"], capture_output=True, text=True, check=False).stdout
         raise NotBuilt(
-            f"the Go modules of {MODULE} could not be had, as told above. They are asked of GOPROXY "
+            f"the Go modules of {MODULE} could not be had, as shown above. They are asked of GOPROXY "
             f"({proxy.strip() or 'none'}): let this machine reach it, or name one that it reaches"
         )
     for package in packages:
         print(f"cluster: {package}", flush=True)
         target = folder / Path(package).name
         if _go(go, "build", "-trimpath", "-ldflags", LINKING, "-o", str(target), package):
-            raise NotBuilt(f"{package} could not be built, as told above")
+            raise NotBuilt(f"{package} could not be built, as shown above")
 
 
 def _go(go: str, *arguments: str) -> int:

@@ -28,8 +28,8 @@ def test_go_is_new_enough_or_the_fix_is_reported(
 @pytest.mark.parametrize(
     ("fails", "says"),
     [
-        ("list", r"modules of .* could not be had, as told above\..* GOPROXY \(https://nowhere\)"),
-        ("build", r"\./cmd/etcd could not be built, as told above"),
+        ("list", r"modules of .* could not be had, as shown above\..* GOPROXY \(https://nowhere\)"),
+        ("build", r"\./cmd/etcd could not be built, as shown above"),
     ],
 )
 def test_what_go_cannot_do_is_reported_in_a_line(

@@ -171,7 +171,7 @@ class Forgetful(KubeClient):
             yield stream
 
 
-class Told:
+class Recorded:
     def __init__(self, reported: list[str]) -> None:
         self._reported = reported
 
@@ -189,7 +189,7 @@ class Told:
 
 
 def replica(cluster: KubeClient, namespace: str, name: str, reported: list[str]) -> Leader:
-    return Leader(cluster, Key(namespace, "operator"), name, times=SOON, listener=Told(reported))
+    return Leader(cluster, Key(namespace, "operator"), name, times=SOON, listener=Recorded(reported))
 
 
 async def forever() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tests.engines.real_engine import RealEngine
-from tests.engines.words import Told, attached, chat_body, lines_of
+from tests.engines.words import Recorded, attached, chat_body, lines_of
 from tests.support.processes import Fleet, Frontend
 
 CHAT = "/v1/chat/completions"
@@ -22,16 +22,16 @@ class Killing:
     engines: Mapping[int, RealEngine]
     frontend: Frontend
 
-    async def whole(self, body: dict[str, object], path: str = CHAT) -> Told:
+    async def whole(self, body: dict[str, object], path: str = CHAT) -> Recorded:
         """The answer of an engine that is asked directly."""
-        reported = Told()
+        reported = Recorded()
         async for _, line in lines_of(self.engines[1].http, path, body):
             reported.take(line)
         return reported
 
-    async def killed(self, body: dict[str, object], at_chars: int, path: str = CHAT) -> Told:
+    async def killed(self, body: dict[str, object], at_chars: int, path: str = CHAT) -> Recorded:
         """The answer through the frontend, whose engine is killed once so many characters have come."""
-        reported, is_killed = Told(), False
+        reported, is_killed = Recorded(), False
         async for answer, line in lines_of(self.frontend.http, path, body):
             reported.take(line)
             if len(reported.text) >= at_chars and not is_killed:

@@ -118,7 +118,7 @@ def worker_of(answer: httpx.Response) -> int:
     return int(answer.headers["x-kvrouter-decode-worker"])
 
 
-class Told:
+class Recorded:
     """A streamed answer, as it was reported so far."""
 
     def __init__(self) -> None:

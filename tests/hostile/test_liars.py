@@ -67,7 +67,7 @@ async def test_an_admitted_worker_empties_nobody_elses_index_and_reports_nobody_
             assert meter.loop_cpu_s() - before_s < CPU_MAX_S
             assert await is_live(frontend, 1, 70)
             assert (await worker_of(frontend, 1))["ranks"][0]["total_blocks"] != 9_999
-            assert frontend.lines().count("events_foreign") == 1, "told once a minute"
+            assert frontend.lines().count("events_foreign") == 1, "logged once a minute"
 
 
 async def test_a_worker_that_tells_of_more_than_its_card_can_hold_holds_up_nobody() -> None:

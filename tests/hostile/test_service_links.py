@@ -13,7 +13,7 @@ from tests.support.served import word_ids
 from tests.support.service_links import Service, ServicePort, links
 
 HTTP = ServicePort(8000, "http")
-TOLD = links(
+SERVICE_LINKS = links(
     [
         Service("kvrouter", "10.0.0.1", (HTTP, ServicePort(9090, "metrics"))),
         Service("kvrouter-service", "10.0.0.2", (HTTP,)),
@@ -36,7 +36,7 @@ COMMANDS = (
 async def test_a_fleet_serves_and_ends_in_good_order_whatever_services_are_called() -> None:
     prompt = word_ids(first=1, n=64)
     body = {"model": "mock", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    async with fleet(TOLD) as processes:
+    async with fleet(SERVICE_LINKS) as processes:
         await processes.worker()
         router = await processes.router()
         assert (await router.http.get("/health")).status_code == 200
@@ -54,7 +54,7 @@ async def is_served(frontend: Frontend) -> bool:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 async def test_among_them_a_mistake_is_reported_as_ever(command: tuple[str, ...]) -> None:
-    async with fleet(TOLD) as processes:
+    async with fleet(SERVICE_LINKS) as processes:
         wrong = {"KVROUTER_RETRY_MAX": "1", "KVROUTER_FRONTEND_SERVICE_PORT_HTTPS": "443"}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvrouter.cli", *command),

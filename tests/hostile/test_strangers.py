@@ -98,7 +98,7 @@ async def test_a_new_frontend_reaches_a_worker_before_whose_door_strangers_stand
                 assert await is_served(frontend)
                 await asyncio.sleep(0.1)
             assert meter.loop_cpu_s() - before_s < CPU_MAX * (loop.time() - came_s)
-        assert worker.lines().count("have not said who they are") == 1, "told once a minute"
+        assert worker.lines().count("have not said who they are") == 1, "logged once a minute"
 
 
 async def test_kv_events_and_health_are_reported_while_strangers_stand_before_their_doors() -> None:

@@ -43,7 +43,7 @@ def by(key: str) -> Callable[[JsonValue], str]:
 
 
 containers: st.SearchStrategy[JsonValue] = st.fixed_dictionaries(
-    {"name": st.sampled_from(("main", "engine", "beside")), "image": st.just("example.com/engine:1")},
+    {"name": st.sampled_from(("main", "engine", "sidecar")), "image": st.just("example.com/engine:1")},
     optional={
         "env": st.lists(entries, max_size=4, unique_by=by("name")),
         "volumeMounts": st.lists(mounts, max_size=3, unique_by=by("mountPath")),

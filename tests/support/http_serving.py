@@ -114,7 +114,7 @@ async def three_events(request: Request, responder: Responder) -> None:
 
 
 @dataclass
-class Told:
+class Recorded:
     """What a handler learned of its client."""
 
     reasons: list[Disconnect] = field(default_factory=list)

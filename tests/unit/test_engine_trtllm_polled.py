@@ -20,7 +20,7 @@ A, B, C = (1, [1, 2, 3, 4]), (2, [5, 6, 7, 8]), (3, [9, 10, 11, 12])
 
 
 @dataclass
-class Told:
+class Recorded:
     """All that one listener reported."""
 
     events: list[KvEvent] = field(default_factory=list)
@@ -44,10 +44,10 @@ class Told:
 
 
 @asynccontextmanager
-async def listening(engine: ScriptedTrtllm) -> AsyncIterator[Told]:
+async def listening(engine: ScriptedTrtllm) -> AsyncIterator[Recorded]:
     server = EngineServer(engine.url)
     await server.open()
-    reported = Told()
+    reported = Recorded()
     (listener,) = Polled(server, 4, poll_each_s=0.002).listeners(reported.on_events, reported.changes.append)
     reported.listener = listener
     listener.start()
@@ -60,7 +60,7 @@ async def listening(engine: ScriptedTrtllm) -> AsyncIterator[Told]:
 
 
 @asynccontextmanager
-async def hearing(*polls: Any) -> AsyncIterator[tuple[ScriptedTrtllm, Told]]:
+async def hearing(*polls: Any) -> AsyncIterator[tuple[ScriptedTrtllm, Recorded]]:
     async with scripted_trtllm(*polls) as engine, listening(engine) as reported:
         yield engine, reported
 

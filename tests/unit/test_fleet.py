@@ -285,7 +285,7 @@ def test_what_failed_instead_of_pairs_is_forgotten_once_none_is_broken(fleet: Fl
         fleet.set_broken_pair(*pair, True)
     fleet.broken_pairs.whole_failed = True
     fleet.set_broken_pair(*pairs[0], False)
-    assert fleet.broken_pairs.whole_failed, "one is parted still"
+    assert fleet.broken_pairs.whole_failed, "one is broken still"
     fleet.set_broken_pair(*pairs[1], False)
     fleet.set_broken_pair(*pairs[1], True)
     assert not fleet.broken_pairs.whole_failed

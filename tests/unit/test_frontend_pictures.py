@@ -73,7 +73,7 @@ async def test_a_text_is_never_predicted() -> None:
     async with open_house(*engines(), script=answers) as house:
         for _ in range(3):
             _, blocks = place(await ask(house, [{"role": "user", "content": "Many words " * 20}]))
-            assert blocks == 0, "no engine told of a block"
+            assert blocks == 0, "no engine published a block"
 
 
 async def test_what_is_predicted_of_pictures_accuses_no_index() -> None:

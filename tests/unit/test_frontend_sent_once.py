@@ -28,7 +28,7 @@ async def test_a_whole_answer_of_which_nothing_came_is_asked_for_elsewhere_in_th
         first, second = house.plane.opened
         assert first.address != second.address
         assert first.request.call == second.request.call
-        assert first.cancelled_for is not None, "whatever still runs there is told to stop"
+        assert first.cancelled_for is not None, "whatever still runs there is cancelled"
         assert house.bench.booked() == 0
 
 

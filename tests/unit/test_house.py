@@ -32,6 +32,14 @@ def test_a_path_says_what_it_holds_in_the_fields_words() -> None:
     assert [name for name in sources() if private & set(Path(name).with_suffix("").parts)] == []
 
 
+def test_sources_and_pages_use_the_fields_words() -> None:
+    """The glossary's words, and not the private ones that stood for them; the changelog keeps its own."""
+    private = re.compile(r"\b(told|beside|contacts|seldom|wishes|parted|anew|whoever)\b", re.IGNORECASE)
+    pages = {path.name: path.read_text("utf-8") for path in (HOME.parents[1] / "docs").rglob("*.md")}
+    found = {name: set(private.findall(text)) for name, text in {**sources(), **pages}.items()}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
 def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
     page = (HOME.parents[1] / "docs" / "module-map.md").read_text("utf-8")
     contributing = (HOME.parents[1] / "CONTRIBUTING.md").read_text("utf-8")

@@ -19,8 +19,8 @@ from tests.support.http_serving import (
     GET,
     LAST_GET,
     LOOPS,
+    Recorded,
     Run,
-    Told,
     runner,
     serving,
     three_events,
@@ -37,7 +37,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
     async def scenario() -> None:
-        reported = Told()
+        reported = Recorded()
         async with serving(getattr(reported, kind)) as served:
             reader, writer = await served.connect()
             writer.write(GET)
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
 
 def test_httpx_leaving_mid_stream_is_noticed(run: Run) -> None:
     async def scenario() -> None:
-        reported = Told()
+        reported = Recorded()
         async with serving(reported.endless) as served, served.client() as client:
             async with client.stream("POST", "/") as response:
                 async for _ in response.aiter_bytes():

@@ -23,8 +23,8 @@ from tests.support.http_serving import (
     GET,
     LAST_GET,
     LOOPS,
+    Recorded,
     Run,
-    Told,
     echo,
     runner,
     serving,
@@ -369,7 +369,7 @@ def test_drain_lets_what_runs_finish(run: Run) -> None:
 
 def test_drain_cuts_what_does_not_finish(run: Run) -> None:
     async def scenario() -> None:
-        reported = Told()
+        reported = Recorded()
         cancelled: list[bool] = []
 
         async def stubborn(request: Request, responder: Responder) -> None:

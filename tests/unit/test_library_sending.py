@@ -69,7 +69,7 @@ async def test_unknown_dead_and_draining_workers() -> None:
         client = await here.endpoint.client()
         with pytest.raises(InvalidRequest, match="worker_id"):
             await client.direct(REQUEST, 9)
-        here.fleet.workers[WorkerId(1)].die("nobody is told")
+        here.fleet.workers[WorkerId(1)].die("without a word")
         with pytest.raises(WorkerUnreachable):
             await client.direct(REQUEST, 1)
         await here.fleet.kill(WorkerId(1))

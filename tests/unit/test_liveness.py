@@ -26,16 +26,16 @@ class _Elsewhere:
 
 async def test_a_worker_of_another_request_plane_is_reported_of_and_not_alive() -> None:
     reported: list[tuple[WorkerCard, bool]] = []
-    contacts = Liveness(
+    liveness = Liveness(
         _Elsewhere(),
         MemoryEventPlane(),
         hears_events=True,
         on_alive=lambda worker, is_alive: reported.append((worker, is_alive)),
         on_lapsed_and_dead=lambda _: None,
     )
-    odd = contacts.follow(card())
+    odd = liveness.follow(card())
     assert odd is not None
     assert "is no address here" in odd
     await asyncio.sleep(0)
     assert reported == [(card(), False)]
-    contacts.close()
+    liveness.close()

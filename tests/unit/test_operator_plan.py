@@ -286,7 +286,7 @@ def test_every_container_that_stays_is_reported_and_others_are_not() -> None:
         "spec": {
             "initContainers": [
                 {"name": "once", "image": "o"},
-                {"name": "beside", "image": "b", "restartPolicy": "Always"},
+                {"name": "sidecar", "image": "b", "restartPolicy": "Always"},
             ],
             "containers": [{"name": "engine", "image": "e"}, {"name": "worker", "args": ["worker", "vllm"]}],
         }
@@ -298,7 +298,7 @@ def test_every_container_that_stays_is_reported_and_others_are_not() -> None:
         for index in range(count)
         if "DYN_KV_TRANSFER_DOMAIN" in str(at(template, "spec", kind, index))
     ]
-    assert reported == ["beside", "engine", "worker"]
+    assert reported == ["sidecar", "engine", "worker"]
     assert at(template, "spec", "containers", 1, "image") == DEFAULTS.image
     assert at(template, "spec", "containers", 1, "command") == ["kvrouter"]
 

@@ -138,7 +138,7 @@ def test_a_client_that_cannot_keep_up_is_remarked_but_no_failure() -> None:
     late = report(msgspec.structs.replace(KV, late=msgspec.structs.replace(KV.late, p99_ms=80.0)))
     assert remarks(report(KV)) == []
     (remark,) = remarks(late)
-    assert "80 ms late (p99), beside a TTFT of 400 ms" in remark
+    assert "80 ms late (p99), against a TTFT of 400 ms" in remark
     assert problems(late) == []
 
 

@@ -1,12 +1,12 @@
 /*
- * kvrouter: tell a worker which KV blocks your engine holds.
+ * kvrouter: publish to a worker which KV blocks your engine holds.
  *
- * An engine in any language opens a publisher at its worker's door and tells what it stores and drops. Token ids
+ * An engine in any language opens a publisher at its worker's door and reports what it stores and drops. Token ids
  * are hashed here, once; routers learn of them through the worker, whatever event plane it uses.
  *
- * - No call but kvr_flush and kvr_close waits. A thread beside the engine sends; while there is no connection, or
- *   when more is told than can be sent, the worker is told anew from a mirror of what the engine holds, so that
- *   routers never keep a block that may be gone.
+ * - No call but kvr_flush and kvr_close waits. A thread in the engine's process sends. While there is no connection, or
+ *   when more is reported than can be sent, the rank is sent again whole, from a mirror of what the engine holds, so
+ *   that routers never keep a block that may be gone.
  * - Any thread may call, except that nothing may be called during or after kvr_close of the same publisher. Calls
  *   about one dp_rank must be made in the order in which they happened.
  * - Open the publisher after the last fork: its thread does not live on in a child.
@@ -27,7 +27,7 @@ enum {
     KVR_OK = 0,
     KVR_INVALID = -1,        /* an argument cannot be what it is; nothing was done */
     KVR_UNKNOWN_PARENT = -2, /* the parent is not held, so nobody could ever find the blocks; nothing was done */
-    KVR_FULL = -3,           /* held_blocks_max is reached; routers are not told of these blocks */
+    KVR_FULL = -3,           /* held_blocks_max is reached; these blocks are not published */
     KVR_TIMEOUT = -4,        /* kvr_flush: the worker has not taken everything yet */
     KVR_BUG = -99            /* a mistake of this library's */
 };
@@ -63,9 +63,9 @@ typedef struct kvr_state {
     uint64_t queued_events;
     uint64_t held_blocks;     /* over all ranks and media */
     uint64_t connections;     /* how often one was made */
-    uint64_t replacements;    /* how often a rank was told anew */
+    uint64_t replacements;    /* how often a rank was sent again whole */
     uint64_t overflows;       /* how often the queue was full */
-    uint64_t dropped_events;  /* dropped from a full queue; what they changed was told anew */
+    uint64_t dropped_events;  /* dropped from a full queue; their ranks were sent again whole */
     uint64_t unknown_parents; /* stores that were refused with KVR_UNKNOWN_PARENT */
     uint64_t unknown_removed; /* removals of blocks that were not held */
     char error[256];          /* why there is no connection; empty when there is one, or none was tried yet */
@@ -104,7 +104,7 @@ int kvr_cleared(kvr_publisher *publisher, uint32_t dp_rank);
 /* How busy the rank is; only the latest report is kept. */
 int kvr_load(kvr_publisher *publisher, uint32_t dp_rank, const kvr_load_report *report);
 
-/* Wait, for at most timeout_ms, until the worker has taken everything that was told before. */
+/* Wait, for at most timeout_ms, until the worker has taken everything that was reported before. */
 int kvr_flush(kvr_publisher *publisher, uint32_t timeout_ms);
 
 /* Fill in state; its struct_bytes says that it is this one. */

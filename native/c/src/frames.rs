@@ -8,7 +8,7 @@ use std::io::{self, Read};
 
 pub const VERSION: u64 = 1;
 
-/// Blocks in one frame; a longer store is told in several.
+/// Blocks in one frame; a longer store is sent in several.
 pub const FRAME_BLOCKS_MAX: usize = 4096;
 
 const REPLY_BYTES_MAX: usize = 4096;

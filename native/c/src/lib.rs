@@ -79,7 +79,7 @@ pub extern "C" fn kvr_message(code: c_int) -> *const c_char {
         OK => c"done",
         INVALID => c"an argument is invalid: nothing was done",
         UNKNOWN_PARENT => c"the parent block is not held: nothing was done",
-        FULL => c"held_blocks_max is reached: routers are not told of these blocks",
+        FULL => c"held_blocks_max is reached: these blocks are not published",
         TIMEOUT => c"the worker has not taken everything yet",
         BUG => c"a mistake of the library's",
         _ => c"no code of this library's",
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn kvr_status(publisher: *mut Publisher, state: *mut State
         let status = publisher.status();
         let mut error = [0; ERROR_BYTES];
         write_text(&mut error, &status.error);
-        let told = State {
+        let filled = State {
             struct_bytes: size_of::<State>(),
             connected: status.connected.into(),
             queued_bytes: status.queued_bytes as u64,
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn kvr_status(publisher: *mut Publisher, state: *mut State
             unknown_removed: status.counts.unknown_removed,
             error,
         };
-        unsafe { state.write(told) };
+        unsafe { state.write(filled) };
         Ok(())
     })
 }
@@ -227,7 +227,7 @@ pub unsafe extern "C" fn kvr_status(publisher: *mut Publisher, state: *mut State
 #[no_mangle]
 pub unsafe extern "C" fn kvr_close(publisher: *mut Publisher) {
     if !publisher.is_null() {
-        // There is nobody left to be told of a mistake.
+        // Nobody is left who could receive an error.
         drop(catch_unwind(AssertUnwindSafe(|| drop(unsafe { Box::from_raw(publisher) }))));
     }
 }

@@ -1,4 +1,4 @@
-//! The thread beside the engine: connects to the worker's door, sends, and begins anew when that breaks.
+//! The sending thread in the engine's process: connects to the worker's door, sends, and reconnects.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
@@ -96,7 +96,7 @@ impl Write for Socket {
 /// What is next on a connection.
 enum Step {
     Replace(u32, Mirror),
-    Send { queue: Vec<u8>, loads: Vec<(u32, Load)>, told: u64 },
+    Send { queue: Vec<u8>, loads: Vec<(u32, Load)>, reported: u64 },
     Close,
 }
 
@@ -172,9 +172,9 @@ fn serve(shared: &Shared) -> Result<(), Lost> {
             Step::Replace(dp_rank, mirror) => {
                 replace(&mut socket, dp_rank, &mirror).map_err(|error| last_words(&mut socket, error))?;
             }
-            Step::Send { queue, loads, told } => {
-                send(&mut socket, queue, &loads, told)?;
-                shared.lock().arrived = told;
+            Step::Send { queue, loads, reported } => {
+                send(&mut socket, queue, &loads, reported)?;
+                shared.lock().arrived = reported;
                 shared.progress.notify_all();
             }
             Step::Close => return Ok(()),
@@ -182,7 +182,7 @@ fn serve(shared: &Shared) -> Result<(), Lost> {
     }
 }
 
-/// Ranks that must be told anew come first, one at a time: a call waits for no more than one copy of a mirror.
+/// Ranks that must be sent whole come first, one at a time: a call waits for no more than one copy of a mirror.
 fn next_step(shared: &Shared) -> Step {
     let mut state = shared.lock();
     let mut is_beat = false;
@@ -196,7 +196,7 @@ fn next_step(shared: &Shared) -> Step {
             counts.replacements += 1;
             return Step::Replace(dp_rank, rank.mirror.clone());
         }
-        if is_beat || state.told != state.arrived {
+        if is_beat || state.reported != state.arrived {
             return state.take();
         }
         let waited = shared.work.wait_timeout(state, BEAT);
@@ -209,7 +209,7 @@ fn next_step(shared: &Shared) -> Step {
 fn replace(socket: &mut Socket, dp_rank: u32, mirror: &Mirror) -> io::Result<()> {
     let mut out = Vec::with_capacity(2 * WRITE_BYTES);
     frames::replace(&mut out, dp_rank);
-    mirror.tell(frames::FRAME_BLOCKS_MAX, |run| {
+    mirror.replay(frames::FRAME_BLOCKS_MAX, |run| {
         frames::stored(&mut out, dp_rank, run.medium, run.parent, &run.engine_hashes, &run.block_hashes);
         if out.len() < WRITE_BYTES {
             return Ok(());
@@ -222,20 +222,20 @@ fn replace(socket: &mut Socket, dp_rank: u32, mirror: &Mirror) -> io::Result<()>
 }
 
 /// Sends, and waits until the worker says that it took it.
-fn send(socket: &mut Socket, mut queue: Vec<u8>, loads: &[(u32, Load)], told: u64) -> Result<(), Lost> {
+fn send(socket: &mut Socket, mut queue: Vec<u8>, loads: &[(u32, Load)], reported: u64) -> Result<(), Lost> {
     for (dp_rank, load) in loads {
         frames::load(&mut queue, *dp_rank, load);
     }
-    frames::sync(&mut queue, told);
+    frames::sync(&mut queue, reported);
     socket.write_all(&queue).map_err(|error| last_words(socket, error))?;
     match frames::read_reply(socket)? {
-        Reply::Synced(goal) if goal == told => Ok(()),
+        Reply::Synced(goal) if goal == reported => Ok(()),
         Reply::Refused(why) => Err(Lost::refused(&why)),
         _ => Err(not_asked().into()),
     }
 }
 
-/// What a door said before it closed tells more than that it closed.
+/// The door's last message is a better reason than that it closed.
 fn last_words(socket: &mut Socket, error: io::Error) -> Lost {
     if error.kind() == io::ErrorKind::BrokenPipe {
         if let Ok(Reply::Refused(why)) = frames::read_reply(socket) {
@@ -277,7 +277,7 @@ impl State {
             }
         }
         self.queued_events = 0;
-        Step::Send { queue: std::mem::take(&mut self.queue), loads, told: self.told }
+        Step::Send { queue: std::mem::take(&mut self.queue), loads, reported: self.reported }
     }
 }
 

@@ -120,13 +120,13 @@ impl Mirror {
         self.media = Default::default();
     }
 
-    /// Gives every held block to `tell`, parents first, in stores of at most `blocks_max` blocks.
+    /// Gives every held block to `publish`, parents first, in stores of at most `blocks_max` blocks.
     ///
     /// A block whose parent is gone begins a store of its own under its sequence hash, which chains like a
-    /// first block's own hash. A block that was stored `n` times is told `n` times. Ends at the first error.
-    pub fn tell<E>(&self, blocks_max: usize, mut tell: impl FnMut(Run) -> Result<(), E>) -> Result<(), E> {
+    /// first block's own hash. A block that was stored `n` times is given `n` times. Ends at the first error.
+    pub fn replay<E>(&self, blocks_max: usize, mut publish: impl FnMut(Run) -> Result<(), E>) -> Result<(), E> {
         for (medium, held) in self.media.iter().enumerate() {
-            tell_medium(medium, held, blocks_max, &mut tell)?;
+            tell_medium(medium, held, blocks_max, &mut publish)?;
         }
         Ok(())
     }
@@ -203,14 +203,14 @@ mod tests {
         .collect()
     }
 
-    fn told_again(mirror: &Mirror, blocks_max: usize) -> Mirror {
+    fn replayed(mirror: &Mirror, blocks_max: usize) -> Mirror {
         let mut other = Mirror::default();
-        let told: Result<(), ()> = mirror.tell(blocks_max, |run| {
+        let result: Result<(), ()> = mirror.replay(blocks_max, |run| {
             assert!(run.engine_hashes.len() <= blocks_max);
             assert!(other.store(run.medium, run.parent, &run.engine_hashes, &run.block_hashes));
             Ok(())
         });
-        told.unwrap();
+        result.unwrap();
         other
     }
 
@@ -227,11 +227,11 @@ mod tests {
         assert!(mirror.store(0, None, &[1, 2], &[11, 12]));
         assert!(mirror.store(0, Some(2), &[3], &[13]));
         let mut runs = Vec::new();
-        let told: Result<(), ()> = mirror.tell(64, |run| {
+        let result: Result<(), ()> = mirror.replay(64, |run| {
             runs.push(run);
             Ok(())
         });
-        told.unwrap();
+        result.unwrap();
         let whole =
             Run { medium: 0, parent: None, engine_hashes: vec![1, 2, 3], block_hashes: vec![11, 12, 13] };
         assert_eq!(runs, [whole]);
@@ -243,7 +243,7 @@ mod tests {
         mirror.store(0, None, &[1, 2, 3], &[11, 12, 13]);
         assert_eq!(mirror.remove(0, &[2, 7]), 1);
         let sequences = sequence_hashes(&[11, 12, 13]);
-        let again = content(&told_again(&mirror, 64));
+        let again = content(&replayed(&mirror, 64));
         assert_eq!(again, BTreeMap::from([((0, 1), (sequences[0], 1)), ((0, 3), (sequences[2], 1))]));
     }
 
@@ -258,9 +258,9 @@ mod tests {
         assert_eq!(mirror.blocks(), 0);
     }
 
-    /// Whatever happened before, what is told again from nothing is what is held.
+    /// Whatever happened before, a replay from nothing gives what is held.
     #[test]
-    fn what_is_told_again_is_what_is_held() {
+    fn what_is_replayed_is_what_is_held() {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let mut draw = |below: u64| {
             state ^= state << 13;
@@ -279,7 +279,7 @@ mod tests {
                     4 | 5 => drop(mirror.store(medium, None, &names, &hashes)),
                     _ => drop(mirror.remove(medium, &names)),
                 }
-                assert_eq!(content(&told_again(&mirror, 3)), content(&mirror));
+                assert_eq!(content(&replayed(&mirror, 3)), content(&mirror));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What the engine's calls change: the mirror of each rank, and a bounded queue of frames not yet sent.
 //!
 //! No call waits for the worker. While there is no connection, or when the queue is full, frames are not kept:
-//! the rank is told anew from its mirror, later.
+//! the rank is sent again whole, from its mirror, later.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -48,7 +48,7 @@ pub struct Blocks<'a> {
 #[derive(Default)]
 pub(crate) struct Rank {
     pub mirror: Mirror,
-    /// Nothing of it is queued: the worker must be told the whole of it.
+    /// Nothing of it is queued: the rank must be sent whole.
     pub must_replace: bool,
     pub load: Option<Load>,
     pub load_is_news: bool,
@@ -71,7 +71,7 @@ pub(crate) struct State {
     pub queued_events: u64,
     pub held_blocks: usize,
     /// Calls so far, and how many of them the worker is known to have taken.
-    pub told: u64,
+    pub reported: u64,
     pub arrived: u64,
     pub connected: bool,
     pub closing: bool,
@@ -90,7 +90,7 @@ pub(crate) struct Shared {
     pub progress: Condvar,
 }
 
-/// A moment of a publisher, as `kvr_status` tells it.
+/// A moment of a publisher, as `kvr_status` reports it.
 pub struct Status {
     pub connected: bool,
     pub queued_bytes: usize,
@@ -114,8 +114,8 @@ impl Publisher {
             work: Condvar::new(),
             progress: Condvar::new(),
         });
-        let beside = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("kvrouter".into()).spawn(move || link::run(&beside))?;
+        let for_thread = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name("kvrouter".into()).spawn(move || link::run(&for_thread))?;
         Ok(Publisher { shared, thread: Some(thread) })
     }
 
@@ -143,7 +143,7 @@ impl Publisher {
         }
         let added = rank.mirror.blocks() - before;
         state.held_blocks += added;
-        self.shared.tell(&mut state, dp_rank, 40 + 16 * engine_hashes.len(), |queue| {
+        self.shared.enqueue(&mut state, dp_rank, 40 + 16 * engine_hashes.len(), |queue| {
             frames::stored(queue, dp_rank, medium, parent, engine_hashes, &hashes);
         });
         Ok(())
@@ -163,7 +163,7 @@ impl Publisher {
         let gone = before - rank.mirror.blocks();
         state.held_blocks -= gone;
         state.counts.unknown_removed += unknown;
-        self.shared.tell(&mut state, dp_rank, 24 + 8 * engine_hashes.len(), |queue| {
+        self.shared.enqueue(&mut state, dp_rank, 24 + 8 * engine_hashes.len(), |queue| {
             frames::removed(queue, dp_rank, medium, engine_hashes);
         });
         Ok(())
@@ -175,7 +175,7 @@ impl Publisher {
         let gone = rank.mirror.blocks();
         rank.mirror.clear();
         state.held_blocks -= gone;
-        self.shared.tell(&mut state, dp_rank, 16, |queue| frames::replace(queue, dp_rank));
+        self.shared.enqueue(&mut state, dp_rank, 16, |queue| frames::replace(queue, dp_rank));
         Ok(())
     }
 
@@ -185,17 +185,17 @@ impl Publisher {
         let rank = state.rank(dp_rank)?;
         rank.load = Some(load);
         rank.load_is_news = true;
-        state.told += 1;
+        state.reported += 1;
         self.shared.work.notify_one();
         Ok(())
     }
 
-    /// Waits until the worker has taken everything that was told before this call, and has said so since.
+    /// Waits until the worker has taken everything that was reported before this call, and has said so since.
     pub fn flush(&self, limit: Duration) -> Result<(), Refused> {
         let ends = Instant::now().checked_add(limit);
         let mut state = self.shared.lock();
-        state.told += 1;
-        let goal = state.told;
+        state.reported += 1;
+        let goal = state.reported;
         self.shared.work.notify_one();
         while !(state.connected && state.arrived >= goal) {
             let left = match ends {
@@ -248,9 +248,9 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues a change of a rank, unless the rank is told anew anyway.
-    fn tell(&self, state: &mut State, dp_rank: u32, n_bytes: usize, write: impl FnOnce(&mut Vec<u8>)) {
-        state.told += 1;
+    /// Queues a change of a rank, unless the rank will be sent whole anyway.
+    fn enqueue(&self, state: &mut State, dp_rank: u32, n_bytes: usize, write: impl FnOnce(&mut Vec<u8>)) {
+        state.reported += 1;
         let is_replaced = state.ranks.get(&dp_rank).is_some_and(|rank| rank.must_replace);
         if state.connected && !is_replaced {
             if state.queue.len() + n_bytes > self.settings.queue_bytes_max {
@@ -267,7 +267,7 @@ impl Shared {
 }
 
 impl State {
-    /// Forgets what is queued: every rank will be told from its mirror.
+    /// Forgets what is queued: every rank will be sent whole, from its mirror.
     pub fn replace_all(&mut self) {
         self.queue = Vec::new();
         self.queued_events = 0;

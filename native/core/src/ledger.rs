@@ -87,7 +87,7 @@ impl Ledger {
         self.leases.is_empty()
     }
 
-    /// The number of runs of blocks that are told apart.
+    /// The number of distinct runs of blocks.
     pub fn n_runs(&self) -> usize {
         self.paths.len()
     }

@@ -122,10 +122,10 @@ impl Rank {
     }
 
     pub fn bytes(&self) -> usize {
-        let beside = size_of::<u64>() + size_of::<u32>() + 5;
+        let entry_bytes = size_of::<u64>() + size_of::<u32>() + 5;
         size_of::<Rank>()
             + self.names.own_bytes()
-            + (self.repeats.capacity() + self.aliases.capacity()) * beside
+            + (self.repeats.capacity() + self.aliases.capacity()) * entry_bytes
     }
 }
 

@@ -1,7 +1,7 @@
 //! A map from well-mixed 64-bit keys to small values: dense, prefetchable, and growing a few pages at a time.
 //!
 //! The leading bits of a key choose a shard through a directory; a shard is an open-addressing table over 1 to 16 pages
-//! whose buckets begin on cache lines, so that most lookups touch one line beside the directory. A full shard grows by an
+//! whose buckets begin on cache lines, so that most lookups touch one line and the directory. A full shard grows by an
 //! eighth, or splits in two at 16 pages, so no step moves more than 16 pages, and 75 to 85 % of a large
 //! table's slots are in use. It shrinks the same way.
 
@@ -50,7 +50,7 @@ impl<V: Copy> Table<V> {
         self.len == 0
     }
 
-    /// Bytes beside the pages.
+    /// Bytes outside the pages.
     pub fn own_bytes(&self) -> usize {
         self.shards.capacity() * size_of::<Shard<V>>()
             + (self.directory.capacity() + self.free_shards.capacity()) * size_of::<u32>()

@@ -6,7 +6,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::checked::{pushed, told, ITEMS_MAX};
+use crate::checked::{pushed, shown, ITEMS_MAX};
 
 /// Calls `f` with the token ids of `tokens`: a C-contiguous u32 buffer as it lies, any sequence of ints
 /// copied.
@@ -108,7 +108,7 @@ fn token(item: &Bound<'_, PyAny>, position: usize) -> PyResult<u32> {
 
 fn token_error(position: usize, item: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
     if error.is_instance_of::<PyOverflowError>(item.py()) {
-        PyOverflowError::new_err(format!("tokens[{position}]: {} is not within 0..4294967295", told(item)))
+        PyOverflowError::new_err(format!("tokens[{position}]: {} is not within 0..4294967295", shown(item)))
     } else {
         PyTypeError::new_err(format!("tokens[{position}]: an int, not {}", described(item)))
     }

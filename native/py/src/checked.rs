@@ -12,7 +12,7 @@ pub const TOKENS_MAX: u64 = u32::MAX as u64;
 pub const ITEMS_MAX: usize = 1 << 28;
 
 /// A number as text; one of thousands of digits has none.
-pub fn told(value: &Bound<'_, PyAny>) -> String {
+pub fn shown(value: &Bound<'_, PyAny>) -> String {
     value.str().map_or_else(|_| "a larger number".into(), |text| text.to_string())
 }
 
@@ -20,7 +20,7 @@ fn whole(name: &str, value: &Bound<'_, PyAny>, max: u64) -> PyResult<u64> {
     match value.extract::<u64>() {
         Ok(number) if number <= max => Ok(number),
         Err(error) if !error.is_instance_of::<PyOverflowError>(value.py()) => Err(error),
-        _ => Err(PyValueError::new_err(format!("{name}: within 0..{max}, not {}", told(value)))),
+        _ => Err(PyValueError::new_err(format!("{name}: within 0..{max}, not {}", shown(value)))),
     }
 }
 
@@ -84,16 +84,16 @@ pub fn key(value: &Bound<'_, PyAny>) -> PyResult<(String, String, u32)> {
 pub fn block_size(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     match value.extract::<i64>() {
         Ok(size) if size < 1 => {
-            Err(PyValueError::new_err(format!("block_size: at least 1 token, not {}", told(value))))
+            Err(PyValueError::new_err(format!("block_size: at least 1 token, not {}", shown(value))))
         }
         Ok(size) if size as u64 <= TOKENS_MAX => Ok(size as usize),
         Err(error) if !error.is_instance_of::<PyOverflowError>(value.py()) => Err(error),
         _ if value.lt(0)? => {
-            Err(PyValueError::new_err(format!("block_size: at least 1 token, not {}", told(value))))
+            Err(PyValueError::new_err(format!("block_size: at least 1 token, not {}", shown(value))))
         }
         _ => Err(PyOverflowError::new_err(format!(
             "block_size: at most 4294967295 tokens, not {}",
-            told(value)
+            shown(value)
         ))),
     }
 }

@@ -247,7 +247,9 @@ def model_folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
     return folders
 
 
-@click.command("pods", cls=SettingsCommand, short_help="Beside the engines of labelled pods of Kubernetes.")
+@click.command(
+    "pods", cls=SettingsCommand, short_help="Workers for the engines in labelled pods of Kubernetes."
+)
 @click.option(
     "--selector", default="", metavar="LABELS", help="Only pods with these labels too, as team=a,tier!=test."
 )

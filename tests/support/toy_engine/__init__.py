@@ -1,5 +1,5 @@
 """A toy engine: all that a new kind of engine needs in its own folder."""
 
-SHORT_HELP = "Beside a toy."
+SHORT_HELP = "A worker for a toy."
 
 HELP = "Make a toy part of a fleet."

@@ -1,6 +1,6 @@
 """SGLang: probes, calls and KV events."""
 
-SHORT_HELP = "Beside an SGLang server that runs already."
+SHORT_HELP = "A worker for an SGLang server that runs already."
 
 HELP = """Make an SGLang server part of a fleet; the server's own image and command stay as they are.
 

@@ -1,6 +1,6 @@
 """TensorRT-LLM: probes, calls and KV events."""
 
-SHORT_HELP = "Beside a TensorRT-LLM server that runs already."
+SHORT_HELP = "A worker for a TensorRT-LLM server that runs already."
 
 HELP = """Make a TensorRT-LLM server part of a fleet; its own image and command stay as they are.
 

@@ -1,6 +1,6 @@
 """vLLM: probes, calls and KV events."""
 
-SHORT_HELP = "Beside a vLLM server that runs already."
+SHORT_HELP = "A worker for a vLLM server that runs already."
 
 HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
 
