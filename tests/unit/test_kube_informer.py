@@ -114,6 +114,62 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
     assert len(losses) == 1
 
 
+async def test_a_watch_that_may_not_be_opened_again_waits_as_long_as_the_server_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    waited = asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def sleeping(delay_s: float) -> None:
+        waits.append(delay_s)
+        waited.set()
+        await sleep(0)
+
+    monkeypatch.setattr("kvrouter.kube.informer.asyncio.sleep", sleeping)
+    watches = iter((False, True))
+
+    async def watching(reported: web.StreamResponse) -> None:
+        await reported.write(line("ADDED", pod("one")))
+
+    async def taking(_request: web.Request) -> None:
+        if next(watches, True):
+            raise web.HTTPTooManyRequests(headers={"Retry-After": "30"})
+
+    async with (
+        asyncio.timeout(30.0),
+        api_server(watching, taking=taking) as cluster,
+        watched(cluster, PODS) as (pods, _),
+    ):
+        pods.lives_least_s = -1.0  # the first watch ends in good order, however soon
+        await waited.wait()
+    assert waits[0] >= 30.0
+
+
+async def test_a_page_of_large_objects_is_asked_for_in_smaller_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[int] = []
+    objects = [{**pod(f"pod-{i}"), "data": "x" * 1_000} for i in range(100)]
+
+    async def answer(request: web.Request) -> web.Response:
+        limits.append(int(request.query["limit"]))
+        first = int(request.query.get("continue", 0))
+        last = first + limits[-1]
+        more = str(last) if last < len(objects) else ""
+        return web.json_response({"metadata": {"continue": more}, "items": objects[first:last]})
+
+    monkeypatch.setattr("kvrouter.kube.client.ANSWER_MAX_BYTES", 10_000)
+    async with served(answer) as cluster:
+        found = await cluster.find(PODS)
+        assert [metadata_of(each)["name"] for each in found.objects] == [f"pod-{i}" for i in range(100)]
+        monkeypatch.setattr("kvrouter.kube.client.ANSWER_MAX_BYTES", 500)
+        with pytest.raises(ClusterLost, match="more than 500 bytes"):
+            await cluster.find(PODS)
+    assert limits[:4] == [500, 125, 31, 7]
+    assert limits[-1] == 1
+
+
 @pytest.mark.parametrize("error", [OSError("no such file"), ConfigException("Token file exists but empty.")])
 async def test_a_token_that_cannot_be_read_is_read_again(error: Exception) -> None:
     async def watching(reported: web.StreamResponse) -> None:
@@ -218,6 +274,16 @@ async def api_server(
         await watching(reported)
         return reported
 
+    async with served(answer, signing) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def served(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    signing: Callable[[Configuration], None] = lambda _: None,
+) -> AsyncIterator[KubeClient]:
+    """A client of a server whose kinds are answered by ``answer``."""
     app = web.Application()
     app.router.add_get("/api/v1/{plural}", answer)
     async with TestServer(app) as server:

@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 PAGE_OBJECTS = 500
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
-"""A page of the largest objects, with room."""
+"""A page whose objects are larger is asked for again with fewer of them. One object has 2 MiB at most."""
 
 LINE_MAX_BYTES = 2 * 1024 * 1024
 """More than etcd keeps under one key."""
@@ -61,6 +61,10 @@ class ClusterLost(ClusterError):
     """It could not be asked, did not answer in time, or its answer cannot be read."""
 
     code = "cluster_lost"
+
+
+class AnswerTooLarge(ClusterLost):
+    """Its answer has more bytes than are read."""
 
 
 class RequestRefused(ClusterError):
@@ -196,10 +200,16 @@ class KubeClient:
         version as of which they are all.
         """
         found: list[msgspec.Raw] = []
-        rest = ""
+        rest, n_objects = "", PAGE_OBJECTS
         while True:
-            query = [("limit", str(PAGE_OBJECTS)), ("labelSelector", labels), ("continue", rest)]
-            page = decoded(await self.ask("GET", path, query=query, accept=accept), _Page)
+            query = [("limit", str(n_objects)), ("labelSelector", labels), ("continue", rest)]
+            try:
+                page = await _page(await self.ask("GET", path, query=query, accept=accept))
+            except AnswerTooLarge:
+                if n_objects == 1:
+                    raise
+                n_objects = max(1, n_objects // 4)
+                continue
             found += page.items or ()
             rest = page.metadata.more
             if not rest:
@@ -271,8 +281,8 @@ class KubeClient:
     async def claim(self, kind: ResourceKind, manifest: Manifest, *, manager: str) -> Manifest:
         """Be one more of those who hold the fields of ``manifest``, as the field manager ``manager``.
 
-        Refused with 409 where another holds one of them with another value, or the object is not of the
-        ``resourceVersion`` that is named.
+        RequestRefused with 409 where another holds one of them with another value, or the object is not
+        of the ``resourceVersion`` that is named.
         """
         query = (("fieldManager", manager),)
         return await self._call(
@@ -296,12 +306,12 @@ class KubeClient:
         return await self._call("PATCH", kind.path(*key), query=self._managed, body=patch, content_type=MERGE)
 
     async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
-        """Create an object; Refused with 409 when it is there."""
+        """Create an object; RequestRefused with 409 when it is there."""
         path = kind.path(key_of(manifest).namespace)
         return await self._call("POST", path, query=self._managed, body=manifest)
 
     async def replace(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
-        """Replace an object; Refused with 409 when it is not of the ``resourceVersion`` that is named."""
+        """Replace an object; RequestRefused with 409 when it is of another ``resourceVersion``."""
         return await self._call("PUT", kind.path(*key_of(manifest)), query=self._managed, body=manifest)
 
     async def delete(self, kind: ResourceKind, key: Key, *, uid: str) -> None:
@@ -380,15 +390,27 @@ def manifest_of(kind: ResourceKind, text: msgspec.Raw) -> Manifest:
     return reduced
 
 
+ENVELOPE_DEPTH = 2
+"""How deep an object lies in a list; in a line of a watch it is 1."""
+
+
 def decoded(text: bytes, kind: type[T]) -> T:
     """Return ``text`` as a value of this kind. Raises ClusterLost."""
     try:
         try:
             return msgspec.json.decode(text, type=kind)
         except RecursionError:
-            return msgspec.json.decode(cut_at_depth(text), type=kind)
+            return msgspec.json.decode(cut_at_depth(text, depth_max=DEPTH_MAX + ENVELOPE_DEPTH), type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ClusterLost(f"the API server's answer: {error}") from error
+
+
+async def _page(text: bytes) -> _Page:
+    """Read a page. One with a deep object is searched in a thread: that takes a second for 20 MB."""
+    try:
+        return msgspec.json.decode(text, type=_Page)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return await asyncio.to_thread(decoded, text, _Page)
 
 
 def _manifest(text: bytes) -> JsonValue:
@@ -405,7 +427,7 @@ def _may_be_too_deep(text: bytes) -> bool:
     return text.count(b"{") + text.count(b"[") > DEPTH_MAX
 
 
-_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{]|[\]}]', re.DOTALL)
 _OPENS, _CLOSES = b"[{", b"]}"
 
 
@@ -432,7 +454,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for piece in response.content.iter_any():
         text += piece
         if len(text) > ANSWER_MAX_BYTES:
-            raise ClusterLost(f"the API server's answer has more than {ANSWER_MAX_BYTES} bytes")
+            raise AnswerTooLarge(f"the API server's answer has more than {ANSWER_MAX_BYTES} bytes")
     return bytes(text)
 
 

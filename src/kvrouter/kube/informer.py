@@ -29,8 +29,9 @@ from kvrouter.kube.client import (
 )
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_of, version_of
 
-RETRY_S = 0.1
-RETRY_MAX_S = 5.0
+RETRY_S = 1.0
+RETRY_MAX_S = 30.0
+"""The pauses of an informer, and of what else asks the API server again and again."""
 
 Item = TypeVar("Item")
 G = TypeVar("G", bound=Hashable)
@@ -56,11 +57,18 @@ def wait_after(failures: Failures, error: Exception) -> float:
 
 
 class _Ends(Enum):
-    """How a watch ended: the API server had it end, this end wants a list, or it broke."""
+    """How a watch ended that did not break: the API server had it end, or this end wants a list."""
 
     BY_TIME = auto()
     ON_PURPOSE = auto()
-    BROKEN = auto()
+
+
+class _WatchBroken(Exception):
+    """A watch ended by ``error``, or could not be opened again."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class ListAndWatch(ABC, Generic[Item]):
@@ -79,15 +87,14 @@ class ListAndWatch(ABC, Generic[Item]):
         *,
         tick_s: float,
         quiet_s: float,
-        retry_s: float = RETRY_S,
-        retry_max_s: float = RETRY_MAX_S,
+        backoff: Backoff,
     ) -> None:
         self._objects = objects
         self._tick_s = tick_s
         self._quiet_s = quiet_s
         self._heard_at = 0.0
         self._version = ""
-        self._failures = Failures(Backoff(retry_s, retry_max_s))
+        self._failures = Failures(backoff)
         self.began = asyncio.Event()
         """Set once everything was listed, or could not be."""
 
@@ -128,7 +135,11 @@ class ListAndWatch(ABC, Generic[Item]):
         while True:
             wait_s = 0.0
             try:
-                wait_s = await self._watch_once()
+                await self._watch_once()
+            except _WatchBroken as broken:
+                # It may be back at once, and is asked before anybody is notified that it is lost.
+                wait_s = wait_after(self._failures, broken.error)
+                self.cut_off()
             except (ClusterError, ProtocolError) as error:
                 wait_s = wait_after(self._failures, error)
                 if not (isinstance(error, RequestRefused) and error.status == GONE):
@@ -137,10 +148,11 @@ class ListAndWatch(ABC, Generic[Item]):
                 self.began.set()
             await asyncio.sleep(wait_s)
 
-    async def _watch_once(self) -> float:
-        """List, and hear what comes after until that has to begin again; return in how many seconds.
+    async def _watch_once(self) -> None:
+        """List, and hear what comes after until everything is to be listed again.
 
-        Raises ClusterError when the list cannot be had, or a watch cannot be opened after it.
+        Raises ClusterError when the list cannot be had, or a watch cannot be opened after it, and
+        _WatchBroken when one broke later.
         """
         asked_at = time.monotonic()
         self.look(asked_at)
@@ -152,19 +164,18 @@ class ListAndWatch(ABC, Generic[Item]):
             self.began.set()
             ends = await self._followed(stream)
         while ends is _Ends.BY_TIME:
-            try:
-                async with self._objects.watch(self._version) as stream:
-                    ends = await self._followed(stream)
-            except (ClusterError, ProtocolError):
-                ends = _Ends.BROKEN
-        if ends is _Ends.ON_PURPOSE:
-            return 0.0
-        # It may be back at once, and is asked before anybody is notified that it is lost.
-        self.cut_off()
-        return wait_after(self._failures, ConnectionError())
+            ends = await self._followed_again()
+
+    async def _followed_again(self) -> _Ends:
+        """Open another watch where the last one ended, and take what it brings; return how it ended."""
+        try:
+            async with self._objects.watch(self._version) as stream:
+                return await self._followed(stream)
+        except (ClusterError, ProtocolError) as error:
+            raise _WatchBroken(error) from error
 
     async def _followed(self, stream: AsyncIterator[list[WatchEvent]]) -> _Ends:
-        """Take what a watch brings until it ends; return how."""
+        """Take what a watch brings until it ends; return how. Raises _WatchBroken."""
         opened_at = time.monotonic()
         reading: asyncio.Task[list[WatchEvent] | None] | None = None
         try:
@@ -176,7 +187,9 @@ class ListAndWatch(ABC, Generic[Item]):
                 if reading.done():
                     events, reading = reading.result(), None
                     if events is None:
-                        return _Ends.BY_TIME if now - opened_at > self.lives_least_s else _Ends.BROKEN
+                        if now - opened_at > self.lives_least_s:
+                            return _Ends.BY_TIME
+                        raise _WatchBroken(ConnectionError())
                     self._heard_at = now
                     for event in events:
                         self._version = self.take_event(event)
@@ -184,8 +197,8 @@ class ListAndWatch(ABC, Generic[Item]):
                 elif self.is_in_doubt(now) or now - self._heard_at > self._quiet_s:
                     return _Ends.ON_PURPOSE
                 await self.tidy(now)
-        except (ClusterError, ProtocolError):
-            return _Ends.BROKEN
+        except (ClusterError, ProtocolError) as error:
+            raise _WatchBroken(error) from error
         finally:
             if reading is not None:
                 reading.cancel()
@@ -221,10 +234,6 @@ class _OfKind:
         )
 
 
-INFORMER_RETRY_S = 1.0
-INFORMER_RETRY_MAX_S = 30.0
-
-
 class Informer(ListAndWatch[Manifest], Generic[G]):
     """The objects of a kind that ``labels`` and ``is_wanted`` pick, by place and by group. One that is wanted
     no more counts as gone.
@@ -247,15 +256,14 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         lost: Callable[[ClusterError | None], None],
         is_wanted: Callable[[Manifest], bool] = lambda _: True,
         watch_s: int = WATCH_S,
-        retry_s: float = INFORMER_RETRY_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         objects = _OfKind(client, kind, labels=labels, namespace=namespace, watch_s=watch_s)
         super().__init__(
             objects,
             tick_s=retry_s,
             quiet_s=2.0 * watch_s,
-            retry_s=retry_s,
-            retry_max_s=INFORMER_RETRY_MAX_S,
+            backoff=Backoff(retry_s, RETRY_MAX_S),
         )
         self.lives_least_s = retry_s
         self._kind = kind

@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 
 from aiohttp import web
 
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import ClusterError, KubeClient
-from kvrouter.kube.informer import RETRY_S
+from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
 from kvrouter.kube.objects import Key
 from kvrouter.operator.admission.certificates import ShownCertificate
 from kvrouter.operator.admission.server import AdmissionServer
@@ -156,13 +157,14 @@ async def _files(
 
 async def _ensured(own: OwnCertificate, observed: OperatorInstrumentation, health: ReplicaHealth) -> None:
     """A cluster that does not answer yet, or lacks a part of the installation, is asked again."""
+    failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
     while True:
         try:
             await own.ensure()
         except ClusterError as error:
             health.waits_for(ADMISSION, f"there is no certificate yet: {error.message}")
             observed.certificate_refused(error.message)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(wait_after(failures, error))
         else:
             return
 

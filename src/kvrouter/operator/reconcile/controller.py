@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvrouter.config.planes import DiscoveryBackend
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
-from kvrouter.kube.informer import RETRY_S, Informer
+from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, Informer, wait_after
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.api import read_topology
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
@@ -181,7 +182,9 @@ class Controller:
         self._applied = Applier(cluster, self._owned)
         self._claims = Claims(cluster, lease, time.monotonic, class_name)
         self._bindings = Bindings(cluster, lease)
-        self._bindings_due = self._bindings_lost = False
+        self._bindings_due = False
+        self._bindings_error: ClusterError | None = None
+        self._bindings_failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
         self._reconciler = Reconciler(
             cluster,
             ClusterView(self._deployments, self._pods, self._nodes, self._workers_of),
@@ -300,14 +303,15 @@ class Controller:
             nodes = [node for node in map(read_node, self._nodes.all()) if node is not None]
             await self._bindings.write(wanted, nodes)
         except ClusterError as error:
-            self._bindings_lost = True
+            self._bindings_error = error
             self._bindings_due = isinstance(error, ClusterLost) or (
                 isinstance(error, RequestRefused) and error.is_passing
             )
             self._listener.lost(POLICIES, error)
         else:
-            if self._bindings_lost:
-                self._bindings_lost = False
+            self._bindings_failures.reset()
+            if self._bindings_error is not None:
+                self._bindings_error = None
                 self._listener.lost(POLICIES, None)
         for key, said in self._bindings.refused.items():
             if before.get(key) != said:
@@ -323,8 +327,8 @@ class Controller:
             self._nodes_stirred.clear()
             self._bindings_due = True
             await self._write_bindings()
-            if self._bindings_lost and self._bindings_due:
-                await asyncio.sleep(RETRY_S)
+            if self._bindings_error is not None and self._bindings_due:
+                await asyncio.sleep(wait_after(self._bindings_failures, self._bindings_error))
                 self._nodes_stirred.set()
 
     async def _until_due(self) -> None:
@@ -345,6 +349,7 @@ class Controller:
 
     async def _read_facts(self, *, is_first: bool = False) -> None:
         """Read topologies; while they cannot be read, those that were read last hold."""
+        failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
         while True:
             try:
                 facts = await read_facts(self._cluster, is_first=is_first)
@@ -355,7 +360,7 @@ class Controller:
                     self._listener.lost(TOPOLOGIES[0], error)
                 if not is_first:
                     return
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(wait_after(failures, error))
                 continue
             if self._facts_lost:
                 self._facts_lost = False

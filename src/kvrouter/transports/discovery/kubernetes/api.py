@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrouter.core.backoff import Backoff
 from kvrouter.core.ids import WorkerId
 from kvrouter.kube.account import Account, AccountConnection
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, KubeClient, RequestRefused, decoded
@@ -94,12 +95,16 @@ class WorkersApi:
 
 Item = TypeVar("Item")
 
+RETRY_S = 0.1
+RETRY_MAX_S = 5.0
+"""The pauses of discovery: a worker that joins or leaves should be heard of soon."""
+
 
 class Follow(ListAndWatch[Item]):
     """A :class:`~kvrouter.kube.informer.ListAndWatch` that runs in a task called ``name``."""
 
     def __init__(self, objects: Objects[Item], *, name: str, tick_s: float, quiet_s: float) -> None:
-        super().__init__(objects, tick_s=tick_s, quiet_s=quiet_s)
+        super().__init__(objects, tick_s=tick_s, quiet_s=quiet_s, backoff=Backoff(RETRY_S, RETRY_MAX_S))
         self._name = name
         self._task: asyncio.Task[None] | None = None
 

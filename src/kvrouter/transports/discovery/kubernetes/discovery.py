@@ -13,7 +13,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kube.account import Account
 from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, RequestRefused
-from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
+from kvrouter.kube.informer import wait_after
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.card_publisher import HeldCards, OtherWrote
@@ -25,7 +25,13 @@ from kvrouter.transports.discovery.card_tracker import (
     TroubleSink,
     WatcherSinks,
 )
-from kvrouter.transports.discovery.kubernetes.api import Follow, WorkersApi, reason
+from kvrouter.transports.discovery.kubernetes.api import (
+    RETRY_MAX_S,
+    RETRY_S,
+    Follow,
+    WorkersApi,
+    reason,
+)
 from kvrouter.transports.discovery.kubernetes.objects import (
     OwnerPod,
     OwnerReference,
