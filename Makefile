@@ -66,7 +66,7 @@ test-cluster: setup ## Build a Kubernetes control plane outside the project, onc
 	$(BIN)/python -m tests.cluster.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
 
-test-nightly: setup ## The long lane: a million decisions, a million HTTP cases, an hour of mixed load: hours
+test-nightly: setup ## The slow tests: a million decisions, a million HTTP cases, an hour of mixed load: hours
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
 	$(MAKE) --no-print-directory test-soak
 
@@ -83,7 +83,7 @@ lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
 	cargo clippy --quiet --release --manifest-path native/Cargo.toml --all-targets -- -D warnings
 	$(MAKE) --no-print-directory docs-check
 
-format: setup ## Rewrite the code in the house's format
+format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	cargo fmt --manifest-path native/Cargo.toml --all
@@ -97,7 +97,7 @@ bench: setup ## Our own figures
 bench-peers: setup ## Our figures and the peers' in one run, with ratios
 	$(BIN)/python -m benchmarks.peers
 
-bench-recovery: setup ## How long a router that starts needs to know a million blocks, lane by lane
+bench-recovery: setup ## How long a router that starts needs to know a million blocks, for each event transport
 	$(BIN)/python -m benchmarks.recovery
 
 bench-herd: setup ## Does a fleet's load stay even before 2 to 16 routers, with replica sync and without?

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.event_lanes``: what KV events cost the router that takes them, lane by lane.
+"""``python -m benchmarks.event_lanes``: what KV events cost the router that takes them, by transport.
 
 Another process publishes as fast as the router takes, from 64 worker ranks. Each batch stores 8 or 256 blocks
 and removes as many that its rank stored before, so the index keeps its size. All that a router does with

@@ -146,7 +146,7 @@ class Worker:
 
 
 def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRouter:
-    """A model's map room, as the composition root makes it, with every worker in its fleet."""
+    """A model's router, as the composition root makes it, with every worker in its fleet."""
     config = KvRouterConfig()
     router = ModelRouter(
         fleet=Fleet(MODEL, BLOCK_SIZE),

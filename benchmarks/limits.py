@@ -55,7 +55,7 @@ def main_lines(parts: frozenset[str], tell: Callable[[str], None]) -> list[Line]
 
 
 def events(tell: Callable[[str], None]) -> list[Line]:
-    """What one router takes of each lane's events, from 64 ranks, as fast as it takes them."""
+    """What one router takes of each transport's events, from 64 ranks, as fast as it takes them."""
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as store, nats_server("-js", "-sd", store) as url:
         for lane in LANES:

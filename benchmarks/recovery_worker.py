@@ -46,7 +46,7 @@ class Fleet(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What the workers' cards say on each lane."""
+    """What the workers' cards say for each event transport."""
 
     jetstream: EventSource
     zmq: EventSource

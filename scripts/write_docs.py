@@ -41,9 +41,9 @@ Every setting of `kvrouter up` can be given as a flag, as an environment variabl
 ([its page](fleet-file.md)). A flag wins over a variable, a variable over the file, the file over the default.
 
 - A blank variable counts as unset.
-- What kubelets tell containers of Services is no setting, though a Service be called `kvrouter…` or
-  `dyn…` (`KVROUTER_PORT=tcp://10.0.0.7:8000`, and seven more): it is known by names and values that
-  fit together.
+- The variables that kubelets set for Services are no settings, even if a Service is called `kvrouter…` or
+  `dyn…` (`KVROUTER_PORT=tcp://10.0.0.7:8000`, and seven more): kvrouter recognizes them by their names
+  and values.
 - An unknown key of the file, an unknown `KVROUTER_*` variable and a value out of range end the start with
   exit code 2 and one line for each mistake: the field, where the value came from, and what it must be.
 - `DYN_*` variables that are not on this page belong to other programs and are left alone; one that is
@@ -170,8 +170,8 @@ FOREIGN_COLUMNS = ("flag", "variable", "field of `KvRouterConfig`, key in YAML",
 FOREIGN_HEAD = """## Names of Dynamo's that set nothing here
 
 A flag, a key or a field of these ends the start, and says what is in the last column; a variable is warned
-about. A value that asks for what is done here anyway is taken in silence: null always, and what the column
-*taken as* has.
+about. A value that asks for what kvrouter does anyway is accepted without a message: null always, and the
+values in the column *taken as*.
 """
 
 

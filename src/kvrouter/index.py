@@ -1,4 +1,4 @@
-"""The block index: who holds which blocks; what the engines' events say, or what decisions predict.
+"""The block index: which ranks hold which blocks, by the engines' KV events or predicted from decisions.
 
 A slot is a small dense int that stands for one worker rank.
 """

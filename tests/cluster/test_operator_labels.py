@@ -85,5 +85,5 @@ async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
         return await reported(known.name) == ZONES[0]
 
     await eventually(is_in_force)
-    assert await reported(unknown) == "forged", "this one is the operator's to mend"
+    assert await reported(unknown) == "forged", "the operator repairs this one"
     plane.kubectl("delete", KINDS, name)

@@ -1,4 +1,4 @@
-"""Workers of one fleet that publish on different lanes: a frontend hears each on its own."""
+"""Workers of one fleet on different event transports: a frontend hears each on its own."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The laws of customs: routers hold what the engine holds, or less; and all of it while nothing is lost."""
+"""Laws of the engines' KV events: routers hold what the engine holds, or less; all of it if none is lost."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ def engine_events(draw: st.DrawFn) -> EngineEvent:
 def test_the_ledger_holds_what_the_index_and_the_mirror_hold(
     events: list[EngineEvent], blocks_max: int
 ) -> None:
-    """So a parent that customs know is known to every router, and none meets a store that it can't place."""
+    """So a parent a worker knows is known to every router, and none meets a store that it can't place."""
     ledger = RankBlocks(EngineTraits(block_size=BLOCK_SIZE, blocks_max=blocks_max))
     index, mirror = NaiveBlockIndex(), RankMirror()
     for event in events:
@@ -136,7 +136,7 @@ class Engine:
 
 
 class Wire:
-    """An engine, customs, and an index behind them; between the first two, batches are lost."""
+    """An engine, a worker's event stream, and an index behind them; before the stream, batches are lost."""
 
     def __init__(self, *, ring_batches_max: int, can_replay: bool, before: int) -> None:
         self._ring_batches_max = ring_batches_max

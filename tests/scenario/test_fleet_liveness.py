@@ -117,7 +117,7 @@ async def test_every_worker_is_followed_for_its_load_and_left_when_it_goes(confi
 
 
 class Lanes:
-    """Two lanes, each with its ear."""
+    """Two event transports, each with its subscriber."""
 
     def __init__(self) -> None:
         self.zmq, self.stream = HandEvents(), HandEvents()

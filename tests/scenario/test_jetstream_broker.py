@@ -1,4 +1,4 @@
-"""The JetStream lane when the broker dies, comes back, or loses what it kept."""
+"""The JetStream transport when the broker dies, comes back, or loses what it kept."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The JetStream lane when somebody writes where only workers and routers should."""
+"""The JetStream transport when somebody writes where only workers and routers should."""
 
 import base64
 from collections.abc import AsyncIterator

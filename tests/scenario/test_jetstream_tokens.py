@@ -1,4 +1,4 @@
-"""The JetStream lane when what is in NATS was sealed with another token: a stranger's, or yesterday's."""
+"""JetStream when what is in NATS was sealed with another token: a stranger's, or yesterday's."""
 
 from collections.abc import AsyncIterator
 

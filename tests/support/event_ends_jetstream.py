@@ -1,4 +1,4 @@
-"""Both ends of the JetStream event lane, each with a connection of its own, and what is heard from both."""
+"""Both ends of the JetStream transport, each with a connection of its own, and what is heard from both."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +23,7 @@ SOMEBODY = WorkerId(99)
 
 
 class Notes:
-    """Remembers what the lane tells."""
+    """Remembers what the transport reports."""
 
     def __init__(self) -> None:
         self.dropped_batches = 0

@@ -1,4 +1,4 @@
-"""A front door on a real socket, before scripted workers."""
+"""The frontend's HTTP application on a real socket, before scripted workers."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -46,7 +46,7 @@ def says(
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What a test of the front door holds."""
+    """What a test of the frontend holds."""
 
     bench: Bench
     plane: ScriptedPlane

@@ -1,4 +1,4 @@
-"""Workers with mock engines, and routers with real indexes, on the JetStream lane of a real nats-server.
+"""Workers with mock engines, and routers with real indexes, on the JetStream transport of a real nats-server.
 
 The truth is what the engines find in their own caches.
 """

@@ -24,7 +24,7 @@ HASTE = {"heartbeat_s": 0.02, "silent_after_s": 20.0, "ask_again_s": 0.05}
 
 
 class ReplicaRouter:
-    """A model's map room with its replica sync."""
+    """A model's router with its replica sync."""
 
     def __init__(
         self,

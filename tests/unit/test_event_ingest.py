@@ -1,4 +1,4 @@
-"""The event pump between a subscriber that a test turns by hand and a real index."""
+"""Event ingest between a subscriber that a test turns by hand and a real index."""
 
 import asyncio
 from collections.abc import Callable

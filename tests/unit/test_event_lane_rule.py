@@ -1,4 +1,4 @@
-"""Which lane a worker publishes on: the rule of auto, and what a setting says instead."""
+"""Which event transport a worker publishes on: the rule of auto, and what a setting says instead."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The parts of the JetStream lane that need no server."""
+"""The parts of the JetStream transport that need no server."""
 
 import asyncio
 from collections.abc import Callable

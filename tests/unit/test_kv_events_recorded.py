@@ -71,7 +71,7 @@ def test_a_recorded_message_reads_the_same_live_and_replayed_in_both_framings(sa
 
 
 def test_a_request_with_the_same_tokens_salt_and_adapter_finds_the_blocks() -> None:
-    """The block hashes that customs compute are the ones that a router computes from the request."""
+    """The block hashes that a worker computes are the ones that a router computes from the request."""
     for sample, salt, lora_name in (
         ("v0.32_block_stored_root", None, None),
         ("v0.32_block_stored_cache_salt", "tenant-1", None),

@@ -129,7 +129,7 @@ async def test_a_prefill_leg_that_runs_on_ends_with_its_router() -> None:
             await only_piece(await router.generate(PROMPT))
             assert not here.fleet.cluster.idle
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not [task for task in others if "Prefills" in repr(task.get_coro())]
+        assert not [task for task in others if "PrefillDispatch" in repr(task.get_coro())]
         async with asyncio.timeout(1.0):
             await here.until_quiet()
 

@@ -1,4 +1,4 @@
-"""The backlog of a reconciler, and the lease of its leader: decisions without a cluster."""
+"""The workqueue of the controller, and the lease of its leader: decisions without a cluster."""
 
 from datetime import UTC, datetime
 

@@ -128,7 +128,7 @@ async def test_the_admission_door_reads_no_deployment_of_another_projects_defini
     for name in (SERVING_CERT, SERVING_KEY):
         (tmp_path / name).write_bytes(data[name])
     server, health = Looked(), ReplicaHealth()
-    health.waits_for(ADMISSION, "its door is not open yet")
+    health.waits_for(ADMISSION, "it does not listen yet")
     observed = OperatorInstrumentation(health)
     definition = Definition(server, observed, look_s=0.001)
     work = AdmissionWork(

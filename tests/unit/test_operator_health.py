@@ -31,11 +31,11 @@ async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
 ) -> None:
     assert await reported(http, "/readyz") == (200, "ok\n")
     health.waits_for("the API server", "it has not answered yet")
-    health.waits_for("admission", "its door is not open yet")
+    health.waits_for("admission", "it does not listen yet")
     health.waits_still("the API server", "no route to host")
     assert await reported(http, "/readyz") == (
         503,
-        "the API server: no route to host; admission: its door is not open yet\n",
+        "the API server: no route to host; admission: it does not listen yet\n",
     )
     assert await reported(http, "/healthz") == (200, "ok\n")
     health.has("the API server")

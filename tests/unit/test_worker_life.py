@@ -280,7 +280,7 @@ async def test_kv_events_of_a_rank_that_is_not_here_are_let_go_and_reported_once
     line = json.loads(JsonFormatter().format(record))
     assert (line["event"], line["detail"]) == (
         "config_warning",
-        "KV events of dp_rank 3 are let go: this worker has dp_rank 0",
+        "KV events of dp_rank 3 are dropped: this worker has dp_rank 0",
     )
     await house.worker.stop()
 

@@ -33,7 +33,7 @@ pub struct Load {
     pub waiting_requests: u64,
 }
 
-/// What the door says.
+/// A reply of the engine door.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Reply {
     Welcome,
@@ -109,7 +109,7 @@ pub fn sync(out: &mut Vec<u8>, goal: u64) {
     frame(out, SYNC, 1, |out| number(out, goal));
 }
 
-/// The next word of the door. Errors when the connection ends, or says what nobody says.
+/// The next reply of the engine door. Errors when the connection ends, or the reply is unknown.
 pub fn read_reply(from: &mut impl Read) -> io::Result<Reply> {
     let mut head = [0; 4];
     from.read_exact(&mut head)?;
@@ -158,7 +158,7 @@ fn column(out: &mut Vec<u8>, hashes: &[u64]) {
     out.extend(hashes.iter().flat_map(|hash| hash.to_le_bytes()));
 }
 
-/// Writing to memory cannot fail; a mistake here ends at the border as one of ours.
+/// Writing to memory cannot fail; a panic here is caught at the C interface and returned as KVR_BUG.
 fn written<T, E: std::fmt::Debug>(result: Result<T, E>) {
     result.expect("memory takes what is written to it");
 }

@@ -1,5 +1,5 @@
-//! KV events from engines in any language. `include/kvrouter.h` is the contract; this module is its border: it
-//! reads what C hands over, and no panic leaves it.
+//! KV events from engines in any language: the C interface of `include/kvrouter.h`. It reads the arguments from C,
+//! and no panic leaves it.
 
 mod address;
 mod frames;

@@ -62,7 +62,7 @@ impl Socket {
         })
     }
 
-    /// Ends every read and write. One that has ended already cannot be shut: that is as good.
+    /// Ends every read and write; errors of a connection that has ended already are ignored.
     pub fn shut(&self) {
         let (Ok(()) | Err(_)) = match self {
             Socket::Unix(socket) => socket.shutdown(Shutdown::Both),
@@ -103,7 +103,7 @@ enum Step {
 /// Why a connection is over, or was none.
 struct Lost {
     why: String,
-    /// The door does not want us: to knock again at once would not change its mind.
+    /// The engine door refused the connection: an immediate retry would be refused too.
     refused: bool,
 }
 
@@ -137,7 +137,7 @@ pub(crate) fn run(shared: &Shared) {
         pause = if was_heard { PAUSE_MIN } else { (2 * pause).min(PAUSE_MAX) };
         state.leave(lost.map_or_else(String::new, |lost| lost.why));
         shared.progress.notify_all();
-        // Work that comes in the pause wakes the thread; it waits on all the same, so as not to knock in a loop.
+        // Work that arrives during the pause wakes the thread; it waits all the same, so as not to loop.
         let paused = shared.work.wait_timeout_while(state, pause, |state| !state.closing);
         drop(paused.unwrap_or_else(PoisonError::into_inner));
     }
@@ -157,7 +157,7 @@ fn serve(shared: &Shared) -> Result<(), Lost> {
     let mut greeting = Vec::new();
     frames::token(&mut greeting, &settings.token);
     frames::hello(&mut greeting, settings.block_size);
-    // A door that refuses may close before it has read everything: what it says counts, not that.
+    // A door that refuses may close before it has read everything: its message is the reason, not the closing.
     let greeted = socket.write_all(&greeting);
     match frames::read_reply(&mut socket) {
         Ok(Reply::Welcome) => greeted?,
@@ -235,7 +235,7 @@ fn send(socket: &mut Socket, mut queue: Vec<u8>, loads: &[(u32, Load)], reported
     }
 }
 
-/// The door's last message is a better reason than that it closed.
+/// The reason of the door's last message, if there is one, else that it closed the connection.
 fn last_words(socket: &mut Socket, error: io::Error) -> Lost {
     if error.kind() == io::ErrorKind::BrokenPipe {
         if let Ok(Reply::Refused(why)) = frames::read_reply(socket) {
@@ -250,7 +250,7 @@ fn not_asked() -> io::Error {
 }
 
 impl State {
-    /// The door has let us in: it holds nothing of ours, whatever it held before.
+    /// The door accepted the connection: it holds no blocks of this engine, whatever it held before.
     fn join(&mut self) {
         self.connected = true;
         self.arrived = 0;

@@ -1,4 +1,4 @@
-//! What one rank of the engine holds: enough to tell a worker the whole of it again, from nothing.
+//! What one rank of the engine holds: enough to send all of it to a worker again.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ struct Block {
     stores: u32,
 }
 
-/// Blocks of each medium by engine hash. A clone shares the tables; whoever changes one first copies it.
+/// Blocks of each medium by engine hash. Clones share the tables; a table is copied before its first change.
 #[derive(Clone, Default)]
 pub struct Mirror {
     media: [Held; MEDIA],
@@ -55,14 +55,14 @@ impl Held {
     }
 }
 
-/// Spreads by chance, not evenly: tables that fill at the same pace would all grow in the same call.
+/// Spreads at random, not evenly: tables that fill at the same pace would all grow in the same call.
 fn table_of(name: u64) -> usize {
     let mixed = (name ^ (name >> 32)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0x94d0_49bb_1331_11eb);
     (mixed >> 32) as usize % TABLES
 }
 
-/// Consecutive blocks, as one store tells them.
+/// Consecutive blocks of one store.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Run {
     pub medium: usize,

@@ -35,7 +35,7 @@ pub enum Refused {
     Timeout,
 }
 
-/// Consecutive blocks, in the engine's own words.
+/// Consecutive blocks, in the engine's own terms: token ids and its names of blocks.
 pub struct Blocks<'a> {
     pub token_ids: &'a [u32],
     pub engine_hashes: &'a [u64],
@@ -84,13 +84,13 @@ pub(crate) struct State {
 pub(crate) struct Shared {
     pub settings: Settings,
     pub state: Mutex<State>,
-    /// There is something to send, or the end has come.
+    /// There is something to send, or the publisher closes.
     pub work: Condvar,
     /// The worker took something, or the connection changed.
     pub progress: Condvar,
 }
 
-/// A moment of a publisher, as `kvr_status` reports it.
+/// The state of a publisher, as `kvr_status` reports it.
 pub struct Status {
     pub connected: bool,
     pub queued_bytes: usize,
@@ -236,7 +236,7 @@ impl Drop for Publisher {
         self.shared.work.notify_all();
         self.shared.progress.notify_all();
         if let Some(thread) = self.thread.take() {
-            // The thread's own mistakes were caught where they were made: there is nothing to hear here.
+            // The thread caught its own panics, so its result says nothing.
             drop(thread.join());
         }
     }

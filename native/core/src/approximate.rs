@@ -1,5 +1,5 @@
-//! Who may hold which blocks, predicted from routing decisions: a block is thought to be held for a while
-//! after the last decision that sends it to a slot.
+//! The approximate index: which slots may hold which blocks, predicted from routing decisions. A block counts as
+//! held for a time after the last decision that sends it to a slot.
 //!
 //! A decision touches a prompt from its first block on, so along a prompt no block was touched later than the
 //! ones before it, and the blocks that a later decision touched again are a prefix.
@@ -156,7 +156,7 @@ impl ApproximateIndex {
         }
     }
 
-    /// Drops what is listed and not held any more, and numbers the touches anew.
+    /// Drops what is listed and no longer held, and renumbers the touches.
     fn compact(&mut self) {
         let touches = std::mem::take(&mut self.touches);
         let first_number = self.first_number;

@@ -1,4 +1,4 @@
-//! Who holds which blocks, as the engines' events say.
+//! The block index: which slots hold which blocks, by the engines' events.
 //!
 //! For each medium, one table over all ranks maps sequence hashes to holders, and one table a rank maps the
 //! engine's hashes to sequence hashes. Engine hashes are opaque: two ranks may call one block by two names,

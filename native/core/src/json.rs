@@ -1,6 +1,6 @@
 //! One pass over JSON text, before anything is built of it: is it JSON, and how much would be built?
 //!
-//! Strings are looked through many bytes at a time; nothing is unescaped and nothing is kept but where the
+//! Strings are scanned many bytes at a time; nothing is unescaped and nothing is kept but where the
 //! fields of an outermost object are.
 
 use std::ops::Range;

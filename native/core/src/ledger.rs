@@ -1,4 +1,4 @@
-//! What each slot is doing: prefill tokens that wait or run, and blocks that running requests hold.
+//! The ledger: the load of each slot, in prefill tokens that wait or run and in blocks that running requests hold.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::Arc;

@@ -135,7 +135,7 @@ impl Walk {
         }
     }
 
-    /// Whoever is left holds all `depth` blocks.
+    /// The slots that are left hold all `depth` blocks.
     fn end(walk: Option<Self>, depth: usize, out: &mut [u32]) {
         match walk.map(|walk| walk.remaining) {
             None => {}

@@ -14,7 +14,7 @@ const SLAB_BYTES: usize = PAGE_BYTES * SLAB_PAGES;
 /// Free pages kept ready, so that a steady churn makes no system calls.
 const RESERVE_PAGES: usize = SLAB_PAGES;
 
-/// One page, owned by whoever took it from the pool, until it is given back or the pool goes.
+/// One page, owned by the caller that took it from the pool, until it is returned or the pool is dropped.
 pub type Page = NonNull<u8>;
 
 /// A pool of pages. Dropping it frees every page, given back or not.

@@ -297,7 +297,7 @@ impl<V: Copy> Shard<V> {
         Self::pages_for((self.len + buddy.len) as usize) <= SHARD_PAGES / 2
     }
 
-    /// Lays the entries out anew over `n_pages`. False, changing nothing, when they crowd at the end.
+    /// Rebuilds the shard over `n_pages`. False, changing nothing, when they crowd at the end.
     fn rebuild(&mut self, pages: &mut PagePool, n_pages: usize) -> bool {
         let mut target = Filling::new(pages, self.depth, n_pages);
         let mut fits = true;

@@ -1,4 +1,4 @@
-//! What crosses the border without a copy: token buffers in, u32 columns out, hash columns as bytes.
+//! What Python and Rust exchange without a copy: token buffers in, u32 columns out, hash columns as bytes.
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};

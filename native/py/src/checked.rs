@@ -114,7 +114,7 @@ pub fn mm_hashes(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<Vec<u64>>>> {
     Ok(Some(blocks))
 }
 
-/// Appends one item of a sequence, whose length nobody knows.
+/// Appends one item of a sequence of unknown length.
 pub fn pushed<T>(items: &mut Vec<T>, item: T, name: &str) -> PyResult<()> {
     if items.len() >= ITEMS_MAX {
         return Err(PyValueError::new_err(format!("{name}: at most {ITEMS_MAX} items")));

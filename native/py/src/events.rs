@@ -9,7 +9,7 @@ use pyo3::{intern, Borrowed};
 
 use crate::buffers::extend_from_column;
 
-/// The most blocks of one event of a snapshot, so that applying it holds nobody up.
+/// The most blocks of one event of a snapshot, so that applying it blocks no other call for long.
 pub const HELD_BLOCKS_MAX: usize = 4096;
 
 /// Decoded events; their hashes lie in one vector.

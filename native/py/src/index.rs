@@ -1,4 +1,4 @@
-//! `BlockIndex`: decoding events, and who waits for whom.
+//! `BlockIndex`: decoding events, and locking between writers and readers.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use crate::checked;
 use crate::events::{self, Batch};
 use crate::hashing::Prompt;
 
-/// A batch with more blocks gives the interpreter up while it is applied.
+/// A batch with more blocks releases the interpreter lock while it is applied.
 const DETACH_BLOCKS: usize = 4096;
 
 /// Blocks that are applied before a waiting reader gets its turn.

@@ -1,4 +1,4 @@
-//! `JsonBounds` and `token_ids`: JSON looked through, and its token ids read, without Python objects.
+//! `JsonBounds` and `token_ids`: scan JSON, and read its token ids, without Python objects.
 
 use kvrouter_core::json::{self, Fault, Refused};
 use kvrouter_core::token_ids::parsed as parsed_token_ids;

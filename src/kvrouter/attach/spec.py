@@ -1,4 +1,4 @@
-"""What is asked for of the engines of a fleet file, and the card that an engine's worker publishes."""
+"""The attach specs of a fleet file's engines, and the card that an engine's worker publishes."""
 
 import dataclasses
 import math

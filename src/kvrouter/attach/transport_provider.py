@@ -28,7 +28,7 @@ _log = logging.getLogger("kvrouter.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTransports:
-    """What one worker stands on; ``lost`` is set when another start of its id has its place."""
+    """The transports of one worker; ``lost`` is set when another start of its id has its place."""
 
     discovery: Discovery
     events: EventPublisher

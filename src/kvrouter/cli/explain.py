@@ -1,4 +1,4 @@
-"""``kvrouter explain``: draws a decision, for a prompt or for a request id, and why it was made."""
+"""``kvrouter explain``: prints a decision as tables, for a prompt or a request id, with its reasons."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

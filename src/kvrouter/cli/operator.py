@@ -179,15 +179,14 @@ def of_admission(command: F) -> F:
             "--certificate",
             type=click.Path(path_type=Path),
             metavar="FOLDER",
-            help="Open the admission door with FOLDER/tls.crt and tls.key, as cert-manager's Secret has "
-            "them.",
+            help="Serve admission with FOLDER/tls.crt and tls.key, as cert-manager's Secret has them.",
         ),
         click.option(
             "--admission-port",
             type=click.IntRange(0, 65_535),
             default=9443,
             show_default=True,
-            help="The port of the admission door; with --certificate or --certificate-secret.",
+            help="The port of the admission server; with --certificate or --certificate-secret.",
         ),
     ):
         command = option(command)
@@ -245,7 +244,7 @@ def of_admission(command: F) -> F:
 def operator_run(*, log_level: str, log_format: str, **flags: object) -> None:
     """Make of every DynamoGraphDeployment its Deployments and Services, and tell in its status how it is.
 
-    Run two: one holds the lease and writes, the other follows, answers at the admission door, and takes over
+    Run two: one holds the lease and writes, the other follows, answers admission reviews, and takes over
     when the first one ends or is not heard of for 15 s.
     """
     run_flags = RunFlags(**flags)  # type: ignore[arg-type]  # click checked them

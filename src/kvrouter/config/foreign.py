@@ -107,7 +107,7 @@ def _variable(name: str, kind: SettingKind, why: str, *met: object, section: str
 
 _CREDIT = "one weight, --kv-overlap-score-weight, says what overlap is worth"
 _TIERS = "only blocks on the GPU count as overlap"
-_QUEUE = "waiting requests stand in one line, which --admission-queue-max and --admission-wait-s bound"
+_QUEUE = "waiting requests form one queue, which --admission-queue-max and --admission-wait-s bound"
 _POLICIES = "the decision is one formula, and there are no policy classes"
 _TRACKING = "routers agree on the blocks of requests by hashes that everybody may compute"
 _SPLIT = "where prefill workers are, every prompt is split"

@@ -1,4 +1,4 @@
-"""Time as callers measure it: a clock that stops while its loop does, changes of a value, and due times."""
+"""Clocks: one that stops while the event loop is blocked, the last change of a value, and due times."""
 
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush

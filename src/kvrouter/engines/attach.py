@@ -1,4 +1,4 @@
-"""How an engine that runs already is attached: what is asked for, what was found, and the port of a kind."""
+"""Attaching a running engine: the spec, what was found, and the protocol that each kind implements."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,4 +1,4 @@
-"""The port of an engine: what a worker asks of it."""
+"""The port of an engine: the interface that a worker uses."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -115,7 +115,7 @@ class Inbox:
         return next((first for first in firsts if first > last), None)
 
     def drop_from(self, epoch: Epoch, first: EventId) -> None:
-        """Let go of the batches of ``epoch`` that begin with ``first`` or later."""
+        """Drop the batches of ``epoch`` that begin with ``first`` or later."""
         held = self._by_epoch.get(epoch)
         if held is None:
             return
@@ -133,7 +133,7 @@ class Inbox:
         return self.reach(epoch, start) >= max(batch.next_event_id for batch in held.batches)
 
     def take_run(self, epoch: Epoch, start: EventId) -> Run:
-        """Take out everything that carries on from ``start``; what lies before ``start`` is let go."""
+        """Take out everything that carries on from ``start``; what lies before ``start`` is dropped."""
         held = self._by_epoch.get(epoch)
         events: list[KvEvent] = []
         taken = 0
@@ -151,7 +151,7 @@ class Inbox:
         return Run(start, tuple(events))
 
     def take_last_run(self, epoch: Epoch) -> Run:
-        """Take out the consecutive events that end at the highest id of ``epoch``, and let go of the rest."""
+        """Take out the consecutive events that end at the highest id of ``epoch``, and drop the rest."""
         held = self._by_epoch[epoch]
         start = end = held.batches[0].first_event_id
         for batch in held.batches:
@@ -164,13 +164,13 @@ class Inbox:
         return run
 
     def drop(self, epoch: Epoch) -> None:
-        """Let go of everything of ``epoch``."""
+        """Drop everything of ``epoch``."""
         held = self._by_epoch.pop(epoch, None)
         if held is not None:
             self._forget(held.batches)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         self._by_epoch.clear()
         self._events = 0
 

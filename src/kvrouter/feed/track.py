@@ -249,7 +249,7 @@ class Track:
         self.carry_on()
 
     def _drop_unreachable(self) -> None:
-        """Let go of batches up to which two snapshots in a row do not lead: the worker never published what
+        """Drop batches up to which two snapshots in a row do not lead: the worker never published what
         would come before them.
         """
         if self.epoch is None:

@@ -1,4 +1,4 @@
-"""Answers that an engine wrote: its bytes go to the client unchanged, and its tokens are counted.
+"""Passthrough responses: the engine's bytes go to the client unchanged, and its tokens are counted.
 
 When the engine is lost in mid-answer another one goes on from the tokens, and the rest is written here, in
 the same form and under the same id.

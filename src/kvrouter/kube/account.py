@@ -1,4 +1,4 @@
-"""The service account of a pod, and the connections to the API server as whom it is asked."""
+"""A pod's service account, and authenticated connections to the API server."""
 
 import ssl
 import time

@@ -1,4 +1,4 @@
-"""A client of the API server: requests, lists in pages, watches; in JSON that is never too deep.
+"""A client of the Kubernetes API server: requests, paged lists and watches, with a bound on JSON's depth.
 
 One object whose parts are deep inside each other would end the decoding of a whole list, or of a watch, and
 hide all others: what lies deeper than :data:`DEPTH_MAX` is read as null.

@@ -1,4 +1,4 @@
-"""Signs in by a kubeconfig file, with the official client: its loader knows all that such a file may say."""
+"""Authentication from a kubeconfig file, with the loader of the official client."""
 
 import json
 from collections.abc import AsyncIterator, Mapping

@@ -1,4 +1,4 @@
-"""Leader election by a lease: one of several replicas leads while it can renew it.
+"""Leader election by a Lease: one of several replicas leads while it renews the Lease.
 
 A lease is alive while what is written in it changes, by the clock of its reader.
 """

@@ -91,7 +91,7 @@ class RemoteLeases:
         self._book(lease, self._where[rank], now_s)
 
     def remove(self, lease: RemoteLease) -> None:
-        """Let go of a lease."""
+        """Remove a lease."""
         rank = lease.request.rank
         leases = self._at[rank]
         leases.pop(lease, None)
@@ -162,7 +162,7 @@ class RemoteLeases:
 
 
 BACKLOG_MAX: Final = 256
-"""How many messages are kept that follow a missing one. When there are more they are let go: the state that
+"""How many messages are kept that follow a missing one. When there are more they are dropped: the state that
 was asked for has them."""
 
 

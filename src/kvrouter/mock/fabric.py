@@ -1,4 +1,4 @@
-"""Mock engines of one process and the links between them, on one hand-turned clock.
+"""Mock engines of one process and the links between them, on one clock that the caller advances.
 
 The fabric is where prefill and decode legs meet. It keeps the order of all that happens at all engines and on
 all links, so that the same inputs at the same seconds give the same outputs, however rarely it is advanced.

@@ -1,4 +1,4 @@
-"""Handoffs between two processes: their messages, and the pulls under way.
+"""Handoffs between two processes: their messages, and the pulls in progress.
 
 The process of the source (the prefill leg) holds the meeting and its expiry; the sink (the decode leg) of
 another process takes part in it as a :class:`~kvrouter.mock.handoff.RemoteSink`. The process of the sink

@@ -1,4 +1,4 @@
-"""Continuous batching on one rank: what runs in the next step, what waits, and who gives way.
+"""Continuous batching on one rank: what runs in the next step, what waits, and what is preempted.
 
 A step takes every running sequence in the order of admission: one token each for those that decode, up to the
 token budget for those that prefill (in chunks). What is left of seats and budget admits waiting sequences,

@@ -1,4 +1,4 @@
-"""One leg inside an engine: its tokens, the KV it holds, and what its reader has not been given yet."""
+"""One leg inside an engine: its tokens, the KV it holds, and its output that was not read yet."""
 
 from array import array
 from enum import Enum, auto

@@ -1,4 +1,4 @@
-"""The cluster as the operator reads it: the kinds of its objects, and what was found."""
+"""The cluster's state as the operator read it: kinds of objects, nodes, topologies (``ClusterFacts``)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

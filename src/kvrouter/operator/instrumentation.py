@@ -177,7 +177,7 @@ class OperatorInstrumentation:
             log_event(log, Event.ADMISSION_REFUSED, detail="; ".join(each.must for each in verdict.problems))
 
     def bound(self, labels: Mapping[str, str] | None) -> None:
-        """A pod was let go to its node, with these labels or without."""
+        """A pod's binding was allowed, with these labels or without."""
         self.telemetry.bindings.inc("unknown" if labels is None else "labelled" if labels else "left")
 
     def not_answered(self, reason: str) -> None:

@@ -163,7 +163,7 @@ def _work(
             host=settings.host,
             port=settings.admission_port,
         )
-        health.waits_for(ADMISSION, "its door is not open yet")
+        health.waits_for(ADMISSION, "it does not listen yet")
         tasks.append(asyncio.create_task(admission.run(cluster, definition, observed, health)))
         health.needs(ADMISSION, tasks[-1])
     return tasks

@@ -1,4 +1,4 @@
-"""The cache view, the port that predicts overlaps: from a router's own decisions, or of nothing."""
+"""The cache view: the port that returns each rank's overlap; predicted from decisions, or always zero."""
 
 from typing import Protocol
 

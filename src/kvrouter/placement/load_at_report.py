@@ -1,4 +1,4 @@
-"""The ledger's load when each rank's latest report was taken: what is more by now came after it."""
+"""The ledger's load at the time of each rank's latest load report: any excess was booked afterwards."""
 
 from typing import Final
 

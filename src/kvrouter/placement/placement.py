@@ -1,4 +1,4 @@
-"""A placement: one attempt's workers and leases, and what it was asked for and drawn from."""
+"""A placement: one attempt's workers and leases, with the request and the random draw it was made from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

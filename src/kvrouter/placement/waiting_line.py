@@ -1,4 +1,4 @@
-"""The waiting lines of one model: who waits for what, and who is called when something changes."""
+"""The wait queues of one model: requests that wait for a worker, and which are woken by a change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ class Supervisor:
         standby: Sequence[str] = (),
         is_quiet: bool = False,
     ) -> ChildProcess:
-        """Start a process that is to run until the end; what it says is let go where ``is_quiet``.
+        """Start a process that is to run until the end; its output is discarded where ``is_quiet``.
 
         One that ends because another has its place is run with ``standby`` added from then on.
         """
@@ -198,7 +198,7 @@ def _why(code: int) -> str:
 async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
     """A child's lines on our standard error, each after the child's name.
 
-    A child whose lines nobody takes stands still, so one that is too long is let go, and the next is read.
+    A child whose output is not read blocks, so a line that is too long is dropped, and the next is read.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One attempt of a request: its legs as engines receive them, timeouts, output, whose fault a failure is."""
+"""One attempt of a request: its legs as engines receive them, timeouts, output, fault attribution."""
 
 import asyncio
 import secrets

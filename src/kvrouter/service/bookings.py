@@ -1,4 +1,4 @@
-"""Bookings by hand: load that counts until it is freed, or until its owner is silent too long."""
+"""Bookings of a standalone router: load that counts until it is freed, or until its time to live ends."""
 
 import asyncio
 from collections import OrderedDict

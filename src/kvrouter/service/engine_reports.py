@@ -1,4 +1,4 @@
-"""What engines report of their caches, compared with the index's predictions."""
+"""Compares the cached tokens that engines report with the index's predictions."""
 
 import logging
 import time

@@ -1,6 +1,4 @@
-"""Event ingest: KV events from the event transport, through each rank's feed, into the index, and the cache
-view of what they report.
-"""
+"""Event ingest: KV events from the transport, through each rank's feed, into the index; the cache view."""
 
 import asyncio
 import time
@@ -172,7 +170,7 @@ class EventIngest:
         self._work.run(slot, empty(self._index, slot, _let_go))
 
     def on_batch(self, batch: KvBatch) -> None:
-        """A batch arrived; of a rank that is not known yet it is let go: a snapshot will have it."""
+        """A batch arrived; of a rank that is not known yet it is dropped: a snapshot will have it."""
         ingest = self._entrances.get(batch.rank)
         if ingest is None:
             return

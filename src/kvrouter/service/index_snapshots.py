@@ -1,4 +1,4 @@
-"""Keeps the event stream short: stores the index, rank by rank, when the stream has grown too long."""
+"""Snapshots of the index: stored rank by rank once the event stream is too long, which is then purged."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Long work on the index, done a step at a time, so that requests have their turn between two steps."""
+"""Long operations on the index in steps: between two steps the event loop serves requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence

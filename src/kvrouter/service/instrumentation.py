@@ -130,7 +130,7 @@ class ModelInstrumentation:
     # Decisions
 
     def placed(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
-        """A request was given its workers; ``waited_s`` when it was in the waiting room before."""
+        """A request was given its workers; ``waited_s`` when it waited in the admission queue before."""
         telemetry, decision = self._telemetry, placement.decision
         telemetry.decision_duration.observe(decision_s, decision.mode.value)
         telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))

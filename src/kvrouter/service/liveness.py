@@ -27,7 +27,7 @@ class Liveness:
     """Follows workers on both planes.
 
     A worker whose lease has run out and that still answers requests is kept: an open connection is a sign of
-    life, and discovery may be what is broken. It is let go when it stops answering.
+    life, and discovery may be what is broken. It is removed when it stops answering.
     """
 
     def __init__(

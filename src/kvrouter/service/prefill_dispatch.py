@@ -1,4 +1,4 @@
-"""Prefill legs for somebody else's decode: picked, sent, and answered with where the KV waits."""
+"""Prefill legs whose decode leg another program sends: picked, sent, answered with the KV's location."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ from kvrouter.service.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, RequestPlane
 
 PREFILLS_MAX = 4096
-"""How many prefill legs may run at a time; as many that have ended can still be let go."""
+"""How many prefill legs may run at a time; as many that have ended can still be freed."""
 
 
 class PrefillsFull(Unavailable):

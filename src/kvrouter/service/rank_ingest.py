@@ -1,4 +1,4 @@
-"""Ingest of one rank: its feed, the batches that wait, and the question under way."""
+"""Event ingest of one rank: its feed, its queued batches, and the recovery request in progress."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.states import FeedState
 
 WAITING_EVENTS_MAX = 8192
-"""Events of one rank that wait while the index works for it. When full, those that come are let go, and the
+"""Events of one rank that wait while the index works for it. When full, new ones are dropped, and the
 feed sees a gap.
 """
 

@@ -1,4 +1,4 @@
-"""Replica sync: what this router books is published to the others, and what they book is load here too.
+"""Replica sync: publishes this router's bookings to the other routers, and counts theirs as load.
 
 All that is decided is decided in the ledger package; here are the wire, the clock and the turns of the loop.
 """
@@ -92,7 +92,7 @@ class ReplicaSync:
         self._beat = go_on(self._beat_on(), name="sync: beat")
 
     async def stop(self) -> None:
-        """Say goodbye, and let go of what others run; idempotent."""
+        """Say goodbye, and drop the leases of other routers; idempotent."""
         end, self._end = self._end, None
         if end is None:
             return

@@ -1,4 +1,4 @@
-"""One request from its first attempt to its end: what its journey says is done, and its client reads.
+"""Runs one request, from its first attempt to its end: sends its legs, retries, and streams its output.
 
 :class:`Dispatch` places it and sends its legs, as the journey says. It reads no answer but that of a prefill
 leg in a bootstrap handoff, in a task parallel to the answer's reader. :class:`Generation` is what the client

@@ -19,7 +19,7 @@ BUCKET_S = 5.0
 """What is carried within this time is kept as one sum."""
 
 WINDOW_S = 10.0
-"""A window of transfers lasts at least so long, and is let go when :data:`RECENT_S` did not fill it."""
+"""A window of transfers lasts at least so long, and is dropped when :data:`RECENT_S` did not fill it."""
 
 WINDOW_BYTES = 64 << 20
 WINDOW_TRANSFERS = 4

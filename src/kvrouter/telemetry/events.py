@@ -199,7 +199,7 @@ EVENTS: dict[Event, EventSpec] = {
         "How many files this process may have open, and how many connections it takes of them.",
     ),
     Event.READY: EventSpec(logging.INFO, "The frontend listens at this host and port."),
-    Event.CONFIG_WARNING: EventSpec(logging.WARNING, "A setting is legal, and hardly what was meant."),
+    Event.CONFIG_WARNING: EventSpec(logging.WARNING, "A setting is valid, but probably a mistake."),
     Event.DRAIN: EventSpec(logging.INFO, "No new requests are taken; running ones may finish."),
     Event.STOP: EventSpec(logging.INFO, "The service ended."),
     Event.DECISION: EventSpec(logging.INFO, "A request was given its worker, or its pair of workers."),
@@ -236,10 +236,10 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A worker's lease at discovery ran out; it is kept for as long as it answers."
     ),
     Event.WORKER_REPLACED: EventSpec(
-        logging.ERROR, "This worker's place is another's now: it lets what runs here finish, and ends."
+        logging.ERROR, "Another process took this worker's id: this one lets its requests finish, and exits."
     ),
     Event.WORKER_STANDBY: EventSpec(
-        logging.WARNING, "Another start of this worker's id has its place: this one waits until that is gone."
+        logging.WARNING, "Another process has this worker's id: this one waits until that process is gone."
     ),
     Event.CIRCUIT_OPENED: EventSpec(
         logging.WARNING,
@@ -247,10 +247,10 @@ EVENTS: dict[Event, EventSpec] = {
         "seconds, as long as somebody else may take a request.",
     ),
     Event.CIRCUIT_CLOSED: EventSpec(
-        logging.INFO, "A worker that was passed over brought something again, or KV of a pair arrived again."
+        logging.INFO, "A worker that was passed over answered again, or KV of a pair arrived again."
     ),
     Event.DISCOVERY_LOST: EventSpec(
-        logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and nobody new is seen."
+        logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and new workers are not seen."
     ),
     Event.DISCOVERY_BACK: EventSpec(logging.INFO, "Discovery can be reached again."),
     Event.DISCOVERY_CHOSEN: EventSpec(
@@ -265,14 +265,14 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A peer was refused or cut off: its token, its version or its frame is wrong."
     ),
     Event.PLANE_DISTURBED: EventSpec(
-        logging.WARNING, "A wire between processes could not do what it wanted; it tries again."
+        logging.WARNING, "An operation of a transport or of discovery failed; it is retried."
     ),
     Event.EVENTS_DROPPED: EventSpec(
         logging.WARNING, "KV events could not be published; routers see the gap and ask this worker."
     ),
     Event.EVENTS_FOREIGN: EventSpec(
         logging.WARNING,
-        "A message spoke for a rank of another worker than the one whose channel it came by: it was let go.",
+        "A message claimed to be about a rank of another worker than its channel's: it was dropped.",
     ),
     Event.STATES_RESET: EventSpec(
         logging.WARNING, "The event stream and the saved index were cleared, as --router-reset-states asks."
@@ -370,9 +370,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING,
         "A routing hint of a request is unknown, or has no effect here; logged once for each name.",
     ),
-    Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),
+    Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "A client sent invalid or unsupported HTTP."),
     Event.HTTP_CONNECTIONS_FULL: EventSpec(
-        logging.WARNING, "As many connections are open as may be: another one was answered 503."
+        logging.WARNING, "The limit of open connections is reached: a further one was answered 503."
     ),
     Event.HTTP_UPLOADS_FULL: EventSpec(
         logging.WARNING,
@@ -383,15 +383,15 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.HTTP_CUT: EventSpec(logging.WARNING, "A connection was dropped with bytes that were not yet sent."),
     Event.HTTP_HANDLER_FAILED: EventSpec(
-        logging.ERROR, "A request was not answered, or not to its end, by a mistake of ours."
+        logging.ERROR, "A request was not answered completely, because of a bug in kvrouter."
     ),
-    Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A mistake of ours, with its traceback."),
+    Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A bug in kvrouter, with its traceback."),
     Event.OPERATOR_LEADS: EventSpec(logging.INFO, "This replica of the operator got the lease: it writes."),
     Event.OPERATOR_FOLLOWS: EventSpec(
         logging.WARNING, "This replica of the operator no longer holds the lease, and writes nothing more."
     ),
     Event.OPERATOR_STANDS_BACK: EventSpec(
-        logging.WARNING, "Another operator looks after a deployment: this one leaves it alone."
+        logging.WARNING, "Another operator manages a deployment: this one does not touch it."
     ),
     Event.DEFINITION_FOREIGN: EventSpec(
         logging.WARNING,
@@ -410,7 +410,7 @@ EVENTS: dict[Event, EventSpec] = {
     Event.CLUSTER_BACK: EventSpec(logging.INFO, "Objects of this kind can be watched again."),
     Event.DEPLOYMENT_APPLIED: EventSpec(logging.INFO, "Objects of a deployment were written, or removed."),
     Event.DEPLOYMENT_FAILED: EventSpec(
-        logging.WARNING, "A look at a deployment failed; it is looked at again after so many seconds."
+        logging.WARNING, "Reconciling a deployment failed; it is retried after so many seconds."
     ),
     Event.EVENT_REFUSED: EventSpec(
         logging.WARNING, "The API server refused an event about a deployment, and it is dropped."
@@ -425,7 +425,7 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.CERTIFICATE_CHANGED: EventSpec(logging.INFO, "The admission server uses another certificate."),
     Event.CERTIFICATE_REFUSED: EventSpec(
-        logging.ERROR, "The certificate's files changed and cannot be shown; the last one is shown still."
+        logging.ERROR, "The certificate's files changed and cannot be used; the previous one stays in use."
     ),
 }
 

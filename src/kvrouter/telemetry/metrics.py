@@ -337,7 +337,7 @@ class Telemetry(MetricsPage):
     )
     pairs_parted = gauge(
         "kvrouter_pairs_parted",
-        "Pairs whose KV was lost lately; both workers are met by other ones where they can be.",
+        "Pairs whose KV was lost lately; the router pairs both workers with others where it can.",
         "model",
     )
 
@@ -417,14 +417,14 @@ class OperatorTelemetry(MetricsPage):
         "kvrouter_operator_definition_foreign",
         "1 while the cluster's definition of DynamoGraphDeployment is not kvrouter's: nothing is done then.",
     )
-    waiting = gauge("kvrouter_operator_waiting", "Deployments that wait to be looked at.")
+    waiting = gauge("kvrouter_operator_waiting", "Deployments that wait to be reconciled.")
     stood_back = gauge(
         "kvrouter_operator_stood_back", "Deployments that are left to another operator, which came first."
     )
     looks = counter(
-        "kvrouter_operator_looks", "Looks at a deployment, by how they ended: done or failed.", "result"
+        "kvrouter_operator_looks", "Reconciliations of a deployment, by result: done or failed.", "result"
     )
-    look_s = histogram("kvrouter_operator_look_seconds", "How long a look takes.", bounds=_LOOK_S)
+    look_s = histogram("kvrouter_operator_look_seconds", "How long one reconciliation takes.", bounds=_LOOK_S)
     objects = counter(
         "kvrouter_operator_objects",
         "Objects of deployments that were written, by kind and change: created, adopted, changed or removed.",

@@ -1,4 +1,4 @@
-"""Background tasks whose errors are reported at once, and the ticks of their clocks."""
+"""Background tasks whose errors are reported at once, and periodic ticks."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -90,7 +90,7 @@ class LaneSubscriber:
             if followed is lane:
                 on_batch(batch)
             elif followed is not None:
-                channel = f"the {name} lane, which its card does not name"
+                channel = f"the event transport {name}, which its card does not name"
                 self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_LANE))
 
         def load_came(report: LoadReport) -> None:
@@ -107,7 +107,7 @@ class LaneSubscriber:
         lane = self._lanes.get(card.event_source.lane)
         if lane is None:
             raise ConfigError(
-                f"event_source: this router does not hear the {card.event_source.lane} lane on which worker "
+                f"event_source: this router does not use {card.event_source.lane}, on which worker "
                 f"{card.worker_id} publishes: its cache stays unknown here",
                 param="event_source",
             )

@@ -96,7 +96,7 @@ class StreamHooks:
         self._dropped(n_batches, why)
 
     def refused(self, why: str) -> None:
-        """A message that is no batch or load was let go."""
+        """A message that is no batch or load was dropped."""
         self._refused(why)
 
     def spoke_for_another(self, error: ForeignRank) -> None:

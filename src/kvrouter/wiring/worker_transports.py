@@ -53,7 +53,7 @@ class ListeningAcceptor(RequestAcceptor, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerWires:
-    """What a worker stands on."""
+    """The transports of a worker."""
 
     discovery: Discovery
     requests: ListeningAcceptor

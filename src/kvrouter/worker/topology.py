@@ -1,4 +1,4 @@
-"""A worker's place: read from topology files, waited for at the start, watched afterwards.
+"""A worker's topology values: read from topology files, awaited at the start, watched afterwards.
 
 The folder is usually a Kubernetes volume: visible names are links into a hidden folder, ``..data``, which the
 kubelet exchanges as a whole.

@@ -1,4 +1,4 @@
-"""The environment variables of a worker's place, read once and strictly."""
+"""The environment variables of a worker's topology, read once and strictly."""
 
 import math
 from collections.abc import Mapping

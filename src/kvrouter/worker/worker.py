@@ -295,7 +295,7 @@ class Worker:
         elif not self._has_warned_of_rank:
             self._has_warned_of_rank = True
             here = ", ".join(map(str, self._dp_ranks))
-            self._warn((f"KV events of dp_rank {dp_rank} are let go: this worker has dp_rank {here}",))
+            self._warn((f"KV events of dp_rank {dp_rank} are dropped: this worker has dp_rank {here}",))
 
     def _on_load(self, report: LoadReport) -> None:
         self.publisher.publish_load_report(report)

@@ -6,7 +6,7 @@ use crate::pages::{PagePool, PAGE_BYTES};
 /// The most buckets of a shard: those of small values are the smallest.
 const BUCKETS_MAX: usize = SHARD_PAGES * PAGE_BYTES / LINE_BYTES;
 
-/// A shard that is laid out anew. It counts what each bucket has, so that it need not look; until it is finished
+/// A shard that is being rebuilt. It counts the entries of each bucket, so that it need not scan; until it is finished
 /// its vacant slots are not marked.
 pub(super) struct Filling<V: Copy> {
     shard: Shard<V>,

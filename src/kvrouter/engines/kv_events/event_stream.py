@@ -32,7 +32,7 @@ from kvrouter.engines.kv_events.records import Decode, EngineTraits, Skipped
 class EventStreamLimits:
     """The limits of one socket.
 
-    ``waiting_batches_max``: live batches kept during a replay; when full they are let go, and the gap is
+    ``waiting_batches_max``: live batches kept during a replay; when full they are dropped, and the gap is
     asked for afterwards. ``remembered_batches_max``: how far back a batch that comes again is known as such.
     ``ranks_max``: of how many ranks it may speak; what it says of more is refused.
     """

@@ -5,7 +5,7 @@ largest; :mod:`kvrouter.engines.trtllm.events` reads the events that these are m
 block depends on stands in ``mm_keys``, or in ``block_mm_infos`` where others publish. Written from the known
 format.
 
-The last block of a sequence may be partial: it and its removal are let go. Each attention window has a cache
+The last block of a sequence may be partial: it and its removal are dropped. Each attention window has a cache
 of its own under the same hashes, and the largest decides what is reused. A block that goes to the host and
 comes back is *updated*. Blocks are named by numbers, or by the hexadecimal digits of a digest.
 """

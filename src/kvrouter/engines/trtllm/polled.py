@@ -59,7 +59,7 @@ class PollingListener:
 
     An engine's first event says that it made its cache: until that one came, others may have been sent to
     another client. An id that comes again is of another start of the engine; events of an answer that broke
-    off are missing once the next one comes. Events of ranks other than the first are let go: its server
+    off are missing once the next one comes. Events of ranks other than the first are dropped: its server
     cannot be asked for a rank.
     """
 

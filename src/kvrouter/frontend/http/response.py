@@ -88,7 +88,7 @@ class Request:
         return self.head_bytes + len(self.body)
 
     def take_body(self) -> bytes:
-        """Return the body and let go of it: a long one need not live as long as its answer."""
+        """Return the body and drop the reference to it: a long one need not live as long as its answer."""
         body, self.body = self.body, b""
         return body
 
@@ -489,7 +489,7 @@ class Responder:
         self._on_disconnect.clear()
 
     def release(self) -> None:
-        """The handler has returned: lets go of what refers back to this responder, so that the request's body
+        """The handler has returned: drops what refers back to this responder, so that the request's body
         is freed with its last user.
         """
         self.stream = None

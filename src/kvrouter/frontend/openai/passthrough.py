@@ -1,4 +1,4 @@
-"""Calls that go to an engine as they were written: only what routing needs is read.
+"""Passthrough calls: the body goes to the engine unchanged; only what routing needs is parsed.
 
 The engine is the judge of everything else, fields that nobody here has heard of included.
 """

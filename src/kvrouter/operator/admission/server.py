@@ -61,7 +61,7 @@ class AdmissionListener(Protocol):
         """A question was answered with this verdict."""
 
     def bound(self, labels: Mapping[str, str] | None) -> None:
-        """A pod was let go to its node with these labels; None when they were not known in time."""
+        """A pod's binding was allowed with these labels; None when they were not known in time."""
 
     def not_answered(self, reason: str) -> None:
         """A request was not valid, or came when the server was at its limit."""

@@ -1,4 +1,4 @@
-"""Manifests as plain JSON: names, labels, hashes, and careful reading of what users wrote."""
+"""Manifests as plain JSON: names, labels, hashes, and checked reads of user-written fields."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A component's pod template: taken apart, completed, put together again; its variables."""
+"""A component's pod template: parsed, completed with defaults and rendered; its environment variables."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""The controller: watches, writes, and the leader's lease."""
+"""The controller: watches, a workqueue, the reconciler, and what it writes to the cluster."""

@@ -29,7 +29,7 @@ OWNER_LABELS = ("app.kubernetes.io/managed-by", DEPLOYMENT_LABEL, COMPONENT_LABE
 """Labels that say which deployment, and which component of it, an object is of."""
 
 HOLDER = "kvrouter-operator-replicas"
-"""The field manager that holds the number between the operator, which lets go of it, and who scales first."""
+"""The field manager that holds the number between the operator, which gives it up, and who scales first."""
 
 
 class ObjectRef(NamedTuple):

@@ -54,7 +54,7 @@ class Claims:
             self._held[key] = uid_of(found)
             return None
         self._held.pop(key, None)
-        is_of_another_class = _class_in(holder) != _class_in(self.name)  # and that one has let go of it
+        is_of_another_class = _class_in(holder) != _class_in(self.name)  # and that one gave it up
         if holder and not is_of_another_class and not await self._is_gone(holder):
             return holder
         await self._claim(found)

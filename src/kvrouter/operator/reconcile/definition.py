@@ -1,4 +1,4 @@
-"""The cluster's CRD: whose it is, and what prevents installing or upgrading it."""
+"""The cluster's CRD: which project owns it, and what prevents installing or upgrading it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -87,7 +87,7 @@ class HeldCards(Generic[Version]):
         self._is_failing = False
 
     async def publish(self, card: WorkerCard) -> None:
-        """Write the card, and hold it from now on. An incarnation that was replaced is let go.
+        """Write the card, and hold it from now on. A write of a replaced incarnation is ignored.
 
         Raises ConfigError for a card that is too large.
         """

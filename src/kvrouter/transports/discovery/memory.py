@@ -15,7 +15,7 @@ class MemoryDiscovery:
     """Holds the cards of one process; a change reaches every watcher before the call that made it returns.
 
     A card with another incarnation of a known worker id replaces the known one: watchers hear that the old
-    one is gone, then the new card. What the replaced incarnation still publishes or withdraws is let go.
+    one is gone, then the new card. What the replaced incarnation still publishes or withdraws is ignored.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The port of discovery: which workers are there."""
+"""The port of discovery: which workers exist."""
 
 from collections.abc import Callable
 from enum import StrEnum

@@ -51,14 +51,14 @@ QUEUE_MAX_BYTES = 16 * 1024 * 1024
 
 UNREAD_MAX_BYTES = 64 * 1024 * 1024
 UNREAD_MAX_MESSAGES = 65_536
-"""How much may wait in a router to be read; what comes then is let go, and feeds see the gap."""
+"""How much may wait in a router to be read; what comes then is dropped, and feeds see the gap."""
 
 
 class NatsEventPublisher:
     """Publishes for the workers of one component. Make it on the event loop.
 
     Publishing never waits: while the connection is down, or ``queue_max_bytes`` wait to be sent, events are
-    let go, and ``on_dropped`` is called, once a minute at most.
+    dropped, and ``on_dropped`` is called, once a minute at most.
     """
 
     def __init__(

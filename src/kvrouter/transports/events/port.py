@@ -12,7 +12,7 @@ from kvrouter.core.workers import EventSource, LoadReport, WorkerCard
 BatchSink = Callable[[KvBatch], None]
 LoadSink = Callable[[LoadReport], None]
 MalformedSink = Callable[[str], None]
-"""Called for each frame that could not be read, with the reason; the frame is let go."""
+"""Called for each frame that could not be read, with the reason; the frame is dropped."""
 
 BLOCKS_MAX = 2**32
 """More blocks than any rank has."""
@@ -138,7 +138,7 @@ class SnapshotTaking(Protocol):
         """Store one rank, as it is now; raise :class:`SnapshotFailed`."""
 
     async def commit(self) -> None:
-        """Make it the valid one, and let go of what it covers; raise :class:`SnapshotFailed`.
+        """Make it the valid one, and purge what it covers; raise :class:`SnapshotFailed`.
 
         Once it is valid it stays so, also where letting go fails.
         """

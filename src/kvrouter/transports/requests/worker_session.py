@@ -1,4 +1,4 @@
-"""The worker's end of a session, as a state machine: has legs run, and sends their chunks within credit."""
+"""The worker's end of a session, as a state machine: starts legs, and sends their chunks within credit."""
 
 import hmac
 from collections.abc import Callable

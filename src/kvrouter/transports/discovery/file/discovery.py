@@ -176,7 +176,7 @@ class FileDiscovery:
         self._renewing: asyncio.Task[None] | None = None
 
     async def publish(self, card: WorkerCard) -> None:
-        """Write the card and renew its lease from now on. An incarnation that was replaced is let go.
+        """Write the card and renew its lease from now on. A write of a replaced incarnation is ignored.
 
         An update that cannot be written is written with the next renewal that succeeds.
         """

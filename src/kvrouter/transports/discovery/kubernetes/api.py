@@ -1,4 +1,4 @@
-"""The questions to the API server that discovery asks, and a list-and-watch as a task."""
+"""API calls of Kubernetes discovery, and list-and-watch as a task."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -301,7 +301,7 @@ class KubernetesDiscovery:
         self._renewing: asyncio.Task[None] | None = None
 
     async def publish(self, card: WorkerCard) -> None:
-        """Write the card and renew its lease from now on. An incarnation that was replaced is let go.
+        """Write the card and renew its lease from now on. A write of a replaced incarnation is ignored.
 
         Where the API server does not answer, the card is written as soon as it does.
         """

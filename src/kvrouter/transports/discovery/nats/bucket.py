@@ -61,7 +61,7 @@ def check_majority(name: str, cluster: ClusterInfo | None) -> None:
 
 UNREAD_MAX_MESSAGES = 65_536
 UNREAD_MAX_BYTES = 64 * 1024 * 1024
-"""How much may wait to be read; what comes then is let go, and comes again with the next renewal."""
+"""How much may wait to be read; what comes then is dropped, and comes again with the next renewal."""
 
 STORE_ERRORS = (NatsError, TimeoutError, OSError)
 """What asking NATS raises when it does not do what was asked."""

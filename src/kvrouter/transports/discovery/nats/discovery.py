@@ -268,7 +268,7 @@ class NatsDiscovery:
         self._is_closed = False
 
     async def publish(self, card: WorkerCard) -> None:
-        """Write the card and renew its lease from now on. An incarnation that was replaced is let go.
+        """Write the card and renew its lease from now on. A write of a replaced incarnation is ignored.
 
         Where NATS does not answer, the card is written as soon as it does.
         """

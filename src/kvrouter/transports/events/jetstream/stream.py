@@ -74,10 +74,10 @@ class LaneObserver(Protocol):
         """A worker's batches were not published; routers will see the gap and ask."""
 
     def refused(self, why: str) -> None:
-        """A message that is no batch or load was let go."""
+        """A message that is no batch or load was dropped."""
 
     def spoke_for_another(self, error: ForeignRank) -> None:
-        """A message that names a rank of another worker than its subject was let go."""
+        """A message that names a rank of another worker than its subject was dropped."""
 
     def disturbed(self, component: str, why: str) -> None:
         """The event transport could not do what it wanted, and tries again."""

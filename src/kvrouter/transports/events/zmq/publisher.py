@@ -33,7 +33,7 @@ class ZmqEventPublisher:
     """Publishes for every worker of one process, and answers for their past. Make it on the event loop.
 
     It listens at once, on ports of its own choice where ``port`` and ``recovery_port`` are 0. Publishing
-    never waits: of a router that does not read, messages are let go once 4,096 wait, and its feeds see the
+    never waits: of a router that does not read, messages are dropped once 4,096 wait, and its feeds see the
     gap. With ``token`` only routers that have it connect, and all is encrypted; without one anybody may
     listen and ask. ``on_dropped`` is called for batches that no router could have read. Raises ConfigError
     when it cannot listen there.

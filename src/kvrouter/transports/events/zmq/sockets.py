@@ -15,7 +15,7 @@ WORKER_BYTES = 8
 TOPIC_BYTES = 1 + WORKER_BYTES + 1
 
 MESSAGES_MAX = 4_096
-"""How many messages wait for one peer that does not take them; then they are let go."""
+"""How many messages wait for one peer that does not take them; then they are dropped."""
 
 MESSAGES_PER_TURN = 64
 """How many messages are read before the event loop turns to others: about a millisecond of work."""

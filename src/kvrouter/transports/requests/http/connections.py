@@ -12,7 +12,7 @@ CONNECTIONS_MAX = 20_000
 """Connections of one listener that showed the token."""
 
 IDLE_S = 75.0
-"""How long a connection is kept from one request to the next; routers let go of theirs sooner."""
+"""How long a connection is kept from one request to the next; routers close theirs sooner."""
 
 
 class HttpConnections(web.Server):
