@@ -14,13 +14,13 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.kube.account import Account, AccountConnection, Token, account_of_pod
 from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.informer import wait_after
+from kvrouter.kube.objects import FLEET_LABEL
 from kvrouter.operator.plan import fleet_name
 from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
 from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.kubernetes.api import reason
 from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S
 from kvrouter.transports.discovery.kubernetes.objects import (
-    FLEET_LABEL,
     WorkerObject,
     checked_fleet,
     encode_object,

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.core.workers import Role
-from kvrouter.kube.objects import Key, Manifest, ResourceKind
+from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest
 from kvrouter.operator.api import ConditionStatus
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import registers_elsewhere
-from kvrouter.operator.reconcile.cards import FLEET_LABEL, WORKERS, Cards, fleet_of
+from kvrouter.operator.reconcile.cards import Cards, fleet_of
 from kvrouter.operator.status import RefusedObjects, Registered, Workers, events_of, role_mistakes
 from kvrouter.topology import Fallback, Required
-from kvrouter.transports.discovery.kubernetes import objects
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
 
@@ -120,11 +119,6 @@ def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, reported: str 
 
 
 # Cards and leases.
-
-
-def test_the_kind_is_the_one_that_workers_write() -> None:
-    assert ResourceKind(f"{objects.GROUP}/{objects.VERSION}", objects.KIND, objects.PLURAL) == WORKERS
-    assert FLEET_LABEL == objects.FLEET_LABEL
 
 
 def card(number: int = 1, version: str = "1", *, lease_s: float = 10.0, **said: object) -> Manifest:

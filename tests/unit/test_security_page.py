@@ -118,10 +118,8 @@ NO_LIMITS = {
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LEVEL_CHARS_MAX
         operator.labels.copies.POD_NAME_STEM_CHARS_MAX operator.labels.copies.POD_NAME_CHARS_MAX
         operator.plan.manifest.NAME_CHARS_MAX operator.reconcile.bindings.OWNER_CHARS_MAX
-        operator.reconcile.reconciler.NAME_CHARS_MAX operator.reconcile.reconciler.MESSAGE_CHARS_MAX
+        kube.objects.NAME_CHARS_MAX kube.objects.MESSAGE_CHARS_MAX
         operator.status.finding.NOTE_CHARS_MAX transports.discovery.kubernetes.objects.FLEET_CHARS_MAX
-        transports.discovery.kubernetes.pods.MESSAGE_CHARS_MAX
-        transports.discovery.kubernetes.pods.NAME_CHARS_MAX
         worker.topology_env.DOMAIN_CHARS_MAX worker.topology_env.VALUE_CHARS_MAX
         worker.topology._BYTES_MAX
     """,

@@ -1,5 +1,7 @@
-"""Objects of Kubernetes as JSON: their kinds and paths, their keys and versions."""
+"""Objects of Kubernetes as JSON: their kinds and paths, their keys and versions, and events about them."""
 
+import hashlib
+from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -46,6 +48,14 @@ class Key(NamedTuple):
 
 LEASES = ResourceKind("coordination.k8s.io/v1", "Lease", "leases")
 EVENTS = ResourceKind("v1", "Event", "events")
+WORKERS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
+"""Workers that registered through the API server."""
+FLEET_LABEL = "kvrouter.dev/namespace"
+"""Carries the ``--namespace`` of kvrouter, so that one namespace of Kubernetes may hold several fleets."""
+
+MESSAGE_CHARS_MAX = 1024
+NAME_CHARS_MAX = 230
+"""What the API server takes of an event's message, and of its name before the digest."""
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
@@ -75,6 +85,59 @@ def version_of(manifest: Manifest) -> str:
 def uid_of(manifest: Manifest) -> str:
     """Return the uid of an object, empty where it has none."""
     return _text(metadata_of(manifest).get("uid"))
+
+
+class Involved(NamedTuple):
+    """What an event is about."""
+
+    api_version: str
+    kind: str
+    key: Key
+    uid: str
+
+
+def event_of(
+    about: Involved,
+    reason: str,
+    message: str,
+    *,
+    warns: bool,
+    reporter: str,
+    instance: str,
+    digest_of: str = "",
+) -> Manifest:
+    """Return an event about an object, that ``reporter`` reports. The same event has the same name; those
+    that differ in ``digest_of`` have different names.
+    """
+    key, now = about.key, written_time(datetime.now(UTC))
+    text = "\0".join((about.uid, reason, message, digest_of))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {
+        "apiVersion": EVENTS.api_version,
+        "kind": EVENTS.name,
+        "metadata": {"namespace": key.namespace, "name": f"{key.name[:NAME_CHARS_MAX]}.{digest}"},
+        "involvedObject": {
+            "apiVersion": about.api_version,
+            "kind": about.kind,
+            "namespace": key.namespace,
+            "name": key.name,
+            "uid": about.uid,
+        },
+        "type": "Warning" if warns else "Normal",
+        "reason": reason,
+        "message": message[:MESSAGE_CHARS_MAX],
+        "count": 1,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "source": {"component": reporter},
+        "reportingComponent": reporter,
+        "reportingInstance": instance,
+    }
+
+
+def written_time(moment: datetime) -> str:
+    """Return a moment as the API server writes it, in whole seconds."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _text(found: JsonValue) -> str:

@@ -22,7 +22,7 @@ STALE_ENTRIES_MAX = 1_024
 
 
 class Block:
-    """One cached block. ``depth`` is 1 for the first of a sequence; ``released``: when it last became unused."""
+    """One cached block. ``depth`` is 1 for the first of a sequence; ``released``: when it became unused."""
 
     __slots__ = (
         "block_hash",

@@ -145,7 +145,7 @@ async def _files(
             cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
         )
         await _ensured(own, observed, health)
-        renewal = asyncio.create_task(own.run(observed))
+        renewal = asyncio.create_task(own.run(observed.certificate_refused))
         health.needs(CERTIFICATE, renewal)
         try:
             yield CertificateFiles(cert=own.cert, key=own.key)

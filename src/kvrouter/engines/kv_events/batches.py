@@ -10,7 +10,7 @@ first frame is missing where a REQ socket swallowed it. The number −1 ends it.
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -44,13 +44,6 @@ _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 _FIRST_INDEX = re.compile(r"^\[(\d+)\]")
 
 
-class EventLayout(Protocol):
-    """One type of event, as an engine writes it."""
-
-    def read(self, raw: msgspec.Raw, where: str, *, is_array: bool) -> EngineEvent:
-        """Decode one event, which stands at ``where`` in its batch. Raises ProtocolError."""
-
-
 class EventShape(Generic[WireT]):
     """One type of event: its struct as a map and as an array, and how it becomes a word.
 
@@ -66,10 +59,14 @@ class EventShape(Generic[WireT]):
         self._word = word
 
     def read(self, raw: msgspec.Raw, where: str, *, is_array: bool) -> EngineEvent:
-        """Decode one event of this type. Raises ProtocolError."""
+        """Decode one event of this type, which stands at ``where`` in its batch. Raises ProtocolError."""
         if is_array:
             return self._word(decoded(self._array, raw, where, self._array_fields), where)
         return self._word(decoded(self._map, raw, where), where)
+
+
+EventShapes: TypeAlias = Mapping[str, EventShape[Any]]
+"""The types of events of one kind of engine, by their names."""
 
 
 class _Batch(msgspec.Struct):
@@ -100,7 +97,7 @@ _TYPE_ARRAY = msgspec.msgpack.Decoder(_TypeArray)
 _TYPE_MAP = msgspec.msgpack.Decoder(_Type)
 
 
-def read_batch(payload: bytes, shapes: Mapping[str, EventLayout]) -> EngineBatch:
+def read_batch(payload: bytes, shapes: EventShapes) -> EngineBatch:
     """Decode one payload with the ``shapes`` of an engine, by event type; another type is skipped.
 
     Raises ProtocolError, which names the field.
@@ -118,7 +115,7 @@ def read_batch(payload: bytes, shapes: Mapping[str, EventLayout]) -> EngineBatch
     return EngineBatch(events, None if dp_rank is None else DpRank(dp_rank), batch.ts)
 
 
-def _read_event(raw: msgspec.Raw, where: str, shapes: Mapping[str, EventLayout]) -> EngineEvent:
+def _read_event(raw: msgspec.Raw, where: str, shapes: EventShapes) -> EngineEvent:
     is_array = _is_array(memoryview(raw)[0])
     kind = decoded(_TYPE_ARRAY, raw, where, ("type",)) if is_array else decoded(_TYPE_MAP, raw, where)
     shape = shapes.get(kind.type)
@@ -217,7 +214,7 @@ def _cleared(_wire: _Cleared, _where: str) -> EngineEvent:
     return EngineCleared()
 
 
-CLEARED: EventLayout = EventShape(as_map=_ClearedMap, as_array=_ClearedArray, word=_cleared)
+CLEARED: EventShape[Any] = EventShape(as_map=_ClearedMap, as_array=_ClearedArray, word=_cleared)
 """``AllBlocksCleared``, which has no fields in any engine."""
 
 
@@ -292,7 +289,7 @@ def tokens_of(token_ids: Sequence[int | tuple[int, int]], field: str) -> TokenBu
         raise ProtocolError(f"{at}: a token id is within 0..2**32-1, not {singles[i]}", param=at) from error
 
 
-REMOVED: EventLayout = EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=removed_word)
+REMOVED: EventShape[Any] = EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=removed_word)
 """``BlockRemoved`` of an engine whose caches are one group."""
 
 

@@ -21,8 +21,8 @@ from kvrouter.engines.attach import (
 from kvrouter.engines.kv_events.batches import (
     CLEARED,
     REMOVED,
-    EventLayout,
     EventShape,
+    EventShapes,
     Name,
     StoredFields,
     read_batch,
@@ -102,7 +102,7 @@ def _stored(wire: _Stored, where: str) -> EngineEvent:
     return stored_word(wire, where, lora_name=wire.lora_name, cache_salt=wire.cache_salt)
 
 
-_SHAPES: dict[str, EventLayout] = {
+_SHAPES: EventShapes = {
     "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
     "BlockRemoved": REMOVED,
     "AllBlocksCleared": CLEARED,

@@ -23,8 +23,8 @@ from kvrouter.engines.kv_events.batches import (
     CLEARED,
     REMOVED,
     Count,
-    EventLayout,
     EventShape,
+    EventShapes,
     Name,
     Published,
     StoredFields,
@@ -128,7 +128,7 @@ def _objects(wire: _Stored, i: int) -> tuple[int, ...]:
     return (*objects, *sorted(map(multimodal_hash, pieces)))
 
 
-_SHAPES: dict[str, EventLayout] = {
+_SHAPES: EventShapes = {
     "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
     "BlockRemoved": REMOVED,
     "AllBlocksCleared": CLEARED,

@@ -13,8 +13,8 @@ from kvrouter.core.hashing import multimodal_hash
 from kvrouter.engines.kv_events.batches import (
     CLEARED,
     Count,
-    EventLayout,
     EventShape,
+    EventShapes,
     Name,
     RemovedFields,
     StoredFields,
@@ -156,7 +156,7 @@ def _key_hash(key: object) -> int:
     return multimodal_hash(type(key).__name__)
 
 
-_SHAPES: dict[str, EventLayout] = {
+_SHAPES: EventShapes = {
     "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
     "BlockRemoved": EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=_removed),
     "AllBlocksCleared": CLEARED,

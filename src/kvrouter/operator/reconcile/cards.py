@@ -7,12 +7,10 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, version_of
+from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest, key_of, metadata_of, version_of
 from kvrouter.operator.status import Registered
 from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
 
-WORKERS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
-FLEET_LABEL = "kvrouter.dev/namespace"
 EXPIRE_S = 5.0
 """How often leases are checked."""
 

@@ -5,13 +5,22 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, Informer, wait_after
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
+from kvrouter.kube.objects import (
+    FLEET_LABEL,
+    WORKERS,
+    Key,
+    Manifest,
+    ResourceKind,
+    key_of,
+    metadata_of,
+    uid_of,
+)
 from kvrouter.operator.api import read_topology
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import (
@@ -27,12 +36,12 @@ from kvrouter.operator.labels import gather_s, read_node
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults, fleet_name
 from kvrouter.operator.reconcile.apply import OWNED, Applier, owner_uid_of
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
-from kvrouter.operator.reconcile.cards import EXPIRE_S, FLEET_LABEL, WORKERS, Cards, fleet_of
+from kvrouter.operator.reconcile.cards import EXPIRE_S, Cards, fleet_of
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims, StatusRefused
 from kvrouter.operator.reconcile.reconciler import (
     ClusterView,
+    ControllerListener,
     Reconciler,
-    ReconcilerListener,
     Recorder,
     last_levels,
     node_name_of,
@@ -94,25 +103,6 @@ RESYNC_S = 600.0
 """How often everything is reconciled, and applied, whether something changed or not."""
 
 G = TypeVar("G", bound=Hashable)
-
-
-class ControllerListener(ReconcilerListener, Protocol):
-    """Is notified of what the driver does."""
-
-    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
-        """A reconcile of a deployment ended; with ``error`` it is tried again in ``retry_s`` seconds."""
-
-    def stood_back(self, key: Key, holder: str | None) -> None:
-        """Another operator manages a deployment; with None this one does, or nobody has to any more."""
-
-    def event_refused(self, error: RequestRefused) -> None:
-        """The API server refused an event, which is dropped."""
-
-    def waiting(self, deployments: int) -> None:
-        """So many deployments wait to be reconciled."""
-
-    def lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
-        """This kind cannot be watched; with None it can again."""
 
 
 class Controller:

@@ -4,10 +4,9 @@ import asyncio
 import base64
 import binascii
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -25,13 +24,6 @@ VALIDATING = ResourceKind(
 MUTATING = VALIDATING._replace(name="MutatingWebhookConfiguration", plural="mutatingwebhookconfigurations")
 LOOK_S = 60.0
 TRIES = 5
-
-
-class CertificateListener(Protocol):
-    """Is notified when the certificate cannot be renewed."""
-
-    def certificate_refused(self, reason: str) -> None:
-        """What was shown is shown still."""
 
 
 class OwnCertificate:
@@ -56,14 +48,14 @@ class OwnCertificate:
         for path, content in ((self.key, data[SERVING_KEY]), (self.cert, data[SERVING_CERT])):
             _write(path, content)
 
-    async def run(self, listener: CertificateListener, *, look_s: float = LOOK_S) -> None:
-        """Renew it until cancelled."""
+    async def run(self, on_refused: Callable[[str], None], *, look_s: float = LOOK_S) -> None:
+        """Renew it until cancelled; ``on_refused`` is called with the reason when that cannot be done."""
         while True:
             await asyncio.sleep(look_s)
             try:
                 await self.ensure()
             except ClusterError as error:
-                listener.certificate_refused(error.message)
+                on_refused(error.message)
 
     async def _good_data(self) -> dict[str, bytes]:
         tries = 0

@@ -1,6 +1,5 @@
 """Reconciles one deployment: applies its plan, and writes its status and events."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,17 @@ from pydantic import ValidationError
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.informer import Informer
-from kvrouter.kube.objects import EVENTS, Key, Manifest, key_of, metadata_of, uid_of
+from kvrouter.kube.objects import (
+    EVENTS,
+    Involved,
+    Key,
+    Manifest,
+    ResourceKind,
+    event_of,
+    key_of,
+    metadata_of,
+    uid_of,
+)
 from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
     API_VERSION,
@@ -56,10 +65,6 @@ from kvrouter.operator.status import (
 )
 from kvrouter.operator.status.resolved import copy_of
 
-MESSAGE_CHARS_MAX = 1024
-NAME_CHARS_MAX = 230
-NORMAL, WARNING = "Normal", "Warning"
-
 
 class Recorder:
     """Writes events about deployments. The same one again is counted, not written again.
@@ -78,18 +83,18 @@ class Recorder:
 
     async def record(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
         """Record ``reason``, a stable word in CamelCase, and a sentence. Raises ClusterError."""
-        place = _place(about, reason, message)
+        event = self._event(about, reason, message, warns)
         with self._dropping_refused():
-            there = await self._cluster.read(EVENTS, place)
+            there = await self._cluster.read(EVENTS, key_of(event))
             if there is None:
-                await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
+                await self._cluster.create(EVENTS, event)
                 return
             count = there.get("count")
             again: Manifest = {
                 "count": (count if isinstance(count, int) else 0) + 1,
-                "lastTimestamp": _written(datetime.now(UTC)),
+                "lastTimestamp": event["lastTimestamp"],
             }
-            await self._cluster.merge(EVENTS, place, again)
+            await self._cluster.merge(EVENTS, key_of(event), again)
 
     async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
         """Record it once for each generation of the spec, however often it is found. Raises ClusterError."""
@@ -97,13 +102,14 @@ class Recorder:
         known, names = self._recorded.get(key_of(about), ("", set()))
         if known != generation:
             names = set()
-        place = _place(about, reason, message, generation)
-        if place.name in names:
+        event = self._event(about, reason, message, warns, generation)
+        name = key_of(event).name
+        if name in names:
             return
         with self._dropping_refused():
-            if await self._cluster.read(EVENTS, place) is None:
-                await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
-        self._recorded[key_of(about)] = (generation, names | {place.name})
+            if await self._cluster.read(EVENTS, key_of(event)) is None:
+                await self._cluster.create(EVENTS, event)
+        self._recorded[key_of(about)] = (generation, names | {name})
 
     def forget(self, key: Key) -> None:
         """The deployment at ``key`` is gone."""
@@ -118,39 +124,18 @@ class Recorder:
                 raise
             self._on_refused(refused)
 
-    def _event(self, about: Manifest, place: Key, reason: str, message: str, warns: bool) -> Manifest:
-        key, now = key_of(about), _written(datetime.now(UTC))
-        return {
-            "apiVersion": EVENTS.api_version,
-            "kind": EVENTS.name,
-            "metadata": {"namespace": place.namespace, "name": place.name},
-            "involvedObject": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "namespace": key.namespace,
-                "name": key.name,
-                "uid": uid_of(about),
-            },
-            "type": WARNING if warns else NORMAL,
-            "reason": reason,
-            "message": message[:MESSAGE_CHARS_MAX],
-            "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "source": {"component": MANAGER},
-            "reportingComponent": MANAGER,
-            "reportingInstance": self._identity,
-        }
-
-
-def _place(about: Manifest, reason: str, message: str, generation: str = "") -> Key:
-    key = key_of(about)
-    digest = hashlib.sha256("\0".join((uid_of(about), reason, message, generation)).encode()).hexdigest()
-    return Key(key.namespace, f"{key.name[:NAME_CHARS_MAX]}.{digest[:16]}")
-
-
-def _written(now: datetime) -> str:
-    return now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    def _event(
+        self, about: Manifest, reason: str, message: str, warns: bool, generation: str = ""
+    ) -> Manifest:
+        return event_of(
+            Involved(API_VERSION, KIND, key_of(about), uid_of(about)),
+            reason,
+            message,
+            warns=warns,
+            reporter=MANAGER,
+            instance=self._identity,
+            digest_of=generation,
+        )
 
 
 WARNINGS_TOLD_MAX = 20
@@ -183,14 +168,29 @@ class WriteRefused(ClusterError):
     code = "write_refused"
 
 
-class ReconcilerListener(Protocol):
-    """Is notified of what was done."""
+class ControllerListener(Protocol):
+    """Is notified of what the controller and its reconciler do."""
 
     def changed(self, key: Key, changes: Changes) -> None:
         """Objects of this deployment were written."""
 
     def labelled(self, pod: Key) -> None:
         """A pod got the labels of its node late."""
+
+    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
+        """A reconcile of a deployment ended; with ``error`` it is tried again in ``retry_s`` seconds."""
+
+    def stood_back(self, key: Key, holder: str | None) -> None:
+        """Another operator manages a deployment; with None this one does, or nobody has to any more."""
+
+    def event_refused(self, error: RequestRefused) -> None:
+        """The API server refused an event, which is dropped."""
+
+    def waiting(self, deployments: int) -> None:
+        """So many deployments wait to be reconciled."""
+
+    def lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
+        """This kind cannot be watched; with None it can again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Reconciler:
         *,
         defaults: PlanDefaults,
         recorder: Recorder,
-        listener: ReconcilerListener,
+        listener: ControllerListener,
         name: str,
     ) -> None:
         self._cluster, self._seen, self._applied = cluster, seen, applied

@@ -12,16 +12,15 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.kube.account import Account, AccountConnection
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, KubeClient, RequestRefused, decoded
 from kvrouter.kube.informer import ListAndWatch, Objects
-from kvrouter.kube.objects import WatchEvent
+from kvrouter.kube.objects import FLEET_LABEL, WORKERS, WatchEvent
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.kubernetes.objects import (
-    FLEET_LABEL,
-    GROUP,
-    PLURAL,
-    VERSION,
     WorkerObject,
     name_of,
 )
+
+RESOURCE = f"{WORKERS.plural}.{WORKERS.api_version.partition('/')[0]}"
+"""The workers' objects, as kubectl calls them."""
 
 
 def why(error: Exception) -> str:
@@ -34,9 +33,9 @@ def why(error: Exception) -> str:
 def reason(error: Exception) -> str:
     """What ``error`` says, in a line that a person can act on."""
     if isinstance(error, RequestRefused) and error.status == NOT_FOUND:
-        return f"{why(error)} (is {PLURAL}.{GROUP} installed? kubectl apply --server-side -f deploy/crds)"
+        return f"{why(error)} (is {RESOURCE} installed? kubectl apply --server-side -f deploy/crds)"
     if isinstance(error, RequestRefused) and error.status == FORBIDDEN:
-        return f"{why(error)} (bind a Role for {PLURAL}.{GROUP} to the pod's service account)"
+        return f"{why(error)} (bind a Role for {RESOURCE} to the pod's service account)"
     return why(error)
 
 
@@ -48,7 +47,7 @@ class WorkersApi:
 
     def __init__(self, account: Account, *, fleet: str, answer_s: float) -> None:
         self._fleet = fleet
-        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{account.namespace}/{PLURAL}"
+        self._path = WORKERS.path(account.namespace)
         self._client = KubeClient(AccountConnection(account), answer_s=answer_s)
 
     async def close(self) -> None:

@@ -8,15 +8,8 @@ import msgspec
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import WorkerId
 from kvrouter.kube.client import decoded
-from kvrouter.kube.objects import WatchEvent
+from kvrouter.kube.objects import FLEET_LABEL, WORKERS, WatchEvent
 from kvrouter.transports.discovery.wire import CardRecord, checked_namespace, decode_record, encode_record
-
-GROUP = "kvrouter.dev"
-VERSION = "v1alpha1"
-KIND = "KvrouterWorker"
-PLURAL = "kvrouterworkers"
-FLEET_LABEL = "kvrouter.dev/namespace"
-"""Carries the ``--namespace`` of kvrouter, so that one namespace of Kubernetes may hold several fleets."""
 
 RENEWALS_ANNOTATION = "kvrouter.dev/renewals"
 """Differs from one renewal to the next: an object that is written as it was is not written at all."""
@@ -106,7 +99,7 @@ def encode_object(
         owner_references=owners,
     )
     spec = msgspec.Raw(encode_record(record))
-    return msgspec.json.encode(WorkerObject(f"{GROUP}/{VERSION}", KIND, metadata, spec))
+    return msgspec.json.encode(WorkerObject(WORKERS.api_version, WORKERS.name, metadata, spec))
 
 
 def decoded_event(event: WatchEvent) -> WorkerObject:

@@ -1,9 +1,7 @@
 """Pods that are labelled as engines: listed, watched, and checked."""
 
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -11,10 +9,12 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.workers import EnginePod, PodPort
 from kvrouter.kube.account import Account, AccountConnection
 from kvrouter.kube.client import CONFLICT, FORBIDDEN, ClusterError, KubeClient, RequestRefused, decoded
-from kvrouter.kube.objects import WatchEvent
+from kvrouter.kube.objects import EVENTS, Involved, Key, ResourceKind, WatchEvent, event_of
 from kvrouter.transports.discovery.card_tracker import TroubleSink
 from kvrouter.transports.discovery.kubernetes.api import Follow, why
 from kvrouter.transports.discovery.port import StoreSink
+
+PODS = ResourceKind("v1", "Pod", "pods")
 
 PODS_MAX = 1024
 """How many pods are followed; those beyond are reported, and let in as others leave."""
@@ -22,10 +22,6 @@ PODS_MAX = 1024
 TICK_S = 1.0
 QUIET_S = 150.0
 """For how long an API server is believed from which nothing is heard: it sends bookmarks once a minute."""
-
-MESSAGE_CHARS_MAX = 1024
-NAME_CHARS_MAX = 230
-"""What the API server takes of an event's message, and of its name before the digest."""
 
 PodSink = Callable[[EnginePod], None]
 """Hears of a pod as it is now."""
@@ -129,7 +125,7 @@ class PodsApi:
     def __init__(self, account: Account, *, namespace: str, selector: str, answer_s: float) -> None:
         self._namespace = namespace
         self._selector = selector
-        self._path = f"/api/v1/namespaces/{namespace}/pods"
+        self._path = PODS.path(namespace)
         self._client = KubeClient(AccountConnection(account), answer_s=answer_s)
 
     async def close(self) -> None:
@@ -146,32 +142,10 @@ class PodsApi:
 
     async def tell(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         """Write an event about a pod. An event written before is not written again while it is kept."""
-        digest = hashlib.sha256("\0".join((pod.uid, reason, message)).encode()).hexdigest()[:16]
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        body = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"namespace": self._namespace, "name": f"{pod.name[:NAME_CHARS_MAX]}.{digest}"},
-            "involvedObject": {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "namespace": self._namespace,
-                "name": pod.name,
-                "uid": pod.uid,
-            },
-            "type": "Warning" if warns else "Normal",
-            "reason": reason,
-            "message": message[:MESSAGE_CHARS_MAX],
-            "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "source": {"component": "kvrouter"},
-            "reportingComponent": "kvrouter",
-            "reportingInstance": "kvrouter",
-        }
-        path = f"/api/v1/namespaces/{self._namespace}/events"
+        about = Involved("v1", "Pod", Key(self._namespace, pod.name), pod.uid)
+        event = event_of(about, reason, message, warns=warns, reporter="kvrouter", instance="kvrouter")
         try:
-            await self._client.ask("POST", path, body=msgspec.json.encode(body))
+            await self._client.create(EVENTS, event)
         except RequestRefused as error:
             if error.status != CONFLICT:
                 raise
