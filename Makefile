@@ -28,19 +28,22 @@ test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
 
-test-room: setup ## Run the tests of one package: make test-room ROOM=routing
-	@test -n "$(ROOM)" -a -d "src/kvrouter/$(ROOM)" || { echo "make test-room: ROOM names a package of src/kvrouter"; exit 1; }
-	$(BIN)/python -m pytest -q -m "not nightly" $$(grep -lE "kvrouter\.$(ROOM)\b" tests/unit/*.py tests/contract/*.py tests/property/*.py tests/scenario/*.py)
+test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
+	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \
+		|| { echo "make test-room: ROOM names a package or module of src/kvrouter"; exit 1; }
+	@files=$$(grep -lE "kvrouter\.$(subst /,\.,$(ROOM))\b" tests/unit/*.py tests/contract/*.py tests/property/*.py tests/scenario/*.py); \
+		test -n "$$files" || { echo "make test-room: no test imports kvrouter.$(subst /,.,$(ROOM))"; exit 1; }; \
+		$(BIN)/python -m pytest -q -m "not nightly" $$files
 
 test-unit: setup ## Run the unit and property tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
 
 test-pythons: ## Run the unit and property tests on every Python of PYTHONS that is installed
-	@for python in $(PYTHONS); do \
+	@ran=0; for python in $(PYTHONS); do \
 		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) \
 			|| { echo "make test-pythons: no $$python here"; continue; }; \
-		$(MAKE) --no-print-directory VENV=.venv-$$version PYTHON=$$python test-unit || exit 1; \
-	done
+		$(MAKE) --no-print-directory VENV=.venv-$$version PYTHON=$$python test-unit || exit 1; ran=1; \
+	done; test $$ran = 1 || { echo "make test-pythons: none of $(PYTHONS) is here"; exit 1; }
 
 test-lowest: ## Run the unit and property tests with the lowest declared version of each dependency
 	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest

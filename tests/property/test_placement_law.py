@@ -1,9 +1,13 @@
 """The same inputs give the same decisions and the same ledger, byte for byte: in one process and in two."""
 
 import os
+import random
 import subprocess
 import sys
+import time
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +38,36 @@ def test_two_processes_that_hash_differently_decide_and_book_alike() -> None:
         for hash_seed in ("1", "2", "3")
     }
     assert len(digests) == 1
+
+
+def test_no_clock_and_no_chance_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time and draws are arguments: whatever else would be read is not there."""
+
+    def refuse(*_args: object, **_named: object) -> None:
+        raise AssertionError("placement asked a clock or a generator")
+
+    expected = [PlacementScript(seed).run(script(seed)) for seed in range(8)]
+    steps = [script(seed) for seed in range(8)]
+    clocks = ("time", "monotonic", "perf_counter")
+    draws = (
+        "random",
+        "uniform",
+        "getrandbits",
+        "choice",
+        "choices",
+        "randrange",
+        "randint",
+        "shuffle",
+        "sample",
+    )
+    for name in (*clocks, *(f"{clock}_ns" for clock in clocks)):
+        monkeypatch.setattr(time, name, refuse)
+    for name in draws:
+        monkeypatch.setattr(random, name, refuse)
+    for name in ("random", "rand", "randint", "choice", "default_rng", "permutation", "shuffle"):
+        monkeypatch.setattr(np.random, name, refuse)
+    monkeypatch.setattr(os, "urandom", refuse)
+    assert [PlacementScript(seed).run(steps[seed]) for seed in range(8)] == expected
 
 
 def test_the_scripts_reach_what_the_law_is_about() -> None:

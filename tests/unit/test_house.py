@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import kvrouter
+from kvrouter.engines.registry import ENGINES
 
 HOME = Path(kvrouter.__file__).parent
 IMPORTS_NATIVE = re.compile(
@@ -19,6 +20,20 @@ def sources() -> dict[str, str]:
 def test_only_the_native_doors_import_the_native_core() -> None:
     doors = {name for name, text in sources().items() if IMPORTS_NATIVE.search(text)}
     assert doors == {"core/hashing.py", "core/json_bounds.py", "index.py", "ledger/port.py"}
+
+
+def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -> None:
+    """A new kind touches its folder and one line of the registry. The mock is no server that is attached."""
+    kinds = {name.split("/")[1] for name in sources() if re.fullmatch(r"engines/\w+/attach\.py", name)}
+    assert {package.rpartition(".")[2] for package in ENGINES.values()} == kinds
+    named = re.compile(rf"kvrouter\.engines\.({'|'.join(kinds)})\b")
+    namers = {
+        (name, kind)
+        for name, text in sources().items()
+        for kind in named.findall(text)
+        if not name.startswith(f"engines/{kind}/") and name != "engines/registry.py"
+    }
+    assert namers == set()
 
 
 def test_no_module_is_a_grab_bag() -> None:
@@ -47,6 +62,8 @@ def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
     assert named - set(sources()) == set()
     in_packages = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", contributing))
     assert {name for name in in_packages if not name.startswith("tests/")} - set(sources()) == set()
+    in_tests = set(re.findall(r"\btests/[a-z_0-9/]+", contributing))
+    assert {name for name in in_tests if not [*HOME.parents[1].glob(f"{name}*")]} == set()
     packages = {name.split("/")[0] for name in sources() if "/" in name}
     assert packages - {name.split("/")[0] for name in named} == set()
 

@@ -1,7 +1,7 @@
 """Objects of Kubernetes as JSON: their kinds and paths, their keys and versions, and events about them."""
 
 import hashlib
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -104,12 +104,13 @@ def event_of(
     warns: bool,
     reporter: str,
     instance: str,
+    now: datetime,
     digest_of: str = "",
 ) -> Manifest:
-    """Return an event about an object, that ``reporter`` reports. The same event has the same name; those
-    that differ in ``digest_of`` have different names.
+    """Return an event about an object, which ``reporter`` reports at ``now``, in UTC. The same event has the
+    same name; those that differ in ``digest_of`` have different names.
     """
-    key, now = about.key, written_time(datetime.now(UTC))
+    key, written = about.key, now.strftime("%Y-%m-%dT%H:%M:%SZ")
     text = "\0".join((about.uid, reason, message, digest_of))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return {
@@ -127,17 +128,12 @@ def event_of(
         "reason": reason,
         "message": message[:MESSAGE_CHARS_MAX],
         "count": 1,
-        "firstTimestamp": now,
-        "lastTimestamp": now,
+        "firstTimestamp": written,
+        "lastTimestamp": written,
         "source": {"component": reporter},
         "reportingComponent": reporter,
         "reportingInstance": instance,
     }
-
-
-def written_time(moment: datetime) -> str:
-    """Return a moment as the API server writes it, in whole seconds."""
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _text(found: JsonValue) -> str:

@@ -134,6 +134,7 @@ class Recorder:
             warns=warns,
             reporter=MANAGER,
             instance=self._identity,
+            now=datetime.now(UTC),
             digest_of=generation,
         )
 

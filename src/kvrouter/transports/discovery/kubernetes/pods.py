@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -143,7 +144,15 @@ class PodsApi:
     async def tell(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         """Write an event about a pod. An event written before is not written again while it is kept."""
         about = Involved("v1", "Pod", Key(self._namespace, pod.name), pod.uid)
-        event = event_of(about, reason, message, warns=warns, reporter="kvrouter", instance="kvrouter")
+        event = event_of(
+            about,
+            reason,
+            message,
+            warns=warns,
+            reporter="kvrouter",
+            instance="kvrouter",
+            now=datetime.now(UTC),
+        )
         try:
             await self._client.create(EVENTS, event)
         except RequestRefused as error:
