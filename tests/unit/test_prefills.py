@@ -161,8 +161,9 @@ async def test_after_the_last_try_it_is_one_clear_error(how: str) -> None:
     async with place(*map(prefill_card, (1, 2, 3, 4)), script=script) as here:
         if how == "refuses":
             here.plane.unreachable = {address_of(n) for n in range(1, 5)}
-        with pytest.raises(WorkerFailed, match="try 3 of 3"):
+        with pytest.raises(WorkerFailed, match="try 3 of 3") as error:
             await here.prefill()
+        assert "://" not in error.value.message, "clients do not learn the addresses of workers"
         assert here.is_clean
 
 

@@ -1,6 +1,7 @@
 """One attempt of a request: its legs as engines receive them, timeouts, output, fault attribution."""
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from array import array
@@ -120,15 +121,17 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
 
 
 async def prefill_outcome(
-    pick: Pick, leg: Awaitable[KvTransferParams | None]
+    placement: Placement, leg: Awaitable[KvTransferParams | None]
 ) -> PrefillDone | LegLost | LegRefused:
-    """Await a prefill leg; return what its journey hears of it."""
+    """Await a prefill leg; return what its journey hears of it. Clients may read why a leg was lost."""
+    pick = placement.prefill_pick
     try:
         params = await leg
     except InvalidRequest as error:
         return LegRefused(error)
     except KvrouterError as error:
-        return lost_leg(pick, error)
+        lost = lost_leg(pick, error)
+        return dataclasses.replace(lost, why=placement.without_addresses(lost.why))
     return PrefillDone(pick.rank.worker_id, params)
 
 

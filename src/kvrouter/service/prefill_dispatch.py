@@ -324,7 +324,7 @@ class _Run:
         placement = self._placed()
         time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
         engine_request = prefill_leg(self.request, placement, resumed_tokens=0, time_left_s=time_left_s)
-        outcome = await prefill_outcome(placement.prefill_pick, self._run(placement, engine_request))
+        outcome = await prefill_outcome(placement, self._run(placement, engine_request))
         if isinstance(outcome, LegLost):
             self._lost = outcome
             self._blame(outcome)

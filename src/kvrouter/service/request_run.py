@@ -295,7 +295,7 @@ class Dispatch:
             task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
             attempt.prefill_task = task
             return []
-        outcome = await prefill_outcome(attempt.placement.prefill_pick, self._run_prefill(attempt))
+        outcome = await prefill_outcome(attempt.placement, self._run_prefill(attempt))
         if isinstance(outcome, LegLost):
             return self._lost(attempt, outcome)
         return self.journey.handle(outcome)
