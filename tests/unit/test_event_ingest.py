@@ -1,6 +1,7 @@
 """Event ingest between a subscriber that a test turns by hand and a real index."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -256,6 +257,20 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     bench.pump.on_batch(batch(0))
     reading = dict(bench.pump.feed_readings())[SLOT]
     assert (reading.is_missing, reading.silent_s < 1000.0) == (False, True), "a heartbeat is enough"
+    bench.pump.close()
+
+
+async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_misses_anybody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.3)
+    bench = Bench()
+    await bench.join()
+    time.sleep(0.5)  # noqa: ASYNC251 - the event loop is blocked, longer than a rank may be silent
+    for _ in range(3):
+        await asyncio.sleep(0)  # the timer that is due
+    bench.pump.on_batch(batch(0))
+    assert "kv_events_missing" not in caplog.text
     bench.pump.close()
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot, Medium
 from kvrouter.core.hashing import Prompt
@@ -100,6 +101,8 @@ class EventIngest:
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._silent = 0
         self._silence_timer: asyncio.TimerHandle | None = None
+        self._awake = AwakeClock(SILENT_AFTER_S / 3.0)
+        self._silence_checked_s = 0.0
 
     @property
     def all_score(self) -> bool:
@@ -473,14 +476,17 @@ class EventIngest:
     def _watch_silence(self) -> None:
         if self._silence_timer is None and self._entrances:
             loop = asyncio.get_running_loop()
-            self._silence_timer = loop.call_later(SILENT_AFTER_S / 3.0, self._check_silence)
+            self._silence_timer = loop.call_later(self._awake.every_s, self._check_silence)
+            self._silence_checked_s = self._now_s()
 
     def _check_silence(self) -> None:
         self._silence_timer = None
         now_s = self._now_s()
+        elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
+        stood_still = self._awake.advance(elapsed_s)  # then what the workers said is read only after this
         for rank, ingest in self._entrances.items():
             silent_s = now_s - ingest.heard_s
-            if silent_s > SILENT_AFTER_S and not ingest.is_missing:
+            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not stood_still:
                 ingest.is_missing = True
                 self._observed.kv_events_missing(rank, silent_s)
         self._watch_silence()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvrouter.core.clock import LastChange
 from kvrouter.kube.client import NOT_FOUND, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.objects import LEASES, Key, Manifest, key_of, uid_of, version_of
 from kvrouter.operator.api import API_VERSION, KIND
@@ -22,11 +23,10 @@ class StatusRefused(ClusterError):
     code = "status_refused"
 
 
-class _SeenLease(NamedTuple):
-    """Another operator's lease: its version, None without one, since when, and when it was read last."""
+class _ReadLease(NamedTuple):
+    """Another operator's lease: when its version changed last, and when it was read last."""
 
-    version: str | None
-    since_s: float
+    change: LastChange
     read_s: float
 
 
@@ -43,7 +43,7 @@ class Claims:
         self._cluster, self._clock = cluster, clock
         self.name = str(lease) if class_name == DEFAULT_CLASS else f"{class_name}:{lease}"
         self._held: dict[Key, str] = {}
-        self._seen: dict[str, _SeenLease] = {}
+        self._read: dict[str, _ReadLease] = {}
 
     async def other(self, found: Manifest) -> str | None:
         """Return which operator manages a deployment instead of this one; None when this one does, from
@@ -78,18 +78,18 @@ class Claims:
 
         One whose lease may not be read is there.
         """
-        now_s, seen = self._clock(), self._seen.get(holder)
-        if seen is not None and now_s < min(seen.read_s + AGAIN_S / 2, seen.since_s + GONE_S):
+        now_s, read = self._clock(), self._read.get(holder)
+        change = LastChange() if read is None else read.change
+        if read is not None and now_s < read.read_s + AGAIN_S / 2 and change.is_within(GONE_S, now_s):
             return False  # it was read for another of its deployments
         namespace, _, name = holder.rpartition(":")[2].rpartition("/")
         try:
             lease = await self._cluster.read(LEASES, Key(namespace, name))
         except RequestRefused:
             return False
-        version = None if lease is None else version_of(lease)
-        since_s = now_s if seen is None or seen.version != version else seen.since_s
-        self._seen[holder] = _SeenLease(version, since_s, now_s)
-        return now_s - since_s >= GONE_S
+        change.see(None if lease is None else version_of(lease), now_s)
+        self._read[holder] = _ReadLease(change, now_s)
+        return not change.is_within(GONE_S, now_s)
 
 
 async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:

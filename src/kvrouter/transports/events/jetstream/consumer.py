@@ -11,6 +11,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext, api
 from nats.js.errors import NotFoundError
 
+from kvrouter.core.clock import AwakeClock
 from kvrouter.transports.events.jetstream.stream import CLIENT_ERRORS
 
 HEARTBEAT_S = 2.0
@@ -82,7 +83,8 @@ class PushConsumer:
         self._delivered = 0
         self._acked = 0
         self._ack_subject = ""
-        self._heard_s = 0.0
+        self._heard_s = self._looked_s = 0.0
+        self._awake = AwakeClock(heartbeat_s)
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, *, after: int) -> int:
@@ -191,8 +193,11 @@ class PushConsumer:
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        silent_s = loop.time() - self._heard_s
-        if silent_s > SILENT_HEARTBEATS * self._heartbeat_s:
+        now_s = loop.time()
+        elapsed_s, self._looked_s = now_s - self._looked_s, now_s
+        stood_still = self._awake.advance(elapsed_s)  # then what the server said is read only after this
+        silent_s = now_s - self._heard_s
+        if silent_s > SILENT_HEARTBEATS * self._heartbeat_s and not stood_still:
             self._break(f"silent for {silent_s:.1f} s")
         else:
             self._watch = loop.call_later(self._heartbeat_s, self._look)
