@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.attach import attachment
+from kvrouter.engines.openai.engine import ServedEngine
+from kvrouter.engines.vllm.introspect import STARTED_METRIC
 from tests.support.attach_entrances import ENTRANCES, CardNow
 from tests.support.engine_server import ScriptedEngine, scripted_engine
 from tests.support.waits import until
@@ -17,7 +19,14 @@ from tests.support.waits import until
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.01)
+    # As in production an engine is probed several times before the attach loop asks what it is.
+    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.2)
+    monkeypatch.setitem(ServedEngine.__init__.__kwdefaults__ or {}, "look_each_s", 0.02)
+
+
+def was_started_again(engine: ScriptedEngine) -> None:
+    page = engine.pages["/metrics"].pieces[0].decode()
+    engine.set_page("/metrics", re.sub(rf"(?m)^({STARTED_METRIC}) .*$", r"\1 1800000000.0", page))
 
 
 def has_other_blocks(engine: ScriptedEngine) -> None:
@@ -34,11 +43,16 @@ def serves_another_model(engine: ScriptedEngine) -> None:
     engine.replace("/v1/models", '"tiny"', '"other"')
 
 
-FACTS = {"block_size": 32, "dp_size": 1, "model": "tiny"}
+def has_another_context(engine: ScriptedEngine) -> None:
+    engine.replace("/v1/models", '"max_model_len":2048', '"max_model_len":1024')
+
+
+FACTS = {"block_size": 32, "dp_size": 1, "model": "tiny", "context_length": 2048}
 CHANGES: dict[str, tuple[Callable[[ScriptedEngine], None], dict[str, object]]] = {
     "blocks": (has_other_blocks, {"block_size": 16}),
     "ranks": (has_two_ranks, {"dp_size": 2}),
     "model": (serves_another_model, {"model": "other"}),
+    "context": (has_another_context, {"context_length": 1024}),
 }
 
 
@@ -67,6 +81,7 @@ async def test_an_engine_that_comes_back_as_another_is_taken_as_what_it_now_is(
         await engine.stop()
         await until(lambda: (now := card()) is not None and now.engine_silent)
         happens(engine)
+        was_started_again(engine)
         await engine.start()
         await until(lambda: facts_of(card) == {**FACTS, **becomes})
         now = card()
@@ -82,12 +97,49 @@ async def test_an_engine_that_comes_back_against_its_file_has_no_worker_until_it
         await engine.stop()
         await until(lambda: (now := card()) is not None and now.engine_silent)
         serves_another_model(engine)
+        was_started_again(engine)
         await engine.start()
-        await until(lambda: "not 'tiny': give one of these" in caplog.text)
-        assert "worker_refused" in caplog.text
+        refusal = "not 'tiny': give one of these"
+        await until(lambda: refusal in caplog.text)
+        asked = engine.asked["/v1/models"]
+        await until(lambda: engine.asked["/v1/models"] > asked + 2)
+        assert caplog.text.count(refusal) == 1, "reported once, however often it is tried"
+        assert caplog.text.count("worker_refused") == 1
         assert card() is None
         engine.replace("/v1/models", '"other"', '"tiny"')
         await until(lambda: facts_of(card) == FACTS)
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("trouble", ["not a number", "no page", "another server's error"])
+async def test_an_engine_whose_pages_cannot_be_read_for_a_moment_keeps_its_worker(
+    entrance: str, trouble: str, tmp_path: Path
+) -> None:
+    async with scripted_engine() as engine, ENTRANCES[entrance]("vllm", engine, tmp_path) as card:
+        await until(lambda: facts_of(card) == FACTS)
+        before, pages = card(), dict(engine.pages)
+        assert before is not None
+        await engine.stop()
+        await until(lambda: (now := card()) is not None and now.engine_silent)
+        if trouble == "not a number":
+            page = pages["/metrics"].pieces[0].decode()
+            engine.set_page("/metrics", re.sub(r'num_gpu_blocks="\d+"', 'num_gpu_blocks="None"', page))
+            was_started_again(engine)
+        elif trouble == "no page":
+            del engine.pages["/metrics"]
+        else:
+            engine.set_page("/metrics", "who are you?", status=401)
+        await engine.start()
+        asked = engine.asked["/v1/models"]
+        await until(lambda: engine.asked["/v1/models"] > asked + 3)
+        now = card()
+        assert now is not None, "its running legs would be cut"
+        assert (now.incarnation, now.engine_silent) == (before.incarnation, True)
+        engine.pages.update(pages)
+        await until(lambda: (now := card()) is not None and not now.engine_silent)
+        now = card()
+        assert now is not None
+        assert now.incarnation == before.incarnation
 
 
 def test_a_new_kind_needs_its_folder_and_one_line() -> None:

@@ -66,6 +66,7 @@ async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
             dp_size=1,
             publishes_kv_events=True,
             warnings=(),
+            identity={"models": "tiny", "block size": 32, "ranks": [0], "context length": 2048},
         )
 
 

@@ -15,7 +15,7 @@ from kvrouter.attach.spec import engine_card, tokenizer_of
 from kvrouter.attach.transport_provider import TransportProvider
 from kvrouter.config import Settings
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
-from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import Attached, AttachEngine, AttachSpec, KeyRefused
@@ -135,7 +135,7 @@ class EngineWorkers:
         self._settings = settings
         self._transports = transports
         self._folders = folders
-        self._log = log
+        self.log = log
         self._engines: dict[WorkerId, tuple[Attached, AttachSpec]] = {}
 
     async def start(
@@ -154,7 +154,7 @@ class EngineWorkers:
         self._engines[spec.worker_id] = attached, spec
         wires = AsyncExitStack()
         try:
-            log_attached(self._log, spec, attached)
+            log_attached(self.log, spec, attached)
             transports = await wires.enter_async_context(self._transports.stand(spec, attached))
             incarnation = new_incarnation()
             card = engine_card(
@@ -236,7 +236,9 @@ Heard = Callable[[], None]
 """Is called when the engine answered for the first time, or did not."""
 
 Refused = Callable[[KvrouterError], None]
-"""Hears why the engine has no worker; again at each try. What is no ConfigError is of the planes."""
+"""Hears why the engine has no worker, once for each reason until it has one. What is no ConfigError is of the
+transports, or a mistake of ours.
+"""
 
 Joined = Callable[[Worker], None]
 """Hears of each worker that the engine gets."""
@@ -272,6 +274,8 @@ class EngineAttachment:
         self._on_joined = on_joined
         self._drain_limit_s = drain_limit_s
         self._rests = False
+        self._refusal = ""
+        """What was reported last; a worker that joins ends it."""
         self._standing: AttachedWorker | None = None
 
     @property
@@ -288,7 +292,7 @@ class EngineAttachment:
             try:
                 standing = self._standing = await self._joined()
                 await self._catch_up(standing)
-                self._wait_s = math.inf
+                self._wait_s, self._refusal = math.inf, ""
                 self._on_joined(standing.worker)
                 self._on_heard()
                 self.awaited = await self._until_another(standing)
@@ -298,10 +302,13 @@ class EngineAttachment:
             except KvrouterError as error:
                 self._refused(error)
             except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
-                log_event(UP_LOG, Event.INTERNAL_ERROR, worker=str(self.spec.worker_id), exc_info=error)
-                self._refused(self.spec.mistake("a mistake of ours", param=None))
+                self._mistaken(error)
+                self._refused(InternalError(f"{self.spec.url}: a mistake of ours; the log has the traceback"))
             self._on_heard()
-            await self.leave()
+            try:
+                await self.leave()
+            except Exception as error:  # noqa: BLE001 - the same
+                self._mistaken(error)
             await asyncio.sleep(TRIED_AGAIN_S)
 
     async def rest(self, rests: bool) -> None:
@@ -354,7 +361,7 @@ class EngineAttachment:
     async def _until_another(self, standing: AttachedWorker) -> str:
         """Wait until an engine that was set aside answers as another one than its worker's card describes, or
         until another process has the worker's place; return which, in words. Raises ConfigError for another
-        engine that contradicts what is asked for.
+        engine that contradicts what is asked for. One whose pages cannot be read keeps its worker.
         """
         while True:
             try:
@@ -366,10 +373,10 @@ class EngineAttachment:
             if standing.worker.card.engine_silent:
                 try:
                     attached = await attach(replace(self.spec, wait_s=0.0))
-                except NotAnswered:
-                    continue  # the worker logs that, and why
-                except ConfigError as error:
-                    raise self.spec.mistake(error.message, param=error.param) from error
+                except KvrouterError as error:
+                    if self.spec.is_contradicted_by(error):
+                        raise self.spec.mistake(error.message, param=error.param) from error
+                    continue  # it may be the same one still, with legs that run: the worker logs why
                 await attached.engine.stop()
                 if not attached.is_same_as(standing.attached):
                     return "restarted"
@@ -377,4 +384,10 @@ class EngineAttachment:
     def _refused(self, error: KvrouterError) -> None:
         is_its_own = isinstance(error, ConfigError)
         self.awaited = f"{'was refused' if is_its_own else 'cannot be announced'}: the log says why"
-        self._on_refused(error)
+        if error.message != self._refusal:
+            self._refusal = error.message
+            self._on_refused(error)
+
+    def _mistaken(self, error: Exception) -> None:
+        worker = str(self.spec.worker_id)
+        log_event(self._workers.log, Event.INTERNAL_ERROR, worker=worker, exc_info=error)

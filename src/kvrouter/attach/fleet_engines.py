@@ -31,7 +31,6 @@ class AttachedFleet:
         self, fleet: FleetFile, settings: Settings, planes: MemoryPlanes, *, engine_key: str | None
     ) -> None:
         self._fleet = fleet
-        self._refusals: dict[WorkerId, str] = {}
         self._all_heard = asyncio.Event()
         self._mistakes: list[KvrouterError] | None = []
         """What is wrong with the start; None once it is over."""
@@ -77,8 +76,10 @@ class AttachedFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for _, each in self._engines:
-            await each.leave()
+        left = await asyncio.gather(*(each.leave() for _, each in self._engines), return_exceptions=True)
+        for error in left:
+            if isinstance(error, BaseException):
+                raise error
 
     def _attachment_of(self, engine: FileEngine, workers: EngineWorkers) -> EngineAttachment:
         worker_id = engine.spec.worker_id
@@ -103,11 +104,8 @@ class AttachedFleet:
         if self._mistakes is not None:
             self._mistakes.append(error)
             return
-        worker_id = engine.spec.worker_id
-        if self._refusals.get(worker_id) != error.message:
-            self._refusals[worker_id] = error.message
-            model = self._fleet.model_of(engine.group).name
-            log_event(_log, Event.WORKER_REFUSED, worker=str(worker_id), model=model, reason=error.message)
+        worker, model = str(engine.spec.worker_id), self._fleet.model_of(engine.group).name
+        log_event(_log, Event.WORKER_REFUSED, worker=worker, model=model, reason=error.message)
 
 
 def _as_one(mistakes: list[KvrouterError]) -> KvrouterError:

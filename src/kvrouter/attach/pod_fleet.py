@@ -86,7 +86,6 @@ class PodAttachment:
         self._drain_limit_s = drain_limit_s
         self._rests = False
         self._changed = asyncio.Event()
-        self._refusal = ""
 
     def want(self, spec: AttachSpec | None) -> None:
         """What is asked for from now on; None when the pod is gone."""
@@ -132,15 +131,11 @@ class PodAttachment:
             self._changed.clear()
 
     def _joined(self, worker: Worker) -> None:
-        self._refusal = ""
         card = worker.card
         message = f"kvrouter serves {card.model} here, as worker {card.worker_id} ({card.role.value})"
         self._write_event(self.pod, reason=JOINED, message=message, warns=False)
 
     def _refused(self, error: KvrouterError) -> None:
-        if error.message == self._refusal:
-            return
-        self._refusal = error.message
         if not isinstance(error, ConfigError):
             reason = f"the worker of pod {self.pod.name}: {error.message}"
             log_event(_log, Event.PLANE_DISTURBED, plane="pods", reason=reason)

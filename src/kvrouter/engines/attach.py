@@ -4,7 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.engines.kv_events.listener import EventsAt
@@ -57,6 +57,13 @@ class AttachSpec:
     fields_at: Mapping[str, str] = field(default_factory=dict)
     """Where that is written, or may be, which an engine may contradict: by the name of the field."""
 
+    def is_contradicted_by(self, error: KvrouterError) -> bool:
+        """Whether an engine was refused for a field that is set here: not for a page that cannot be read, nor
+        for what the engine does not report just now.
+        """
+        name = error.param or ""
+        return isinstance(error, ConfigError) and name != "url" and getattr(self, name, None) is not None
+
     def mistake(self, must: str, *, param: str | None) -> ConfigError:
         """Return an error that names where it is written, and what the engine contradicts.
 
@@ -91,13 +98,27 @@ class Attached:
     """Host and port where prefill handoffs meet."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """What else calls may ask it for: another name of the model (None), or an adapter of it."""
+    identity: Mapping[str, object] = field(default_factory=dict)
+    """What the engine says of itself that its worker's card and calls are made from. A probe
+    compares the same by :func:`check_identity`: both agree on which engine is another one.
+    """
 
     def is_same_as(self, other: "Attached") -> bool:
         """Whether the worker of one serves the other: what no card can change is the same."""
         return self._fixed() == other._fixed()
 
     def _fixed(self) -> tuple[object, ...]:
-        return self.model, self.block_size, self.context_length, self.dp_start, self.dp_size
+        return self.model, self.block_size, self.context_length, self.dp_start, self.dp_size, self.identity
+
+
+def check_identity(url: str, now: Mapping[str, object], before: Mapping[str, object]) -> None:
+    """Raise WorkerUnreachable for an engine that was restarted as another one than its worker has.
+
+    Both are what :attr:`Attached.identity` has.
+    """
+    for what, was in before.items():
+        if now[what] != was:
+            raise WorkerUnreachable(f"{url} was started again with other {what}: {now[what]}, not {was}")
 
 
 AttachEngine = Callable[[AttachSpec], Awaitable[Attached]]

@@ -4,13 +4,14 @@ All that is decided is decided in the ledger package; here are the wire, the clo
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
 from kvrouter.ledger.journal import Journal
-from kvrouter.ledger.replicas import NEWS_AGE_S, Asks, Counts, Replicas, Replication
+from kvrouter.ledger.replicas import Asks, Counts, Replicas, Replication
 from kvrouter.transports.background import go_on
 from kvrouter.transports.sync.port import SyncPlane
 
@@ -46,20 +47,15 @@ class ReplicaSync:
         plane: SyncPlane,
         router_id: RouterId,
         *,
-        flush_after_s: float = FLUSH_AFTER_S,
         heartbeat_s: float = HEARTBEAT_S,
         silent_after_s: float = SILENT_AFTER_S,
         ask_again_s: float = ASK_AGAIN_S,
-        news_age_s: float = NEWS_AGE_S,
     ) -> None:
         self._plane = plane
         self._router_id = router_id
-        self._flush_after_s = flush_after_s
         self._heartbeat_s = heartbeat_s
         self._journal = Journal(router_id, on_pending=self._on_pending)
-        self._replicas = Replicas(
-            router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s, news_age_s=news_age_s
-        )
+        self._replicas = Replicas(router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Callable[[], Awaitable[None]] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -110,7 +106,7 @@ class ReplicaSync:
 
     def _on_pending(self) -> None:
         if self._loop is not None and self._timer is None:
-            self._timer = self._loop.call_later(self._flush_after_s, self._flush)
+            self._timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
 
     def _flush(self) -> None:
         if self._timer is not None:
@@ -156,4 +152,4 @@ class ReplicaSync:
 
     @staticmethod
     def _now_s() -> float:
-        return asyncio.get_running_loop().time()
+        return time.monotonic()  # the clock of every placer

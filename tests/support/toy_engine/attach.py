@@ -3,8 +3,8 @@
 import msgspec
 
 from kvrouter.core.requests import EngineRequest
-from kvrouter.engines.attach import Attached, AttachSpec, check_block_size, check_model
-from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.attach import Attached, AttachSpec, check_block_size, check_identity, check_model
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineFailed, EngineServer, attach_server
 from kvrouter.engines.vllm.events import decode
 from kvrouter.transports.requests.port import WorkerUnreachable
@@ -39,8 +39,7 @@ class ToyClient:
     async def look(self, server: EngineServer) -> Probe:
         """Ask whether it is the same one."""
         now = await ask_info(server)
-        if now != self._info:
-            raise another_engine(server.url, "info", now, self._info)
+        check_identity(server.url, {"info": now}, {"info": self._info})
         return Probe(())
 
 

@@ -32,7 +32,7 @@ from kvrouter.engines.openai.streams import (
     WholeStream,
 )
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
-from kvrouter.transports.requests.port import EngineStream, WorkerUnreachable
+from kvrouter.transports.requests.port import EngineStream
 
 LOOK_EACH_S = 1.0
 """How often an engine is probed: its load, and whether it answers."""
@@ -73,11 +73,6 @@ class Probe:
 
 async def _at_once(answer: bytes) -> bytes:
     return answer
-
-
-def another_engine(url: str, what: str, now: object, before: object) -> WorkerUnreachable:
-    """Return the error for an engine that was restarted as another one than its worker's card describes."""
-    return WorkerUnreachable(f"{url} was started again with other {what}: {now}, not {before}")
 
 
 class EngineClient(Protocol):

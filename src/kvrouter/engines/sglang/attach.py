@@ -14,6 +14,7 @@ from kvrouter.engines.attach import (
     Attached,
     AttachSpec,
     check_block_size,
+    check_identity,
     check_model,
     context_length_of,
     events_of,
@@ -29,7 +30,7 @@ from kvrouter.engines.kv_events.batches import (
     stored_word,
 )
 from kvrouter.engines.kv_events.records import EngineBatch, EngineEvent
-from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineFailed, EngineServer, attach_server
 from kvrouter.engines.sglang.calls import call_of
 from kvrouter.engines.sglang.introspect import SglangInfo, ask_facts, ask_loads
@@ -61,22 +62,12 @@ class SglangClient:
             loads = await ask_loads(server, self._worker_id, self._facts.block_size)
             if self._started is None:
                 now = await ask_facts(server)
-                self._check_same(now, server.url)
+                check_identity(server.url, now.identity, self._facts.identity)
                 self._started = now.started
         except WorkerUnreachable:
             self._started = None
             raise
         return Probe(loads, self._started)
-
-    def _check_same(self, now: SglangInfo, url: str) -> None:
-        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
-        before = self._facts
-        if now.model != before.model:
-            raise another_engine(url, "models", now.model, before.model)
-        if now.block_size != before.block_size:
-            raise another_engine(url, "page size", now.block_size, before.block_size)
-        if now.dp_size != before.dp_size:
-            raise another_engine(url, "ranks", now.dp_size, before.dp_size)
 
 
 class _Stored(StoredFields):
@@ -150,5 +141,6 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         dp_size=facts.dp_size,
         publishes_kv_events=bool(events),
         warnings=warnings,
+        identity=facts.identity,
         bootstrap=(urlsplit(spec.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
     )

@@ -34,6 +34,18 @@ class SglangInfo:
     events: Mapping[DpRank, EventsAt]
     started: str
 
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What its worker's card and calls are made from (``Attached.identity``)."""
+        return {
+            "models": self.model,
+            "page size": self.block_size,
+            "ranks": self.dp_size,
+            "context length": self.context_length,
+            "modes of disaggregation": self.role.value,
+            "bootstrap ports": self.bootstrap_port,
+        }
+
 
 class _Events(msgspec.Struct, frozen=True):
     endpoint_host: str = "*"

@@ -8,12 +8,13 @@ from kvrouter.engines.attach import (
     Attached,
     AttachSpec,
     check_block_size,
+    check_identity,
     check_model,
     context_length_of,
     events_of,
 )
 from kvrouter.engines.kv_events.listener import EngineEventSource
-from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.trtllm.calls import call_of
 from kvrouter.engines.trtllm.events import decode
@@ -85,8 +86,7 @@ class TrtllmClient:
         if iteration is None or iteration.kv_cache_stats is None:
             return self._loads_without()
         cache = iteration.kv_cache_stats
-        if cache.tokens_per_block != self._block_size:
-            raise another_engine(server.url, "block size", cache.tokens_per_block, self._block_size)
+        check_identity(server.url, {"block size": cache.tokens_per_block}, {"block size": self._block_size})
         self._probes_without = 0
         self._last = LoadReport(
             rank=self._rank,
@@ -108,8 +108,7 @@ class TrtllmClient:
     async def _check_same(self, server: EngineServer) -> None:
         """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
         _, model = await ask_name(server)
-        if model != self._facts.model:
-            raise another_engine(server.url, "models", model, self._facts.model)
+        check_identity(server.url, {"models": model}, {"models": self._facts.model})
 
 
 async def attach(spec: AttachSpec) -> Attached:

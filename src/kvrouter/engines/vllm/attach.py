@@ -7,11 +7,12 @@ from kvrouter.engines.attach import (
     Attached,
     AttachSpec,
     check_block_size,
+    check_identity,
     check_model,
     context_length_of,
     events_of,
 )
-from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer, attach_server, read_metrics
 from kvrouter.engines.vllm.calls import call_of
 from kvrouter.engines.vllm.events import decode
@@ -55,20 +56,10 @@ class VllmClient:
         started_s = started_of(samples)
         if started_s is not None and started_s != self._started_s:
             now = await ask_facts(server)
-            self._check_same(now, server.url)
+            check_identity(server.url, now.identity, self._facts.identity)
             self._facts = now
             self._started_s = started_s
         return Probe(tuple(load_reports(samples, self._facts.ranks, self._worker_id)), started_s)
-
-    def _check_same(self, now: VllmInfo, url: str) -> None:
-        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
-        before = self._facts
-        if self._model not in now.models:
-            raise another_engine(url, "models", ", ".join(now.models), self._model)
-        if now.block_size != before.block_size:
-            raise another_engine(url, "block size", now.block_size, before.block_size)
-        if now.ranks.keys() != before.ranks.keys():
-            raise another_engine(url, "ranks", sorted(now.ranks), sorted(before.ranks))
 
 
 async def attach(spec: AttachSpec) -> Attached:
@@ -107,6 +98,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         dp_start=min(facts.ranks),
         publishes_kv_events=bool(events),
         warnings=warnings,
+        identity=facts.identity,
         names={
             **{name: None for name in facts.models if name != model},
             **{adapter: adapter for adapter in facts.adapters},

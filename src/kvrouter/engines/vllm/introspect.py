@@ -54,6 +54,16 @@ class VllmInfo:
         """Tokens in a block, alike on every rank."""
         return next(iter(self.ranks.values())).block_size
 
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What its worker's card and calls are made from (``Attached.identity``)."""
+        return {
+            "models": ", ".join((*self.models, *self.adapters)),
+            "block size": self.block_size,
+            "ranks": sorted(self.ranks),
+            "context length": self.context_length,
+        }
+
 
 class _Model(msgspec.Struct, frozen=True):
     id: str

@@ -100,7 +100,6 @@ class HttpServer:
         port: int = 0,
         *,
         sockets: Sequence[socket.socket] | None = None,
-        reuse_port: bool = False,
     ) -> None:
         """Starts to accept on ``host:port`` (port 0: any), or on bound ``sockets``; returns at once.
 
@@ -111,7 +110,7 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         if sockets is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            sockets = [socket.create_server((host, port), family=family, reuse_port=reuse_port)]
+            sockets = [socket.create_server((host, port), family=family)]
         for sock in sockets:
             sock.listen(BACKLOG)
             self._listeners.append(Listener(sock, loop=self._loop, take=self._take, answer=self._turn_away))

@@ -119,10 +119,9 @@ class Controller:
         listener: ControllerListener,
         class_name: str = DEFAULT_CLASS,
         facts_s: float = FACTS_S,
-        resync_s: float = RESYNC_S,
     ) -> None:
         self._cluster, self._listener = cluster, listener
-        self._facts_s, self._resync_s = facts_s, resync_s
+        self._facts_s = facts_s
         self._facts = ClusterFacts()
         self._facts_lost = False
         self._backlog = Workqueue[Key]()
@@ -208,7 +207,7 @@ class Controller:
             await self._read_facts(is_first=True)
             group.create_task(self._follow_nodes())
             group.create_task(self._every(self._facts_s, self._read_facts))
-            group.create_task(self._every(self._resync_s, self._resync))
+            group.create_task(self._every(RESYNC_S, self._resync))
             group.create_task(self._every(EXPIRE_S, self._expire))
             group.create_task(self._every(AGAIN_S, self._requeue_others))
             for _ in range(LOOKS_AT_A_TIME):

@@ -77,8 +77,6 @@ class NatsSyncPlane:
         token: str,
         on_refused: Callable[[str], None] = lambda _why: None,
         outbox_max_bytes: int = OUTBOX_MAX_BYTES,
-        inbox_max_messages: int = INBOX_MAX_MESSAGES,
-        inbox_max_bytes: int = INBOX_MAX_BYTES,
     ) -> None:
         self._client = client
         self._subject = f"kvrouter.{subject_name(namespace)}.sync.v{VERSION}"
@@ -87,8 +85,6 @@ class NatsSyncPlane:
         self._newest = Newest()
         self._on_refused = on_refused
         self._outbox_max_bytes = outbox_max_bytes
-        self._inbox_max_messages = inbox_max_messages
-        self._inbox_max_bytes = inbox_max_bytes
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_bytes = 0
         self._sender: asyncio.Task[None] | None = None
@@ -139,8 +135,8 @@ class NatsSyncPlane:
                 subscription = await self._client.subscribe(
                     f"{self._subject}.{whom}.*",
                     cb=on_frame,
-                    pending_msgs_limit=self._inbox_max_messages,
-                    pending_bytes_limit=self._inbox_max_bytes,
+                    pending_msgs_limit=INBOX_MAX_MESSAGES,
+                    pending_bytes_limit=INBOX_MAX_BYTES,
                 )
                 subscriptions.append(subscription)
             await flush_subscriptions(self._client)
