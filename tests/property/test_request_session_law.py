@@ -21,6 +21,7 @@ from kvrouter.transports.requests.messages import (
     encode_number,
     encode_refused,
     frame,
+    goodbye,
     greeting,
     hello,
 )
@@ -136,14 +137,16 @@ def new_router(*, has_hello: bool = True) -> tuple[RouterSession[Stream], list[s
     return session, ends
 
 
-def new_worker(*, has_hello: bool = True) -> tuple[WorkerSession, Side]:
+def new_worker(*, has_hello: bool = True, mistakes: list[str] | None = None) -> tuple[WorkerSession, Side]:
     side = Side()
 
     def admit(_said: Hello) -> WorkerSide | str:
         return side
 
     def fail(message: str, error: Exception) -> None:
-        raise AssertionError(message) from error
+        if mistakes is None:
+            raise AssertionError(message) from error
+        mistakes.append(message)
 
     session = side.session = WorkerSession(
         WORKER_LIMITS,
@@ -311,11 +314,44 @@ def test_silence_is_asked_and_then_ends_the_session() -> None:
     for now_s in range(1, 6):
         router.tick(float(now_s))
         said.append(router.take_output())
-    assert said == [b"", frame(FrameKind.PING), frame(FrameKind.PING), b"", b""]
-    assert ends == ["worker: nothing was heard for 3 s"]
+    why = "nothing was heard for 3 s"
+    assert said == [b"", frame(FrameKind.PING), frame(FrameKind.PING), goodbye(why), b""]
+    assert ends == [f"worker: {why}"]
     assert isinstance(stream.error, StreamBroken)
     with pytest.raises(WorkerUnreachable):
         router.open(REQUEST, 0)
+
+
+def test_a_router_that_gives_up_over_messages_ends_its_legs_where_they_run_after_all() -> None:
+    router, _ = new_router(has_hello=False)
+    worker, side = new_worker(has_hello=False)
+    router.open(REQUEST, 0)
+    worker.receive(router.take_output())
+    assert len(side.requests) == 1
+    router.give_up("nobody serves it")
+    worker.receive(router.take_output())
+    assert worker.is_closed
+    assert len(side.why) == 1
+
+
+def test_a_router_that_gives_up_a_connection_says_nothing_more() -> None:
+    router, _ = new_router()
+    router.take_output()
+    router.give_up("nothing was heard")
+    assert (router.is_lost, router.take_output()) == (True, b"")
+
+
+def test_a_session_that_is_lost_while_it_sends_sends_nothing() -> None:
+    mistakes: list[str] = []
+    worker, _ = new_worker(has_hello=False, mistakes=mistakes)
+    router, _ = new_router(has_hello=False)
+    router.open(REQUEST, 0)
+    worker.receive(router.take_output())
+    worker.take_output()
+    worker.bring_tokens(1, (object(),))  # type: ignore[arg-type]
+    worker.accept(1)
+    assert (worker.is_lost, worker.take_output()) == (True, b"")
+    assert mistakes == ["tokens cannot travel"]
 
 
 def test_an_end_that_has_nothing_to_say_gives_a_sign_of_life() -> None:

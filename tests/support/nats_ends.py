@@ -25,10 +25,16 @@ class LossyClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self.loses: Loses = lambda _subject, _message: False
-        self.n_lost = 0
+        self.n_lost = self.n_published = 0
+        self.is_away = False
+        """Whether the client is to say that it is not connected."""
         self.subject = ""
         self.errors: list[Exception] = []
         """What went wrong with messages that came, and with the connection."""
+
+    @property
+    def is_connected(self) -> bool:
+        return super().is_connected and not self.is_away
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
@@ -37,6 +43,7 @@ class LossyClient(Client):
         if self.loses(subject, payload):
             self.n_lost += 1
         else:
+            self.n_published += 1
             await super().publish(subject, payload, reply, headers)
 
 

@@ -13,13 +13,13 @@ from tests.support.wire import DEAD_AFTER_S
 from tests.support.wires import WIRES_WITH_NETWORK
 
 
-async def test_a_clock_counts_two_ticks_for_one_that_is_late() -> None:
+async def test_a_clock_counts_one_tick_for_one_in_which_the_loop_stood_still() -> None:
     clock = AwakeClock(0.01)
     ticking = asyncio.create_task(tick(clock))
     await asyncio.sleep(0)
     time.sleep(0.2)  # noqa: ASYNC251
     await ticking
-    assert 0.01 <= clock.now_s <= 0.02
+    assert clock.now_s == 0.01
 
 
 @pytest.mark.parametrize("name", ["http", "nats", "tcp"])

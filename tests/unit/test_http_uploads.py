@@ -171,7 +171,7 @@ def test_a_body_that_stands_still_is_reported_so(run: Run) -> None:
 
 @contextmanager
 def no_circles() -> Iterator[None]:
-    """Whatever of ours is left for the garbage collector at the end fails the test."""
+    """Whatever of a connection is left for the garbage collector at the end fails the test."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -181,7 +181,7 @@ def no_circles() -> Iterator[None]:
         left = {
             type(each).__qualname__
             for each in gc.garbage
-            if type(each).__module__.startswith(("kvrouter.", "httptools"))
+            if type(each).__module__.startswith(("kvrouter.frontend.", "httptools"))
         }
         assert left == set()
     finally:

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.backoff import Backoff
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.messages import (
     CHUNK_MAX_BYTES,
+    GREETED,
     HEADER,
     TO_ROUTER,
     TO_WORKER,
@@ -18,6 +19,7 @@ from kvrouter.transports.requests.messages import (
     FrameReader,
     Secret,
     encode_items,
+    encode_refused,
     frame,
     goodbye,
     greeting,
@@ -86,6 +88,16 @@ def test_a_chunk_that_is_too_large_to_travel_is_refused() -> None:
     huge = EngineChunk(kv_transfer_params={"x": b"0" * CHUNK_MAX_BYTES}, finish=FinishReason.STOP)
     with pytest.raises(ProtocolError, match="over"):
         whole_chunk(huge)
+
+
+def test_a_sign_of_life_may_come_with_the_welcome() -> None:
+    both = frame(FrameKind.WELCOME, b"w" * 32) + frame(FrameKind.PONG)
+    assert [kind for kind, _ in FrameReader(GREETED).feed(both)] == [FrameKind.WELCOME, FrameKind.PONG]
+
+
+def test_an_error_is_never_too_long_to_be_read() -> None:
+    body = encode_refused(1, InvalidRequest("m" * 70_000, param="p" * 70_000))
+    assert FrameReader(TO_ROUTER).feed(frame(FrameKind.REFUSED, body)) == [(FrameKind.REFUSED, body)]
 
 
 def test_a_goodbye_is_never_too_long_to_be_read() -> None:

@@ -179,6 +179,18 @@ async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
         assert (await read_all(stream))[0] == [4]
 
 
+async def test_in_an_outage_no_sign_of_life_fills_the_client(shared_nats: NatsServer) -> None:
+    async with both_ends(shared_nats, dead_after_s=60.0) as ends:
+        ends.plane.follow(ends.address, lambda _is_alive: None)
+        await until(lambda: bool(ends.router_client.n_published))
+        ends.router_client.is_away = True
+        before = ends.router_client.n_published
+        for _ in range(5):
+            await asyncio.sleep(0.05)
+        assert ends.router_client.n_published == before
+        ends.router_client.is_away = False
+
+
 async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         heard: list[str] = []

@@ -11,8 +11,8 @@ _STALE_MIN = 64
 """So many moments that were put off or dropped are kept in any case."""
 
 
-TICKS_COUNTED = 2
-"""How many ticks one tick counts for at most, however late it comes."""
+LATE_TICKS = 2
+"""A tick that takes longer than so many was one in which the loop stood still."""
 
 
 class AwakeClock:
@@ -29,10 +29,13 @@ class AwakeClock:
         self.every_s = every_s
 
     def advance(self, elapsed_s: float) -> bool:
-        """Count a tick that took ``elapsed_s`` seconds; return whether the loop stood still in it."""
-        counted_s = min(elapsed_s, TICKS_COUNTED * self.every_s)
-        self.now_s += counted_s
-        return counted_s < elapsed_s
+        """Count a tick that took ``elapsed_s`` seconds; return whether the loop stood still in it.
+
+        Such a tick counts as one: a peer that was asked in the tick before has another one to answer.
+        """
+        stood_still = elapsed_s > LATE_TICKS * self.every_s
+        self.now_s += self.every_s if stood_still else elapsed_s
+        return stood_still
 
 
 class LastChange:

@@ -7,6 +7,7 @@ cut out of the bytes again; everything else passes as the engine wrote it.
 import re
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -59,6 +60,10 @@ class _Words(msgspec.Struct, frozen=True):
         return all(isinstance(other, UnsetType) or bytes(other) in _NOTHING for other in others)
 
 
+TokenInt = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+"""What travels to a router: an engine that answers with anything else fails its own leg alone."""
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One of the answers, or a piece of it."""
 
@@ -67,7 +72,7 @@ class Choice(msgspec.Struct, frozen=True):
     message: _Words | None = None
     text: str | None = None
     finish_reason: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[TokenInt, ...] | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -68,7 +68,12 @@ class FrameKind(IntEnum):
     FAILED = 35
 
 
-GREETED: Mapping[int, int] = {FrameKind.WELCOME: 32, FrameKind.GOODBYE: 4 * REASON_MAX_CHARS}
+GREETED: Mapping[int, int] = {
+    FrameKind.PING: 0,
+    FrameKind.PONG: 0,
+    FrameKind.WELCOME: 32,
+    FrameKind.GOODBYE: 4 * REASON_MAX_CHARS,
+}
 """The largest body in bytes of each kind that a router reads before it was welcomed."""
 
 TO_ROUTER: Mapping[int, int] = {
@@ -117,7 +122,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The worker did not take the leg, or failed it: an error as ``wire.Refusal`` has it."""
+    """The worker did not take the leg, or failed it: an error as ``stream.WireError`` has it."""
 
     stream_id: StreamId
     code: str
@@ -186,9 +191,8 @@ def encode_cancel(stream_id: int, reason: str) -> bytes:
 def encode_refused(stream_id: int, error: Exception) -> bytes:
     """Return the body of a REFUSED or FAILED frame."""
     refusal = refusal_of(error)
-    return encoder.encode(
-        Refused(stream_id, refusal.code, refusal.message[:MESSAGE_MAX_CHARS], refusal.param)
-    )
+    param = None if refusal.param is None else refusal.param[:REASON_MAX_CHARS]
+    return encoder.encode(Refused(stream_id, refusal.code, refusal.message[:MESSAGE_MAX_CHARS], param))
 
 
 def encode_number(number: int) -> bytes:

@@ -65,7 +65,6 @@ class Session:
         *,
         kinds: Mapping[int, int],
         has_opening: bool,
-        heartbeat_s: float,
         dead_after_s: float,
         wake: Callable[[], None],
     ) -> None:
@@ -82,7 +81,7 @@ class Session:
         self._reader = FrameReader(kinds)
         self._opening: bytearray | None = bytearray() if has_opening else None
         self._out: list[bytes] = []
-        self._heartbeat_s = heartbeat_s
+        self._has_connection = has_opening
         self._dead_after_s = dead_after_s
         self._was_heard = True
         self._heard_s = 0.0
@@ -150,6 +149,8 @@ class Session:
         if self.is_closed:
             return
         self.gather()
+        if self.is_lost:  # what was gathered cannot travel
+            return
         self._out.append(HEADER.pack(len(body), kind) + body)
         self.flush_soon()
 
@@ -196,7 +197,7 @@ class Session:
             self._heard_s = now_s
         silent_s = now_s - self._heard_s
         if silent_s >= self._dead_after_s:
-            self.lose(f"nothing was heard for {self._dead_after_s:g} s")
+            self.give_up(f"nothing was heard for {self._dead_after_s:g} s")
             return
         if self._opening is None and silent_s > 0:
             self.send(FrameKind.PING)
@@ -210,6 +211,17 @@ class Session:
             self.gather()
             self._out.append(goodbye(reason))
             self._end(reason)
+
+    def give_up(self, reason: str) -> None:
+        """The peer seems to be gone. Idempotent.
+
+        A connection ends for both ends. Over messages a peer that is there has to read that the session ended:
+        its legs would go on.
+        """
+        if self._has_connection:
+            self.lose(reason)
+        else:
+            self.close(reason)
 
     def lose(self, reason: str) -> None:
         """End at once: the peer is not expected to read. Idempotent."""
@@ -304,7 +316,6 @@ class RouterSession(Session, Generic[Stream]):
         super().__init__(
             kinds=TO_ROUTER if router_hello is None else GREETED,
             has_opening=router_hello is not None,
-            heartbeat_s=limits.heartbeat_s,
             dead_after_s=limits.dead_after_s,
             wake=wake,
         )

@@ -139,7 +139,6 @@ class WorkerSession(Session):
         super().__init__(
             kinds=TO_WORKER,
             has_opening=worker_hello is not None,
-            heartbeat_s=limits.heartbeat_s,
             dead_after_s=limits.dead_after_s,
             wake=wake,
         )

@@ -2,7 +2,7 @@
 
 ======  ===========================================
 ``c``   an EngineChunk
-``e``   a Refusal: the leg is lost; the last frame
+``e``   an error: the leg is lost; the last frame
 ======  ===========================================
 
 A frame of length 0 is a sign of life.

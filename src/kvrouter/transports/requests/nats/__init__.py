@@ -8,7 +8,7 @@ subject                                                        who listens
 =============================================================  ===============================================
 
 Every message begins with a proof that its sender knows the token, and carries what its sender had to say in
-one turn of its loop, of all legs (:mod:`.pipe`). What is longer than a message comes in several.
+one turn of its loop, of all legs. What is longer than a message comes in several.
 
 NATS delivers at most once: messages are counted, and one that is missing ends its session. So a session is as
 good as one over tcp: what it says arrives in order, or it is over.

@@ -189,8 +189,12 @@ class Post:
             piece_bytes = min(self._client.max_payload, MESSAGE_MAX_BYTES) - ENVELOPE_BYTES
             for at in range(0, len(data), piece_bytes):
                 await self._send(pipe, data[at : at + piece_bytes], is_sign=data in SIGNS)
+                if pipe.session.is_lost:
+                    break
 
     async def _send(self, pipe: NatsPipe, data: bytes, *, is_sign: bool) -> None:
+        if is_sign and not self._client.is_connected:
+            return  # in an outage signs would fill the client's buffer, which then refuses what must arrive
         body = pipe.message(data, is_sign=is_sign)
         message = self._seal.seal(pipe.subject, body, number=next(self._numbers))
         try:
@@ -259,7 +263,7 @@ class NatsLink:
             session = self.pipe.session
             session.refuse_unaccepted(f"nobody serves {self.address}")
             if not session.n_streams or self.unanswered_beats >= NOBODY_BEATS:
-                session.lose("nobody serves it")
+                session.give_up("nobody serves it")
 
     def beat(self, now_s: float, deaf_s: float, dead_after_s: float) -> None:
         """Silence while the plane was deaf itself says nothing about the worker to those who follow it."""
@@ -333,6 +337,8 @@ class NatsRequestPlane:
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 await self._listen()
+                if self._closed:
+                    raise WorkerUnreachable("the plane was closed")
                 stream = self._pipe(link).session.open(request, 0)
                 await stream.accepted
         except TimeoutError:
@@ -348,6 +354,8 @@ class NatsRequestPlane:
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
         """Keep watch over the worker at ``address``; return the function that ends it, idempotent."""
+        if self._closed:
+            raise WorkerUnreachable("the plane was closed")
         return self._link(address).followers.add(on_alive)
 
     async def close(self) -> None:

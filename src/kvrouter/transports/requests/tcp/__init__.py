@@ -1,6 +1,6 @@
 """Requests over tcp: one multiplexed connection for each pair of router and worker.
 
-A pipe of bytes (``pipe``) carries a session (:mod:`kvrouter.transports.requests.session`); ``plane`` is the
+A connection carries a session (:mod:`kvrouter.transports.requests.session`); ``plane`` is the
 router's side and ``acceptor`` the workers'. The bytes are written down in ``docs/wire.md``.
 """
 
