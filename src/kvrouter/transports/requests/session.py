@@ -215,8 +215,8 @@ class Session:
     def give_up(self, reason: str) -> None:
         """The peer seems to be gone. Idempotent.
 
-        A connection ends for both ends. Over messages a peer that is there has to read that the session ended:
-        its legs would go on.
+        A connection ends for both ends. Over messages a peer that is there has to read that the session
+        ended: its legs would go on.
         """
         if self._has_connection:
             self.lose(reason)
