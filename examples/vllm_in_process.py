@@ -34,7 +34,7 @@ from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
 from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from kvrouter.transports.requests.port import StreamBroken
-from kvrouter.wiring.worker_transports import worker_wires
+from kvrouter.wiring.worker_transports import open_worker_transports
 from kvrouter.worker import KvPublisher, new_incarnation
 
 WORKER_ID = WorkerId(1)
@@ -149,7 +149,7 @@ async def in_fleet(llm: AsyncLLM, events_at: EventsAt) -> AsyncIterator[str]:
     """Serve, publish, register: inside, routers use the engine. Gives the name of its model."""
     model, cache = llm.vllm_config.model_config, llm.vllm_config.cache_config
     settings = load_settings(flags={}, environ=os.environ).settings
-    async with worker_wires(
+    async with open_worker_transports(
         settings, component="backend", has_local_indexer=False, publishes_kv_events=True
     ) as wires:
         incarnation = new_incarnation()

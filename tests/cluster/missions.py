@@ -13,7 +13,7 @@ import httpx
 import openai
 
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.kubelet import Kubelet, PlayedPod, ServiceDoor
+from tests.cluster.kubelet import Kubelet, PlayedPod, ServiceProxy
 from tests.cluster.nodes import RACKS_PER_ZONE, ZONE, ZONES
 from tests.cluster.operators import WAIT, graph
 from tests.cluster.pods import BY_HAND
@@ -251,7 +251,7 @@ async def mission(plane: ControlPlane, manifest: dict[str, Any]) -> AsyncIterato
         service = ("service", f"{NAME}-frontend", "--namespace", namespace)
         await asyncio.to_thread(plane.kubectl, "wait", "--for=create", *service, WAIT)
         spec = (await asyncio.to_thread(plane.read, *service))["spec"]
-        door = ServiceDoor(kubelet, spec["selector"], spec["ports"][0]["targetPort"])
+        door = ServiceProxy(kubelet, spec["selector"], spec["ports"][0]["targetPort"])
         await stack.enter_async_context(door)
         # A connection for each call, so that the Service chooses the pod each time.
         alone = {"Connection": "close"}

@@ -21,8 +21,8 @@ from tests.support.engine_laws_some import (
     PairEndingLaws,
     PairLaws,
     RankLaws,
+    SnapshotLaws,
     StartLaws,
-    TellingLaws,
     WatchedLaws,
 )
 
@@ -92,7 +92,7 @@ class TestEnginesThatTellTheirStarts(StartLaws):
             yield found
 
 
-class TestMockEngines(TellingLaws):
+class TestMockEngines(SnapshotLaws):
     """Those that can be asked what they hold."""
 
     @pytest.fixture

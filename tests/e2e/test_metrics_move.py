@@ -98,7 +98,7 @@ OF_TRANSFERS = {
 }
 """Asserted where engines tell what KV they fetched."""
 
-OF_CUSTOMS = {"kvrouter_kv_events_skipped_total"}
+OF_ENGINE_EVENTS = {"kvrouter_kv_events_skipped_total"}
 """Asserted where an engine's events are not passed on."""
 
 OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
@@ -112,7 +112,9 @@ OF_CALLS_AS_WRITTEN = {"kvrouter_retry_body_bytes", "kvrouter_retry_bodies_dropp
 
 
 def test_no_metric_is_left_out_here() -> None:
-    elsewhere = OF_LOSSES | OF_TRANSFERS | OF_CUSTOMS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
+    elsewhere = (
+        OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
+    )
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
@@ -364,7 +366,7 @@ async def test_a_lost_discovery_and_a_refused_peer() -> None:
         assert page.value("planes_refused_total", plane="tcp") == 1
 
 
-class TellingSync(ReplicaSync):
+class CountingSync(ReplicaSync):
     """What there is to tell is what the test says."""
 
     reported = SyncCounts(
@@ -382,7 +384,7 @@ class TellingSync(ReplicaSync):
 
 def test_other_replicas_are_on_the_page() -> None:
     telemetry = Telemetry()
-    sync = TellingSync(MemorySyncPlane(), RouterId("me"))
+    sync = CountingSync(MemorySyncPlane(), RouterId("me"))
     gauges = SyncGauges(telemetry, sync)
     gauges.refresh()
     gauges.refresh()

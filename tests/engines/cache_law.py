@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import httpx
 import pytest_asyncio
 
-from tests.engines.real_engine import RealEngine
-from tests.engines.words import (
+from tests.engines.calls import (
     attached,
     cached_tokens,
     companion,
@@ -22,6 +21,7 @@ from tests.engines.words import (
     until_feeds,
     worker_of,
 )
+from tests.engines.real_engine import RealEngine
 from tests.support.processes import Fleet, Frontend, eventually
 
 ROOM_TOKENS = 1280

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 
+from tests.engines.calls import attached
 from tests.engines.real_engine import MODEL, RealEngine
-from tests.engines.words import attached
 from tests.support.processes import Fleet, Frontend
 
 MESSAGES: list[Any] = [

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tests.engines.calls import Recorded, attached, chat_body, lines_of
 from tests.engines.real_engine import RealEngine
-from tests.engines.words import Recorded, attached, chat_body, lines_of
 from tests.support.processes import Fleet, Frontend
 
 CHAT = "/v1/chat/completions"

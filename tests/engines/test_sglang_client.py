@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import pytest
 import pytest_asyncio
 
+from tests.engines.calls import stopped
 from tests.engines.client_law import CASES, ClientLaw
 from tests.engines.sglang_server import SglangServer
-from tests.engines.words import stopped
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

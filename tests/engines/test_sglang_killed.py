@@ -7,6 +7,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.engines.calls import (
+    cached_tokens,
+    complete,
+    predicted_tokens,
+    prompt_of,
+    stopped,
+    two_of,
+    until_feeds,
+    worker_of,
+)
 from tests.engines.killing import (
     ANSWER_TOKENS,
     COMPLETION,
@@ -18,16 +28,6 @@ from tests.engines.killing import (
 )
 from tests.engines.real_engine import MODEL
 from tests.engines.sglang_server import PAGE_SIZE, SglangServer
-from tests.engines.words import (
-    cached_tokens,
-    complete,
-    predicted_tokens,
-    prompt_of,
-    stopped,
-    two_of,
-    until_feeds,
-    worker_of,
-)
 from tests.support.processes import Fleet, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.engines.calls import attached, stopped, two_of
 from tests.engines.install import engines_dir
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import BLOCK_SIZE, VllmServer
-from tests.engines.words import attached, stopped, two_of
 from tests.support.processes import Fleet, Frontend, eventually
 
 ADAPTER = "french"

@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 
 from tests.engines.cache_law import CONTEXT_TOKENS, RING_BATCHES, ROOM_TOKENS, CacheLaw
+from tests.engines.calls import stopped, two_of
 from tests.engines.vllm_server import BLOCK_SIZE, VllmServer
-from tests.engines.words import stopped, two_of
 
 N_BLOCKS = ROOM_TOKENS // BLOCK_SIZE
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.engines.calls import stopped
 from tests.engines.client_law import ClientLaw
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import stopped
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

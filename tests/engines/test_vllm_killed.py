@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.engines.calls import stopped, two_of
 from tests.engines.killing import ANSWER_TOKENS, KILL_AT_CHARS, Killing, killing, long_chat
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import stopped, two_of
 from tests.support.processes import Fleet
 
 SEAM_CHARS = 220

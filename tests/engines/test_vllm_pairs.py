@@ -8,9 +8,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tests.engines.calls import companion, until_feeds
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import companion, until_feeds
 from tests.support.processes import Fleet, Frontend, eventually
 
 N_REQUESTS = 50

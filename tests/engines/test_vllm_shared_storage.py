@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.engines.calls import chat_body, companion, stopped, until_feeds
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import chat_body, companion, stopped, until_feeds
 from tests.support.processes import Fleet
 
 PREFILL, DECODE = 1, 2

@@ -16,9 +16,9 @@ from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.transports.requests.port import EngineStream
+from tests.engines.calls import chat_body, companion, complete, prompt_of, stopped, until_feeds
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import chat_body, companion, complete, prompt_of, stopped, until_feeds
 from tests.support.engine_legs import leg
 from tests.support.processes import Fleet, Frontend, eventually
 

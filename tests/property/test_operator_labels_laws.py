@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from kvrouter.operator.labels import Copy, Node, Pod, binding_patch, late_labels, pod_labels
+from kvrouter.operator.labels import Copy, Node, Pod, backfill_labels, binding_patch, pod_labels
 
 KEYS = ("topology.kubernetes.io/zone", "nvidia.com/rack", "a~b/c", "other")
 values = st.sampled_from(("", "a", "b"))
@@ -29,11 +29,11 @@ def test_late_labels_are_those_of_the_binding_and_are_written_once(
 ) -> None:
     node = Node("n", of_node)
     pod = Pod("p", uid="u", node_name="n", labels=of_pod)
-    late = patched(pod, late_labels(pod, node, wanted).patch)
-    assert late_labels(late, node, wanted).patch is None
+    late = patched(pod, backfill_labels(pod, node, wanted).patch)
+    assert backfill_labels(late, node, wanted).patch is None
     at_binding = {**of_pod, **pod_labels(of_node, wanted)}
     assert late.labels == at_binding
-    missing = {copy.domain for copy in late_labels(pod, node, wanted).missing}
+    missing = {copy.domain for copy in backfill_labels(pod, node, wanted).missing}
     assert missing == {copy.domain for copy in wanted if not at_binding[copy.pod_label]}
 
 

@@ -25,7 +25,7 @@ from kvrouter.transports.requests.messages import (
     greeting,
     hello,
 )
-from kvrouter.transports.requests.nats.plane import FromRouter, NatsPipe, Post
+from kvrouter.transports.requests.nats.plane import FromRouter, NatsPipe, PipePublisher
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterHello, RouterLimits, RouterSession, Session
 from kvrouter.transports.requests.worker_session import (
@@ -286,7 +286,7 @@ def _hear(session: Session, said: bytes, data: st.DataObject) -> None:
 
 @given(said=st.lists(st.sampled_from(range(4)), max_size=12))
 def test_messages_that_are_lost_repeated_or_overtaken_end_the_session(said: list[int]) -> None:
-    class Unsent(Post):
+    class Unsent(PipePublisher):
         def __init__(self) -> None:
             """It publishes nothing."""
 

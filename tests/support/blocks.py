@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from kvrouter.core.events import Held, KvEvent, unpack_hashes
 from kvrouter.core.ids import DpRank, Slot
-from kvrouter.engines.port import TellingEngine
+from kvrouter.engines.port import SnapshotEngine
 from kvrouter.worker import Worker
 from tests.oracles.index import NaiveBlockIndex
 
@@ -24,7 +24,7 @@ def blocks(held: Iterable[Held]) -> Blocks:
 
 def reported_by(worker: Worker, dp_rank: DpRank) -> tuple[KvEvent, ...]:
     """What a worker's engine says that a rank's cache holds."""
-    assert isinstance(worker.engine, TellingEngine)
+    assert isinstance(worker.engine, SnapshotEngine)
     return worker.engine.snapshot(dp_rank)
 
 

@@ -15,15 +15,15 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import Engine, WatchedEngine
 from kvrouter.engines.sglang.attach import SglangClient
 from kvrouter.engines.sglang.attach import decode as decode_sglang
-from kvrouter.engines.sglang.introspect import ask_facts as ask_sglang
+from kvrouter.engines.sglang.introspect import ask_info as ask_sglang
 from kvrouter.engines.trtllm.attach import TrtllmClient
-from kvrouter.engines.trtllm.introspect import ask_facts as ask_trtllm
+from kvrouter.engines.trtllm.introspect import ask_info as ask_trtllm
 from kvrouter.engines.trtllm.polled import Polled
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode as decode_vllm
-from kvrouter.engines.vllm.introspect import ask_facts as ask_vllm
+from kvrouter.engines.vllm.introspect import ask_info as ask_vllm
 from kvrouter.mock import MockConfig
-from tests.support.engine_event_sources import EngineTold
+from tests.support.engine_event_sources import RecordedEvents
 from tests.support.engine_small import SmallEngine, Tongue, small_engine, timing
 from tests.support.engine_small_sglang import SglangTongue
 from tests.support.engine_small_trtllm import TrtllmTongue
@@ -31,7 +31,7 @@ from tests.support.engine_small_vllm import VllmTongue
 from tests.support.waits import until
 
 W = WorkerId(7)
-LOOK_EACH_S = 0.02
+PROBE_EACH_S = 0.02
 BLOCK_SIZE = 32
 N_BLOCKS = 24
 CONTEXT_TOKENS = 700
@@ -49,7 +49,7 @@ class AttachedEngine:
     """An engine and all that it reported. ``door`` is the server of one that has one here, to be closed."""
 
     engine: Engine
-    reported: EngineTold
+    reported: RecordedEvents
     context_tokens: int
     door: SmallEngine | None = None
 
@@ -94,7 +94,7 @@ async def attach_vllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
         VllmClient(W, facts, model=facts.models[0]),
         ZmqEvents(facts.events, decode_vllm, facts.block_size),
         started=facts.started_s,
-        look_each_s=LOOK_EACH_S,
+        look_each_s=PROBE_EACH_S,
     )
     return engine, facts.block_size, facts.context_length
 
@@ -106,7 +106,7 @@ async def attach_sglang(server: EngineServer) -> tuple[ServedEngine, int, int]:
         SglangClient(W, facts),
         ZmqEvents(facts.events, decode_sglang, facts.block_size),
         started=facts.started,
-        look_each_s=LOOK_EACH_S,
+        look_each_s=PROBE_EACH_S,
     )
     return engine, facts.block_size, facts.context_length
 
@@ -118,8 +118,8 @@ async def attach_trtllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
     engine = ServedEngine(
         server,
         TrtllmClient(W, facts, block_size=facts.block_size),
-        Polled(server, facts.block_size, poll_each_s=LOOK_EACH_S),
-        look_each_s=LOOK_EACH_S,
+        Polled(server, facts.block_size, poll_each_s=PROBE_EACH_S),
+        look_each_s=PROBE_EACH_S,
     )
     return engine, facts.block_size, facts.context_length
 
@@ -138,7 +138,7 @@ async def served(url: str, attach: Attach, door: SmallEngine | None = None) -> A
 async def _started(
     engine: Engine, block_size: int, context_tokens: int, door: SmallEngine | None = None
 ) -> AsyncIterator[AttachedEngine]:
-    reported = EngineTold(block_size)
+    reported = RecordedEvents(block_size)
     if isinstance(engine, WatchedEngine):
         engine.watch(reported.on_state)
     await engine.start(reported.on_events, reported.on_load)

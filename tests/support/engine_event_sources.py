@@ -79,7 +79,7 @@ class HeldBlocks:
             del self._places[key], self._stores[key]
 
 
-class EngineTold:
+class RecordedEvents:
     """The sinks of an engine, and what they were given."""
 
     def __init__(self, block_size: int) -> None:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.engines.port import TellingEngine
+from kvrouter.engines.port import SnapshotEngine
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_attached import RUNNING_MAX, WAITING_MAX, AttachedEngine, PairOfEngines
 from tests.support.engine_event_sources import R0, R1, HeldBlocks
@@ -48,12 +48,12 @@ class FullLaws:
         await is_free(at)
 
 
-class TellingLaws:
+class SnapshotLaws:
     """An engine that says what it holds says what its events came to."""
 
     async def test_a_snapshot_is_what_the_events_came_to(self, at: AttachedEngine) -> None:
         engine = at.engine
-        assert isinstance(engine, TellingEngine)
+        assert isinstance(engine, SnapshotEngine)
         assert engine.snapshot(R0) == ()
         prefix = new_prompt(2 * at.block_size)
         for n in range(12):

@@ -13,7 +13,7 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.nats import NatsEventPublisher, NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
-from kvrouter.transports.events.subjects import events_subject, loads_subject, seal_of
+from kvrouter.transports.events.subjects import events_subject, loads_subject, message_auth_of
 from kvrouter.transports.events.wire import encode_batch, encode_load
 from tests.support.event_waits import card, until_heard
 
@@ -61,7 +61,7 @@ class NatsEnds:
         return self.server.serve_recovery(worker_id, source)
 
     async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
-        seal = seal_of(TOKEN, self.namespace)
+        seal = message_auth_of(TOKEN, self.namespace)
         events = events_subject(self.namespace, "backend", channel)
         loads = loads_subject(self.namespace, "backend", channel)
         await self.worker.publish(events, seal.seal(events, encode_batch(batch)))

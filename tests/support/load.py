@@ -114,8 +114,8 @@ class Load:
             async with session.post(f"{frontend.url}/v1/completions", json=body) as response:
                 page = await response.read()
                 text = _streamed(page) if streams and response.status == 200 else _reported(page)
-        except (aiohttp.ClientError, TimeoutError, _ToldError) as error:
-            code = error.code if isinstance(error, _ToldError) else type(error).__name__
+        except (aiohttp.ClientError, TimeoutError, _StreamError) as error:
+            code = error.code if isinstance(error, _StreamError) else type(error).__name__
             self.answers.failures.append(Failure(code, str(error), began_s, clock_s()))
             self._failed.set()
             await asyncio.sleep(RETRY_S)
@@ -126,7 +126,7 @@ class Load:
             self.answers.wrong += 1
 
 
-class _ToldError(Exception):
+class _StreamError(Exception):
     """The frontend answered with an error."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -137,7 +137,7 @@ class _ToldError(Exception):
 def _reported(page: bytes) -> str:
     answer = msgspec.json.decode(page)
     if "error" in answer:
-        raise _ToldError(answer["error"]["code"], answer["error"]["message"])
+        raise _StreamError(answer["error"]["code"], answer["error"]["message"])
     return str(answer["choices"][0]["text"])
 
 

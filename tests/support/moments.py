@@ -27,7 +27,7 @@ workers:
 
 ANSWER_TOKENS = 64
 TRIES = 8
-LOOK_S = 0.02
+CHECK_EACH_S = 0.02
 
 
 class Moment(StrEnum):
@@ -69,7 +69,7 @@ async def _comes_to(moment: Moment, client: Client, frontend: Frontend) -> bool:
         assert not client.has_ended, client.error
         workers = await client.workers()
         if not workers:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_EACH_S)
             continue
         page = await frontend.fleet()
         rank = next(each["ranks"][0] for each in page["workers"] if each["worker_id"] == workers["prefill"])
@@ -84,5 +84,5 @@ async def _comes_to(moment: Moment, client: Client, frontend: Frontend) -> bool:
         if moment is Moment.TRANSFER and was_prefilling and not rank["prefill_tokens"]:
             return not client.pieces
         was_prefilling = was_prefilling or rank["prefill_tokens"] > 0
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_EACH_S)
     return False

@@ -4,7 +4,7 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai import parse, passthrough
 from kvrouter.frontend.openai.body import BodyBounds, scanned
 from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, NvextReader
-from kvrouter.frontend.openai.passthrough import PassedCall
+from kvrouter.frontend.openai.passthrough import PassthroughCall
 
 BOUNDS = BodyBounds()
 
@@ -21,5 +21,5 @@ def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | Complet
     return parse.parse_either(scanned(data, BOUNDS), nvext)
 
 
-def parse_passed(route: CallRoute, data: bytes, nvext: NvextReader = READER) -> PassedCall:
-    return passthrough.parse_passed(route, scanned(data, BOUNDS), nvext)
+def parse_passthrough(route: CallRoute, data: bytes, nvext: NvextReader = READER) -> PassthroughCall:
+    return passthrough.parse_passthrough(route, scanned(data, BOUNDS), nvext)

@@ -13,7 +13,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.discovery.nats import NatsDiscovery
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.discovery.wire import CardRecord, encode_record
-from kvrouter.transports.message_auth import Seal
+from kvrouter.transports.message_auth import MessageAuth
 from tests.support.discovery_stores import (
     LEASE_S,
     TOKEN,
@@ -65,7 +65,7 @@ async def test_arguments_out_of_range_are_refused(
 def sealed(store: NatsStore, key: str, worker: WorkerCard, *, number: int = 1, token: str = TOKEN) -> bytes:
     """What somebody with this token writes under a key."""
     record = encode_record(CardRecord(worker, LEASE_S))
-    return Seal(token, f"discovery 1 {store.namespace}").seal(key, record, number=number)
+    return MessageAuth(token, f"discovery 1 {store.namespace}").seal(key, record, number=number)
 
 
 # The server is away
@@ -156,7 +156,7 @@ async def test_what_is_no_card_is_reported_once_and_ignored(store: NatsStore) ->
     bucket = await store.client().jetstream().key_value(store.bucket)
     for _ in range(3):
         await bucket.put("notes", b"hello")
-        await bucket.put("2", Seal(TOKEN, f"discovery 1 {store.namespace}").seal("2", b"{"))
+        await bucket.put("2", MessageAuth(TOKEN, f"discovery 1 {store.namespace}").seal("2", b"{"))
         await bucket.put("3", sealed(store, "3", card(1)))
     live = f"kvrouter.{store.namespace}.discovery.card.1"
     await store.client().publish(live, b"", headers={"KV-Operation": "DEL", "Nats-Sequence": "999"})

@@ -14,7 +14,7 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import ArrivingStream
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
-from kvrouter.engines.vllm.introspect import ask_facts
+from kvrouter.engines.vllm.introspect import ask_info
 from kvrouter.transports.requests.port import EngineStream, StreamBroken
 from tests.support.engine_legs import leg, written
 from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
@@ -29,7 +29,7 @@ IN_TIME_S = 30.0
 async def attached(engine: ScriptedEngine) -> AsyncIterator[ServedEngine]:
     asking, server = EngineServer(engine.url), EngineServer(engine.url)
     await asking.open()
-    facts = await ask_facts(asking)
+    facts = await ask_info(asking)
     await asking.close()
     await server.open()  # with no connection yet: a call takes its time
     at = ServedEngine(

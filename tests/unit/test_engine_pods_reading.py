@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.config import KvTransferSpec
-from kvrouter.config.engine_pods import PLACES, WORDS, engine_of
+from kvrouter.config.engine_pods import ANNOTATIONS, PLACES, engine_of
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.workers import EnginePod, Role
 from kvrouter.transports.discovery.kubernetes.pods import pod_of
@@ -198,7 +198,7 @@ def test_several_ports_without_a_name_are_asked_about_and_all_mistakes_reported_
 
 
 def test_whatever_an_engine_may_contradict_has_a_label_or_annotation_that_is_read() -> None:
-    known = {f"annotation {PREFIX}{name}" for name in WORDS} | {f"label {ENGINE}"}
+    known = {f"annotation {PREFIX}{name}" for name in ANNOTATIONS} | {f"label {ENGINE}"}
     assert set(PLACES.values()) <= known
 
 
@@ -219,7 +219,14 @@ anything = st.recursive(
 texts = st.text(max_size=20) | st.sampled_from(["vllm", "both", "16", "tcp://*:1", "a,b", "true", "http", ""])
 names = st.text("abcXYZ019-_.", max_size=12)
 keys = st.sampled_from(
-    [ENGINE, ZONE, RACK, f"{PREFIX}engine-port", f"{PREFIX}topology.zone", *(PREFIX + name for name in WORDS)]
+    [
+        ENGINE,
+        ZONE,
+        RACK,
+        f"{PREFIX}engine-port",
+        f"{PREFIX}topology.zone",
+        *(PREFIX + name for name in ANNOTATIONS),
+    ]
 )
 
 
@@ -265,5 +272,5 @@ def test_any_labels_and_annotations_are_an_engine_or_named_mistakes(
 
 def test_the_page_names_every_annotation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "kubernetes-engines.md").read_text()
-    for name in (*WORDS, "engine-port", "topology."):
+    for name in (*ANNOTATIONS, "engine-port", "topology."):
         assert f"`kvrouter.dev/{name}" in page

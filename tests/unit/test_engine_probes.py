@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Probe
+from kvrouter.engines.openai.engine import SILENT_AFTER_PROBES, Probe
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_answers import STARTED_S
@@ -37,7 +37,7 @@ async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None
         scripted.set_page(METRICS, "", status=500)
         await watched.until(answers=False)
         assert "answered 500" in watched.state.why
-        await looks(scripted, SILENT_AFTER_LOOKS)
+        await looks(scripted, SILENT_AFTER_PROBES)
         scripted.set_page(METRICS, page("vllm-0.32.0-metrics.txt"))
         await watched.until(answers=True)
         assert [state.answers for state in watched.states] == [False, True]
@@ -71,13 +71,13 @@ async def test_fewer_looks_in_vain_are_not_reported() -> None:
 
         async def look(self, server: EngineServer) -> Probe:
             self.n_looks += 1
-            if self.n_looks % SILENT_AFTER_LOOKS:
+            if self.n_looks % SILENT_AFTER_PROBES:
                 raise WorkerUnreachable("not now")
             return Probe((), STARTED_S)
 
     flaky = Flaky()
     async with scripted_engine() as scripted, attached(scripted, ways=flaky) as watched:
-        await until(lambda: flaky.n_looks >= 10 * SILENT_AFTER_LOOKS)
+        await until(lambda: flaky.n_looks >= 10 * SILENT_AFTER_PROBES)
         assert watched.states == []
 
 

@@ -24,7 +24,7 @@ from kvrouter.engines.openai.server import EngineFailed, EngineServer
 from kvrouter.engines.openai.streams import AnswerReading, SseStream
 from kvrouter.engines.sglang.attach import SglangClient
 from kvrouter.engines.sglang.calls import GenerateReader, call_of
-from kvrouter.engines.sglang.introspect import SglangInfo, ask_facts, ask_loads
+from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_legs import client_call as client
 from tests.support.engine_legs import full_leg as leg
@@ -248,7 +248,7 @@ def change(engine: ScriptedEngine, **fields: object) -> None:
 
 
 async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
-    facts = await ask_facts(server)
+    facts = await ask_info(server)
     assert facts == SglangInfo(
         version="0.5.23",
         model="tiny",
@@ -270,7 +270,7 @@ async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
 async def test_each_rank_has_the_next_port(engine: ScriptedEngine, server: EngineServer) -> None:
     events = {**engine.json("/server_info")["kv_events"], "dp_size": 2, "endpoint_host": "fd00::3"}
     change(engine, dp_size=2, kv_events={**events, "replay_endpoint_port_base": None})
-    assert (await ask_facts(server)).events == {
+    assert (await ask_info(server)).events == {
         R0: EventsAt("tcp://[fd00::3]:16401", None, "kv-events"),
         R1: EventsAt("tcp://[fd00::3]:16402", None, "kv-events"),
     }
@@ -281,7 +281,7 @@ async def test_an_engine_without_events_has_no_sources(
     engine: ScriptedEngine, server: EngineServer, events: object
 ) -> None:
     change(engine, kv_events=events)
-    assert (await ask_facts(server)).events == {}
+    assert (await ask_info(server)).events == {}
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ async def test_its_mode_is_its_role(
     engine: ScriptedEngine, server: EngineServer, mode: str, role: Role
 ) -> None:
     change(engine, disaggregation_mode=mode)
-    assert (await ask_facts(server)).role is role
+    assert (await ask_info(server)).role is role
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("prefill", Leg.PREFILL), ("decode", Leg.DECODE)])
@@ -299,7 +299,7 @@ async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client
     engine: ScriptedEngine, server: EngineServer, mode: str, kind: Leg
 ) -> None:
     change(engine, disaggregation_mode=mode)
-    ways = SglangClient(W, await ask_facts(server))
+    ways = SglangClient(W, await ask_info(server))
     for request in (leg(client(CHAT)), leg(None, kind)):
         with pytest.raises(EngineFailed, match=f"{mode} mode takes no request without"):
             ways.call_of(request)
@@ -311,7 +311,7 @@ async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client
 async def test_no_page_no_sglang(engine: ScriptedEngine, server: EngineServer, path: str) -> None:
     del engine.pages[path]
     with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it SGLang's server\?"):
-        await ask_facts(server)
+        await ask_info(server)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ async def test_what_cannot_be_read_is_refused(
 ) -> None:
     spoil(engine)
     with pytest.raises(ProtocolError) as caught:
-        await ask_facts(server)
+        await ask_info(server)
     assert caught.value.param == "server_info"
 
 
@@ -361,7 +361,7 @@ async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: 
 async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
-    facts = await ask_facts(server)
+    facts = await ask_info(server)
     ways = SglangClient(W, facts)
     assert [(await ways.look(server)).started for _ in range(2)] == [facts.started] * 2
     assert engine.asked["/server_info"] == 1

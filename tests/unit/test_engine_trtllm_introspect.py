@@ -11,8 +11,8 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.openai.engine import Probe
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.trtllm.attach import IDLE_AFTER_LOOKS, TrtllmClient
-from kvrouter.engines.trtllm.introspect import TrtllmInfo, ask_facts
+from kvrouter.engines.trtllm.attach import IDLE_AFTER_PROBES, TrtllmClient
+from kvrouter.engines.trtllm.introspect import TrtllmInfo, ask_info
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.trtllm_answers import ScriptedTrtllm, scripted_trtllm
 
@@ -40,19 +40,19 @@ def ways(facts: TrtllmInfo = FACTS, block_size: int = 32) -> TrtllmClient:
 
 
 async def test_an_engine_that_ran_something_tells_everything(server: EngineServer) -> None:
-    assert await ask_facts(server) == FACTS
+    assert await ask_info(server) == FACTS
 
 
 async def test_one_that_ran_nothing_is_made_to_generate_a_token(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_json("/metrics", [])
-    assert await ask_facts(server) == replace(FACTS, block_size=None, total_blocks=None)
+    assert await ask_info(server) == replace(FACTS, block_size=None, total_blocks=None)
     assert (engine.asked["/health_generate"], engine.asked["/metrics"]) == (1, 2)
     engine.set_page("/health_generate", "it failed", status=500)
-    assert await ask_facts(server) == replace(FACTS, block_size=None, total_blocks=None)
+    assert await ask_info(server) == replace(FACTS, block_size=None, total_blocks=None)
     engine.set_json("/metrics", [{"iter": 1}, {"iter": 2, "kvCacheStats": None}])
-    assert (await ask_facts(server)).block_size is None
+    assert (await ask_info(server)).block_size is None
 
 
 async def test_one_that_tells_its_block_size_is_left_in_peace(
@@ -60,10 +60,10 @@ async def test_one_that_tells_its_block_size_is_left_in_peace(
 ) -> None:
     engine.set_json("/metrics", [])
     engine.set_json("/server_info", {"disaggregated_params": None, "tokens_per_block": 64})
-    assert await ask_facts(server) == replace(FACTS, block_size=64, total_blocks=None)
+    assert await ask_info(server) == replace(FACTS, block_size=64, total_blocks=None)
     assert engine.asked["/health_generate"] == 0
     engine.set_json("/server_info", {"disaggregated_params": None})
-    await ask_facts(server)
+    await ask_info(server)
     assert engine.asked["/health_generate"] == 1
 
 
@@ -72,9 +72,9 @@ async def test_a_context_that_it_does_not_tell_is_unknown(
     engine: ScriptedTrtllm, server: EngineServer, labels: str
 ) -> None:
     engine.set_page("/prometheus/metrics", f"trtllm_model_config_info{{{labels}}} 1.0\n")
-    assert (await ask_facts(server)).context_length is None
+    assert (await ask_info(server)).context_length is None
     del engine.pages["/prometheus/metrics"]
-    assert (await ask_facts(server)).context_length is None
+    assert (await ask_info(server)).context_length is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_versions_are_compared_by_their_numbers(version: str, is_from: bool) -> 
 async def test_no_page_no_tensorrt_llm(engine: ScriptedTrtllm, server: EngineServer, path: str) -> None:
     del engine.pages[path]
     with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it TensorRT-LLM's server\?"):
-        await ask_facts(server)
+        await ask_info(server)
 
 
 async def test_another_engines_server_is_known_by_its_owner(
@@ -97,7 +97,7 @@ async def test_another_engines_server_is_known_by_its_owner(
 ) -> None:
     engine.replace("/v1/models", "tensorrt_llm", "vllm")
     with pytest.raises(ConfigError, match="owned by 'vllm', not 'tensorrt_llm'"):
-        await ask_facts(server)
+        await ask_info(server)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ async def test_what_cannot_be_read_is_refused(
 ) -> None:
     spoil(engine)
     with pytest.raises(ProtocolError) as caught:
-        await ask_facts(server)
+        await ask_info(server)
     assert caught.value.param == path
 
 
@@ -140,7 +140,7 @@ async def test_a_decode_engine_tells_what_kv_it_fetched(engine: ScriptedTrtllm, 
     assert report.kv_transfers == KvTransfers(transfers=3, bytes=200, seconds=0.75)
     engine.set_json("/perf_metrics", [])
     engine.set_json("/metrics", [])
-    idle = [await looking.look(server) for _ in range(IDLE_AFTER_LOOKS)][-1]
+    idle = [await looking.look(server) for _ in range(IDLE_AFTER_PROBES)][-1]
     assert [load.kv_transfers for load in idle.loads] == [report.kv_transfers]
     engine.set_json("/perf_metrics", [took(-1, 0.0, 0.0)])
     with pytest.raises(ProtocolError) as caught:
@@ -157,7 +157,7 @@ async def test_an_engine_that_is_too_busy_to_tell_of_its_cache_is_asked_the_rest
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_page("/metrics", "", status=500)
-    assert await ask_facts(server) == replace(FACTS, block_size=None, total_blocks=None)
+    assert await ask_info(server) == replace(FACTS, block_size=None, total_blocks=None)
 
 
 async def test_an_engine_that_runs_nothing_any_more_holds_nothing(
@@ -170,7 +170,7 @@ async def test_an_engine_that_runs_nothing_any_more_holds_nothing(
     engine.pages["/metrics"] = engine_page
     assert await looking.look(server) == Probe((BUSY,))
     engine.set_json("/metrics", [])
-    for _ in range(1, IDLE_AFTER_LOOKS):
+    for _ in range(1, IDLE_AFTER_PROBES):
         assert await looking.look(server) == Probe(())
     assert await looking.look(server) == Probe((LoadReport(rank=RANK, active_blocks=0, total_blocks=200),))
 

@@ -16,7 +16,7 @@ from kvrouter.engines.vllm.introspect import (
     LOAD_METRICS,
     RankInfo,
     VllmInfo,
-    ask_facts,
+    ask_info,
     load_reports,
     reachable,
 )
@@ -39,7 +39,7 @@ async def ask(engine: ScriptedEngine) -> VllmInfo:
     server = EngineServer(engine.url)
     await server.open()
     try:
-        return await ask_facts(server)
+        return await ask_info(server)
     finally:
         await server.close()
 
@@ -277,7 +277,7 @@ async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> Non
     server = EngineServer(engine.url)
     await server.open()
     try:
-        ways = VllmClient(W, await ask_facts(server), model="tiny")
+        ways = VllmClient(W, await ask_info(server), model="tiny")
         look = await ways.look(server)
         assert [report.total_blocks for report in look.loads] == [200]
         assert look.started == 1.79528047303e09
@@ -296,7 +296,7 @@ async def test_an_engine_that_was_started_again_with_nixl_has_to_say_where_its_k
     silent = b'{"choices":[{"finish_reason":"length"}]}'
     prefill = leg(kind=Leg.PREFILL)
     try:
-        ways = VllmClient(W, await ask_facts(server), model="tiny")
+        ways = VllmClient(W, await ask_info(server), model="tiny")
         assert ways.call_of(prefill).reader()(silent).kv_transfer_params == {}
         engine.replace(METRICS, "1.79528047303e+09", "1.8e+09")
         engine.set_page(

@@ -379,7 +379,7 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     asked = len(bench.subscriber.snapshots)
     now_s = asyncio.get_running_loop().time() + 61.0
     monkeypatch.setattr(bench.pump, "_now_s", lambda: now_s)
-    (entrance_there,) = (each for each in bench.pump._entrances.values() if each.slot == SLOT)
+    (entrance_there,) = (each for each in bench.pump._rank_ingests.values() if each.slot == SLOT)
     bench.pump._timed_out(entrance_there)
     await until(lambda: len(bench.subscriber.snapshots) > asked)
     snapshot = KvSnapshot(RANK, EPOCH, EventId(3), ())

@@ -18,7 +18,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend import prepare
 from kvrouter.frontend.openai import parse
 from kvrouter.frontend.openai.body import NUMBERS_MIN, BodyBounds, ScannedBody, scanned
-from kvrouter.frontend.prepare import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
+from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
@@ -26,7 +26,7 @@ from tests.support.scripted_transport import ScriptedStream
 from tests.support.waits import until
 
 CHAT = "/v1/chat/completions"
-DERIVED_BYTES = BESIDE_PROMPT_BYTES + 3 * 16 * CONTEXT_TOKENS
+DERIVED_BYTES = OUTSIDE_PROMPT_BYTES + 3 * 16 * CONTEXT_TOKENS
 
 
 def own(worker_id: int, *, context: int = CONTEXT_TOKENS, model: str = MODEL) -> WorkerCard:
@@ -73,7 +73,7 @@ async def test_a_body_is_as_long_as_the_longest_context_can_need(path: str, chun
 async def test_the_longest_context_counts_also_where_no_tokenizer_is_here() -> None:
     async with open_house(own(1), own(2, model="other", context=1_000_000)) as house:
         assert await refusal(house, CHAT, 12_000_000) is None
-        assert await refusal(house, CHAT, BESIDE_PROMPT_BYTES + 12_000_001) is not None
+        assert await refusal(house, CHAT, OUTSIDE_PROMPT_BYTES + 12_000_001) is not None
 
 
 @pytest.mark.parametrize("model", [MODEL, "other"])

@@ -12,7 +12,7 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.instrumentation import HINTS_LOGGED_MAX, FrontendInstrumentation
 from kvrouter.frontend.openai.parse import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, Call, NvextReader
 from kvrouter.telemetry import Telemetry
-from tests.support.parsed import parse_completion, parse_passed
+from tests.support.parsed import parse_completion, parse_passthrough
 
 
 def body(**fields: object) -> bytes:
@@ -117,14 +117,14 @@ def test_tenants_are_kept_apart_whatever_names_them() -> None:
 
 
 def test_an_engine_that_takes_calls_is_reported_the_tenant_too() -> None:
-    passed = parse_passed(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
+    passed = parse_passthrough(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
     assert json.loads(passed.client_call.body)["cache_salt"] == "a"
-    other = parse_passed(CallRoute.COMPLETION, body(cache_salt="b"), under(("x-tenant-id", "a")))
+    other = parse_passthrough(CallRoute.COMPLETION, body(cache_salt="b"), under(("x-tenant-id", "a")))
     assert json.loads(other.client_call.body)["cache_salt"] == "a"
     own = body(cache_salt="a")
-    assert parse_passed(CallRoute.COMPLETION, own, under(("x-tenant-id", "a"))).client_call.body == own
+    assert parse_passthrough(CallRoute.COMPLETION, own, under(("x-tenant-id", "a"))).client_call.body == own
     with pytest.raises(InvalidRequest, match="token_data"):
-        parse_passed(CallRoute.COMPLETION, body(nvext={"token_data": [1]}))
+        parse_passthrough(CallRoute.COMPLETION, body(nvext={"token_data": [1]}))
 
 
 @pytest.mark.parametrize("name", FIELDS_WITHOUT_EFFECT)

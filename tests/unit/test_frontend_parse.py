@@ -23,7 +23,7 @@ from kvrouter.frontend.openai.body import (
     scanned,
 )
 from kvrouter.frontend.openai.parse import TAINT_CHARS_MAX, TAINTS_MAX, ChatCall, CompletionCall
-from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passed
+from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passthrough
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -417,7 +417,9 @@ def test_names_of_fields_mean_the_same_however_they_are_written() -> None:
         parse_either(b'{"model":"m","\\u0070rompt":"hi","m\\u0065ssages":[]}')
     assert caught.value.param == "prompt"
     with pytest.raises(InvalidRequest) as caught:
-        parse_passed(CallRoute.COMPLETION, b'{"model":"m","prompt":"a","kv_transfer_para\\u006ds":{"a":1}}')
+        parse_passthrough(
+            CallRoute.COMPLETION, b'{"model":"m","prompt":"a","kv_transfer_para\\u006ds":{"a":1}}'
+        )
     assert caught.value.param == "kv_transfer_params"
 
 

@@ -9,7 +9,7 @@ from kvrouter.transports.requests.port import StreamBroken
 from tests.support.fleets import MODEL
 from tests.support.front import open_house, token_ids
 from tests.support.scripted_transport import ScriptedStream
-from tests.unit.test_frontend_passing import ROLE, event, goes_on, piece, streams, taking
+from tests.unit.test_frontend_passthrough import ROLE, event, goes_on, piece, streams, taking
 
 BODY = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()
 WHOLE = b'{ "id": "theirs", "odd" : 1.50 }\n'

@@ -22,12 +22,12 @@ from kvrouter.operator.admission.certificates import (
     AUTHORITY_CERT,
     SERVING_CERT,
     SERVING_KEY,
-    ShownCertificate,
+    ServingCertificate,
     renewed,
 )
 from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionServer, Facts, Labels, Tried
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import BoundPod
+from kvrouter.operator.labels import BindingTarget
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, Document, deployment
 
@@ -94,7 +94,7 @@ async def known() -> ClusterFacts:
     return GROVE
 
 
-async def placed(pod: BoundPod) -> Mapping[str, str] | None:
+async def placed(pod: BindingTarget) -> Mapping[str, str] | None:
     """Of the pod ``mine`` its place, of ``odd`` nothing that is known; the others are not ours."""
     return (
         None if pod.name == "odd" else {"a/zone": f"{pod.namespace}-{pod.node}"} if pod.name == "mine" else {}
@@ -120,7 +120,7 @@ async def opened(
     bindings_max: int = 8,
 ) -> AsyncIterator[Opened]:
     data = secret()
-    certificate = ShownCertificate(*write(folder, data))
+    certificate = ServingCertificate(*write(folder, data))
     found = Opened("", Heard(), data, folder)
     door = AdmissionServer(
         facts=facts,
@@ -193,7 +193,7 @@ async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> No
 
 
 async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path) -> None:
-    async def never(_pod: BoundPod) -> Mapping[str, str] | None:
+    async def never(_pod: BindingTarget) -> Mapping[str, str] | None:
         await asyncio.Event().wait()
         return {}
 
@@ -229,7 +229,7 @@ async def test_what_is_no_binding_is_reported_so(tmp_path: Path, part: Document,
 async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Path) -> None:
     entered, go = asyncio.Event(), asyncio.Event()
 
-    async def held(_pod: BoundPod) -> Mapping[str, str] | None:
+    async def held(_pod: BindingTarget) -> Mapping[str, str] | None:
         entered.set()
         await go.wait()
         return {}
@@ -409,7 +409,7 @@ async def test_files_that_do_not_fit_leave_what_is_shown(tmp_path: Path) -> None
 
 def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=os.fspath(tmp_path / "none.crt")):
-        ShownCertificate(tmp_path / "none.crt", tmp_path / "none.key")
+        ServingCertificate(tmp_path / "none.crt", tmp_path / "none.key")
 
 
 async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
             labels=placed,
             tried=taken,
             defaults=DEFAULTS,
-            certificate=ShownCertificate(*write(tmp_path, secret())),
+            certificate=ServingCertificate(*write(tmp_path, secret())),
             listener=Heard(),
             not_ready=lambda: None,
         )

@@ -7,7 +7,7 @@ import pytest
 from kvrouter.kube.objects import Manifest
 from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
-from kvrouter.operator.labels import BoundPod
+from kvrouter.operator.labels import BindingTarget
 from kvrouter.operator.reconcile.places import NodePlaces
 from tests.support.quiet_cluster import QuietCluster
 
@@ -52,6 +52,6 @@ async def test_a_binding_is_labelled_for_workers_of_the_operators_class_alone() 
     async with asyncio.timeout(30.0):
         await cluster.watched.wait()
     for name, expected in (("blue", {ZONE: "a"}), ("other", {})):
-        assert await places.labels_of(BoundPod("team", f"{name}-decode-6bf4-x2c5d", "node")) == expected
+        assert await places.labels_of(BindingTarget("team", f"{name}-decode-6bf4-x2c5d", "node")) == expected
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

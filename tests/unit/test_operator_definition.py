@@ -69,7 +69,7 @@ class Reports:
 
 async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
     server, reports = Server(), Reports()
-    definition = Definition(cast(KubeClient, server), reports, look_s=0.001)
+    definition = Definition(cast(KubeClient, server), reports, check_each_s=0.001)
     states: asyncio.Queue[str] = asyncio.Queue()
 
     async def work() -> None:
@@ -108,7 +108,7 @@ async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
 async def test_while_nobody_can_be_asked_what_was_seen_last_holds(failure: ClusterError) -> None:
     server, reports = Server(), Reports()
     server.definition = OURS
-    definition = Definition(cast(KubeClient, server), reports, look_s=0.001)
+    definition = Definition(cast(KubeClient, server), reports, check_each_s=0.001)
     looking = asyncio.create_task(definition.run())
     async with asyncio.timeout(30.0):
         assert await reports.queue.get() is None
@@ -130,7 +130,7 @@ async def test_the_admission_door_reads_no_deployment_of_another_projects_defini
     server, health = Looked(), ReplicaHealth()
     health.waits_for(ADMISSION, "it does not listen yet")
     observed = OperatorInstrumentation(health)
-    definition = Definition(server, observed, look_s=0.001)
+    definition = Definition(server, observed, check_each_s=0.001)
     work = AdmissionWork(
         certificate=CertificateFiles(cert=tmp_path / SERVING_CERT, key=tmp_path / SERVING_KEY),
         defaults=DEFAULTS,

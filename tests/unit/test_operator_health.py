@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from kvrouter.operator.instrumentation import ReplicaHealth
-from kvrouter.operator.servers import plain_door
+from kvrouter.operator.servers import serve_probes
 from kvrouter.telemetry import OperatorTelemetry
 
 
@@ -20,7 +20,7 @@ def health() -> ReplicaHealth:
 @pytest_asyncio.fixture
 async def http(health: ReplicaHealth) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        plain_door("127.0.0.1", 0, health=health, telemetry=OperatorTelemetry()) as port,
+        serve_probes("127.0.0.1", 0, health=health, telemetry=OperatorTelemetry()) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
     ):
         yield client

@@ -13,12 +13,12 @@ from kvrouter.operator.labels import (
     Node,
     Pod,
     Source,
+    backfill_labels,
     binding_patch,
     binding_policy,
     copies_of,
     gather_s,
     is_pod_of,
-    late_labels,
     node_places,
     pod_labels,
     pod_name_stem,
@@ -229,13 +229,13 @@ def pod(**labels: str) -> Pod:
 
 def test_late_or_changed_labels_are_patched_and_the_patch_is_for_this_pod_alone() -> None:
     for found in (pod(), pod(zone="old"), pod(zone="", rack="")):
-        assert late_labels(found, NODE, (ZONE,)).patch == {
+        assert backfill_labels(found, NODE, (ZONE,)).patch == {
             "metadata": {"uid": "uid-1", "labels": {ZONE.pod_label: "us-east-1a"}}
         }
 
 
 def test_a_forged_label_of_a_level_that_the_node_lacks_is_emptied() -> None:
-    decided = late_labels(pod(zone="us-east-1a", rack="forged"), NODE, (ZONE, RACK))
+    decided = backfill_labels(pod(zone="us-east-1a", rack="forged"), NODE, (ZONE, RACK))
     assert decided.patch == {"metadata": {"uid": "uid-1", "labels": {RACK.pod_label: ""}}}
     assert decided.missing == (RACK,)
 
@@ -250,14 +250,14 @@ def test_a_forged_label_of_a_level_that_the_node_lacks_is_emptied() -> None:
     ],
 )
 def test_nothing_is_done_where_labels_are_right_or_the_pod_is_not_there(found: Pod) -> None:
-    assert late_labels(found, NODE, (ZONE,)).patch is None
+    assert backfill_labels(found, NODE, (ZONE,)).patch is None
 
 
 def test_a_level_that_a_node_lacks_shows_on_the_pod_and_is_written_once() -> None:
     empty: dict[str, JsonValue] = {ZONE.pod_label: "", RACK.pod_label: ""}
     patch: JsonValue = {"uid": "uid-1", "labels": empty}
-    assert late_labels(pod(), Node("n1"), copies_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
-    assert late_labels(pod(zone="", rack=""), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
+    assert backfill_labels(pod(), Node("n1"), copies_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
+    assert backfill_labels(pod(zone="", rack=""), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
 
 
 # As the API server tells of them.

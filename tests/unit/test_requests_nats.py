@@ -26,8 +26,8 @@ from kvrouter.transports.requests.nats.plane import (
     FromWorker,
     from_router,
     from_worker,
+    message_auth_of,
     requests_subject,
-    seal_of,
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.support.nats_ends import TOKEN, Loses, both_ends
@@ -35,7 +35,7 @@ from tests.support.nats_server import NatsServer, running_nats
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
 
-SEAL = seal_of(TOKEN, "fleet_a")
+SEAL = message_auth_of(TOKEN, "fleet_a")
 REQUESTS = requests_subject("fleet_a", WorkerId(7), Epoch(1))
 
 

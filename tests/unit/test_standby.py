@@ -69,7 +69,7 @@ async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_pla
         requests = SimpleNamespace(address_of=None)
         yield SimpleNamespace(discovery=discovery, events=events, requests=requests, recovery=None)
 
-    monkeypatch.setattr(transport_provider, "worker_wires", wires)
+    monkeypatch.setattr(transport_provider, "open_worker_transports", wires)
     async with network_transports(Settings()) as wired:
 
         async def stands(worker_id: WorkerId) -> None:

@@ -8,13 +8,13 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.mock.transfer import ConnectionRefused, decode_sink_word, decode_source_word
 from kvrouter.transports.discovery.wire import decode_record
 from kvrouter.transports.events import wire as events
-from kvrouter.transports.message_auth import Seal
+from kvrouter.transports.message_auth import MessageAuth
 from kvrouter.transports.requests import stream as requests
 from kvrouter.transports.requests.nats.plane import from_router, from_worker
 from kvrouter.transports.sync.nats import decode_message
 from kvrouter.worker.engine_door import decode_frame
 
-SEAL = Seal("token", "test")
+SEAL = MessageAuth("token", "test")
 DEPTH = 100_000
 NESTED = b"\x91" * DEPTH + b"\xc0"
 IN_A_FIELD = b"\x82\xa4type\xa4Join\xa1x" + NESTED

@@ -8,13 +8,15 @@ import pytest
 
 from kvrouter.config import PlaneSettings, Settings
 from kvrouter.core.errors import ConfigError
-from kvrouter.wiring.worker_transports import worker_wires
+from kvrouter.wiring.worker_transports import open_worker_transports
 
 
 async def listen(folder: Path, port: int, **planes: str) -> None:
     chosen = {"discovery": "file", "discovery_dir": str(folder / "cards"), "listen_port": port, **planes}
     settings = Settings(planes=PlaneSettings.model_validate(chosen))
-    async with worker_wires(settings, component="backend", has_local_indexer=False, publishes_kv_events=True):
+    async with open_worker_transports(
+        settings, component="backend", has_local_indexer=False, publishes_kv_events=True
+    ):
         pass
 
 

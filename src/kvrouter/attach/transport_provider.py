@@ -21,7 +21,7 @@ from kvrouter.transports.requests.memory import memory_address
 from kvrouter.transports.requests.port import RequestAcceptor
 from kvrouter.wiring.mock_fleet import MemoryPlanes
 from kvrouter.wiring.router_transports import settled
-from kvrouter.wiring.worker_transports import worker_wires
+from kvrouter.wiring.worker_transports import open_worker_transports
 
 _log = logging.getLogger("kvrouter.worker")
 
@@ -82,7 +82,7 @@ class NetworkTransports:
             lost.set()
 
         await self._known.until_free(spec.worker_id)
-        async with worker_wires(
+        async with open_worker_transports(
             self._settings,
             component="prefill" if spec.role is Role.PREFILL else "backend",
             has_local_indexer=spec.enable_local_indexer,
@@ -114,7 +114,7 @@ async def network_transports(settings: Settings) -> AsyncIterator[NetworkTranspo
         )
     settings = settled(settings, kv_events=True)  # one place for all of them, whatever their engines publish
     async with (
-        worker_wires(
+        open_worker_transports(
             settings, component="backend", has_local_indexer=False, publishes_kv_events=True
         ) as wires,
         holders(wires.discovery) as known,

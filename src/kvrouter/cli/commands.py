@@ -21,7 +21,7 @@ from kvrouter.config.fleet_checks import (
 )
 from kvrouter.config.problems import Problem, read_document
 from kvrouter.config.setting import SettingValue, installed_version
-from kvrouter.config.sources import FLEET_VARIABLE, contradictions, load_settings, settings_warnings
+from kvrouter.config.sources import FLEET_VARIABLE, conflicts, load_settings, settings_warnings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,11 +100,13 @@ def up(
     begin(loaded)
     warn(settled_fleet.warnings)
     if replicas > 1 or with_nats:
-        from kvrouter.commands.multi_process import serve_many  # noqa: PLC0415
+        from kvrouter.commands.multi_process import serve_processes  # noqa: PLC0415
 
         file = file or default_fleet_path()
         sys.exit(
-            serve_many(loaded.settings, settled_fleet.fleet, file, replicas=replicas, with_nats=with_nats)
+            serve_processes(
+                loaded.settings, settled_fleet.fleet, file, replicas=replicas, with_nats=with_nats
+            )
         )
     from kvrouter.commands import serve  # noqa: PLC0415
 
@@ -221,7 +223,7 @@ def fleet_check(file: Path) -> None:
     from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems  # noqa: PLC0415
 
     def setting_problems(fleet: FleetFile) -> list[Problem]:
-        return contradictions(settings_in(fleet))
+        return conflicts(settings_in(fleet))
 
     loaded = load_fleet(read_document(file), (setting_problems, contract_problems, tokenizer_problems))
     fleet = loaded.fleet

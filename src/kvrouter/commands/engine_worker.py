@@ -15,7 +15,7 @@ from kvrouter.processes.standby import until_free
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.port import GoneSink
 from kvrouter.wiring.router_transports import settled
-from kvrouter.wiring.worker_transports import worker_wires
+from kvrouter.wiring.worker_transports import open_worker_transports
 from kvrouter.worker import Worker
 from kvrouter.worker.topology_env import parse_topology_env
 
@@ -33,7 +33,7 @@ class ProcessTransports:
     @asynccontextmanager
     async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Connect what the settings ask for; a standby waits until the worker's place is free."""
-        async with worker_wires(
+        async with open_worker_transports(
             self._settings,
             component="prefill" if spec.role is Role.PREFILL else "backend",
             has_local_indexer=spec.enable_local_indexer,

@@ -35,7 +35,7 @@ from kvrouter.wiring.mock_fleet import tell_mock_account
 from kvrouter.wiring.nats import revealed
 from kvrouter.wiring.router_transports import settled
 from kvrouter.wiring.tls import advertised, tls_of
-from kvrouter.wiring.worker_transports import worker_wires
+from kvrouter.wiring.worker_transports import open_worker_transports
 from kvrouter.worker import EngineDoor, Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
@@ -158,7 +158,7 @@ async def mock_worker(
             worker_id=spec.worker_id,
             domain=domains.get(link_level(fleet) or "", ""),
         )
-        async with worker_wires(
+        async with open_worker_transports(
             settings,
             component=component,
             has_local_indexer=spec.enable_local_indexer,

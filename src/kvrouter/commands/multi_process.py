@@ -72,7 +72,9 @@ def worker_commands(fleet: FleetFile, file: Path) -> list[WorkerCommand]:
     return found
 
 
-def serve_many(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
+def serve_processes(
+    settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool
+) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
     return uvloop.run(_serve(settings, fleet, file, replicas=replicas, with_nats=with_nats))
 

@@ -58,7 +58,7 @@ class _Word(NamedTuple):
 
 
 _ENGINE: Path = ("workers", 0, "engine")
-WORDS: Mapping[str, _Word] = {
+ANNOTATIONS: Mapping[str, _Word] = {
     "model": _Word(("models", 0, "name"), _text),
     "tokenizer": _Word(("models", 0, "tokenizer"), _text),
     "block-size": _Word(("models", 0, "block_size"), _whole),
@@ -152,7 +152,7 @@ def engine_of(
         "models": [{"name": _UNNAMED}],
         "workers": [{"name": "engine", "engine": {"kind": kind, "url": url}}],
     }
-    for name, word in WORDS.items():
+    for name, word in ANNOTATIONS.items():
         places[word.path] = f"annotation {PREFIX}{name}"
         said = pod.annotations.get(PREFIX + name)
         if said is not None:
@@ -180,7 +180,7 @@ def _checked(content: Mapping[str, object], places: Mapping[Path, str]) -> Fleet
 
 
 def _unknown(pod: EnginePod) -> Iterator[str]:
-    known = [PREFIX + name for name in WORDS]
+    known = [PREFIX + name for name in ANNOTATIONS]
     for name in pod.annotations:
         if not name.startswith(PREFIX) or name.startswith(TOPOLOGY_ANNOTATION):
             continue

@@ -91,7 +91,7 @@ def load_settings(
 
     raise_problems(problems, place)
     settings = _validate(merged, place)
-    raise_problems(contradictions(settings), place)
+    raise_problems(conflicts(settings), place)
     return Loaded(settings, (*_near_misses(environ), *settings_warnings(settings)))
 
 
@@ -141,7 +141,7 @@ def _validate(merged: Mapping[str, object], place: Callable[[Path], str]) -> Set
 _RISING = ("write_low_water_bytes", "write_high_water_bytes", "write_overflow_bytes")
 
 
-def contradictions(settings: Settings) -> list[Problem]:
+def conflicts(settings: Settings) -> list[Problem]:
     """Return what no single field can show; placed at the field that its owner gave."""
     front = settings.frontend
     problems: list[Problem] = []

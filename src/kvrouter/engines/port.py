@@ -41,7 +41,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class TellingEngine(Engine, Protocol):
+class SnapshotEngine(Engine, Protocol):
     """An engine that can say what it holds. For the others the worker keeps an account of their events."""
 
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:

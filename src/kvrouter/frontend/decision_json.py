@@ -17,14 +17,14 @@ Json = dict[str, object]
 
 def decided_json(request: GenerateRequest, fleet: Fleet, decision: Decision) -> Json:
     """An explanation that ends with a choice."""
-    return _explained(request, fleet, decision.mode, decision.rows, decision=decision, error=None)
+    return _candidate_row(request, fleet, decision.mode, decision.rows, decision=decision, error=None)
 
 
 def refused_json(request: GenerateRequest, fleet: Fleet, mode: RouterMode, error: RoutingRefused) -> Json:
     """An explanation that ends with a refusal: it is an answer like any other."""
     rows = [row for row in error.rows if isinstance(row, Candidate)]
     refused: Json = {"code": error.code, "message": error.message, "refusals": refusal_counts(error)}
-    return _explained(request, fleet, mode, rows, decision=None, error=refused)
+    return _candidate_row(request, fleet, mode, rows, decision=None, error=refused)
 
 
 def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decision]]) -> Json:
@@ -74,7 +74,7 @@ def policy_json(policy: TransferPolicy) -> Json:
             return {"enforcement": "preferred", "domain": domain, "weight": weight}
 
 
-def _explained(
+def _candidate_row(
     request: GenerateRequest,
     fleet: Fleet,
     mode: RouterMode,

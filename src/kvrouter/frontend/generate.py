@@ -12,15 +12,15 @@ from kvrouter.frontend.http import SSE_DONE, Disconnected, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
-from kvrouter.frontend.openai.passthrough import parse_passed
+from kvrouter.frontend.openai.passthrough import parse_passthrough
 from kvrouter.frontend.prepare import Bodies, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
     RequestIds,
     ResponseWriter,
     cancel_with,
-    placed_nvext,
     query_workers,
+    routing_nvext,
 )
 from kvrouter.routing.request import Decision
 from kvrouter.service.request_run import ANSWERED, Generation
@@ -85,7 +85,7 @@ async def answer_whole(exchange: ResponseWriter, call: Call, reading: ChunkReade
         "".join(texts),
         reading.finish,
         generation.usage,
-        nvext=placed_nvext(generation, call.nvext.extra_fields),
+        nvext=routing_nvext(generation, call.nvext.extra_fields),
     )
     await exchange.send(generation, body)
 
@@ -123,7 +123,7 @@ async def answer_stream(exchange: ResponseWriter, call: Call, reading: ChunkRead
         if reading.finish is None:
             write(await reading.next_text())
     generation.close(ANSWERED)
-    nvext = placed_nvext(generation, call.nvext.extra_fields)
+    nvext = routing_nvext(generation, call.nvext.extra_fields)
     stream.write(answer.last_event(reading.finish, nvext=nvext))
     if call.stream_options.include_usage:
         stream.write(answer.usage_event(generation.usage))
@@ -212,9 +212,9 @@ class GenerateRoutes:
         if called.router.fleet.takes_calls:
             text = self._preparer.text(called.name)
             passed = await self._bodies.parse(
-                body, partial(parse_passed, _ROUTES[exchange.kind], reader=reader)
+                body, partial(parse_passthrough, _ROUTES[exchange.kind], reader=reader)
             )
-            generate = await self._preparer.prepare_passed(passed, called, text, exchange.request_id)
+            generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
             return _Prepared(passed.call, generate, text)
         text = self._preparer.text_of(called, body)
         parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=reader))

@@ -30,8 +30,8 @@ from kvrouter.frontend.openai.body import (
     scanned,
 )
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
-from kvrouter.frontend.openai.passthrough import PassedCall
-from kvrouter.frontend.response_passthrough import passed_tokens
+from kvrouter.frontend.openai.passthrough import PassthroughCall
+from kvrouter.frontend.response_passthrough import passthrough_tokens
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.routing.cost import rules_of
 from kvrouter.routing.request import RoutingSettings
@@ -48,7 +48,7 @@ _REQUIRED_DECODE = "nvext.routing_constraints.required_decode_taints"
 _OVERRIDE = "nvext.router_config_override"
 
 
-def refuse_contradictions(call: Call, model: ModelRouter) -> None:
+def check_pins(call: Call, model: ModelRouter) -> None:
     """Raise :class:`InvalidRequest` naming the field of a hint that ``model`` cannot meet."""
     if isinstance(model.cache, NoCacheView):
         _check_override(call.override, model.settings)
@@ -242,8 +242,8 @@ class RequestPreparer:
             raise ModelNotReady(f"model: the tokenizer of {model!r} is not loaded here", param="model")
         return served_text(text, self._service.find(model))
 
-    async def prepare_passed(
-        self, passed: PassedCall, called: CalledModel, text: TextModel, request_id: RequestId
+    async def prepare_passthrough(
+        self, passed: PassthroughCall, called: CalledModel, text: TextModel, request_id: RequestId
     ) -> GenerateRequest:
         """Tokenize a call that goes to its engine as it was written, so far as it is known here.
 
@@ -252,10 +252,10 @@ class RequestPreparer:
         """
         call, written = passed.call, passed.client_call
         model, adapter, router = called
-        refuse_contradictions(call, router)
+        check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            token_ids, is_exact, has_media = await passed_tokens(passed, text)
+            token_ids, is_exact, has_media = await passthrough_tokens(passed, text)
         self._observed.tokenized(model=model, seconds=time.perf_counter() - began_s)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
         wanted_tokens = len(token_ids) + (
@@ -287,7 +287,7 @@ class RequestPreparer:
         """Check what can never be met, template, tokenize and check the lengths; long texts are tokenized off
         the event loop.
         """
-        refuse_contradictions(parsed.call, called.router)
+        check_pins(parsed.call, called.router)
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
@@ -404,7 +404,7 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 PAGE_BYTES_MAX = 64 * 1024
 """For the routes of operators, whose bodies are a few numbers."""
 
-BESIDE_PROMPT_BYTES = 2 * 1024 * 1024
+OUTSIDE_PROMPT_BYTES = 2 * 1024 * 1024
 """The rest of a body, next to the text of a prompt: names of fields, quotes, everything that is no prompt."""
 
 ESCAPED_BYTES_PER_BYTE = 3
@@ -486,7 +486,7 @@ class Bodies:
             needed_bytes.append(needed)
         most_bytes = max(needed_bytes, default=BODY_BYTES_MAX)
         return BodyLimit(
-            min(BODY_BYTES_MAX, BESIDE_PROMPT_BYTES + most_bytes),
+            min(BODY_BYTES_MAX, OUTSIDE_PROMPT_BYTES + most_bytes),
             "which no prompt for the longest context here needs; KVROUTER_BODY_MAX_BYTES sets another limit",
         )
 

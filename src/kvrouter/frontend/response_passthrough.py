@@ -16,8 +16,8 @@ from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
-from kvrouter.frontend.openai.passthrough import PassedCall
-from kvrouter.frontend.response_writer import ResponseWriter, placed_nvext
+from kvrouter.frontend.openai.passthrough import PassthroughCall
+from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
 from kvrouter.service.request_run import ANSWERED, Generation
 from kvrouter.text.chat import media_named
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
@@ -33,7 +33,7 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
     body = b"".join(pieces)
     if not body:
         raise _not_their_own()
-    nvext = placed_nvext(generation, call.nvext.extra_fields)
+    nvext = routing_nvext(generation, call.nvext.extra_fields)
     if nvext and body.rstrip().endswith(b"}"):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
     await exchange.send(generation, body)
@@ -43,7 +43,7 @@ async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generati
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
     stream = await exchange.begin_stream(generation)
-    passing = _Passing(exchange.kind, call, generation, text, stream)
+    passing = _PassthroughStream(exchange.kind, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
             break
@@ -54,7 +54,7 @@ async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generati
     exchange.end_stream(stream)
 
 
-class _Passing:
+class _PassthroughStream:
     """One stream, and what is kept of it in case that somebody else must go on."""
 
     def __init__(
@@ -115,7 +115,7 @@ class _Passing:
         return raw.removesuffix(SSE_DONE) + event + SSE_DONE
 
     def _nvext(self) -> Mapping[str, object] | None:
-        return placed_nvext(self._generation, self._call.nvext.extra_fields)
+        return routing_nvext(self._generation, self._call.nvext.extra_fields)
 
 
 class _Rest:
@@ -187,7 +187,7 @@ LONG_BODY_BYTES = 256 * 1024
 """Images in a longer call are named in a thread: it takes a while to read them."""
 
 
-class PassedTokens(NamedTuple):
+class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
     for what is no text, and nobody here knows what an engine makes of it.
     """
@@ -197,7 +197,7 @@ class PassedTokens(NamedTuple):
     has_media: bool = False
 
 
-async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
+async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
     """Return what routing may know of the prompt."""
     body = passed.body
     if not isinstance(body.messages, list):
@@ -225,22 +225,22 @@ async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
     except InvalidRequest:
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
-        return PassedTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
-    return PassedTokens(token_ids, is_exact, has_media)
+        return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
+    return PassthroughTokens(token_ids, is_exact, has_media)
 
 
-async def _prompt_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
+async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
     if passed.prompt is None:
-        return PassedTokens(array("I"), is_exact=False)
+        return PassthroughTokens(array("I"), is_exact=False)
     content, is_only = passed.prompt
     is_exact = is_only and passed.body.add_special_tokens is not False
     if not isinstance(content, str):
-        return PassedTokens(content, is_exact)
+        return PassthroughTokens(content, is_exact)
     try:
-        return PassedTokens(await text.encode_prompt(content), is_exact)
+        return PassthroughTokens(await text.encode_prompt(content), is_exact)
     except InvalidRequest:
         # Too long is what its engine calls too long: it may cut prompts.
-        return PassedTokens(await text.encode_beginning(content), is_exact=False)
+        return PassthroughTokens(await text.encode_beginning(content), is_exact=False)
 
 
 def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:

@@ -22,7 +22,7 @@ QUOTED_MAX = 4096
 """How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""
 
 
-def placed_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
+def routing_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
     """The workers that answered, their domains, and the overlap that was counted on."""
     placement = generation.placement
     if placement is None:
@@ -40,7 +40,7 @@ def placed_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
     return tuple(headers)
 
 
-def placed_nvext(generation: Generation, extra_fields: Collection[str]) -> Mapping[str, object] | None:
+def routing_nvext(generation: Generation, extra_fields: Collection[str]) -> Mapping[str, object] | None:
     """``nvext`` of the answer: what ``nvext.extra_fields`` asked for, None when it asked for nothing."""
     placement = generation.placement
     if placement is None or not extra_fields:
@@ -170,7 +170,7 @@ class ResponseWriter:
         )
 
     def _headers(self, fixed: ResponseHeaders, generation: Generation) -> ResponseHeaders:
-        return (*fixed, (b"x-request-id", self.request_id.encode()), *placed_headers(generation))
+        return (*fixed, (b"x-request-id", self.request_id.encode()), *routing_headers(generation))
 
 
 def cancel_with(responder: Responder) -> None:

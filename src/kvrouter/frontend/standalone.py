@@ -53,7 +53,7 @@ from kvrouter.frontend.prepare import (
     CalledModel,
     RequestPreparer,
     answer_tokens,
-    refuse_contradictions,
+    check_pins,
 )
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.routing.request import Decision, Pick
@@ -265,7 +265,7 @@ class TokenRequestParser:
     def _of_tokens(
         call: Call, token_ids: TokenBuffer, router: ModelRouter, request_id: RequestId
     ) -> GenerateRequest:
-        refuse_contradictions(call, router)
+        check_pins(call, router)
         context_tokens = router.fleet.context_length_tokens
         max_tokens = answer_tokens(
             len(token_ids),

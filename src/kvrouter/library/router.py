@@ -82,7 +82,7 @@ class OfEndpoint:
         return False
 
 
-class WithPrefills(OfEndpoint):
+class WithPrefillWorkers(OfEndpoint):
     """One endpoint's workers, and the prefill workers of its namespace that they make pairs with.
 
     Those are somebody's to pair with: they are delivered once a worker of the endpoint can take what they
@@ -227,7 +227,7 @@ class KvRouter:
         self._service: RouterService = build_service(
             config,
             plane=runtime.requests,
-            discovery=WithPrefills(endpoint, block_size, self._on_alone),
+            discovery=WithPrefillWorkers(endpoint, block_size, self._on_alone),
             subscriber=runtime.events,
             telemetry=telemetry,
             router_id=router_id,

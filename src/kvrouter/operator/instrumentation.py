@@ -126,7 +126,7 @@ class OperatorInstrumentation:
     def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
         """A reconcile of a deployment ended."""
         self.telemetry.looks.inc("done" if error is None else "failed")
-        self.telemetry.look_s.observe(duration_s)
+        self.telemetry.reconcile_s.observe(duration_s)
         if error is None:
             return
         if not isinstance(error, ClusterError):

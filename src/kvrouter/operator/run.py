@@ -25,7 +25,7 @@ from kvrouter.operator.servers import (
     AdmissionWork,
     CertificateFiles,
     CertificateSecret,
-    plain_door,
+    serve_probes,
 )
 from kvrouter.telemetry import Event, log_event
 
@@ -123,7 +123,7 @@ async def _run(settings: OperatorSettings) -> None:
     observed = OperatorInstrumentation(health)
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(_signed_in(settings.kubeconfig))
-        server = plain_door(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
+        server = serve_probes(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
         http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
         await _until_signalled(_work(settings, cluster, observed, health))

@@ -13,7 +13,7 @@ from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
 from kvrouter.kube.objects import Key
-from kvrouter.operator.admission.certificates import ShownCertificate
+from kvrouter.operator.admission.certificates import ServingCertificate
 from kvrouter.operator.admission.server import AdmissionServer
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
 from kvrouter.operator.plan import PlanDefaults
@@ -49,7 +49,7 @@ class CertificateSecret:
 
 
 @asynccontextmanager
-async def plain_door(
+async def serve_probes(
     host: str, port: int, *, health: ReplicaHealth, telemetry: OperatorTelemetry
 ) -> AsyncIterator[int]:
     """Serve ``/healthz``, ``/readyz`` and ``/metrics``; answers with the port, a free one for port 0.
@@ -114,7 +114,7 @@ class AdmissionWork:
                 labels=places.labels_of,
                 tried=DryRun(cluster, defaults=self.defaults, namespace=self.namespace),
                 defaults=self.defaults,
-                certificate=ShownCertificate(files.cert, files.key),
+                certificate=ServingCertificate(files.cert, files.key),
                 listener=observed,
                 not_ready=health.why_not_ready,
                 is_ours=lambda: definition.is_ours,

@@ -252,7 +252,7 @@ class Timeouts:
     request_s: float
 
 
-class SilenceWatch:
+class StallWatch:
     """Calls ``on_too_long`` once each time a limit is reached. All moments are on the monotonic clock.
 
     Time that the client takes to read counts for no worker: only an open read is a worker's silence. Neither
@@ -348,7 +348,7 @@ class Output:
     token of every answer.
     """
 
-    def __init__(self, journey: Journey, model: ModelRouter, watch: SilenceWatch) -> None:
+    def __init__(self, journey: Journey, model: ModelRouter, watch: StallWatch) -> None:
         self.gaps_s = array("d")
         """Seconds between two arrivals of tokens: 8 bytes each, however long the answer is."""
         self._journey = journey
@@ -415,7 +415,7 @@ SILENT_SHARE = 0.5
 """Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
 
 
-def blame_loss(model: ModelRouter, attempt: Attempt, lost: LegLost, state: State) -> None:
+def attribute_loss(model: ModelRouter, attempt: Attempt, lost: LegLost, state: State) -> None:
     """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""
     if lost.full or lost.repeated or lost.blameless:
         return
@@ -429,7 +429,7 @@ def blame_loss(model: ModelRouter, attempt: Attempt, lost: LegLost, state: State
     )
 
 
-def blame_silence(
+def attribute_silence(
     model: ModelRouter, attempt: Attempt, state: State, *, heard_s: float, before_s: float = inf
 ) -> None:
     """Nothing came in time, of legs that were sent ``before_s``. Of a pair whose legs both still run, either

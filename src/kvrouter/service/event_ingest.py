@@ -96,7 +96,7 @@ class EventIngest:
         self._observed = observed
         self._work = IndexWork(self._caught_up, self._fell_behind)
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
-        self._entrances: dict[WorkerRank, RankIngest] = {}
+        self._rank_ingests: dict[WorkerRank, RankIngest] = {}
         self._by_slot: dict[Slot, RankIngest] = {}
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._silent = 0
@@ -116,7 +116,7 @@ class EventIngest:
 
     def feeds(self) -> Iterator[tuple[Slot, RankFeed]]:
         """Every rank's feed."""
-        return ((ingest.slot, ingest.feed) for ingest in self._entrances.values())
+        return ((ingest.slot, ingest.feed) for ingest in self._rank_ingests.values())
 
     def feed_at(self, slot: Slot) -> RankFeed | None:
         """The feed whose blocks are at the slot now."""
@@ -126,7 +126,7 @@ class EventIngest:
     def feed_readings(self) -> Iterator[tuple[Slot, FeedReading]]:
         """The reading of each slot's feed."""
         now_s = self._now_s()
-        for ingest in self._entrances.values():
+        for ingest in self._rank_ingests.values():
             since_s = now_s if ingest.stale_since_s is None else ingest.stale_since_s
             yield (
                 ingest.slot,
@@ -143,7 +143,7 @@ class EventIngest:
         """A worker rank was discovered: ask it for what it holds."""
         self._grow(slot + 1)
         now_s = self._now_s()
-        ingest = self._entrances[rank] = self._by_slot[slot] = RankIngest(
+        ingest = self._rank_ingests[rank] = self._by_slot[slot] = RankIngest(
             RankFeed(rank), slot, now_s, capacity=Capacity.of(None, blocks_max=self._rank_blocks_max)
         )
         self._silent += 1
@@ -165,8 +165,8 @@ class EventIngest:
         ingest = self._by_slot.pop(slot, None)
         if ingest is not None:
             self._stop(ingest)
-            if self._entrances.get(ingest.feed.rank) is ingest:  # else the rank is at another slot by now
-                del self._entrances[ingest.feed.rank]
+            if self._rank_ingests.get(ingest.feed.rank) is ingest:  # else the rank is at another slot by now
+                del self._rank_ingests[ingest.feed.rank]
             if not ingest.is_scoring:
                 self._silent -= 1
             self._scores[slot] = False
@@ -174,7 +174,7 @@ class EventIngest:
 
     def on_batch(self, batch: KvBatch) -> None:
         """A batch arrived; of a rank that is not known yet it is dropped: a snapshot will have it."""
-        ingest = self._entrances.get(batch.rank)
+        ingest = self._rank_ingests.get(batch.rank)
         if ingest is None:
             return
         if batch.published_s:
@@ -218,9 +218,9 @@ class EventIngest:
 
     def close(self) -> None:
         """Stop everything that runs."""
-        for ingest in self._entrances.values():
+        for ingest in self._rank_ingests.values():
             self._stop(ingest)
-        self._entrances.clear()
+        self._rank_ingests.clear()
         self._by_slot.clear()
         self._work.close()
         if self._silence_timer is not None:
@@ -474,7 +474,7 @@ class EventIngest:
             self._observed.mistake_in_recovery(task.exception())
 
     def _watch_silence(self) -> None:
-        if self._silence_timer is None and self._entrances:
+        if self._silence_timer is None and self._rank_ingests:
             loop = asyncio.get_running_loop()
             self._silence_timer = loop.call_later(self._awake.every_s, self._check_silence)
             self._silence_checked_s = self._now_s()
@@ -484,7 +484,7 @@ class EventIngest:
         now_s = self._now_s()
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
         stood_still = self._awake.advance(elapsed_s)  # then what the workers said is read only after this
-        for rank, ingest in self._entrances.items():
+        for rank, ingest in self._rank_ingests.items():
             silent_s = now_s - ingest.heard_s
             if silent_s > SILENT_AFTER_S and not ingest.is_missing and not stood_still:
                 ingest.is_missing = True

@@ -10,7 +10,7 @@ from kvrouter.service.event_ingest import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import go_on
-from kvrouter.transports.events.port import SnapshotStore, SnapshotTaking
+from kvrouter.transports.events.port import PendingSnapshot, SnapshotStore
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -103,7 +103,7 @@ class IndexSnapshots:
             )
         return is_done
 
-    async def _add_all(self, taking: SnapshotTaking) -> tuple[int, int]:
+    async def _add_all(self, taking: PendingSnapshot) -> tuple[int, int]:
         """Add every live rank that ``taking`` covers; return how many, and their blocks."""
         ranks = blocks = 0
         for cache in list(self._caches()):

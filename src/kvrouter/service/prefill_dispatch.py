@@ -36,7 +36,7 @@ from kvrouter.placement.placement import Placement
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,
-    blame_loss,
+    attribute_loss,
     lost_leg,
     prefill_leg,
     prefill_outcome,
@@ -283,16 +283,16 @@ class _Run:
         if isinstance(error, TimeoutError):
             self.note_silence(limit_s)
         else:
-            self._blame(lost_leg(self._placed().prefill_pick, error))
+            self._attribute_fault(lost_leg(self._placed().prefill_pick, error))
 
     def note_silence(self, limit_s: float) -> None:
         """The leg was not done in time: a worker that had a good part of ``limit_s`` seconds is silent."""
         if self._placement is not None and self._sent_s < time.monotonic() - SILENT_SHARE * limit_s:
             self._model.leg_failed(self._placement, Leg.PREFILL, Fault.SILENT, since_s=self._sent_s)
 
-    def _blame(self, lost: LegLost) -> None:
+    def _attribute_fault(self, lost: LegLost) -> None:
         attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
-        blame_loss(self._model, attempt, lost, State.PREFILLING)
+        attribute_loss(self._model, attempt, lost, State.PREFILLING)
 
     def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         self._cached_tokens = cached_tokens
@@ -327,7 +327,7 @@ class _Run:
         outcome = await prefill_outcome(placement, self._run(placement, engine_request))
         if isinstance(outcome, LegLost):
             self._lost = outcome
-            self._blame(outcome)
+            self._attribute_fault(outcome)
         return outcome
 
     async def _run(self, placement: Placement, engine_request: EngineRequest) -> KvTransferParams | None:

@@ -61,11 +61,11 @@ from kvrouter.service.attempt import (
     Attempt,
     Output,
     Phase,
-    SilenceWatch,
+    StallWatch,
     Timeouts,
     TooLong,
-    blame_loss,
-    blame_silence,
+    attribute_loss,
+    attribute_silence,
     last_leg,
     lost_leg,
     open_decode,
@@ -112,7 +112,7 @@ class Dispatch:
             redispatches_max=redispatches_max,
             is_plain=request.call is None or request.call.resumable,
         )
-        self.watch = SilenceWatch(timeouts, self._too_long)
+        self.watch = StallWatch(timeouts, self._too_long)
         self.output = Output(self.journey, model, self.watch)
         self.attempt: Attempt | None = None
         """What is under way; None before the first decision, and when nothing is any more."""
@@ -372,9 +372,9 @@ class Dispatch:
         state = self.journey.state
         if self._silence is not None:
             lost, self._silence = replace(lost, why=self._silence), None
-            blame_silence(self._model, attempt, state, heard_s=self.watch.heard_s)
+            attribute_silence(self._model, attempt, state, heard_s=self.watch.heard_s)
         else:
-            blame_loss(self._model, attempt, lost, state)
+            attribute_loss(self._model, attempt, lost, state)
         self._lost_leg = lost
         return self.journey.handle(lost)
 
@@ -434,7 +434,7 @@ class Dispatch:
         if state is not State.STREAMING:
             before_s = time.monotonic() - SILENT_SHARE * limit_s
             heard_s = self.watch.heard_s
-            blame_silence(self._model, attempt, state, heard_s=heard_s, before_s=before_s)
+            attribute_silence(self._model, attempt, state, heard_s=heard_s, before_s=before_s)
 
 
 FINISHED = "finished"

@@ -424,7 +424,9 @@ class OperatorTelemetry(MetricsPage):
     looks = counter(
         "kvrouter_operator_looks", "Reconciliations of a deployment, by result: done or failed.", "result"
     )
-    look_s = histogram("kvrouter_operator_look_seconds", "How long one reconciliation takes.", bounds=_LOOK_S)
+    reconcile_s = histogram(
+        "kvrouter_operator_look_seconds", "How long one reconciliation takes.", bounds=_LOOK_S
+    )
     objects = counter(
         "kvrouter_operator_objects",
         "Objects of deployments that were written, by kind and change: created, adopted, changed or removed.",

@@ -16,14 +16,14 @@ is a message that has to be sent here."""
 
 NUMBER_BYTES = 8
 
-SEAL_BYTES = MAC_BYTES + NUMBER_BYTES
+MESSAGE_AUTH_BYTES = MAC_BYTES + NUMBER_BYTES
 """What a message is longer than its body."""
 
 REMEMBERED_MAX = 65_536
 """Senders whose numbers are remembered; the one that was not heard for longest is forgotten first."""
 
 
-class Seal:
+class MessageAuth:
     """Seals messages, and opens those that were sealed with the same token for the same purpose and subject.
 
     ``purpose`` is the plane, its version and its namespace: it makes the key, so that nothing of one plane
@@ -51,7 +51,7 @@ class Seal:
             raise ProtocolError(
                 "not sealed with our token: is KVROUTER_PLANE_TOKEN the same at both ends?", param="token"
             )
-        return int.from_bytes(view[MAC_BYTES:SEAL_BYTES], "big"), view[SEAL_BYTES:]
+        return int.from_bytes(view[MAC_BYTES:MESSAGE_AUTH_BYTES], "big"), view[MESSAGE_AUTH_BYTES:]
 
     def _mac(self, subject: str, numbered: bytes | memoryview) -> bytes:
         place = subject.encode()

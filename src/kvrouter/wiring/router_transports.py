@@ -133,7 +133,7 @@ class LaneSubscriber:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterWires:
+class RouterTransports:
     """The transports of a router. ``nats`` is there where something needs it."""
 
     discovery: Discovery
@@ -153,7 +153,7 @@ class RouterWires:
 @asynccontextmanager
 async def router_wires(
     settings: Settings, telemetry: Telemetry, *, http_port: int, static: Sequence[WorkerCard] = ()
-) -> AsyncIterator[RouterWires]:
+) -> AsyncIterator[RouterTransports]:
     """Connect everything that the settings ask for; it is closed at the end.
 
     ``static`` are workers that were named by hand: with any, they are all that is there.
@@ -189,7 +189,7 @@ async def router_wires(
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
             )
-        yield RouterWires(discovery, requests, _all_events(subscribers, telemetry), stream, new_sync)
+        yield RouterTransports(discovery, requests, _all_events(subscribers, telemetry), stream, new_sync)
 
 
 def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:

@@ -52,7 +52,7 @@ class ListeningAcceptor(RequestAcceptor, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerWires:
+class NetworkWorkerTransports:
     """The transports of a worker."""
 
     discovery: Discovery
@@ -62,7 +62,7 @@ class WorkerWires:
 
 
 @asynccontextmanager
-async def worker_wires(
+async def open_worker_transports(
     settings: Settings,
     *,
     component: str,
@@ -70,7 +70,7 @@ async def worker_wires(
     publishes_kv_events: bool,
     is_static: bool = False,
     on_lost: GoneSink | None = None,
-) -> AsyncIterator[WorkerWires]:
+) -> AsyncIterator[NetworkWorkerTransports]:
     """Connect everything that the settings ask for; it is closed at the end.
 
     ``on_lost`` hears when the worker's card lost its place to a newer start of the same id.
@@ -98,10 +98,10 @@ async def worker_wires(
         stack.push_async_callback(listener.close)
         if is_static:
             nobody = MemoryEventPlane()
-            yield WorkerWires(discovery, listener, nobody, nobody)
+            yield NetworkWorkerTransports(discovery, listener, nobody, nobody)
             return
         events, recovery = await _events(settings, nats, lane, component, stack)
-        yield WorkerWires(discovery, listener, events, recovery)
+        yield NetworkWorkerTransports(discovery, listener, events, recovery)
 
 
 def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True) -> EventLane:

@@ -351,7 +351,7 @@ class EngineDoor:
         sock = self._place.listen()
         self._place = self._place.bound_to(sock)
         start = asyncio.start_server if self._place.path is None else asyncio.start_unix_server
-        self._server = await start(self._on_knock, sock=sock)
+        self._server = await start(self._on_connection, sock=sock)
 
     async def stop(self) -> None:
         """Close the listener; what the engines held is cleared. Idempotent."""
@@ -366,7 +366,7 @@ class EngineDoor:
         self._server = None
         self._place.forget()
 
-    def _on_knock(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         engine = _Engine(reader, writer)
         if len(self._engines) >= self._connections_max:
             engine.leave(_Ended(f"{self._connections_max} connections are open already"))

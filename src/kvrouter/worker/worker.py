@@ -11,7 +11,7 @@ from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, WorkerCard
-from kvrouter.engines.port import Engine, EngineState, TellingEngine, WatchedEngine
+from kvrouter.engines.port import Engine, EngineState, SnapshotEngine, WatchedEngine
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
 from kvrouter.topology import validate_runtime_config
@@ -117,7 +117,7 @@ class Worker:
         self._registration: Registration | None = None
         self._end_recovery: Callable[[], None] | None = None
         self._skipped: dict[DpRank, Mapping[str, int]] = {}
-        account = engine if engine_tells_events and isinstance(engine, TellingEngine) else None
+        account = engine if engine_tells_events and isinstance(engine, SnapshotEngine) else None
         self.publisher = KvPublisher(
             events,
             worker_id=card.worker_id,

@@ -7,7 +7,7 @@ from tests.cluster.kubelet.pod import PlayedPod
 from tests.support.proxy import Proxy
 
 
-class ServiceDoor(Proxy):
+class ServiceProxy(Proxy):
     """Leads each new connection to one of the Service's Ready pods in turn, and refuses it without any.
 
     Connections that are there stay with their pod, as behind a kube-proxy.

@@ -34,10 +34,10 @@ from kvrouter.engines.openai.streams import (
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
 from kvrouter.transports.requests.port import EngineStream
 
-LOOK_EACH_S = 1.0
+PROBE_EACH_S = 1.0
 """How often an engine is probed: its load, and whether it answers."""
 
-SILENT_AFTER_LOOKS = 3
+SILENT_AFTER_PROBES = 3
 """After so many probes without an answer the engine counts as gone."""
 
 
@@ -117,7 +117,7 @@ class ServedEngine:
         event_source: EngineEventSource,
         *,
         started: object = None,
-        look_each_s: float = LOOK_EACH_S,
+        look_each_s: float = PROBE_EACH_S,
     ) -> None:
         self._server = server
         self._client = client
@@ -199,7 +199,7 @@ class ServedEngine:
 
     def _not_heard(self, why: str) -> None:
         self._failed_probes += 1
-        if self._failed_probes == SILENT_AFTER_LOOKS:
+        if self._failed_probes == SILENT_AFTER_PROBES:
             self._notify(why)
 
     def _heard(self, probe: Probe) -> None:
@@ -213,7 +213,7 @@ class ServedEngine:
 
     @property
     def _is_silent(self) -> bool:
-        return self._failed_probes >= SILENT_AFTER_LOOKS
+        return self._failed_probes >= SILENT_AFTER_PROBES
 
     def _notify(self, why: str) -> None:
         self._on_state(

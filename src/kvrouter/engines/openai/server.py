@@ -20,7 +20,7 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUn
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
 
-LOOK_LIMIT_S = 10.0
+PROBE_LIMIT_S = 10.0
 """How long a small question, such as for the engine's models or metrics, may take."""
 
 KEEP_IDLE_S = 3.0
@@ -90,7 +90,7 @@ class EngineServer:
         *,
         api_key: str | None = None,
         connect_limit_s: float = CONNECT_LIMIT_S,
-        look_limit_s: float = LOOK_LIMIT_S,
+        look_limit_s: float = PROBE_LIMIT_S,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}

@@ -33,7 +33,7 @@ from kvrouter.engines.kv_events.records import EngineBatch, EngineEvent
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineFailed, EngineServer, attach_server
 from kvrouter.engines.sglang.calls import call_of
-from kvrouter.engines.sglang.introspect import SglangInfo, ask_facts, ask_loads
+from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 
@@ -61,7 +61,7 @@ class SglangClient:
         try:
             loads = await ask_loads(server, self._worker_id, self._facts.block_size)
             if self._started is None:
-                now = await ask_facts(server)
+                now = await ask_info(server)
                 check_identity(server.url, now.identity, self._facts.identity)
                 self._started = now.started
         except WorkerUnreachable:
@@ -106,7 +106,7 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_facts(server)
+    facts = await ask_info(server)
     model = check_model(spec, (facts.model,))
     check_block_size(spec, facts.block_size, "--page-size")
     if spec.role is not facts.role:

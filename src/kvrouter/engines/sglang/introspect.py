@@ -101,7 +101,7 @@ _EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 - what an engine binds; nothi
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
-async def ask_facts(server: EngineServer) -> SglangInfo:
+async def ask_info(server: EngineServer) -> SglangInfo:
     """Ask the engine behind ``server``.
 
     Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and

@@ -23,15 +23,15 @@ from kvrouter.engines.trtllm.introspect import (
     HEALTH,
     SHARED_IDS,
     TrtllmInfo,
-    ask_facts,
     ask_fetched,
+    ask_info,
     ask_iteration,
     ask_name,
 )
 from kvrouter.engines.trtllm.polled import Polled
 from kvrouter.transports.requests.port import WorkerUnreachable
 
-IDLE_AFTER_LOOKS = 2
+IDLE_AFTER_PROBES = 2
 """After so many probes in which the engine ran nothing it counts as idle: one iteration may take long."""
 
 
@@ -101,7 +101,7 @@ class TrtllmClient:
     def _loads_without(self) -> tuple[LoadReport, ...]:
         """An engine that runs nothing reports nothing, and holds nothing for a request."""
         self._probes_without += 1
-        if self._last is None or self._probes_without < IDLE_AFTER_LOOKS:
+        if self._last is None or self._probes_without < IDLE_AFTER_PROBES:
             return ()
         return (LoadReport(self._rank, 0, self._last.total_blocks, kv_transfers=self._fetched),)
 
@@ -119,7 +119,7 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_facts(server)
+    facts = await ask_info(server)
     model = check_model(spec, (facts.model,), "from a folder named {model}")
     block_size = _block_size(spec, facts)
     event_source, warnings = _event_source(server, spec, block_size)

@@ -156,7 +156,7 @@ _models = msgspec.json.Decoder(_Models)
 _server_info = msgspec.json.Decoder(_ServerInfo)
 
 
-async def ask_facts(server: EngineServer) -> TrtllmInfo:
+async def ask_info(server: EngineServer) -> TrtllmInfo:
     """Ask the engine behind ``server``; what only an iteration reports is learned by one generated token.
 
     Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and
@@ -179,7 +179,7 @@ async def ask_facts(server: EngineServer) -> TrtllmInfo:
 
 
 async def ask_name(server: EngineServer) -> tuple[str, str]:
-    """Ask for the engine's version and the name of its model. Raises as :func:`ask_facts` does."""
+    """Ask for the engine's version and the name of its model. Raises as :func:`ask_info` does."""
     version = await server.look("/version")
     models = await server.look("/v1/models")
     if version is None or models is None:

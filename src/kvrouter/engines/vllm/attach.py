@@ -20,7 +20,7 @@ from kvrouter.engines.vllm.introspect import (
     LOAD_METRICS,
     STARTED_METRIC,
     VllmInfo,
-    ask_facts,
+    ask_info,
     load_reports,
     started_of,
 )
@@ -55,7 +55,7 @@ class VllmClient:
         samples = read_metrics(page, (*LOAD_METRICS, STARTED_METRIC))
         started_s = started_of(samples)
         if started_s is not None and started_s != self._started_s:
-            now = await ask_facts(server)
+            now = await ask_info(server)
             check_identity(server.url, now.identity, self._facts.identity)
             self._facts = now
             self._started_s = started_s
@@ -68,7 +68,7 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_facts(server)
+    facts = await ask_info(server)
     model = check_model(spec, facts.models)
     check_block_size(spec, facts.block_size, "--block-size")
     events, warnings = events_of(spec, facts.events, len(facts.ranks))

@@ -93,7 +93,7 @@ _version = msgspec.json.Decoder(_Version)
 _sources: "msgspec.json.Decoder[dict[str, _Source]]" = msgspec.json.Decoder(dict[str, _Source])
 
 
-async def ask_facts(server: EngineServer) -> VllmInfo:
+async def ask_info(server: EngineServer) -> VllmInfo:
     """Ask the engine behind ``server``.
 
     Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and

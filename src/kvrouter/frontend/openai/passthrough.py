@@ -28,7 +28,7 @@ from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Ca
 from kvrouter.text.model import stops_fit
 
 
-class PassedBody(MisplacedFields, frozen=True, kw_only=True):
+class PassthroughBody(MisplacedFields, frozen=True, kw_only=True):
     """What is read of a call."""
 
     model: Name
@@ -50,17 +50,17 @@ class PassedBody(MisplacedFields, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class PassedCall:
+class PassthroughCall:
     """A call and its bytes. ``call`` holds the routing hints; its sampling is the engine's business."""
 
     call: Call
-    body: PassedBody
+    body: PassthroughBody
     prompt: Prompt | None
     """The first prompt, None where there is no text and no token id."""
     client_call: ClientCall
 
 
-_BODY = msgspec.json.Decoder(PassedBody)
+_BODY = msgspec.json.Decoder(PassthroughBody)
 
 _PLAIN = frozenset(
     {
@@ -136,7 +136,9 @@ _EXTRA = "vllm_xargs"
 _OBJECT: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 
 
-def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = READER) -> PassedCall:
+def parse_passthrough(
+    route: CallRoute, scanned: ScannedBody, reader: NvextReader = READER
+) -> PassthroughCall:
     """Return the call in a body; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_BODY, scanned)
     refuse_misplaced(body)
@@ -160,7 +162,7 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return PassedCall(
+    return PassthroughCall(
         Call(
             model=ModelName(body.model),
             stream=bool(body.stream),

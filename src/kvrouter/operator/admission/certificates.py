@@ -207,7 +207,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 Stamp = tuple[tuple[int, int, int], ...]
 
 
-class ShownCertificate:
+class ServingCertificate:
     """A TLS context whose certificate can be exchanged between two handshakes.
 
     Raises ConfigError, naming the file, when the first certificate cannot be read.

@@ -12,7 +12,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.operator.admission.validate import Verdict, validate
 from kvrouter.operator.api import GROUP, KIND
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import BoundPod, binding_patch
+from kvrouter.operator.labels import BindingTarget, binding_patch
 from kvrouter.operator.plan import PlanDefaults
 
 API_VERSION = "admission.k8s.io/v1"
@@ -157,7 +157,7 @@ class BindingReview(NamedTuple):
     """One question: this pod is to be bound. ``binding`` is the Binding that says so."""
 
     uid: str
-    pod: BoundPod
+    pod: BindingTarget
     binding: Mapping[str, object]
 
 
@@ -169,7 +169,7 @@ def read_binding(body: object) -> BindingReview:
         raise ProtocolError("must be about a Binding that is created", param="request.kind")
     binding = mapping_at(request.get("object"), "request.object")
     target = mapping_at(binding.get("target"), "request.object.target")
-    pod = BoundPod(
+    pod = BindingTarget(
         _text(request.get("namespace"), "request.namespace"),
         _text(request.get("name"), "request.name"),
         _text(target.get("name"), "request.object.target.name"),

@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import JsonValue
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.operator.admission.certificates import ShownCertificate
+from kvrouter.operator.admission.certificates import ServingCertificate
 from kvrouter.operator.admission.review import (
     Review,
     answer,
@@ -23,7 +23,7 @@ from kvrouter.operator.admission.review import (
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels import BoundPod
+from kvrouter.operator.labels import BindingTarget
 from kvrouter.operator.plan import PlanDefaults
 
 BODY_BYTES_MAX = 8 * 2**20
@@ -43,7 +43,7 @@ REREAD_S = 10.0
 Facts = Callable[[], Awaitable[ClusterFacts]]
 """Reads the cluster. May raise OSError or TimeoutError: then it is judged as one that could not be read."""
 
-Labels = Callable[[BoundPod], Awaitable[Mapping[str, str] | None]]
+Labels = Callable[[BindingTarget], Awaitable[Mapping[str, str] | None]]
 """Returns the labels that a pod gets when it is bound: none for a pod of others, None when not known."""
 
 Tried = Callable[[Review, ClusterFacts], Awaitable[Verdict]]
@@ -90,7 +90,7 @@ class AdmissionServer:
         labels: Labels,
         tried: Tried,
         defaults: PlanDefaults,
-        certificate: ShownCertificate,
+        certificate: ServingCertificate,
         listener: AdmissionListener,
         not_ready: Callable[[], str | None],
         is_ours: Callable[[], bool] = lambda: True,

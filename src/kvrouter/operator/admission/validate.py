@@ -13,7 +13,7 @@ from kvrouter.operator.api import (
     DynamoGraphDeployment,
     read_deployment,
 )
-from kvrouter.operator.api.deployment import TOPOLOGY_STAYS, TYPE_STAYS
+from kvrouter.operator.api.deployment import TOPOLOGY_IS_IMMUTABLE, TYPE_IS_IMMUTABLE
 from kvrouter.operator.api.names import SERVICE_CHARS_MAX, SERVICE_PATTERN
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan, PlanDefaults, plan
@@ -94,7 +94,7 @@ def _without_grove(declared: Declared) -> str:
     return "set kvCacheTransferTopology.label to the key of a node label, which needs no Grove"
 
 
-def changed_what_stays(new: DeploymentSpec, old: DeploymentSpec) -> tuple[Problem, ...]:
+def changed_immutable_fields(new: DeploymentSpec, old: DeploymentSpec) -> tuple[Problem, ...]:
     """Return a problem for each component of another type, and for another topology or none."""
     problems = []
     types = {component.name: component.type for component in old.components}
@@ -104,14 +104,16 @@ def changed_what_stays(new: DeploymentSpec, old: DeploymentSpec) -> tuple[Proble
             problems.append(
                 Problem(
                     ("spec", "components", index, "type"),
-                    f"of {component.name} {TYPE_STAYS} (it is {was}, not {component.type})",
+                    f"of {component.name} {TYPE_IS_IMMUTABLE} (it is {was}, not {component.type})",
                 )
             )
     if old.topology_constraint is not None:
         was_name = old.topology_constraint.cluster_topology_name
         name = None if new.topology_constraint is None else new.topology_constraint.cluster_topology_name
         if name != was_name:
-            problems.append(Problem(TOPOLOGY_NAME, f"{TOPOLOGY_STAYS} (it is {was_name!r}, not {name!r})"))
+            problems.append(
+                Problem(TOPOLOGY_NAME, f"{TOPOLOGY_IS_IMMUTABLE} (it is {was_name!r}, not {name!r})")
+            )
     return tuple(problems)
 
 
@@ -267,7 +269,7 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
     known = frozenset(() if before is None else _left_as_it_was(before, deployment, facts, defaults))
     kept = [problem for problem in problems if _named(problem, deployment) in known]
     fresh = [problem for problem in problems if _named(problem, deployment) not in known]
-    stays = () if before is None else changed_what_stays(deployment.spec, before.spec)
+    stays = () if before is None else changed_immutable_fields(deployment.spec, before.spec)
     return Verdict((*fresh, *stays), (*kept, *warnings(reading, planned, facts, known=kept)))
 
 

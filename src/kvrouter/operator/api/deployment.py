@@ -36,8 +36,8 @@ WEIGHT_NOT_YET = (
     "is not supported yet: remove it, or give decode workers of the same domain a lower cost with "
     "spec.experimental.kvTransferPolicy {enforcement: preferred, preferredWeight}"
 )
-TYPE_STAYS = "cannot change: add a component under another name, then remove this one"
-TOPOLOGY_STAYS = "cannot change once it is set: delete the deployment and create it again"
+TYPE_IS_IMMUTABLE = "cannot change: add a component under another name, then remove this one"
+TOPOLOGY_IS_IMMUTABLE = "cannot change once it is set: delete the deployment and create it again"
 
 
 class ComponentType(StrEnum):
@@ -120,7 +120,9 @@ class SpecTopologyConstraint(ObjectPart):
 
     cluster_topology_name: Annotated[
         ObjectName,
-        Field(json_schema_extra=rules(Rule("self == oldSelf", f"clusterTopologyName {TOPOLOGY_STAYS}"))),
+        Field(
+            json_schema_extra=rules(Rule("self == oldSelf", f"clusterTopologyName {TOPOLOGY_IS_IMMUTABLE}"))
+        ),
     ]
     """Name of Grove's ClusterTopologyBinding (or ClusterTopology). It cannot change once it is set."""
     pack_domain: DomainName | None = None
@@ -142,7 +144,7 @@ class ComponentSpec(ObjectPart):
     name: ComponentName
     """Name of the component, unique in the deployment whatever its case."""
     type: Annotated[
-        ComponentType, Field(json_schema_extra=rules(Rule("self == oldSelf", f"type {TYPE_STAYS}")))
+        ComponentType, Field(json_schema_extra=rules(Rule("self == oldSelf", f"type {TYPE_IS_IMMUTABLE}")))
     ]
     """What its pods are: ``frontend`` (HTTP and router), ``prefill``, ``decode``, or ``worker`` (both). It
     cannot change."""
@@ -192,7 +194,7 @@ class DeploymentSpec(ObjectPart):
             ),
             Rule(
                 "!has(oldSelf.topologyConstraint) || has(self.topologyConstraint)",
-                f"topologyConstraint.clusterTopologyName {TOPOLOGY_STAYS}",
+                f"topologyConstraint.clusterTopologyName {TOPOLOGY_IS_IMMUTABLE}",
             ),
         )
     )

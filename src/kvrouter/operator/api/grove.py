@@ -14,7 +14,7 @@ GROVE_PLURALS = {
 """The kinds and where the API server has them; of two objects of one name, the first kind's is taken."""
 
 
-KEY_CHARS_TOLD = 80
+KEY_CHARS_REPORTED = 80
 
 
 class Level(NamedTuple):
@@ -76,7 +76,7 @@ def _level_problem(domain: str, key: str, levels: Mapping[str, Level]) -> str | 
         return f"domain {domain!r} {problem}"
     problem = label_key_problem(key)
     if problem is not None:
-        return f"domain {domain!r}: its key {key[:KEY_CHARS_TOLD]!r} {problem}"
+        return f"domain {domain!r}: its key {key[:KEY_CHARS_REPORTED]!r} {problem}"
     return f"domain {domain!r} is there twice" if domain in levels else None
 
 

@@ -1,11 +1,11 @@
 """Node labels on pods: copied in the write that binds a pod."""
 
 from kvrouter.operator.labels.binding import (
-    BoundPod,
-    LateLabels,
+    BackfilledLabels,
+    BindingTarget,
+    backfill_labels,
     binding_patch,
     binding_policy,
-    late_labels,
 )
 from kvrouter.operator.labels.copies import (
     PLACES_KIND,
@@ -31,19 +31,19 @@ __all__ = [
     "PLACES_KIND",
     "PLACES_PLURAL",
     "PLACES_VERSION",
-    "BoundPod",
+    "BackfilledLabels",
+    "BindingTarget",
     "Copy",
-    "LateLabels",
     "Node",
     "Pod",
     "Resolution",
     "Source",
+    "backfill_labels",
     "binding_patch",
     "binding_policy",
     "copies_of",
     "gather_s",
     "is_pod_of",
-    "late_labels",
     "node_places",
     "pod_labels",
     "pod_name_stem",

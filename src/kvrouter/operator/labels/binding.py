@@ -31,7 +31,7 @@ IS_A_WORKER = (
 """
 
 
-class BoundPod(NamedTuple):
+class BindingTarget(NamedTuple):
     """What a Binding says: this pod goes to this node."""
 
     namespace: str
@@ -134,7 +134,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-class LateLabels(NamedTuple):
+class BackfilledLabels(NamedTuple):
     """A merge patch for the pod, None when nothing is to be done; and the levels that its node does not have.
 
     The patch names the pod's uid, so that the API server refuses it (409) for a later pod of the same name.
@@ -144,19 +144,19 @@ class LateLabels(NamedTuple):
     missing: tuple[Copy, ...] = ()
 
 
-def late_labels(pod: Pod, node: Node, copies: Sequence[Copy]) -> LateLabels:
+def backfill_labels(pod: Pod, node: Node, copies: Sequence[Copy]) -> BackfilledLabels:
     """Return what is to be done about a pod whose node says ``node.labels`` now.
 
     Nothing for a pod that is not bound to this node, or is over. A value that the node lacks is written as an
     empty one, as at a binding: that nobody knows its worker's place then shows on the pod.
     """
     if pod.node_name != node.name or pod.is_over:
-        return LateLabels(None)
+        return BackfilledLabels(None)
     missing = tuple(copy for copy in copies if not node.labels.get(copy.node_label))
     wanted = pod_labels(node.labels, copies)
     changed: dict[str, JsonValue] = {
         key: value for key, value in wanted.items() if pod.labels.get(key) != value
     }
     if not changed:
-        return LateLabels(None, missing)
-    return LateLabels({"metadata": {"uid": pod.uid, "labels": changed}}, missing)
+        return BackfilledLabels(None, missing)
+    return BackfilledLabels({"metadata": {"uid": pod.uid, "labels": changed}}, missing)

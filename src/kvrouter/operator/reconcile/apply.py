@@ -87,7 +87,7 @@ class Changes:
         return {change: places for change, places in every.items() if places}
 
 
-class _Written(NamedTuple):
+class _WriteResult(NamedTuple):
     """What was applied, and what the server made of it."""
 
     digest: bytes
@@ -109,7 +109,7 @@ class Applier:
     def __init__(self, cluster: KubeClient, owned: Mapping[ResourceKind, Informer[str]]) -> None:
         self._cluster = cluster
         self._owned = owned
-        self._written: dict[Key, dict[ObjectRef, _Written]] = {}
+        self._written: dict[Key, dict[ObjectRef, _WriteResult]] = {}
 
     def objects_of(self, owner: Manifest, kind: ResourceKind) -> list[Manifest]:
         """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid."""
@@ -134,7 +134,7 @@ class Applier:
         return changes
 
     async def _apply_one(
-        self, owner: Key, owner_uid: str, manifest: Manifest, known: _Written | None, changes: Changes
+        self, owner: Key, owner_uid: str, manifest: Manifest, known: _WriteResult | None, changes: Changes
     ) -> None:
         kind = kind_of(manifest)
         place = ObjectRef(kind.name, key_of(manifest))
@@ -159,7 +159,7 @@ class Applier:
         now = await self._cluster.apply(
             kind, manifest if there is None else _with_uid(manifest, uid_of(there))
         )
-        self._written[owner][place] = _Written(digest, uid_of(now), _stamp(now))
+        self._written[owner][place] = _WriteResult(digest, uid_of(now), _stamp(now))
         if there is None:
             changes.created.append(place)
         elif is_adopted:

@@ -91,7 +91,7 @@ async def facts_for_admission(cluster: KubeClient) -> ClusterFacts:
         return ClusterFacts(grove=Grove.UNREAD, unread_because=error.message)
 
 
-LOOKS_AT_A_TIME = 4
+RECONCILES_AT_A_TIME = 4
 GATHER_S = 0.2
 """Changes of pods and of owned objects come in bursts: they are handled together."""
 FACTS_S = 15.0
@@ -124,7 +124,7 @@ class Controller:
         self._facts_s = facts_s
         self._facts = ClusterFacts()
         self._facts_lost = False
-        self._backlog = Workqueue[Key]()
+        self._workqueue = Workqueue[Key]()
         self._stirred = asyncio.Event()
         self._owners: dict[str, Key] = {}
         self._generations: dict[Key, tuple[str, object]] = {}
@@ -210,17 +210,17 @@ class Controller:
             group.create_task(self._every(RESYNC_S, self._resync))
             group.create_task(self._every(EXPIRE_S, self._expire))
             group.create_task(self._every(AGAIN_S, self._requeue_others))
-            for _ in range(LOOKS_AT_A_TIME):
+            for _ in range(RECONCILES_AT_A_TIME):
                 group.create_task(self._reconcile_due())
 
     async def _reconcile_due(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            key = self._backlog.take(loop.time())
+            key = self._workqueue.take(loop.time())
             if key is None:
                 await self._until_due()
                 continue
-            self._listener.waiting(len(self._backlog))
+            self._listener.waiting(len(self._workqueue))
             began_s = loop.time()
             error: Exception | None = None
             retry_s = 0.0
@@ -238,12 +238,12 @@ class Controller:
             except Exception as failed:  # noqa: BLE001 - one deployment's trouble must not stop the others
                 error = failed
             if error is None:
-                self._backlog.done(key)
+                self._workqueue.done(key)
                 if again_s is not None:
                     self._add(key, again_s)
             else:
                 self._applied.forget(key)
-                retry_s = self._backlog.failed(key, loop.time())
+                retry_s = self._workqueue.failed(key, loop.time())
             self._stirred.set()
             self._listener.looked(key, loop.time() - began_s, error, retry_s)
 
@@ -322,7 +322,7 @@ class Controller:
 
     async def _until_due(self) -> None:
         self._stirred.clear()
-        due_s = self._backlog.next_due_s()
+        due_s = self._workqueue.next_due_s()
         loop = asyncio.get_running_loop()
         wait_s = None if due_s is None else max(due_s - loop.time(), 0.0)
         try:
@@ -382,7 +382,7 @@ class Controller:
             self._add(key_of(manifest))
 
     def _add(self, key: Key, in_s: float = 0.0) -> None:
-        self._backlog.add(key, asyncio.get_running_loop().time() + in_s)
+        self._workqueue.add(key, asyncio.get_running_loop().time() + in_s)
         self._stirred.set()
 
     def _watch_lost(self, kind: ResourceKind, error: ClusterError | None) -> None:

@@ -17,7 +17,7 @@ DEFINITIONS = ResourceKind(
     "customresourcedefinitions",
     is_namespaced=False,
 )
-LOOK_S = 10.0
+CHECK_EACH_S = 10.0
 """How often the definition is read."""
 LOOK_AGAIN_S = 1.0
 """How soon while it is not kvrouter's: it may be installed any moment."""
@@ -37,8 +37,10 @@ class Definition:
     Before it was first read nothing is done.
     """
 
-    def __init__(self, cluster: KubeClient, listener: DefinitionListener, *, look_s: float = LOOK_S) -> None:
-        self._cluster, self._listener, self._look_s = cluster, listener, look_s
+    def __init__(
+        self, cluster: KubeClient, listener: DefinitionListener, *, check_each_s: float = CHECK_EACH_S
+    ) -> None:
+        self._cluster, self._listener, self._look_s = cluster, listener, check_each_s
         self._ours, self._not_ours = asyncio.Event(), asyncio.Event()
         self._reported = ""
 

@@ -22,7 +22,7 @@ VALIDATING = ResourceKind(
     is_namespaced=False,
 )
 MUTATING = VALIDATING._replace(name="MutatingWebhookConfiguration", plural="mutatingwebhookconfigurations")
-LOOK_S = 60.0
+CHECK_EACH_S = 60.0
 TRIES = 5
 
 
@@ -48,10 +48,10 @@ class OwnCertificate:
         for path, content in ((self.key, data[SERVING_KEY]), (self.cert, data[SERVING_CERT])):
             _write(path, content)
 
-    async def run(self, on_refused: Callable[[str], None], *, look_s: float = LOOK_S) -> None:
+    async def run(self, on_refused: Callable[[str], None], *, check_each_s: float = CHECK_EACH_S) -> None:
         """Renew it until cancelled; ``on_refused`` is called with the reason when that cannot be done."""
         while True:
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(check_each_s)
             try:
                 await self.ensure()
             except ClusterError as error:

@@ -9,7 +9,7 @@ from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, TOPOLOGIES, ClusterFacts
-from kvrouter.operator.labels import BoundPod, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.labels import BindingTarget, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.controller import read_facts
 
@@ -75,7 +75,7 @@ class NodePlaces:
                 await asyncio.sleep(self._again_s)
                 await self._until_stale()
 
-    async def labels_of(self, pod: BoundPod) -> Mapping[str, str] | None:
+    async def labels_of(self, pod: BindingTarget) -> Mapping[str, str] | None:
         """Return the labels of a pod that goes to its node; None when they are not known.
 
         None at all for a pod that is no deployment's worker, or that gets them by itself.
@@ -96,7 +96,7 @@ class NodePlaces:
         node = None if found is None else read_node(found)
         return None if node is None else pod_labels(node.labels, copies)
 
-    def _copies_for(self, pod: BoundPod) -> Sequence[Copy]:
+    def _copies_for(self, pod: BindingTarget) -> Sequence[Copy]:
         """Of two that a name may be of, as names that were cut may be, the one with more of it."""
         found = {
             stem: workers.copies

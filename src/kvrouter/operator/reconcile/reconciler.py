@@ -33,7 +33,7 @@ from kvrouter.operator.api import (
     read_deployment,
 )
 from kvrouter.operator.cluster_info import PODS, ClusterFacts
-from kvrouter.operator.labels import Copy, Pod, late_labels, read_node, read_pod
+from kvrouter.operator.labels import Copy, Pod, backfill_labels, read_node, read_pod
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
     LEVELS_ANNOTATION,
@@ -53,7 +53,7 @@ from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
 from kvrouter.operator.status import (
-    NAME_TAKEN_MEND,
+    NAME_TAKEN_FIX,
     RefusedObjects,
     Workers,
     component_status,
@@ -139,7 +139,7 @@ class Recorder:
         )
 
 
-WARNINGS_TOLD_MAX = 20
+WARNINGS_REPORTED_MAX = 20
 SET_BACK = (
     "was scaled by somebody else, and is set back to the replicas that its component states: leave replicas "
     "out of spec.components where an autoscaler or kubectl scale has the say"
@@ -401,9 +401,9 @@ class Reconciler:
 
     async def _warn(self, found: Manifest, problems: Sequence[Problem]) -> None:
         """Record what the user wrote and does not get, as it is written."""
-        messages = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_TOLD_MAX]]
-        if len(problems) > WARNINGS_TOLD_MAX:
-            messages.append(f"and {len(problems) - WARNINGS_TOLD_MAX} warnings more")
+        messages = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_REPORTED_MAX]]
+        if len(problems) > WARNINGS_REPORTED_MAX:
+            messages.append(f"and {len(problems) - WARNINGS_REPORTED_MAX} warnings more")
         for message in messages:
             await self._recorder.record_once(found, "SpecWarning", message, warns=True)
 
@@ -416,7 +416,7 @@ class Reconciler:
             await self._recorder.record(found, "ReplicasSetBack", f"{place} {SET_BACK}", warns=True)
 
     async def _name_taken(self, found: Manifest, changes: Changes) -> None:
-        message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_MEND}"
+        message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_FIX}"
         await self._recorder.record(found, "NameTaken", message, warns=True)
         raise NameTaken(message)
 
@@ -428,7 +428,7 @@ class Reconciler:
             return pod
         found = self._seen.nodes.get(Key("", pod.node_name))
         node = None if found is None else read_node(found)
-        patch = None if node is None else late_labels(pod, node, copies).patch
+        patch = None if node is None else backfill_labels(pod, node, copies).patch
         if patch is None:
             return pod
         place = Key(pod.namespace, pod.name)

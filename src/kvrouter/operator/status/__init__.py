@@ -3,11 +3,11 @@
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes, serves
 from kvrouter.operator.status.domains import DomainCounts, balance_of, places_of
 from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
-from kvrouter.operator.status.resolved import NAME_TAKEN_MEND, RefusedObjects, component_status, refused_pods
+from kvrouter.operator.status.resolved import NAME_TAKEN_FIX, RefusedObjects, component_status, refused_pods
 from kvrouter.operator.status.status import deployment_status, unreadable_status
 
 __all__ = [
-    "NAME_TAKEN_MEND",
+    "NAME_TAKEN_FIX",
     "ConditionEvent",
     "DomainCounts",
     "EventType",

@@ -11,7 +11,7 @@ from kvrouter.operator.plan import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
 
-PROBLEMS_TOLD_MAX = 5
+PROBLEMS_REPORTED_MAX = 5
 MESSAGE_CHARS_MAX = 1024
 """Of what the API server said about one object: a policy engine may write pages."""
 
@@ -30,7 +30,7 @@ class RefusedObjects:
 
 
 NOTHING_REFUSED = RefusedObjects()
-NAME_TAKEN_MEND = (
+NAME_TAKEN_FIX = (
     "there already, and not this deployment's. It is left as it is: delete it, or give the deployment or its "
     "component another name"
 )
@@ -57,7 +57,9 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
 
 def invalid_spec(problems: Sequence[Problem]) -> Finding:
     """Return that nothing can be planned, and the fields that are to be fixed."""
-    listed = "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])
+    listed = "; ".join(
+        f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_REPORTED_MAX]
+    )
     message = f"nothing is changed in the cluster until this is fixed: {listed}"
     return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
 
@@ -90,7 +92,7 @@ def ready(
         message = f"the API server refuses {joined(refusals.writes)}. The operator goes on trying"
         return Finding(ConditionStatus.FALSE, "WriteRefused", message)
     if refusals.taken:
-        message = f"{joined(refusals.taken)}: {NAME_TAKEN_MEND}"
+        message = f"{joined(refusals.taken)}: {NAME_TAKEN_FIX}"
         return Finding(ConditionStatus.FALSE, "NameTaken", message)
     by_name = {status.name: status for status in found}
     there = [by_name[component.name] for component in components if component.name in by_name]
@@ -124,7 +126,7 @@ def joined(lines: Sequence[str]) -> str:
     """Return the first of these lines, each cut, and how many more there are."""
     shown = [
         line if len(line) <= MESSAGE_CHARS_MAX else f"{line[: MESSAGE_CHARS_MAX - 1]}…"
-        for line in lines[:PROBLEMS_TOLD_MAX]
+        for line in lines[:PROBLEMS_REPORTED_MAX]
     ]
     more = len(lines) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")

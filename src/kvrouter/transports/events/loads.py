@@ -9,7 +9,7 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.port import DropSink, foreign
 from kvrouter.transports.events.subjects import is_said_by, loads_subject
 from kvrouter.transports.events.wire import decode_load, encode_load
-from kvrouter.transports.message_auth import Newest, Seal
+from kvrouter.transports.message_auth import MessageAuth, Newest
 
 LOADS_INTERVAL_S = 0.1
 """The least time between two sendings: engines report at every step, and only the newest report matters."""
@@ -54,7 +54,7 @@ class SealedLoads:
     from one start of a worker to the next, which do not know of each other.
     """
 
-    def __init__(self, seal: Seal, *, namespace: str, component: str) -> None:
+    def __init__(self, seal: MessageAuth, *, namespace: str, component: str) -> None:
         self._seal = seal
         self._namespace = namespace
         self._component = component
@@ -70,7 +70,7 @@ class SealedLoads:
 class OpenedLoads:
     """The router's side."""
 
-    def __init__(self, seal: Seal) -> None:
+    def __init__(self, seal: MessageAuth) -> None:
         self._seal = seal
         self._newest = Newest()
 

@@ -40,10 +40,10 @@ from kvrouter.transports.events.subjects import (
     events_subject,
     is_of_component,
     is_said_by,
-    seal_of,
+    message_auth_of,
 )
 from kvrouter.transports.events.wire import decode_batch, encode_parts
-from kvrouter.transports.message_auth import SEAL_BYTES
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
 from kvrouter.transports.nats_client import reason
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
@@ -76,7 +76,7 @@ class NatsEventPublisher:
         self._client = client
         self._namespace = namespace
         self._component = component
-        self._seal = seal_of(token, namespace)
+        self._seal = message_auth_of(token, namespace)
         self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._queue_max_bytes = queue_max_bytes
         self._drops = Drops(on_dropped, every_s=drops_reported_every_s)
@@ -94,7 +94,7 @@ class NatsEventPublisher:
     def publish(self, batch: KvBatch) -> None:
         """Send a batch, in parts when it is larger than the server takes."""
         subject = events_subject(self._namespace, self._component, batch.rank)
-        for body, _ in encode_parts(batch, max_bytes=self._client.max_payload - SEAL_BYTES):
+        for body, _ in encode_parts(batch, max_bytes=self._client.max_payload - MESSAGE_AUTH_BYTES):
             self._enqueue(subject, self._seal.seal(subject, body), is_batch=True)
 
     def publish_load(self, report: LoadReport) -> None:
@@ -168,7 +168,7 @@ class NatsEventSubscriber:
         self._client = client
         self._recovery = recovery
         self._namespace = namespace
-        self._seal = seal_of(token, namespace)
+        self._seal = message_auth_of(token, namespace)
         self._opened_loads = OpenedLoads(self._seal)
         self._on_malformed = on_malformed
         self._on_foreign = on_foreign

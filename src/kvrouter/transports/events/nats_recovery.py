@@ -26,8 +26,8 @@ from kvrouter.transports.events.recovery import (
     recover_range,
     recover_snapshot,
 )
-from kvrouter.transports.events.subjects import recovery_subject, seal_of
-from kvrouter.transports.message_auth import SEAL_BYTES, Newest
+from kvrouter.transports.events.subjects import message_auth_of, recovery_subject
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, Newest
 
 QUESTIONS_UNREAD_MAX = 1_024
 
@@ -54,7 +54,7 @@ class NatsRecovery:
     ) -> None:
         self._client = client
         self._namespace = namespace
-        self._seal = seal_of(token, namespace)
+        self._seal = message_auth_of(token, namespace)
         self._answered = Newest(remembered_max=ANSWERED_MAX)
         self._on_malformed = on_malformed
         self._answer_timeout_s = answer_timeout_s
@@ -141,7 +141,7 @@ class NatsRecovery:
             return None  # the connection is closed for good: there is nobody to answer
 
     async def _asked(self, message: Msg) -> None:
-        if len(message.data) > SEAL_BYTES + NONCE_BYTES + QUESTION_MAX_BYTES or not message.reply:
+        if len(message.data) > MESSAGE_AUTH_BYTES + NONCE_BYTES + QUESTION_MAX_BYTES or not message.reply:
             self._on_malformed(f"question: {len(message.data)} bytes, to be answered at {message.reply!r}")
             return
         try:
@@ -161,7 +161,7 @@ class NatsRecovery:
             raise ProtocolError("a router's question came again", param="nonce")
         answer = self._recovery_answers.answer(
             question,
-            frame_max_bytes=self._client.max_payload - SEAL_BYTES,
+            frame_max_bytes=self._client.max_payload - MESSAGE_AUTH_BYTES,
             now_s=asyncio.get_running_loop().time(),
         )
         return self._seal.seal(_answer_place(subject, nonce), answer)

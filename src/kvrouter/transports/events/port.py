@@ -125,7 +125,7 @@ class SnapshotFailed(KvrouterError):
     code = "snapshot_failed"
 
 
-class SnapshotTaking(Protocol):
+class PendingSnapshot(Protocol):
     """One snapshot of the index on its way into a store; it is nothing before :meth:`commit`.
 
     It covers what this replica had been handed when it began: a replica that loads it goes on from there.
@@ -153,5 +153,5 @@ class SnapshotStore(Protocol):
     async def overdue(self, *, messages_max: int) -> Sequence[str]:
         """The components that keep more than ``messages_max`` messages of KV events."""
 
-    async def take(self, component: str) -> SnapshotTaking | None:
+    async def take(self, component: str) -> PendingSnapshot | None:
         """Begin; None while another replica does, or where nothing new would be covered."""

@@ -2,13 +2,13 @@
 
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.transports.events.wire import VERSION
-from kvrouter.transports.message_auth import Seal
+from kvrouter.transports.message_auth import MessageAuth
 from kvrouter.transports.nats_client import subject_name
 
 
-def seal_of(token: str, namespace: str) -> Seal:
+def message_auth_of(token: str, namespace: str) -> MessageAuth:
     """The seal of everything that the event plane says over NATS; each thing has a subject of its own."""
-    return Seal(token, f"events {VERSION} {subject_name(namespace)}")
+    return MessageAuth(token, f"events {VERSION} {subject_name(namespace)}")
 
 
 def events_subject(namespace: str, component: str, rank: WorkerRank) -> str:

@@ -22,7 +22,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
 from kvrouter.transports.background import go_on
-from kvrouter.transports.message_auth import SEAL_BYTES, Newest, Seal
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
 from kvrouter.transports.nats_client import flush, flush_subscriptions, subject_name
 from kvrouter.transports.sync.port import MessageSink
 
@@ -80,7 +80,7 @@ class NatsSyncPlane:
     ) -> None:
         self._client = client
         self._subject = f"kvrouter.{subject_name(namespace)}.sync.v{VERSION}"
-        self._seal = Seal(token, f"sync {VERSION} {namespace}")
+        self._seal = MessageAuth(token, f"sync {VERSION} {namespace}")
         self._numbers = itertools.count(1)
         self._newest = Newest()
         self._on_refused = on_refused
@@ -94,8 +94,8 @@ class NatsSyncPlane:
         if not self._client.is_connected:
             return False
         body = encode_message(message)
-        size_bytes = SEAL_BYTES + len(body)
-        size_max_bytes = min(self._client.max_payload, SEAL_BYTES + MESSAGE_MAX_BYTES)
+        size_bytes = MESSAGE_AUTH_BYTES + len(body)
+        size_max_bytes = min(self._client.max_payload, MESSAGE_AUTH_BYTES + MESSAGE_MAX_BYTES)
         if size_bytes > size_max_bytes or self._outbox_bytes + size_bytes > self._outbox_max_bytes:
             return False
         whom = "all" if to is None else f"to.{to}"

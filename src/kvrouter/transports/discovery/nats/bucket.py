@@ -31,7 +31,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import WorkerId
 from kvrouter.transports.discovery.card_publisher import OtherWrote
 from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord, decode_record, encode_record
-from kvrouter.transports.message_auth import SEAL_BYTES, Seal
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth
 from kvrouter.transports.nats_client import reason
 
 HEARD_WITHIN_S = 2.5
@@ -98,7 +98,7 @@ class Bucket:
         answer_s: float,
     ) -> None:
         self.client = client
-        self._seal = Seal(token, f"discovery 1 {namespace}")
+        self._seal = MessageAuth(token, f"discovery 1 {namespace}")
         self.name = f"kvrouter-{namespace}-workers"
         self.live = f"kvrouter.{namespace}.discovery.card"
         self._js = client.jetstream(timeout=answer_s)
@@ -107,7 +107,7 @@ class Bucket:
             description="kvrouter: the workers of a namespace",
             ttl=ttl_s,
             replicas=replicas,
-            max_value_size=SEAL_BYTES + RECORD_MAX_BYTES,
+            max_value_size=MESSAGE_AUTH_BYTES + RECORD_MAX_BYTES,
             republish=RePublish(src=f"$KV.{self.name}.>", dest=f"{self.live}.>"),
         )
         self._kv: KeyValue | None = None

@@ -23,9 +23,9 @@ from kvrouter.transports.events.jetstream.stream import (
     Unobserved,
 )
 from kvrouter.transports.events.loads import Drops, LatestLoads, SealedLoads
-from kvrouter.transports.events.subjects import seal_of
+from kvrouter.transports.events.subjects import message_auth_of
 from kvrouter.transports.events.wire import encode_parts
-from kvrouter.transports.message_auth import SEAL_BYTES
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
 from kvrouter.transports.nats_client import reason
 
 QUEUE_BATCHES_MAX = 8192
@@ -85,7 +85,7 @@ class JetStreamPublisher:
     ) -> None:
         self._client = client
         self._names = LaneNames(namespace, component)
-        self._seal = seal_of(token, namespace)
+        self._seal = message_auth_of(token, namespace)
         self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._stream = EventStream(client.jetstream(), self._names, limits or StreamLimits())
         self._observer = observer or Unobserved()
@@ -180,7 +180,7 @@ class JetStreamPublisher:
         batches = self._waiting.pop(rank)
         self._n_waiting -= len(batches)
         subject = self._names.events(rank)
-        max_bytes = self._client.max_payload - ENVELOPE_BYTES - SEAL_BYTES
+        max_bytes = self._client.max_payload - ENVELOPE_BYTES - MESSAGE_AUTH_BYTES
         taken = []
         for batch in merged(batches, events_max=self._merged_events_max):
             for body, _ in encode_parts(batch, max_bytes=max_bytes):

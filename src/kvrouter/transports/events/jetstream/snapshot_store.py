@@ -33,7 +33,7 @@ from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamReading
 from kvrouter.transports.events.wire import decode_snapshot
-from kvrouter.transports.message_auth import Seal
+from kvrouter.transports.message_auth import MessageAuth
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -94,7 +94,7 @@ class ComponentSnapshots:
         jetstream: JetStreamContext,
         names: LaneNames,
         *,
-        seal: Seal,
+        seal: MessageAuth,
         on_refused: Callable[[str], None],
         replicas: int,
     ) -> None:

@@ -50,7 +50,7 @@ from kvrouter.transports.events.port import (
     foreign,
 )
 from kvrouter.transports.events.wire import decode_batch
-from kvrouter.transports.message_auth import Seal
+from kvrouter.transports.message_auth import MessageAuth
 from kvrouter.transports.nats_client import reason, subject_name
 
 RETRY_S = 0.5
@@ -181,7 +181,7 @@ class LaneParts:
     client: Client
     recovery: RecoveryClient
     names: LaneNames
-    seal: Seal
+    seal: MessageAuth
     replica_name: str
     limits: StreamLimits
     observer: LaneObserver

@@ -23,12 +23,12 @@ from kvrouter.transports.events.port import (
     BatchSink,
     DropReason,
     LoadSink,
+    PendingSnapshot,
     RecoveryClient,
     SnapshotFailed,
-    SnapshotTaking,
     foreign,
 )
-from kvrouter.transports.events.subjects import seal_of
+from kvrouter.transports.events.subjects import message_auth_of
 from kvrouter.transports.nats_client import reason
 
 COMPONENTS_MAX = 64
@@ -61,7 +61,7 @@ class JetStreamSubscriber:
         self._client = client
         self._recovery = recovery
         self._namespace = namespace
-        self._seal = seal_of(token, namespace)
+        self._seal = message_auth_of(token, namespace)
         self._replica_name = replica_name
         self._limits = limits or StreamLimits()
         self._observer = observer or Unobserved()
@@ -140,7 +140,7 @@ class JetStreamSubscriber:
         except CLIENT_ERRORS as error:
             raise SnapshotFailed(reason(error)) from error
 
-    async def take(self, component: str) -> SnapshotTaking | None:
+    async def take(self, component: str) -> PendingSnapshot | None:
         """Begin a snapshot of the component; None while another replica does. Raises SnapshotFailed."""
         taker = self._takers.get(component)
         if taker is None:

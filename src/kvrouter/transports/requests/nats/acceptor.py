@@ -13,16 +13,16 @@ from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.background import go_on, tick
-from kvrouter.transports.message_auth import Newest, Seal
+from kvrouter.transports.message_auth import MessageAuth, Newest
 from kvrouter.transports.nats_client import flush_subscriptions, subject_name
 from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.nats.plane import (
     NatsPipe,
-    Post,
+    PipePublisher,
     answers_subject,
     from_router,
+    message_auth_of,
     requests_subject,
-    seal_of,
 )
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import STREAMS_MAX
@@ -44,12 +44,12 @@ class _WorkerEndpoint:
     def __init__(
         self,
         place: LegServer,
-        post: Post,
+        post: PipePublisher,
         limits: WorkerLimits,
         *,
         namespace: str,
         worker: tuple[WorkerId, Epoch],
-        seal: Seal,
+        seal: MessageAuth,
         on_refused: Callable[[str], None],
     ) -> None:
         self.place = place
@@ -110,7 +110,7 @@ class _WorkerEndpoint:
         asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 
-class _NatsPlace(LegServer):
+class _NatsLegServer(LegServer):
     """A place that routers reach once NATS knows of its subscription."""
 
     client: Client
@@ -143,13 +143,13 @@ class NatsRequestAcceptor:
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
-        self._seal = seal_of(token, self._namespace)
+        self._seal = message_auth_of(token, self._namespace)
         heartbeat_s = dead_after_s / 6
         self._limits = WorkerLimits(
             heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, streams_max=STREAMS_MAX
         )
         self._on_refused = on_refused
-        self._post = Post(client, self._seal)
+        self._post = PipePublisher(client, self._seal)
         self._endpoints: dict[str, _WorkerEndpoint] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._clock = AwakeClock(heartbeat_s)
@@ -174,7 +174,7 @@ class NatsRequestAcceptor:
         """Return what the card of a worker served here says."""
         return f"nats://{self._namespace}/{worker_id}/{incarnation}"
 
-    def serve(self, address: str, server: RequestServer) -> _NatsPlace:
+    def serve(self, address: str, server: RequestServer) -> _NatsLegServer:
         """Make ``server`` reachable under an address that :meth:`address_of` gave, until it leaves."""
         if address in self._endpoints:
             raise ConfigError(f"{address} is served already", param="address")
@@ -182,7 +182,7 @@ class NatsRequestAcceptor:
             raise ConfigError("the connection to NATS is closed", param="client")
         words = address.removeprefix("nats://").rsplit("/", 2)
         worker = (WorkerId(int(words[1])), Epoch(int(words[2])))
-        place = _NatsPlace(address, server, self._clock, lambda why: self._leave(address, place, why))
+        place = _NatsLegServer(address, server, self._clock, lambda why: self._leave(address, place, why))
         self._endpoints[address] = _WorkerEndpoint(
             place,
             self._post,
@@ -198,7 +198,7 @@ class NatsRequestAcceptor:
         place.subscribing = asyncio.create_task(self._client.subscribe(subject, cb=hear))
         return place
 
-    def _leave(self, address: str, place: _NatsPlace, why: str) -> None:
+    def _leave(self, address: str, place: _NatsLegServer, why: str) -> None:
         self._endpoints.pop(address).close(why)
         task = asyncio.create_task(self._unsubscribe(place.subscribing))
         self._leaving.add(task)

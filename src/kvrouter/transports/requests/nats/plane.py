@@ -19,7 +19,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import go_on, tick
-from kvrouter.transports.message_auth import SEAL_BYTES, Newest, Seal
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
 from kvrouter.transports.nats_client import subject_name
 from kvrouter.transports.requests.legs import CONNECTION_CLOSED
 from kvrouter.transports.requests.messages import FrameKind, frame
@@ -43,7 +43,7 @@ SIGNS = frozenset({frame(FrameKind.PING), frame(FrameKind.PONG)})
 MESSAGE_MAX_BYTES = 1 << 20
 """The longest message that is sent, where the server would take a longer one."""
 
-ENVELOPE_BYTES = SEAL_BYTES + 256
+ENVELOPE_BYTES = MESSAGE_AUTH_BYTES + 256
 """What a message has in addition to the session's bytes: the seal, and who speaks."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -69,12 +69,12 @@ class FromWorker(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-def seal_of(token: str, namespace: str) -> Seal:
+def message_auth_of(token: str, namespace: str) -> MessageAuth:
     """Return the seal of the plane's messages."""
-    return Seal(token, f"requests {VERSION} {namespace}")
+    return MessageAuth(token, f"requests {VERSION} {namespace}")
 
 
-def from_router(seal: Seal, subject: str, message: bytes) -> tuple[int, FromRouter]:
+def from_router(seal: MessageAuth, subject: str, message: bytes) -> tuple[int, FromRouter]:
     """Return a message's number and what a router says; raise ProtocolError. A stranger's is not parsed."""
     number, body = seal.numbered(subject, message)
     try:
@@ -86,7 +86,7 @@ def from_router(seal: Seal, subject: str, message: bytes) -> tuple[int, FromRout
     return number, said
 
 
-def from_worker(seal: Seal, subject: str, message: bytes) -> tuple[int, FromWorker]:
+def from_worker(seal: MessageAuth, subject: str, message: bytes) -> tuple[int, FromWorker]:
     """Return a message's number and what a worker says; raise ProtocolError. A stranger's is not parsed."""
     number, body = seal.numbered(subject, message)
     try:
@@ -120,7 +120,9 @@ class NatsPipe:
 
     session: Session
 
-    def __init__(self, post: "Post", subject: str, replies_to: str, speaker: tuple[str | int, int]) -> None:
+    def __init__(
+        self, post: "PipePublisher", subject: str, replies_to: str, speaker: tuple[str | int, int]
+    ) -> None:
         self.subject = subject
         self.replies_to = replies_to
         self._post = post
@@ -147,13 +149,13 @@ class NatsPipe:
         return body
 
 
-class Post:
+class PipePublisher:
     """Publishes what the sessions of its pipes have to say, in messages that NATS takes.
 
     Its messages are numbered from 1, whatever pipe they are from.
     """
 
-    def __init__(self, client: Client, seal: Seal) -> None:
+    def __init__(self, client: Client, seal: MessageAuth) -> None:
         self._client = client
         self._seal = seal
         self._numbers = itertools.count(1)
@@ -299,7 +301,7 @@ class NatsRequestPlane:
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
-        self._seal = seal_of(token, self._namespace)
+        self._seal = message_auth_of(token, self._namespace)
         self._newest = Newest()
         self._open_timeout_s = open_timeout_s
         self._heartbeat_s = dead_after_s / 6 if heartbeat_s is None else heartbeat_s
@@ -315,7 +317,7 @@ class NatsRequestPlane:
         )
         self._on_refused = on_refused
         self._router = secrets.token_hex(8)
-        self._post = Post(client, self._seal)
+        self._post = PipePublisher(client, self._seal)
         self._link_numbers = itertools.count()
         self._links: dict[str, NatsLink] = {}
         self._by_number: dict[int, tuple[NatsLink, RouterPipe]] = {}

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.transports.message_auth import SEAL_BYTES, Newest, Seal
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
 
 TOKENS = st.text(max_size=20)
 BODIES = st.binary(max_size=200)
 NUMBERS = st.integers(min_value=0, max_value=2**64 - 1)
-SEAL = Seal("t0p", "events 1 ns")
+SEAL = MessageAuth("t0p", "events 1 ns")
 
 
-def refused(seal: Seal, subject: str, message: bytes) -> bool:
+def refused(seal: MessageAuth, subject: str, message: bytes) -> bool:
     with pytest.raises(ProtocolError) as error:
         seal.opened(subject, message)
     return error.value.param == "token"
@@ -23,9 +23,9 @@ def refused(seal: Seal, subject: str, message: bytes) -> bool:
 def test_what_was_sealed_opens_with_its_number(
     token: str, purpose: str, subject: str, body: bytes, number: int
 ) -> None:
-    message = Seal(token, purpose).seal(subject, body, number=number)
-    assert len(message) == SEAL_BYTES + len(body)
-    opened = Seal(token, purpose).numbered(subject, memoryview(message))
+    message = MessageAuth(token, purpose).seal(subject, body, number=number)
+    assert len(message) == MESSAGE_AUTH_BYTES + len(body)
+    opened = MessageAuth(token, purpose).numbered(subject, memoryview(message))
     assert (opened[0], bytes(opened[1])) == (number, body)
 
 
@@ -54,8 +54,8 @@ def test_another_subject_is_refused(subject: str, other: str, body: bytes) -> No
 @given(TOKENS, TOKENS, BODIES)
 def test_another_token_or_purpose_is_refused(one: str, other: str, body: bytes) -> None:
     if one != other:
-        assert refused(Seal(other, "p"), "s", Seal(one, "p").seal("s", body))
-        assert refused(Seal("t0p", other), "s", Seal("t0p", one).seal("s", body))
+        assert refused(MessageAuth(other, "p"), "s", MessageAuth(one, "p").seal("s", body))
+        assert refused(MessageAuth("t0p", other), "s", MessageAuth("t0p", one).seal("s", body))
 
 
 @given(BODIES)
@@ -69,7 +69,7 @@ def test_subject_number_and_body_do_not_flow_into_each_other(body: bytes, data: 
     text = body.hex()
     cut = data.draw(st.integers(0, len(text) - 1))
     message = SEAL.seal(text[:cut], text[cut:].encode())
-    moved = message[:SEAL_BYTES] + text[cut + 1 :].encode()
+    moved = message[:MESSAGE_AUTH_BYTES] + text[cut + 1 :].encode()
     assert refused(SEAL, text[: cut + 1], moved)
 
 

@@ -14,7 +14,7 @@ from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, error_of, metrics_of, mock_text, open_house, token_ids
-from tests.support.parsed import parse_passed
+from tests.support.parsed import parse_passthrough
 from tests.support.scripted_transport import ScriptedStream
 from tests.support.waits import until
 
@@ -356,7 +356,7 @@ PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "u
 )
 def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_resumable: bool) -> None:
     body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True, **fields}).encode()
-    passed = parse_passed(CallRoute.CHAT, body)
+    passed = parse_passthrough(CallRoute.CHAT, body)
     assert passed.client_call.resumable is is_resumable
     assert passed.client_call.body == body
 
@@ -393,7 +393,7 @@ def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_
 )
 def test_what_routing_needs_is_checked_by_name(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse_passed(CallRoute.CHAT, body)
+        parse_passthrough(CallRoute.CHAT, body)
     if param is not None:
         assert refused.value.param is not None
         assert refused.value.param.startswith(param)

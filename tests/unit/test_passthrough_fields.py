@@ -14,7 +14,7 @@ from kvrouter.core.requests import Bootstrap, CallRoute, Leg
 from kvrouter.engines.sglang import calls as sglang
 from kvrouter.engines.vllm import calls as vllm
 from tests.support.engine_legs import client_call, full_leg
-from tests.support.parsed import parse_passed
+from tests.support.parsed import parse_passthrough
 
 REFUSED: dict[str, object] = {
     "kv_transfer_params": {"remote_host": "h"},
@@ -50,9 +50,9 @@ MEETING = Bootstrap(host="10.0.0.3", port=8998, room=7)
 @pytest.mark.parametrize("field", REFUSED)
 def test_the_router_alone_says_it(field: str, route: CallRoute, asked: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse_passed(route, json.dumps({"model": "m", **asked, field: REFUSED[field]}).encode())
+        parse_passthrough(route, json.dumps({"model": "m", **asked, field: REFUSED[field]}).encode())
     assert refused.value.param == field
-    parse_passed(route, json.dumps({"model": "m", **asked, field: None}).encode())
+    parse_passthrough(route, json.dumps({"model": "m", **asked, field: None}).encode())
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from kvrouter.service.attempt import Phase, SilenceWatch, Timeouts, TooLong
+from kvrouter.service.attempt import Phase, StallWatch, Timeouts, TooLong
 from tests.support.waits import until
 
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
@@ -11,7 +11,7 @@ PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, re
 
 async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:
     reported: list[TooLong] = []
-    watch = SilenceWatch(PATIENCE, lambda kind, _: reported.append(kind))
+    watch = StallWatch(PATIENCE, lambda kind, _: reported.append(kind))
     watch.is_reading = True
     watch.enter(Phase.STREAMING)
     time.sleep(0.5)  # noqa: ASYNC251

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.response_passthrough import PassedTokens, passed_tokens
+from kvrouter.frontend.response_passthrough import PassthroughTokens, passthrough_tokens
 from kvrouter.text.model import TextModel
 from tests.support.front import mock_text
-from tests.support.parsed import parse_passed
+from tests.support.parsed import parse_passthrough
 
 UNTEMPLATED = replace(mock_text(), template=None)
 
 
-async def known(messages: list[object], text: TextModel = UNTEMPLATED) -> PassedTokens:
+async def known(messages: list[object], text: TextModel = UNTEMPLATED) -> PassthroughTokens:
     body = json.dumps({"model": "m", "messages": messages}).encode()
-    return await passed_tokens(parse_passed(CallRoute.CHAT, body), text)
+    return await passthrough_tokens(parse_passthrough(CallRoute.CHAT, body), text)
 
 
 def says(*texts: str) -> dict[str, object]:
@@ -43,12 +43,12 @@ async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
     short = replace(UNTEMPLATED, context_length_tokens=16)
     word = "hello "
     body = json.dumps({"model": "m", "messages": [says(*[word * 100_000] * 16)]}).encode()
-    passed = parse_passed(CallRoute.CHAT, body)
+    passed = parse_passthrough(CallRoute.CHAT, body)
     beginning = (word * 100_000)[: short.prompt_max_chars]
     expected = await short.encode_beginning(beginning)
     tracemalloc.start()
     try:
-        found = await passed_tokens(passed, short)
+        found = await passthrough_tokens(passed, short)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
