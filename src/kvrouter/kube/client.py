@@ -63,7 +63,7 @@ class ClusterLost(ClusterError):
     code = "cluster_lost"
 
 
-class AnswerTooLarge(ClusterLost):
+class ResponseTooLarge(ClusterLost):
     """Its answer has more bytes than are read."""
 
 
@@ -205,7 +205,7 @@ class KubeClient:
             query = [("limit", str(n_objects)), ("labelSelector", labels), ("continue", rest)]
             try:
                 page = await _page(await self.ask("GET", path, query=query, accept=accept))
-            except AnswerTooLarge:
+            except ResponseTooLarge:
                 if n_objects == 1:
                     raise
                 n_objects = max(1, n_objects // 4)
@@ -454,7 +454,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for piece in response.content.iter_any():
         text += piece
         if len(text) > ANSWER_MAX_BYTES:
-            raise AnswerTooLarge(f"the API server's answer has more than {ANSWER_MAX_BYTES} bytes")
+            raise ResponseTooLarge(f"the API server's answer has more than {ANSWER_MAX_BYTES} bytes")
     return bytes(text)
 
 
