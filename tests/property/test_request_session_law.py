@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.transports.requests.messages import (
+    TO_WORKER,
     FrameKind,
     Hello,
     Secret,
@@ -27,7 +29,13 @@ from kvrouter.transports.requests.messages import (
 )
 from kvrouter.transports.requests.nats.plane import FromRouter, NatsPipe, PipePublisher
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.transports.requests.session import RouterHello, RouterLimits, RouterSession, Session
+from kvrouter.transports.requests.session import (
+    READING_FULL,
+    RouterHello,
+    RouterLimits,
+    RouterSession,
+    Session,
+)
 from kvrouter.transports.requests.worker_session import (
     Answer,
     WorkerHello,
@@ -137,7 +145,9 @@ def new_router(*, has_hello: bool = True) -> tuple[RouterSession[Stream], list[s
     return session, ends
 
 
-def new_worker(*, has_hello: bool = True, mistakes: list[str] | None = None) -> tuple[WorkerSession, Side]:
+def new_worker(
+    *, has_hello: bool = True, mistakes: list[str] | None = None, budget: ByteBudget | None = None
+) -> tuple[WorkerSession, Side]:
     side = Side()
 
     def admit(_said: Hello) -> WorkerSide | str:
@@ -154,6 +164,7 @@ def new_worker(*, has_hello: bool = True, mistakes: list[str] | None = None) -> 
         wake=lambda: None,
         on_refused=lambda _why: None,
         on_mistake=fail,
+        budget=budget,
     )
     if not has_hello:
         session.side = side
@@ -341,17 +352,63 @@ def test_a_router_that_gives_up_a_connection_says_nothing_more() -> None:
     assert (router.is_lost, router.take_output()) == (True, b"")
 
 
-def test_a_session_that_is_lost_while_it_sends_sends_nothing() -> None:
+@pytest.mark.parametrize("token", [object(), 2**70])
+def test_a_token_that_cannot_travel_fails_its_own_leg(token: int) -> None:
     mistakes: list[str] = []
-    worker, _ = new_worker(has_hello=False, mistakes=mistakes)
     router, _ = new_router(has_hello=False)
-    router.open(REQUEST, 0)
-    worker.receive(router.take_output())
-    worker.take_output()
-    worker.bring_tokens(1, (object(),))  # type: ignore[arg-type]
-    worker.accept(1)
-    assert (worker.is_lost, worker.take_output()) == (True, b"")
+    worker, side = new_worker(has_hello=False, mistakes=mistakes)
+    odd, good = router.open(REQUEST, 0), router.open(REQUEST, 0)
+    carry(router, worker)
+    worker.accept(odd.stream_id)
+    worker.accept(good.stream_id)
+    worker.bring_tokens(good.stream_id, (5,))
+    worker.bring_tokens(odd.stream_id, (token,))
+    worker.bring_tokens(good.stream_id, (6,))
+    carry(router, worker)
+    assert isinstance(odd.error, StreamBroken)
+    assert (odd.tokens, side.cancelled) == ([], [odd.stream_id])
+    assert (good.tokens, good.error) == ([5, 6], None)
     assert mistakes == ["tokens cannot travel"]
+    assert not worker.is_closed
+
+
+def test_a_session_that_is_lost_while_it_gathers_says_nothing_more() -> None:
+    class LostAtOnce(Session):
+        def gather(self) -> None:
+            self.lose("lost")
+
+        def ended(self, reason: str) -> None:
+            """Nobody wants to know."""
+
+    def new_session() -> LostAtOnce:
+        return LostAtOnce(kinds=TO_WORKER, has_opening=False, dead_after_s=3.0, wake=lambda: None)
+
+    sends, closes = new_session(), new_session()
+    sends.send(FrameKind.PING)
+    closes.close("why")
+    for session in (sends, closes):
+        assert session.is_lost
+        assert session.take_output() == b""
+
+
+def test_requests_that_arrive_in_part_have_one_budget_and_the_largest_is_dropped() -> None:
+    budget = ByteBudget(1_000)
+    (first, _), (second, side), (third, _) = (new_worker(has_hello=False, budget=budget) for _ in range(3))
+    part = frame(FrameKind.OPEN, b"x" * 5_000)[:200]
+    whole = frame(FrameKind.OPEN, encode_open(0, 5, REQUEST))
+    first.receive(part)
+    second.receive(whole[:-1])
+    third.receive(part + b"x" * 300)
+    assert budget.bytes == 200 + len(whole) - 1 + 500
+    first.receive(b"x" * 200)
+    assert (third.is_closed, third.take_output()) == (True, goodbye(READING_FULL))
+    assert budget.bytes == 400 + len(whole) - 1
+    second.receive(whole[-1:])
+    assert side.requests == [REQUEST]
+    assert budget.bytes == 400
+    first.lose("gone")
+    third.receive(b"x" * 5_000)
+    assert budget.bytes == 0
 
 
 def test_an_end_that_has_nothing_to_say_gives_a_sign_of_life() -> None:

@@ -149,3 +149,20 @@ def test_a_new_kind_needs_its_folder_and_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("....  "), done.stdout
+
+
+async def test_an_adapter_that_was_loaded_makes_no_other_engine(tmp_path: Path) -> None:
+    async with scripted_engine() as engine, ENTRANCES["command"]("vllm", engine, tmp_path) as card:
+        before = card()
+        assert before is not None
+        await engine.stop()
+        await until(lambda: (now := card()) is not None and now.engine_silent)
+        models = engine.json("/v1/models")
+        (base,) = models["data"]
+        engine.set_json("/v1/models", {**models, "data": [base, {**base, "id": "french", "parent": "tiny"}]})
+        was_started_again(engine)
+        await engine.start()
+        await until(lambda: (now := card()) is not None and not now.engine_silent)
+        now = card()
+        assert now is not None
+        assert now.incarnation == before.incarnation, "legs that run would be cut"

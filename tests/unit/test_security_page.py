@@ -192,6 +192,7 @@ WHERE = {
     "workers of a fleet": "service.router transports.discovery",
     "dispatches of one": "journey",
     "legs that a worker remembers": "transports.requests.legs.ENDED",
+    "requests that arrived in part": "transports.requests.session.READING",
     "what a tcp peer": "transports.requests.session.UNREAD",
     "a request, as a worker": "transports.requests.stream transports.requests.messages.CHUNK",
     "legs that one worker runs": "transports.requests.legs",

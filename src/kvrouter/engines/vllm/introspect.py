@@ -58,7 +58,7 @@ class VllmInfo:
     def identity(self) -> Mapping[str, object]:
         """What its worker's card and calls are made from (``Attached.identity``)."""
         return {
-            "models": ", ".join((*self.models, *self.adapters)),
+            "models": ", ".join(self.models),  # adapters are loaded while it runs
             "block size": self.block_size,
             "ranks": sorted(self.ranks),
             "context length": self.context_length,

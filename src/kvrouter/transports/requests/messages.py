@@ -163,6 +163,15 @@ class FrameReader:
             self._rest += data[at:]
         return frames
 
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes came of a frame that is not complete."""
+        return len(self._rest)
+
+    def drop(self) -> None:
+        """Free what is held: nothing more is read."""
+        self._rest = bytearray()
+
     def _refused(self, kind: int, body_bytes: int) -> ProtocolError:
         limit_bytes = self.kinds.get(kind)
         if limit_bytes is None:

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
@@ -50,6 +51,11 @@ STREAMS_MAX = 8192
 UNREAD_MAX_BYTES = 128 * 1024 * 1024
 """A peer that leaves more than this unread is given up."""
 
+READING_MAX_BYTES = 512 * 1024 * 1024
+"""What arrived in part of requests, of all routers of one acceptor."""
+
+READING_FULL = "full: too many bytes of requests are being read"
+
 LEFT = "the connection was closed"
 
 
@@ -58,6 +64,8 @@ class Session:
 
     ``wake`` is called when there is something to send where before there was nothing. A session that is over
     has ``is_closed``; then the pipe sends what is left, a goodbye, and ends, or ends at once if ``is_lost``.
+    Frames that arrived in part are held within ``budget``, which sessions share: when it is full, the session
+    that holds most of it ends.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class Session:
         has_opening: bool,
         dead_after_s: float,
         wake: Callable[[], None],
+        budget: ByteBudget | None = None,
     ) -> None:
         self.is_closed = False
         self.is_lost = False
@@ -82,6 +91,8 @@ class Session:
         self._opening: bytearray | None = bytearray() if has_opening else None
         self._out: list[bytes] = []
         self._has_connection = has_opening
+        self._budget = budget
+        self._held_bytes = 0
         self._dead_after_s = dead_after_s
         self._was_heard = True
         self._heard_s = 0.0
@@ -122,6 +133,13 @@ class Session:
                 self._take(kind, body)
         except ProtocolError as error:
             self.refuse(error.message)
+        if self._budget is not None and self._held_bytes != self._reader.held_bytes:
+            self._held_bytes = self._reader.held_bytes
+            self._budget.hold(self, self._held_bytes)
+
+    def shed(self) -> None:
+        """The budget of what is being read is full, and this session holds most of it."""
+        self.refuse(READING_FULL)
 
     def _take(self, kind: int, body: bytes) -> None:
         if not self.is_closed:  # as it may be by the frame before
@@ -209,6 +227,7 @@ class Session:
         """Say why and end, once what was sent before has left. Idempotent."""
         if not self.is_closed:
             self.gather()
+        if not (self.is_closed or self.is_lost):  # as it may be by what was gathered
             self._out.append(goodbye(reason))
             self._end(reason)
 
@@ -232,6 +251,9 @@ class Session:
     def _end(self, reason: str) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self._reader.drop()
+            if self._budget is not None:
+                self._budget.hold(self, 0)
             self.ended(reason)
             self.flush_soon()
 

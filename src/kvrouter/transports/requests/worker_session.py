@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.requests.messages import (
@@ -30,7 +31,7 @@ from kvrouter.transports.requests.messages import (
     read_hello,
     whole_chunk,
 )
-from kvrouter.transports.requests.port import WorkerFull
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull
 from kvrouter.transports.requests.session import Session
 from kvrouter.transports.requests.stream import credit_of, decode_request, is_bare
 
@@ -135,12 +136,14 @@ class WorkerSession(Session):
         wake: Callable[[], None],
         on_refused: Callable[[str], None],
         on_mistake: Callable[[str, Exception], None],
+        budget: ByteBudget | None = None,
     ) -> None:
         super().__init__(
             kinds=TO_WORKER,
             has_opening=worker_hello is not None,
             dead_after_s=limits.dead_after_s,
             wake=wake,
+            budget=budget,
         )
         self.side: WorkerSide | None = None
         self.is_choked = False
@@ -261,9 +264,30 @@ class WorkerSession(Session):
                 body = encode_items(items)
             except (TypeError, OverflowError) as error:  # an engine's adapter brought no plain integers
                 self._report_mistake("tokens cannot travel", error)
-                self.lose("the worker's engine brought tokens that cannot travel")
+                self._gather_each(items)
                 return
             self.send(FrameKind.CHUNKS, body)
+
+    def _gather_each(self, items: list[Item]) -> None:
+        """Send the items that can travel; the legs of the others fail, and bring nothing more."""
+        good: list[Item] = []
+        failed: dict[int, None] = {}
+        for item in items:
+            if item[0] in failed:
+                continue
+            try:
+                encode_items([item])
+            except (TypeError, OverflowError):
+                failed[item[0]] = None
+            else:
+                good.append(item)
+        if good:
+            self.send(FrameKind.CHUNKS, encode_items(good))
+        for stream_id in failed:
+            error = StreamBroken("the worker's engine brought tokens that cannot travel")
+            self.fail(stream_id, error, is_accepted=True)
+            if self.side is not None:
+                self.side.cancel(stream_id, error.message)
 
     def choke(self) -> None:
         """More bytes wait for the router than should: legs wait."""

@@ -9,6 +9,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
@@ -25,7 +26,7 @@ from kvrouter.transports.requests.nats.plane import (
     requests_subject,
 )
 from kvrouter.transports.requests.port import RequestServer
-from kvrouter.transports.requests.session import STREAMS_MAX
+from kvrouter.transports.requests.session import READING_MAX_BYTES, STREAMS_MAX
 from kvrouter.transports.requests.worker_session import WorkerLimits, WorkerSession
 
 ROUTERS_MAX = 4096
@@ -46,6 +47,7 @@ class _WorkerEndpoint:
         place: LegServer,
         post: PipePublisher,
         limits: WorkerLimits,
+        reading: ByteBudget,
         *,
         namespace: str,
         worker: tuple[WorkerId, Epoch],
@@ -55,6 +57,7 @@ class _WorkerEndpoint:
         self.place = place
         self._post = post
         self._limits = limits
+        self._reading = reading
         self._namespace = namespace
         self._worker = worker
         self._seal = seal
@@ -102,6 +105,7 @@ class _WorkerEndpoint:
             wake=pipe.wake,
             on_refused=self._on_refused,
             on_mistake=self._mistaken,
+            budget=self._reading,
         )
         pipe.session.side = SessionLegs(self.place, f"{router}.{link}", pipe.session)
         return pipe
@@ -150,6 +154,7 @@ class NatsRequestAcceptor:
         )
         self._on_refused = on_refused
         self._post = PipePublisher(client, self._seal)
+        self._reading = ByteBudget(READING_MAX_BYTES)
         self._endpoints: dict[str, _WorkerEndpoint] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._clock = AwakeClock(heartbeat_s)
@@ -187,6 +192,7 @@ class NatsRequestAcceptor:
             place,
             self._post,
             self._limits,
+            self._reading,
             namespace=self._namespace,
             worker=worker,
             seal=self._seal,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from ssl import SSLContext
 from typing import NamedTuple
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import advertised_host
@@ -20,7 +21,7 @@ from kvrouter.transports.listener import (
 from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
-from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES
+from kvrouter.transports.requests.session import READING_MAX_BYTES, STREAMS_MAX, UNREAD_MAX_BYTES
 from kvrouter.transports.requests.tcp.plane import (
     CLOSE_WITHIN_S,
     TcpAddress,
@@ -54,6 +55,7 @@ class WorkerPipe(TcpPipe):
             wake=self.wake,
             on_refused=self._refused,
             on_mistake=self._mistaken,
+            budget=acceptor.reading,
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -144,6 +146,8 @@ class TcpRequestAcceptor:
         )
         self.hello_within_s = hello_within_s
         self.write_max_bytes = write_max_bytes
+        self.reading = ByteBudget(READING_MAX_BYTES)
+        """What arrived in part of requests, of all routers."""
         self._connections_max = connections_max
         self.on_refused = on_refused
         self._server = TcpServer(
