@@ -124,7 +124,11 @@ impl Mirror {
     ///
     /// A block whose parent is gone begins a store of its own under its sequence hash, which chains like a
     /// first block's own hash. A block that was stored `n` times is given `n` times. Ends at the first error.
-    pub fn replay<E>(&self, blocks_max: usize, mut publish: impl FnMut(Run) -> Result<(), E>) -> Result<(), E> {
+    pub fn replay<E>(
+        &self,
+        blocks_max: usize,
+        mut publish: impl FnMut(Run) -> Result<(), E>,
+    ) -> Result<(), E> {
         for (medium, held) in self.media.iter().enumerate() {
             tell_medium(medium, held, blocks_max, &mut publish)?;
         }

@@ -115,7 +115,8 @@ impl Publisher {
             progress: Condvar::new(),
         });
         let for_thread = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("kvrouter".into()).spawn(move || link::run(&for_thread))?;
+        let thread =
+            std::thread::Builder::new().name("kvrouter".into()).spawn(move || link::run(&for_thread))?;
         Ok(Publisher { shared, thread: Some(thread) })
     }
 
