@@ -19,8 +19,10 @@ from kvrouter.mock.paged_kv import BlockTable
 from kvrouter.mock.scheduler import RankScheduler
 from kvrouter.mock.sequence import (
     UNLIMITED_CREDIT,
+    Content,
     EngineSequence,
     SequenceKey,
+    TokenContent,
     sequence_key,
 )
 from kvrouter.mock.tokens import TokenModel
@@ -81,9 +83,13 @@ class MockEngine:
     """One engine with ``config.dp_size`` ranks. ``engine_id`` distinguishes it from its own earlier lives.
 
     ``kv_address`` (host, port) is where other processes come for the KV of its prefill legs, if they may.
+    With ``leaps`` it asks to be called only when something changes but the number of tokens: its outputs are
+    those of an engine that makes every step, in fewer chunks.
     """
 
-    def __init__(self, config: MockConfig, *, worker_id: WorkerId, engine_id: str) -> None:
+    def __init__(
+        self, config: MockConfig, *, worker_id: WorkerId, engine_id: str, leaps: bool = False
+    ) -> None:
         self.config = config
         self.worker_id = worker_id
         self.engine_id = engine_id
@@ -96,7 +102,7 @@ class MockEngine:
         )
         first = config.dp_start
         self._ranks = {
-            DpRank(rank): RankScheduler(config, WorkerRank(worker_id, DpRank(rank)), self._model)
+            DpRank(rank): RankScheduler(config, WorkerRank(worker_id, DpRank(rank)), leaps=leaps)
             for rank in range(first, first + config.dp_size)
         }
         self._schedulers = tuple(self._ranks.values())
@@ -105,22 +111,26 @@ class MockEngine:
         self._notices: list[Notice] = []
 
     def submit(
-        self, now: float, request: EngineRequest, *, credit_tokens: int = UNLIMITED_CREDIT
+        self,
+        now: float,
+        request: EngineRequest,
+        *,
+        credit_tokens: int = UNLIMITED_CREDIT,
+        content: Content | None = None,
     ) -> SequenceKey:
-        """Accept a leg. At most ``credit_tokens`` tokens are generated until :meth:`give_credit`.
+        """Accept a leg. At most ``credit_tokens`` tokens are generated until :meth:`give_credit`. ``content``
+        is what it says instead of ``request.token_ids``.
 
         Raises InvalidRequest for a leg that this engine can never serve, EngineFull when too many wait.
         """
-        scheduler = self._check(request)
+        n_tokens = len(request.token_ids) if content is None else content.prompt_tokens
+        scheduler = self._check(request, n_tokens)
         if len(scheduler.waiting) >= self.config.max_waiting_seqs:
             raise EngineFull(f"worker {scheduler.rank}: {len(scheduler.waiting)} requests wait already")
-        sequence = EngineSequence(
-            request,
-            block_size=self.config.block_size,
-            chain=self._model.state(request.token_ids, request.sampling),
-            credit_tokens=credit_tokens,
-            eos_token_id=None if self.config.eos_every is None else self.config.eos_token_id,
-        )
+        scheduler.catch_up(now)
+        if content is None:
+            content = TokenContent(request, self.config, self._model)
+        sequence = EngineSequence(request, content, credit_tokens=credit_tokens)
         self._sequences[sequence.key] = sequence
         scheduler.waiting.append(sequence)
         scheduler.wake(now)
@@ -145,13 +155,16 @@ class MockEngine:
         """The reader of ``key`` made room for ``tokens`` more; nothing when the leg has ended."""
         sequence = self._sequences.get(key)
         if sequence is not None:
-            self._ranks[sequence.request.dp_rank].give_credit(now, sequence, tokens)
+            scheduler = self._ranks[sequence.request.dp_rank]
+            scheduler.catch_up(now)
+            scheduler.give_credit(now, sequence, tokens)
 
     def kv_arrived(self, now: float, key: SequenceKey, arrived: Arrived) -> None:
         """The KV that a decode leg wanted is in its memory."""
         sequence = self._sequences.get(key)
         if sequence is not None:
             scheduler = self._ranks[sequence.request.dp_rank]
+            scheduler.catch_up(now)
             scheduler.count_transfer(arrived)
             scheduler.receive(now, sequence, arrived=True)
 
@@ -160,9 +173,11 @@ class MockEngine:
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.wants_remote_kv:
             return
-        self._ranks[sequence.request.dp_rank].count_transfer(None)
+        scheduler = self._ranks[sequence.request.dp_rank]
+        scheduler.catch_up(now)
+        scheduler.count_transfer(None)
         if self.config.kv_load_failure_policy is KvLoadFailurePolicy.RECOMPUTE:
-            self._ranks[sequence.request.dp_rank].receive(now, sequence, arrived=False)
+            scheduler.receive(now, sequence, arrived=False)
         else:
             sequence.wants_remote_kv = False
             sequence.kv_lost = loss
@@ -172,8 +187,14 @@ class MockEngine:
         """The KV of an ended prefill leg is no longer needed; nothing when it was released before."""
         pinned = self._pinned.pop(key, None)
         if pinned is not None:
+            pinned.scheduler.catch_up(now)
             pinned.scheduler.kv.release(pinned.table)
             pinned.scheduler.wake(now)
+
+    def catch_up(self, now: float) -> None:
+        """Do what was leapt over and ended before ``now``, so that :meth:`take_outputs` has it."""
+        for scheduler in self._schedulers:
+            scheduler.catch_up(now)
 
     def next_time(self) -> float | None:
         """When to call :meth:`advance`; None when nothing happens until someone calls."""
@@ -193,7 +214,7 @@ class MockEngine:
                     self._finish(scheduler)
                 scheduler.begin_step(time)
                 for sequence in scheduler.admitted_remote:
-                    lacking = len(sequence.request.token_ids) - (sequence.cached_tokens or 0)
+                    lacking = sequence.content.prompt_tokens - (sequence.cached_tokens or 0)
                     self._notices.append(KvWanted(sequence.key, lacking))
                 scheduler.admitted_remote.clear()
 
@@ -244,7 +265,7 @@ class MockEngine:
                 problems.append(f"rank {rank}: idle, and {scheduler.kv.active_blocks} blocks are held")
         return problems
 
-    def _check(self, request: EngineRequest) -> RankScheduler:
+    def _check(self, request: EngineRequest, n_tokens: int) -> RankScheduler:
         """Refuse what can never be served, with the field that is to blame."""
         config, sampling = self.config, request.sampling
         scheduler = self._ranks.get(request.dp_rank)
@@ -254,7 +275,6 @@ class MockEngine:
             raise InvalidRequest(f"a {config.role} engine serves no {request.leg} leg", param="leg")
         if sequence_key(request) in self._sequences:
             raise InvalidRequest(f"{request.engine_key} is running here already", param="request_id")
-        n_tokens = len(request.token_ids)
         if not n_tokens:
             raise InvalidRequest("token_ids: at least one token", param="token_ids")
         if sampling.max_tokens < 1 or (request.leg is Leg.PREFILL and sampling.max_tokens != 1):
@@ -319,12 +339,13 @@ class MockEngine:
             "remote_host": host,
             "remote_port": port,
             "remote_dp_rank": int(sequence.request.dp_rank),
-            "remote_num_tokens": len(sequence.request.token_ids),
+            "remote_num_tokens": sequence.content.prompt_tokens,
         }
 
     def _end(self, now: float, sequence: EngineSequence, finish: FinishReason, reason: str) -> None:
         """End a sequence early."""
         scheduler = self._ranks[sequence.request.dp_rank]
+        scheduler.catch_up(now)
         scheduler.drop(sequence)
         scheduler.free(sequence.table)
         sequence.table = None

@@ -51,7 +51,7 @@ from kvrouter.mock.remote import (
     Want,
     source_peer,
 )
-from kvrouter.mock.sequence import UNLIMITED_CREDIT, sequence_key
+from kvrouter.mock.sequence import UNLIMITED_CREDIT, Content, sequence_key
 
 
 @dataclass(slots=True)
@@ -77,13 +77,15 @@ class Fabric:
 
     ``clock_rate`` is how many of those seconds pass in one second outside: what waits for others, who live
     outside, waits for its ``kv_wait_expiry_s`` on both clocks. ``life`` distinguishes this process from
-    others.
+    others. With ``leaps`` its engines leap over steps in which nothing changes but the number of tokens.
     """
 
-    def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "") -> None:
+    def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "", leaps: bool = False) -> None:
         self.address: Peer | None = None
         self._expiry_scale = max(1.0, clock_rate)
         self._life = life
+        self._leaps = leaps
+        self._dirty: list[_Member] = []
         self._members: dict[WorkerId, _Member] = {}
         self._ids: dict[str, WorkerId] = {}
         self._due: list[tuple[float, int, WorkerId]] = []
@@ -98,9 +100,10 @@ class Fabric:
             raise InvalidRequest(f"worker {worker_id} is in the fabric already", param="worker_id")
         self._added += 1
         engine_id = f"mock-{worker_id}-{self._life}{self._added}"
-        engine = MockEngine(config, worker_id=worker_id, engine_id=engine_id)
+        engine = MockEngine(config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps)
         engine.kv_address = self.address
-        self._members[worker_id] = _Member(engine, domain, self._added)
+        member = self._members[worker_id] = _Member(engine, domain, self._added)
+        self._dirty.append(member)
         self._ids[engine.engine_id] = worker_id
         return engine
 
@@ -127,8 +130,9 @@ class Fabric:
         *,
         credit_tokens: int = UNLIMITED_CREDIT,
         source_at: Peer | None = None,
+        content: Content | None = None,
     ) -> Party:
-        """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused.
+        """Hand a leg to an engine; see :meth:`MockEngine.submit` for ``content``, and what is refused.
 
         ``source_at`` is the process that a decode leg's KV comes from, when it is not this one.
         """
@@ -138,7 +142,7 @@ class Fabric:
         name = self._meeting_name(member.engine, request)
         if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
-        member.engine.submit(now, request, credit_tokens=credit_tokens)
+        member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
         self._touch(member)
         if name is not None:
             self._meet(now, member, party, request, name, source_at)
@@ -195,6 +199,13 @@ class Fabric:
         """Return the messages for other processes since the last call, in order."""
         return self._pulls.take_outputs()
 
+    def catch_up(self, now: float, worker_id: WorkerId) -> None:
+        """Do what an engine leapt over and ended before ``now``."""
+        self.advance_before(now)
+        member = self._members[worker_id]
+        member.engine.catch_up(now)
+        self._touch(member)
+
     def cancel(self, now: float, party: Party, reason: str) -> None:
         """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
         self.advance_before(now)
@@ -243,10 +254,14 @@ class Fabric:
     def take_outputs(self) -> FabricOutputs:
         """Return what happened since the last call."""
         collected = FabricOutputs()
-        for worker_id, member in self._members.items():
-            if not member.dirty:
-                continue
+        dirty, self._dirty = self._dirty, []
+        if len(dirty) > 1:
+            dirty.sort(key=_order)
+        for member in dirty:
             member.dirty = False
+            worker_id = member.engine.worker_id
+            if self._members.get(worker_id) is not member:
+                continue
             outputs: Outputs = member.engine.take_outputs()
             collected.events += [(WorkerRank(worker_id, rank), events) for rank, events in outputs.events]
             collected.loads += outputs.loads
@@ -377,7 +392,9 @@ class Fabric:
                         self._settle(now, member)
 
     def _touch(self, member: _Member) -> None:
-        member.dirty = True
+        if not member.dirty:
+            member.dirty = True
+            self._dirty.append(member)
         time = member.engine.next_time()
         if time is not None and time != member.scheduled_s:
             heappush(self._due, (time, member.order, member.engine.worker_id))
@@ -404,3 +421,7 @@ class Fabric:
             return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
         params = request.kv_transfer_params or {}
         return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")
+
+
+def _order(member: _Member) -> int:
+    return member.order

@@ -9,6 +9,10 @@ ends.
 
 A sequence whose reader has given no credit sits steps out with its KV in place, takes no seat, and is the
 first to give way.
+
+Most steps repeat the one before: the same sequences decode one token each, into blocks that they have. A
+scheduler that leaps does all of those at the end of the last, or when something comes from outside, and ends
+up where one that makes every step does.
 """
 
 from collections import deque
@@ -22,17 +26,23 @@ from kvrouter.mock.config import MockConfig
 from kvrouter.mock.handoff import Arrived
 from kvrouter.mock.paged_kv import Block, BlockTable, PagedKv
 from kvrouter.mock.sequence import EngineSequence, SequenceState
-from kvrouter.mock.tokens import TokenModel
 
 RUNNING = SequenceState.RUNNING
 
 
 @dataclass(slots=True)
 class BatchStep:
-    """A step in progress: the tokens that each of its sequences computes, and when it ends."""
+    """A step in progress: the tokens that each of its sequences computes, and when it ends.
+
+    ``repeats`` such steps follow each other, this one included, and nothing but the number of tokens changes
+    before the end of the last, at ``last_ends_at_s``, as long as nothing comes from outside.
+    """
 
     ends_at_s: float
     work: list[tuple[EngineSequence, int]]
+    step_s: float
+    repeats: int
+    last_ends_at_s: float
 
 
 class RankScheduler:
@@ -40,7 +50,7 @@ class RankScheduler:
     those that now have memory for the KV they wait for, ``ended`` those that just generated their last token.
     """
 
-    def __init__(self, config: MockConfig, rank: WorkerRank, model: TokenModel) -> None:
+    def __init__(self, config: MockConfig, rank: WorkerRank, *, leaps: bool) -> None:
         self.rank = rank
         self.kv = PagedKv(
             total_blocks=config.total_kv_blocks,
@@ -60,7 +70,7 @@ class RankScheduler:
         self.steps = 0
         self.kv_transfers: KvTransfers | None = None
         self._config = config
-        self._model = model
+        self._leaps = leaps
         self._step: BatchStep | None = None
         self._wake_at_s: float | None = None
         self._changed = True
@@ -73,13 +83,30 @@ class RankScheduler:
 
     def next_time(self) -> float | None:
         """When a step ends or may begin."""
-        return self._step.ends_at_s if self._step is not None else self._wake_at_s
+        return self._step.last_ends_at_s if self._step is not None else self._wake_at_s
+
+    def catch_up(self, now: float) -> None:
+        """Do the steps that were leapt over and ended before ``now``, at which something comes from outside:
+        the step that is under way is the last of them.
+        """
+        step = self._step
+        if step is None or step.repeats == 1:
+            return
+        done, ends_at_s = 0, step.ends_at_s
+        while ends_at_s < now and done < step.repeats - 1:
+            ends_at_s += step.step_s
+            done += 1
+        if done:
+            self._compute(step.work, done)
+        step.ends_at_s = step.last_ends_at_s = ends_at_s
+        step.repeats = 1
 
     def end_step(self, now: float) -> None:
         """End the step that is due. What ``ended`` holds must be settled before the next begins."""
-        if self._step is not None and self._step.ends_at_s <= now:
-            step, self._step = self._step, None
-            self._compute(step)
+        step = self._step
+        if step is not None and step.last_ends_at_s <= now:
+            self._step = None
+            self._compute(step.work, step.repeats)
             self._wake_at_s = now
 
     def begin_step(self, now: float) -> None:
@@ -148,8 +175,8 @@ class RankScheduler:
         """The KV of a receiving sequence arrived; or it never will, and is computed here."""
         if sequence.state is SequenceState.RECEIVING and sequence.table is not None:
             if arrived:
-                self._commit(sequence, sequence.table, len(sequence.tokens))
-                sequence.computed_tokens = len(sequence.tokens) - 1
+                self._commit(sequence, sequence.table, sequence.n_tokens)
+                sequence.computed_tokens = sequence.n_tokens - 1
                 sequence.prefilling = False
             self.n_receiving -= 1
             sequence.state = SequenceState.READY
@@ -164,11 +191,13 @@ class RankScheduler:
 
     def _begin(self, now: float) -> None:
         work: list[tuple[EngineSequence, int]] = []
+        active_blocks, n_running = self.kv.active_blocks, len(self.running)
         budget, preempted = self._continue_running(work)
         if not preempted or not work:
             self._admit(work, budget)
         if not work:
             return
+        is_as_before = active_blocks == self.kv.active_blocks and len(work) == len(self.running) == n_running
         prefill_tokens = n_decoding = 0
         for sequence, n_tokens in work:
             if sequence.prefilling:
@@ -179,8 +208,33 @@ class RankScheduler:
         step_ms = timing.prefill_ms(prefill_tokens)
         if n_decoding:
             step_ms += timing.decode_ms(self.kv.active_blocks / self.kv.total_blocks)
-        self._step = BatchStep(now + step_ms / 1_000.0, work)
+        step_s = step_ms / 1_000.0
+        ends_at_s = last_ends_at_s = now + step_s
+        repeats = 1
+        if self._leaps and is_as_before and not prefill_tokens:
+            repeats = self._repeats(work)
+            for _ in range(repeats - 1):
+                last_ends_at_s += step_s
+        self._step = BatchStep(ends_at_s, work, step_s, repeats, last_ends_at_s)
         self._changed = True
+
+    def _repeats(self, work: list[tuple[EngineSequence, int]]) -> int:
+        """How many steps of ``work``, in which all decode, are alike: until the first of its sequences fills
+        a block, generates its last token or runs out of credit. First tokens and such as may stop their
+        sequence are worth a step of their own.
+        """
+        block_size = self._config.block_size
+        repeats = self._config.max_num_batched_tokens
+        for sequence, _ in work:
+            if not sequence.output_tokens or sequence.content.stop_token_ids:
+                return 1
+            repeats = min(
+                repeats,
+                block_size - sequence.computed_tokens % block_size,
+                sequence.max_tokens - sequence.output_tokens,
+                sequence.credit_tokens,
+            )
+        return repeats
 
     def _continue_running(self, work: list[tuple[EngineSequence, int]]) -> tuple[int, bool]:
         """Plan the running sequences; return the budget left and whether someone gave way."""
@@ -193,7 +247,7 @@ class RankScheduler:
             table = sequence.table
             if sequence.state is not RUNNING or sequence.credit_tokens <= 0 or table is None:
                 continue
-            n_tokens = len(sequence.tokens) - sequence.computed_tokens
+            n_tokens = sequence.n_tokens - sequence.computed_tokens
             n_tokens = min(n_tokens, budget)
             needed_tokens = sequence.computed_tokens + n_tokens
             if needed_tokens > sequence.room_tokens:
@@ -254,7 +308,7 @@ class RankScheduler:
             matched = self._match(sequence)
             n_tokens = 0
             if not sequence.wants_remote_kv:
-                new_tokens = len(sequence.tokens) - len(matched) * self._config.block_size
+                new_tokens = sequence.n_tokens - len(matched) * self._config.block_size
                 n_tokens = self._share(new_tokens, budget, alone=not work) if seats > 0 else 0
                 if not n_tokens:
                     return
@@ -283,13 +337,13 @@ class RankScheduler:
         """Find cached blocks. The last token is computed in any case, as its output is what is wanted; a leg
         whose KV comes from elsewhere computes it as its first decode step.
         """
-        n_tokens = len(sequence.tokens)
+        n_tokens = sequence.n_tokens
         reusable = n_tokens if sequence.wants_remote_kv else n_tokens - 1
-        return self.kv.match(sequence.block_hashes, reusable // self._config.block_size)
+        return self.kv.match(sequence.content.block_hashes, reusable // self._config.block_size)
 
     def _hold(self, sequence: EngineSequence, matched: list[Block]) -> bool:
         """Hold the blocks of all tokens; False when they do not fit, even if paused sequences give way."""
-        n_tokens = len(sequence.tokens)
+        n_tokens = sequence.n_tokens
         n_private = -(-n_tokens // self._config.block_size) - len(matched)
         while not self.kv.can_hold(matched, n_private):
             paused = self._paused()
@@ -309,20 +363,23 @@ class RankScheduler:
         self.running.append(sequence)
         work.append((sequence, n_tokens))
 
-    def _compute(self, step: BatchStep) -> None:
-        self.steps += 1
+    def _compute(self, work: list[tuple[EngineSequence, int]], repeats: int) -> None:
+        """Compute the tokens of so many steps of ``work``; several only where all decode."""
+        self.steps += repeats
         self._changed = True
         block_size = self._config.block_size
         any_ended = False
-        for sequence, n_tokens in step.work:
+        for sequence, n_tokens in work:
             table = sequence.table
             if sequence.state is not RUNNING or table is None:
                 continue
-            computed = sequence.computed_tokens = sequence.computed_tokens + n_tokens
+            if repeats > 1:  # none of these ends it; the block that they fill is known by their tokens
+                self._generate(sequence, repeats - 1)
+            computed = sequence.computed_tokens = sequence.computed_tokens + n_tokens * repeats
             if n_tokens > 1 or not computed % block_size:
                 self._commit(sequence, table, computed)
-            if computed == len(sequence.tokens):
-                any_ended = self._generate(sequence) or any_ended
+            if computed == sequence.n_tokens:
+                any_ended = self._generate(sequence, 1) or any_ended
         if any_ended:
             self.running = [sequence for sequence in self.running if sequence.state is RUNNING]
 
@@ -330,25 +387,22 @@ class RankScheduler:
         full_blocks = computed_tokens // self._config.block_size
         n_cached = len(table.blocks)
         if self._config.prefix_caching and full_blocks > n_cached:
-            sequence.hash_blocks(full_blocks, self._config.block_size)
-            self.kv.commit(table, sequence.block_hashes[n_cached:full_blocks])
+            sequence.content.hash_blocks(full_blocks)
+            self.kv.commit(table, sequence.content.block_hashes[n_cached:full_blocks])
 
-    def _generate(self, sequence: EngineSequence) -> bool:
-        """Generate one token; True when it is the last."""
-        if sequence.drawn_used == len(sequence.drawn):
-            self._draw(sequence)
-        token = sequence.drawn[sequence.drawn_used]
-        sequence.drawn_used += 1
+    def _generate(self, sequence: EngineSequence, n_tokens: int) -> bool:
+        """Generate so many tokens; True when the last of them ends the sequence."""
+        token_ids = sequence.content.next_tokens(n_tokens)
         sequence.prefilling = False
-        sequence.tokens.append(token)
-        sequence.output_tokens += 1
-        sequence.credit_tokens -= 1
+        sequence.n_tokens += n_tokens
+        sequence.output_tokens += n_tokens
+        sequence.credit_tokens -= n_tokens
         if not sequence.pending:
             self.dirty.append(sequence)
-        sequence.pending.append(token)
+        sequence.pending.extend(token_ids)
         if sequence.output_tokens == sequence.max_tokens:
             sequence.finish = FinishReason.LENGTH
-        elif sequence.stop_token_ids and self._stops(sequence, token):
+        elif sequence.content.stop_token_ids and self._stops(sequence, token_ids[-1]):
             sequence.finish = FinishReason.STOP
         else:
             return False
@@ -359,14 +413,4 @@ class RankScheduler:
     def _stops(self, sequence: EngineSequence, token: int) -> bool:
         if sequence.output_tokens <= sequence.request.sampling.min_tokens:
             return False
-        return token in sequence.stop_token_ids
-
-    def _draw(self, sequence: EngineSequence) -> None:
-        """Draw about a block of tokens ahead: they depend on nothing but those before."""
-        block_size, left = self._config.block_size, sequence.max_tokens - sequence.output_tokens
-        min_tokens = sequence.request.sampling.min_tokens
-        eos_from = max(0, min_tokens - sequence.output_tokens) if sequence.may_draw_eos else None
-        sequence.drawn, sequence.chain = self._model.draw(
-            sequence.chain, min(block_size, left), eos_from=eos_from
-        )
-        sequence.drawn_used = 0
+        return token in sequence.content.stop_token_ids

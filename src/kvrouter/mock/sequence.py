@@ -1,13 +1,16 @@
-"""One leg inside an engine: its tokens, the KV it holds, and its output that was not read yet."""
+"""One leg inside an engine: what it says, the KV it holds, and its output that was not read yet."""
 
 from array import array
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NewType
+from typing import NewType, Protocol
 
 from kvrouter.core.events import unpack_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, KvTransferParams, Leg
+from kvrouter.mock.config import MockConfig
 from kvrouter.mock.paged_kv import BlockTable
+from kvrouter.mock.tokens import TokenModel
 
 SequenceKey = NewType("SequenceKey", str)
 """What an engine calls one leg of one attempt."""
@@ -35,27 +38,114 @@ class SequenceState(Enum):
     ENDED = auto()
 
 
-class EngineSequence:
-    """``computed_tokens`` of ``tokens`` have KV in ``table``, which has room for ``room_tokens``;
-    ``credit_tokens`` may still be generated. ``eos_token_id`` is None when the model never draws it.
+class Content(Protocol):
+    """What a leg says: its prompt, and then its output, which no one but the content can know."""
+
+    prompt_tokens: int
+    """How many tokens the prompt has, those included that were generated elsewhere before."""
+
+    block_hashes: list[int]
+    """The hashes of the leading full blocks, as far as they were asked for."""
+
+    stop_token_ids: frozenset[int]
+    """What ends the output before its length does."""
+
+    def hash_blocks(self, n_blocks: int) -> None:
+        """Make sure that the first ``n_blocks`` blocks, all of them full, have their hashes."""
+
+    def next_tokens(self, n_tokens: int) -> Sequence[int]:
+        """Generate so many tokens."""
+
+
+class TokenContent:
+    """A leg with tokens, which the mock model goes on with. It draws about a block ahead: tokens depend on
+    nothing but those before them.
     """
 
     __slots__ = (
+        "_block_size",
+        "_chain",
+        "_drawn",
+        "_drawn_used",
+        "_eos_from",
+        "_left",
+        "_model",
+        "_seed",
+        "_tokens",
         "block_hashes",
+        "prompt_tokens",
+        "stop_token_ids",
+    )
+
+    def __init__(self, request: EngineRequest, config: MockConfig, model: TokenModel) -> None:
+        sampling = request.sampling
+        self.prompt_tokens = len(request.token_ids)
+        self._tokens = array("I", request.token_ids)
+        self._seed = hash_seed(lora_name=request.lora_name, cache_namespace=request.cache_namespace)
+        self._block_size = config.block_size
+        self.block_hashes = list(
+            unpack_hashes(block_hashes(self._tokens, block_size=config.block_size, seed=self._seed))
+        )
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._eos_from: int | None = None
+        if config.eos_every is not None and not sampling.ignore_eos:
+            self.stop_token_ids |= {config.eos_token_id}
+            self._eos_from = sampling.min_tokens
+        self._left = sampling.max_tokens
+        self._model = model
+        self._chain = model.state(request.token_ids, sampling)
+        self._drawn: list[int] = []
+        self._drawn_used = 0
+
+    def hash_blocks(self, n_blocks: int) -> None:
+        """Make sure that the first ``n_blocks`` blocks have their hashes."""
+        known, block_size = len(self.block_hashes), self._block_size
+        if n_blocks > known:
+            tokens = self._tokens[known * block_size : n_blocks * block_size]
+            column = block_hashes(tokens, block_size=block_size, seed=self._seed)
+            self.block_hashes.extend(unpack_hashes(column))
+
+    def next_tokens(self, n_tokens: int) -> Sequence[int]:
+        """Generate so many tokens."""
+        token_ids: list[int] = []
+        while len(token_ids) < n_tokens:
+            if self._drawn_used == len(self._drawn):
+                self._draw()
+            wanted = self._drawn_used + n_tokens - len(token_ids)
+            taken = self._drawn[self._drawn_used : wanted]
+            self._drawn_used += len(taken)
+            token_ids += taken
+        self._tokens.extend(token_ids)
+        return token_ids
+
+    def _draw(self) -> None:
+        eos_from = self._eos_from
+        self._drawn, self._chain = self._model.draw(
+            self._chain, min(self._block_size, self._left), eos_from=eos_from
+        )
+        self._drawn_used = 0
+        self._left -= len(self._drawn)
+        if eos_from is not None:
+            self._eos_from = max(0, eos_from - len(self._drawn))
+
+
+class EngineSequence:
+    """``computed_tokens`` of ``n_tokens`` have KV in ``table``, which has room for ``room_tokens``;
+    ``credit_tokens`` may still be generated.
+    """
+
+    __slots__ = (
         "cached_tokens",
-        "chain",
         "computed_tokens",
+        "content",
         "credit_tokens",
-        "drawn",
-        "drawn_used",
         "error",
         "finish",
-        "hash_seed",
         "key",
         "kv_lost",
         "kv_transfer_params",
         "max_tokens",
-        "may_draw_eos",
+        "n_tokens",
         "output_tokens",
         "pending",
         "prefilling",
@@ -63,35 +153,17 @@ class EngineSequence:
         "room_tokens",
         "sent_cached",
         "state",
-        "stop_token_ids",
         "table",
-        "tokens",
         "wants_remote_kv",
     )
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        *,
-        block_size: int,
-        chain: int,
-        credit_tokens: int,
-        eos_token_id: int | None,
-    ) -> None:
+    def __init__(self, request: EngineRequest, content: Content, *, credit_tokens: int) -> None:
         self.key = sequence_key(request)
         self.request = request
-        self.tokens = array("I", request.token_ids)
-        self.hash_seed = hash_seed(lora_name=request.lora_name, cache_namespace=request.cache_namespace)
-        self.block_hashes = list(
-            unpack_hashes(block_hashes(self.tokens, block_size=block_size, seed=self.hash_seed))
-        )
-        self.chain = chain
+        self.content = content
+        self.n_tokens = content.prompt_tokens
         self.credit_tokens = credit_tokens
         self.max_tokens = request.sampling.max_tokens
-        self.may_draw_eos = eos_token_id is not None and not request.sampling.ignore_eos
-        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
-        if self.may_draw_eos and eos_token_id is not None:
-            self.stop_token_ids |= {eos_token_id}
         self.state = SequenceState.WAITING
         self.wants_remote_kv = request.leg is Leg.DECODE
         self.prefilling = True
@@ -99,8 +171,6 @@ class EngineSequence:
         self.room_tokens = 0
         self.computed_tokens = 0
         self.output_tokens = 0
-        self.drawn: list[int] = []
-        self.drawn_used = 0
         self.cached_tokens: int | None = None
         self.sent_cached = False
         self.pending: list[int] = []
@@ -112,15 +182,7 @@ class EngineSequence:
     @property
     def remaining_tokens(self) -> int:
         """Tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.computed_tokens
-
-    def hash_blocks(self, n_blocks: int, block_size: int) -> None:
-        """Make sure that the first ``n_blocks`` blocks, which are full, have their hashes."""
-        known = len(self.block_hashes)
-        if n_blocks > known:
-            tokens = self.tokens[known * block_size : n_blocks * block_size]
-            column = block_hashes(tokens, block_size=block_size, seed=self.hash_seed)
-            self.block_hashes.extend(unpack_hashes(column))
+        return self.n_tokens - self.computed_tokens
 
     def take_chunk(self) -> EngineChunk:
         """Return what the reader has not been given yet, as one chunk."""
