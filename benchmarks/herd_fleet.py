@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from benchmarks.herd_load import Arrival
 from kvrouter.config import KvRouterConfig
+from kvrouter.config.decision import routing_settings
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
@@ -23,7 +24,6 @@ from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import MessageSink
-from kvrouter.wiring.router import routing_settings
 
 MODEL = ModelName("bench")
 BLOCK_SIZE = 16

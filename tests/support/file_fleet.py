@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.problems import read_document
-from kvrouter.wiring.fleet_build import numbered_workers
 from tests.support.checks import Prompts, all_is_well
 from tests.support.nats_server import NatsServer
 from tests.support.process_transports import Planes

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from zlib import crc32
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.config.decision import routing_settings
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.fleet import Fleet
@@ -16,7 +17,6 @@ from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import SyncPlane
-from kvrouter.wiring.router import routing_settings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 HASTE = {"heartbeat_s": 0.02, "silent_after_s": 20.0, "ask_again_s": 0.05}

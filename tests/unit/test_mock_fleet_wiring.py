@@ -3,19 +3,14 @@
 import pytest
 
 from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
+from kvrouter.config.fleet_workers import link_table, mock_links, numbered_workers, worker_card
 from kvrouter.core.ids import Epoch
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.mock import MockConfig, Timing
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePool
 from kvrouter.topology import Link
-from kvrouter.wiring.fleet_build import (
-    link_table,
-    mock_config,
-    mock_links,
-    numbered_workers,
-    worker_card,
-)
+from kvrouter.wiring.fleet_build import text_mock_config
 from kvrouter.wiring.mock_fleet import MockFleet
 
 
@@ -31,7 +26,7 @@ def fleet_of(text: str) -> FleetFile:
 def test_a_file_that_says_nothing_gets_the_engine_that_the_mock_room_describes(text: TextModel) -> None:
     fleet = load_fleet(default_fleet_document()).fleet
     worker_id, group = next(numbered_workers(fleet))
-    config, default = mock_config(fleet, group, worker_id, text, bootstrap=None), MockConfig()
+    config, default = text_mock_config(fleet, group, worker_id, text, bootstrap=None), MockConfig()
     assert config.timing == Timing()
     for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token"):
         assert getattr(config, name) == getattr(default, name)

@@ -6,6 +6,7 @@ from math import exp
 import pytest
 
 from kvrouter import KvRouter, KvRouterConfig
+from kvrouter.config.decision import routing_settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
 from kvrouter.fleet import Fleet
@@ -14,7 +15,6 @@ from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.telemetry import Telemetry
-from kvrouter.wiring.router import routing_settings
 from tests.support.embedding import program
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.mock_fleets import BLOCK, alike, prompt

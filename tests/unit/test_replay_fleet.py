@@ -20,10 +20,10 @@ from benchmarks.replay.synthesis import BLOCK_WORDS, scaled_tokens
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, read_sample
 from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
 from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
+from kvrouter.config.fleet_workers import mock_engine
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.wiring.fleet_build import mock_engine
 
 READY_SERVER = """
 import os, signal, sys

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvrouter.config import AttachedEngineSpec, FleetFile, WorkerGroup
 from kvrouter.config.fleet_checks import url_path
+from kvrouter.config.fleet_workers import numbered_workers, placed_config
 from kvrouter.config.problems import dotted
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
@@ -18,7 +19,7 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.text.source import is_repository, settled_source
-from kvrouter.wiring.fleet_build import numbered_workers, placed_config, said_context_length
+from kvrouter.wiring.fleet_build import said_context_length
 from kvrouter.wiring.tls import LOOPBACK
 from kvrouter.worker.topology_env import parse_topology_env
 

@@ -216,8 +216,8 @@ def _serve(
 def _spec_of_flags(
     kind: str, engine: EngineFlags, place: FleetFile, *, engine_key: str | None, worker_id: WorkerId
 ) -> "AttachSpec":
+    from kvrouter.config.fleet_workers import placed_config  # noqa: PLC0415
     from kvrouter.engines.attach import AttachSpec  # noqa: PLC0415
-    from kvrouter.wiring.fleet_build import placed_config  # noqa: PLC0415
 
     if engine.url is None:
         raise click.UsageError("--url: is required, unless --fleet names a file")

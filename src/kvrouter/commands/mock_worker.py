@@ -10,6 +10,14 @@ from msgspec.structs import replace
 
 from kvrouter.commands.worker_process import WorkerProcess, logger
 from kvrouter.config import FleetFile, MockEngineSpec, Settings, WorkerGroup
+from kvrouter.config.fleet_workers import (
+    bootstraps,
+    link_level,
+    mock_engine,
+    mock_links,
+    numbered_workers,
+    worker_card,
+)
 from kvrouter.config.one_worker import worker_id_of
 from kvrouter.config.static_endpoint import STATIC_INCARNATION
 from kvrouter.core.errors import ConfigError
@@ -20,17 +28,7 @@ from kvrouter.telemetry import Event, log_event
 from kvrouter.text.source import settled_source
 from kvrouter.text.tokenizer import EncodePool
 from kvrouter.transports.discovery.port import GoneSink
-from kvrouter.wiring.fleet_build import (
-    bootstraps,
-    contract_of,
-    link_level,
-    load_texts,
-    mock_config,
-    mock_engine,
-    mock_links,
-    numbered_workers,
-    worker_card,
-)
+from kvrouter.wiring.fleet_build import contract_of, load_texts, text_mock_config
 from kvrouter.wiring.mock_fleet import tell_mock_account
 from kvrouter.wiring.nats import revealed
 from kvrouter.wiring.router_transports import settled
@@ -154,7 +152,7 @@ async def mock_worker(
         peer = await cluster.listen(planes.listen_host, advertise_host=advertised(settings))
         bootstrap = peer if bootstraps(group) else None
         engine = cluster.add(
-            mock_config(fleet, group, spec.worker_id, text, bootstrap=bootstrap),
+            text_mock_config(fleet, group, spec.worker_id, text, bootstrap=bootstrap),
             worker_id=spec.worker_id,
             domain=domains.get(link_level(fleet) or "", ""),
         )

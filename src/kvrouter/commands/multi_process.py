@@ -26,13 +26,14 @@ from kvrouter.config import (
     MockEngineSpec,
     Settings,
 )
+from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import environment_with
 from kvrouter.core.errors import ConfigError
 from kvrouter.processes.lifetime import claimed, explained, stop_on_signals
 from kvrouter.processes.supervisor import Supervisor
 from kvrouter.telemetry import Event, log_event
-from kvrouter.wiring.fleet_build import numbered_workers, tokenizer_folders
+from kvrouter.wiring.fleet_build import tokenizer_folders
 from kvrouter.wiring.nats import nameable
 
 logger = logging.getLogger("kvrouter.up")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
+from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.frontend.pages import nobody_awaited
@@ -22,7 +23,7 @@ from kvrouter.processes.lifetime import (
     unless_stopping,
 )
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.wiring.fleet_build import link_table, tokenizer_folders
+from kvrouter.wiring.fleet_build import tokenizer_folders
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.wiring.router import build_service

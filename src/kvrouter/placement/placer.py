@@ -25,7 +25,7 @@ from kvrouter.placement.circuits import CircuitListener, Circuits
 from kvrouter.placement.load_at_report import LoadAtReport
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
-from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettings, View
+from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
 from kvrouter.routing.route import route, route_decode
 
 U32 = npt.NDArray[np.uint32]
@@ -104,7 +104,8 @@ class Placer:
     """Places the attempts of one model's requests, and keeps their leases true.
 
     With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``call_soon`` calls those who wait.
+    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` picks instead of the
+    settings' mode.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class Placer:
         call_soon: CallSoon,
         now_s: float,
         replication: Replication | None = None,
+        rule: SlotRule | None = None,
     ) -> None:
+        self.rule = rule
         self.fleet = fleet
         self.cache = cache
         self.ledger: Ledger = ledger
@@ -241,6 +244,7 @@ class Placer:
             unseen=0.0 if replication is None else replication.replicas.unseen(self.fleet.model),
             tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
             blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
+            rule=self.rule,
         )
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:

@@ -1,6 +1,7 @@
 """The types of a decision: the request, the view, the settings, the decision."""
 
 from math import isfinite
+from typing import Protocol
 
 import msgspec
 
@@ -8,7 +9,7 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, Rou
 from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, IntColumn
+from kvrouter.fleet import Fleet, IntColumn, SlotColumn
 from kvrouter.topology import LinkTable, RouterTopologyDefault, TransferConstraint
 
 
@@ -81,6 +82,17 @@ class RouteRequest(msgspec.Struct, frozen=True):
     context_tokens: int = 0
 
 
+class SlotRule(Protocol):
+    """Another rule than the router's own, to pick among the slots that a decision allows: the masks, pins
+    and domains are the same for every rule.
+    """
+
+    def pick(
+        self, request: RouteRequest, view: "View", leg: Leg, allowed: SlotColumn, *, draw: int, turn: int
+    ) -> Slot:
+        """Return one of ``allowed``: at least one slot, in the order of ranks. ``draw`` is 64 random bits."""
+
+
 class View(msgspec.Struct, frozen=True):
     """One reading of everything that the decision depends on; each column has a slot's entry at its index
     and at least ``fleet.n_slots`` entries.
@@ -91,6 +103,7 @@ class View(msgspec.Struct, frozen=True):
     ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
     may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
     load when the slot's latest load report was taken; None where all that is booked is in the report.
+    ``rule`` picks instead of the settings' mode.
     """
 
     fleet: Fleet
@@ -104,6 +117,7 @@ class View(msgspec.Struct, frozen=True):
     unseen: float = 0.0
     tokens_at_report: IntColumn | None = None
     blocks_at_report: IntColumn | None = None
+    rule: SlotRule | None = None
 
 
 class Pick(msgspec.Struct, frozen=True):

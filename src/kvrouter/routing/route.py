@@ -398,6 +398,10 @@ def _pick(
 ) -> _Picked:
     costs = leg_costs(request, view, leg, rules, constraint=constraint, prefill_slot=prefill_slot)
     draw = mix64(view.seed + _SALT_OF[leg])
+    if view.rule is not None:
+        eligible = _in_rank_order(mask, view.fleet)
+        slot = view.rule.pick(request, view, leg, eligible, draw=draw, turn=turn)
+        return _Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
     unseen = draw_unseen(view.unseen, draw)
     slot = pick_slot(
         costs.cost, mask, view.fleet, rules,

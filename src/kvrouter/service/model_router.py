@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.config.decision import circuit_settings, waiting_limits
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport
-from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet, Pair
+from kvrouter.fleet import CircuitState, Fault, Fleet, Pair
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
-from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports
@@ -103,14 +103,10 @@ class ModelRouter:
             router_id=router_id,
             settings=settings,
             tracks_active_blocks=config.track_active_blocks,
-            circuits=CircuitSettings(
-                config.circuit_failures, config.circuit_open_s, config.circuit_open_max_s
-            ),
+            circuits=circuit_settings(config),
             circuit_seed=seeds.getrandbits(64),
             circuit_listener=observed.circuits,
-            waiting=WaitingLimits(
-                config.admission_queue_max, config.admission_wait_s, config.router_domain_wait_s
-            ),
+            waiting=waiting_limits(config),
             call_soon=_call_soon,
             now_s=clock(),
             replication=None if sync is None else sync.replication,

@@ -32,13 +32,13 @@ from kvrouter.journey import (
     Shape,
     State,
 )
+from kvrouter.placement.legs import prefill_leg
 from kvrouter.placement.placement import Placement
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,
     attribute_loss,
     lost_leg,
-    prefill_leg,
     prefill_outcome,
     read_prefill,
     with_intake_id,

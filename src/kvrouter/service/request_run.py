@@ -55,6 +55,7 @@ from kvrouter.journey import (
     Shape,
     State,
 )
+from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Placement
 from kvrouter.service.attempt import (
     SILENT_SHARE,
@@ -66,10 +67,8 @@ from kvrouter.service.attempt import (
     TooLong,
     attribute_loss,
     attribute_silence,
-    last_leg,
     lost_leg,
     open_decode,
-    prefill_leg,
     prefill_outcome,
     read_prefill,
 )

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvrouter.config import FleetFile, WorkerGroup
+from kvrouter.config.fleet_workers import (
+    BOOTSTRAP_PORT,
+    bootstraps,
+    link_level,
+    mock_links,
+    mock_workers,
+    worker_card,
+)
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, MockEngineHandle
@@ -15,16 +23,7 @@ from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.wiring.fleet_build import (
-    bootstraps,
-    contract_of,
-    link_level,
-    load_texts,
-    mock_config,
-    mock_links,
-    mock_workers,
-    worker_card,
-)
+from kvrouter.wiring.fleet_build import contract_of, load_texts, text_mock_config
 from kvrouter.wiring.text_models import encode_pool
 from kvrouter.worker import Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
@@ -58,10 +57,6 @@ def mock_account(cluster: MockCluster) -> str:
     if cluster.slipped_s:
         lines.append(f"the engines' clock stood still for {cluster.slipped_s:.3f} s")
     return "; ".join(lines)
-
-
-BOOTSTRAP_PORT = 8998
-"""Mock engines of one process meet by host, port and room; nothing listens there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +136,7 @@ class MockFleet:
         bootstrap = Peer(f"mock-{worker_id}", BOOTSTRAP_PORT) if bootstraps(group) else None
         incarnation = new_incarnation()
         domain = domains.get(link_level(self.fleet) or "", "")
-        config = mock_config(
+        config = text_mock_config(
             self.fleet, group, worker_id, self.texts[ModelName(model.name)], bootstrap=bootstrap
         )
         engine = self._engines[worker_id] = self.cluster.add(config, worker_id=worker_id, domain=domain)

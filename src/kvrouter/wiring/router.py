@@ -6,20 +6,20 @@ from uuid import uuid4
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.config.decision import routing_settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import ModelName, RouterId
 from kvrouter.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
-from kvrouter.routing.request import RoutingSettings
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService, ServiceParts
 from kvrouter.telemetry import Telemetry
-from kvrouter.topology import LinkTable, RouterTopologyDefault
+from kvrouter.topology import LinkTable
 from kvrouter.transports.discovery.port import Discovery
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
@@ -80,25 +80,6 @@ def build_service(
 def new_router_id() -> RouterId:
     """Return the id of one life of a router."""
     return RouterId(uuid4().hex)
-
-
-def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
-    """What the decision reads of the router's settings."""
-    default = None
-    if config.kv_transfer_topology_level is not None:
-        default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
-    return RoutingSettings(
-        mode=config.router_mode,
-        overlap_score_weight=config.overlap_score_weight,
-        temperature=config.router_temperature,
-        track_active_blocks=config.track_active_blocks,
-        track_prefill_tokens=config.track_prefill_tokens,
-        active_decode_blocks_threshold=config.active_decode_blocks_threshold,
-        active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
-        kv_transfer_weight=config.kv_transfer_weight,
-        links=links if config.kv_transfer_weight > 0.0 else None,
-        topology_default=default,
-    )
 
 
 def _cache_view(

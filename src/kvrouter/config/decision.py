@@ -1,0 +1,36 @@
+"""What placement takes from the router's settings."""
+
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.fleet import CircuitSettings
+from kvrouter.placement.waiting_line import WaitingLimits
+from kvrouter.routing.request import RoutingSettings
+from kvrouter.topology import LinkTable, RouterTopologyDefault
+
+
+def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
+    """What the decision reads of the router's settings."""
+    default = None
+    if config.kv_transfer_topology_level is not None:
+        default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
+    return RoutingSettings(
+        mode=config.router_mode,
+        overlap_score_weight=config.overlap_score_weight,
+        temperature=config.router_temperature,
+        track_active_blocks=config.track_active_blocks,
+        track_prefill_tokens=config.track_prefill_tokens,
+        active_decode_blocks_threshold=config.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
+        kv_transfer_weight=config.kv_transfer_weight,
+        links=links if config.kv_transfer_weight > 0.0 else None,
+        topology_default=default,
+    )
+
+
+def circuit_settings(config: KvRouterConfig) -> CircuitSettings:
+    """When a worker that fails is passed over, and for how long."""
+    return CircuitSettings(config.circuit_failures, config.circuit_open_s, config.circuit_open_max_s)
+
+
+def waiting_limits(config: KvRouterConfig) -> WaitingLimits:
+    """How many requests may wait for a worker, and for how long."""
+    return WaitingLimits(config.admission_queue_max, config.admission_wait_s, config.router_domain_wait_s)
