@@ -11,6 +11,7 @@ from kvrouter.cli.engines import ENGINE_COMMANDS, topology
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
 from kvrouter.cli.processes import begin, frontend, model_folders, router, warn, worker, worker_pods
+from kvrouter.cli.replay import replay
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import (
     default_fleet_document,
@@ -205,6 +206,7 @@ def _console() -> "Console":
     return console if console.is_terminal else Console(width=140, no_color=True)
 
 
+kvrouter.add_command(replay)
 kvrouter.add_command(topology)
 kvrouter.add_command(operator)
 

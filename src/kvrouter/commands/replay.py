@@ -1,0 +1,240 @@
+"""``kvrouter replay``: a trace over a fleet, by one rule or several, and what came of it."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.commands.whole_file import check_folder, write_whole
+from kvrouter.config.problems import Document, parse_document, read_document
+from kvrouter.config.setting import installed_version
+from kvrouter.core.errors import ConfigError
+from kvrouter.mock import Timing
+from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
+from kvrouter.sim.report import ReplayReport, VariantReport
+from kvrouter.sim.simulation import Beat, Simulation, check_room
+from kvrouter.sim.summary import Interval, Objective, Summary, over_seeds, summarize
+from kvrouter.sim.timetable import TimetableEvent, check_timetable, read_timetable
+from kvrouter.sim.traces.read import Trace, open_trace
+from kvrouter.sim.variant import DEFAULT_FLEET, Variant, parse_sweep, variants
+
+INTERRUPTED = 130
+"""The exit code of a program that was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What the command was given."""
+
+    trace: Path
+    fleet: Path | None
+    policies: tuple[str, ...]
+    sweeps: tuple[str, ...]
+    dispatch: str
+    speedup: float
+    rows: int | None
+    seed: int
+    seeds: int
+    timing: Path | None
+    events: Path | None
+    objective: Objective
+    json: Path | None
+
+
+def replay(options: ReplayOptions, console: Console) -> int:
+    """Replay every variant with every seed; print a table, and write what was asked for. Returns the exit
+    code; what is known when it is interrupted is printed and written all the same.
+
+    Raises ConfigError, before anything is replayed, for what cannot be.
+    """
+    if options.json is not None:
+        check_folder(options.json)
+    trace = open_trace(options.trace, rows_max=options.rows)
+    document = _document(options.fleet)
+    timing = None if options.timing is None else read_timing(options.timing)
+    timetable = () if options.events is None else read_timetable(options.events)
+    inputs = _Inputs(options, trace, timing, timetable)
+    compared = variants(document, options.policies, [parse_sweep(sweep) for sweep in options.sweeps])
+    seeds = tuple(range(options.seed, options.seed + options.seeds))
+    n_rows = inputs.check(compared)
+    reports: list[VariantReport] = []
+    is_whole = True
+    with _progress() as progress:
+        task = progress.add_task("", total=n_rows * len(compared) * len(seeds))
+        for variant in compared:
+            summaries: list[Summary] = []
+            for seed in seeds:
+                done = len(reports) * len(seeds) + len(summaries)
+                progress.update(task, description=variant.name, completed=done * n_rows)
+
+                def show(beat: Beat, done: int = done) -> None:
+                    progress.update(task, completed=done * n_rows + beat.arrived)
+
+                simulation = inputs.simulation(variant, seed)
+                simulation.on_beat = show
+                summaries.append(summarize(simulation.run(), options.objective))
+                is_whole = summaries[-1].is_whole
+                if not is_whole:
+                    break
+            reports.append(
+                VariantReport(variant.name, variant.source, seeds[: len(summaries)], tuple(summaries))
+            )
+            if not is_whole:
+                break
+    report = ReplayReport(
+        installed_version(),
+        str(options.trace),
+        trace.info.format,
+        _dispatch(options).name,
+        options.objective,
+        is_whole,
+        tuple(reports),
+    )
+    show_report(report, console)
+    if options.json is not None:
+        write_whole(options.json, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return 0 if is_whole else INTERRUPTED
+
+
+def read_timing(path: Path) -> Timing:
+    """Read the timing of all engines from a YAML file; raises ConfigError that names the field."""
+    content = read_document(path).content
+    try:
+        return msgspec.convert(content, Timing, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: timing: {error}", param=str(path)) from error
+
+
+def show_report(report: ReplayReport, console: Console) -> None:
+    """Print a row for each variant, with 95 % intervals where several seeds were replayed."""
+    table = Table(title=Text(f"{report.trace}: {report.format}, dispatched {report.dispatch}"))
+    table.add_column("policy", overflow="fold")
+    for column in (
+        "TTFT mean ms",
+        "p50",
+        "p99",
+        "ITL mean ms",
+        "p99",
+        "end to end p50 s",
+        "good %",
+        "good/s",
+        "cached %",
+        "ceiling %",
+        "failed",
+        "imbalance",
+        "KV crossing GB",
+    ):
+        table.add_column(column, justify="right")
+    for variant in report.variants:
+        rows = variant.summaries
+        table.add_row(
+            Text(variant.name),
+            _shown(over_seeds(rows, lambda row: row.ttft_ms.mean)),
+            _shown(over_seeds(rows, lambda row: row.ttft_ms.p50)),
+            _shown(over_seeds(rows, lambda row: row.ttft_ms.p99)),
+            _shown(over_seeds(rows, lambda row: row.itl_ms.mean), digits=1),
+            _shown(over_seeds(rows, lambda row: row.itl_ms.p99), digits=1),
+            _shown(over_seeds(rows, lambda row: _scaled(row.e2e_ms.p50, 1e-3)), digits=2),
+            _shown(over_seeds(rows, lambda row: row.good_share * 100.0), digits=1),
+            _shown(over_seeds(rows, lambda row: row.good_per_s), digits=2),
+            _shown(over_seeds(rows, lambda row: row.cached_share * 100.0), digits=1),
+            _shown(over_seeds(rows, lambda row: _scaled(row.ceiling_share, 100.0)), digits=1),
+            _shown(over_seeds(rows, lambda row: float(sum(row.errors.values())))),
+            _shown(over_seeds(rows, lambda row: row.imbalance), digits=2),
+            _shown(over_seeds(rows, _crossing_gb), digits=1),
+        )
+    console.print(table)
+    for variant in report.variants:
+        first = variant.summaries[0]
+        for name, counts in (("errors", first.errors), ("refused", first.refusals)):
+            if counts:
+                shown = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+                console.print(Text(f"{variant.name}: {name}: {shown}"))
+    objective = report.objective
+    console.print(
+        f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average"
+    )
+    if not report.is_whole:
+        console.print("interrupted: the last row is what was known until then")
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What every replay of a command has in common."""
+
+    options: ReplayOptions
+    trace: Trace
+    timing: Timing | None
+    timetable: tuple[TimetableEvent, ...]
+
+    def simulation(self, variant: Variant, seed: int) -> Simulation:
+        """Return one replay, from its beginning."""
+        return Simulation(
+            variant.fleet,
+            self.trace,
+            config=variant.fleet.router,
+            dispatch=_dispatch(self.options),
+            piece_tokens=self.trace.info.piece_tokens,
+            rule=variant.make_rule(),
+            seed=seed,
+            timing=self.timing,
+            timetable=self.timetable,
+        )
+
+    def check(self, compared: Sequence[Variant]) -> int:
+        """Return how many requests the trace has. Find what cannot be replayed before anything is: in its
+        rows, in each fleet, in the timetable.
+        """
+        if self.options.dispatch == "closed" and not self.trace.info.has_sessions:
+            raise ConfigError(
+                f"dispatch: {self.trace.info.format} has no sessions, so no turn follows an answer; "
+                "replay it by time stamp",
+                param="dispatch",
+            )
+        n_rows = 0
+        for variant in compared:
+            check_timetable(self.timetable, variant.fleet)
+            n_rows = check_room(self.trace, self.simulation(variant, self.options.seed).fleet)
+        return n_rows
+
+
+def _dispatch(options: ReplayOptions) -> Dispatch:
+    return ClosedLoop() if options.dispatch == "closed" else ByTimeStamp(options.speedup)
+
+
+def _document(fleet: Path | None) -> Document:
+    return parse_document(DEFAULT_FLEET, "the default fleet") if fleet is None else read_document(fleet)
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def _shown(found: Interval | None, *, digits: int = 0) -> str:
+    if found is None:
+        return "–"
+    within = f" ± {found.within:.{digits}f}" if found.within else ""
+    return f"{found.mean:,.{digits}f}{within}"
+
+
+def _scaled(value: float | None, by: float) -> float | None:
+    return None if value is None else value * by
+
+
+def _crossing_gb(row: Summary) -> float:
+    return sum(pair.bytes for pair in row.carried if pair.src != pair.dst) / 1e9

@@ -1,0 +1,80 @@
+"""What replayed requests say: block hashes made of a trace's names for pieces of prompts."""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.events import HashColumn
+from kvrouter.fleet import finish64
+
+U64 = npt.NDArray[np.uint64]
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_STEP = np.uint64(0xD1342543DE82EF95)
+_MASK = (1 << 64) - 1
+
+
+def check_block_size(piece_tokens: int, block_size: int) -> None:
+    """Raise ConfigError where blocks cannot be made of a trace's pieces, nor pieces of blocks."""
+    if piece_tokens % block_size and block_size % piece_tokens:
+        raise ConfigError(
+            f"block_size: {block_size} tokens neither divide the trace's pieces of {piece_tokens} tokens nor "
+            "are a multiple of them",
+            param="block_size",
+        )
+
+
+def block_names(pieces: "array[int]", piece_tokens: int, *, n_tokens: int, block_size: int) -> U64:
+    """Return 64 bits for each full block of a prompt: equal where its pieces are.
+
+    A block of several pieces is named by all of them; a piece of several blocks gives each its own name.
+    """
+    names: U64 = np.frombuffer(pieces, dtype=np.uint64)
+    n_blocks = n_tokens // block_size
+    if block_size == piece_tokens:
+        return _mixed(names[:n_blocks])
+    if block_size < piece_tokens:
+        parts = np.arange(piece_tokens // block_size, dtype=np.uint64) * _STEP
+        return _mixed((names[:, None] * _MIX + parts).ravel()[:n_blocks])
+    ratio = block_size // piece_tokens
+    whole = names[: n_blocks * ratio].reshape(n_blocks, ratio)
+    combined: U64 = np.zeros(n_blocks, np.uint64)
+    for at in range(ratio):
+        combined = _mixed(combined * _MIX + whole[:, at])
+    return combined
+
+
+def _mixed(names: U64) -> U64:
+    mixed = (names + np.uint64(1)) * _STEP
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MIX
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+class NamedContent:
+    """A leg whose prompt is known by the names of its blocks alone. Its output is nobody else's: the blocks
+    that it fills have names of their own, drawn from ``salt``.
+    """
+
+    __slots__ = ("_salt", "block_hashes", "prompt_tokens", "stop_token_ids")
+
+    def __init__(self, column: HashColumn, *, prompt_tokens: int, salt: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.block_hashes: list[int] = np.frombuffer(column, dtype=np.uint64).tolist()
+        self.stop_token_ids: frozenset[int] = frozenset()
+        self._salt = salt
+
+    def hash_blocks(self, n_blocks: int) -> None:
+        """Make sure that the first ``n_blocks`` blocks have their hashes."""
+        for at in range(len(self.block_hashes), n_blocks):
+            self.block_hashes.append(finish64((self._salt + at * 0xD1342543DE82EF95) & _MASK))
+
+    def next_tokens(self, n_tokens: int) -> Sequence[int]:
+        """Generate so many tokens; nobody reads which."""
+        return _NO_WORDS[:n_tokens] if n_tokens <= len(_NO_WORDS) else (0,) * n_tokens
+
+
+_NO_WORDS = (0,) * 1024

@@ -1,0 +1,96 @@
+"""Rules that keep what belongs together at one worker while its load allows it."""
+
+from collections import OrderedDict
+from typing import ClassVar
+
+import numpy as np
+
+from kvrouter.core.ids import Slot
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import FloatColumn
+from kvrouter.sim.rules.rule import RuleInput, cached_tokens, lowest
+
+SESSIONS_MAX = 100_000
+"""How many sessions are remembered; the one that was idle for longest is forgotten first."""
+
+
+class LlmdScorers:
+    """The weighted sum of three scores, each 0..1: few requests waiting (scaled between the most and the
+    fewest), KV memory that is free, and the share of the prompt that is cached. The highest wins.
+    """
+
+    source: ClassVar[str] = "llm-d's default profile: queue 2, KV-cache utilisation 2, prefix cache 3"
+
+    def __init__(self, *, queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> None:
+        self._queue, self._kv, self._prefix = queue, kv, prefix
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the highest score."""
+        loads, allowed = given.loads, given.allowed
+        waiting = loads.waiting[allowed].astype(np.float64)
+        spread = waiting.max() - waiting.min()
+        queue: FloatColumn = np.ones(len(allowed))
+        if spread > 0.0:
+            queue = (waiting.max() - waiting) / spread
+        score = self._queue * queue + self._kv * (1.0 - loads.kv_use[allowed])
+        if given.leg is not Leg.DECODE:
+            score += self._prefix * cached_tokens(given) / max(1, given.request.isl_tokens)
+        return lowest(-score, given)
+
+
+class AibrixPrefix:
+    """Where some worker has ``imbalance`` requests more than another, the one with the fewest. Else the
+    longest cached prefix among those with at most mean + ``deviations`` · standard deviation requests, and of
+    equals the fewest requests; without any cached prefix the fewest requests.
+    """
+
+    source: ClassVar[str] = "AIBrix's prefix-cache router: imbalance 16, 2 standard deviations"
+
+    def __init__(self, *, imbalance: float = 16.0, deviations: float = 2.0) -> None:
+        self._imbalance = imbalance
+        self._deviations = deviations
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the best match that is not overloaded."""
+        running = given.loads.in_flight[given.allowed]
+        if running.max() - running.min() > self._imbalance:
+            return lowest(running, given)
+        cached = cached_tokens(given)
+        limit = running.mean() + self._deviations * running.std()
+        matches = (cached > 0.0) & (running <= limit)
+        if not matches.any():
+            return lowest(running, given)
+        longest = cached[matches].max()
+        return lowest(np.where(matches & (cached == longest), running, np.inf), given)
+
+
+class StickySessions:
+    """A session stays at its worker, unless that has over ``escape`` times the average number of requests:
+    then it moves to the one with the fewest. So does what belongs to no session.
+    """
+
+    source: ClassVar[str] = (
+        "session affinity of gateways; escape at over 2 × the mean, as agentic replays have it"
+    )
+
+    def __init__(self, *, escape: float = 2.0) -> None:
+        self._escape = escape
+        self._at: OrderedDict[tuple[Leg, str], Slot] = OrderedDict()
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the session's worker, or find it another one."""
+        in_flight = given.loads.in_flight[given.allowed]
+        key = (given.leg, given.session)
+        slot = self._at.get(key) if given.session else None
+        if slot is not None and (given.allowed == slot).any():
+            limit = max(1.0, self._escape * float(in_flight.mean()))
+            if given.loads.in_flight[slot] <= limit:
+                self._at.move_to_end(key)
+                return slot
+        chosen = lowest(in_flight, given)
+        if given.session:
+            self._at[key] = chosen
+            self._at.move_to_end(key)
+            if len(self._at) > SESSIONS_MAX:
+                self._at.popitem(last=False)
+        return chosen

@@ -1,0 +1,85 @@
+"""Rules that add up what a worker would have to do."""
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvrouter.core.ids import Slot
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import FloatColumn
+from kvrouter.mock import Timing
+from kvrouter.sim.rules.rule import RuleInput, lowest, new_tokens
+
+
+class DynamoCost:
+    """overlap_weight · prefill blocks + decode blocks, the least of it; with a temperature above 0 drawn by
+    softmax over the costs, which are scaled to 0..1. A prefill leg has no decode blocks, the decode leg of a
+    pair no prefill blocks.
+    """
+
+    source: ClassVar[str] = "NVIDIA Dynamo 1.6, KV router"
+
+    def __init__(self, *, overlap_weight: float = 1.0, temperature: float = 0.0) -> None:
+        self._overlap_weight = overlap_weight
+        self._temperature = temperature
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the cheapest, or draw."""
+        costs = self._costs(given)
+        spread = costs.max() - costs.min()
+        if self._temperature <= 0.0 or spread <= 0.0:
+            return lowest(costs, given)
+        shares = np.cumsum(np.exp(-(costs - costs.min()) / spread / self._temperature))
+        aim = (given.draw >> 11) * 2.0**-53 * shares[-1]
+        at = min(int(np.searchsorted(shares, aim, side="right")), len(costs) - 1)
+        return Slot(int(given.allowed[at]))
+
+    def _costs(self, given: RuleInput) -> FloatColumn:
+        view, allowed = given.view, given.allowed
+        costs = np.zeros(len(allowed))
+        if given.leg is not Leg.DECODE:
+            tokens = view.prefill_tokens[allowed] + new_tokens(given)
+            costs += self._overlap_weight * tokens / view.fleet.block_size
+        if given.leg is not Leg.PREFILL:
+            costs += view.active_blocks[allowed]
+            costs += given.request.total_blocks if view.not_active is None else view.not_active[allowed]
+        return costs
+
+
+class LMetric:
+    """(prefill tokens queued there and new here) · (requests there, this one included): the least product.
+    A decode leg, which prefills nothing, goes to the fewest requests.
+    """
+
+    source: ClassVar[str] = "LMetric, arXiv 2603.15202"
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the least product."""
+        batch = given.loads.in_flight[given.allowed] + 1.0
+        if given.leg is Leg.DECODE:
+            return lowest(batch, given)
+        return lowest((new_tokens(given) + given.view.prefill_tokens[given.allowed]) * batch, given)
+
+
+class PredictedTtft:
+    """Least predicted time to the first token: this prompt's own prefill, and ``queue_ms_per_token`` for each
+    token that is queued there; of equals the one with the fewest active blocks.
+    """
+
+    source: ClassVar[str] = "measured for this project; the least predicted time of llm-d's latency scorer"
+
+    def __init__(self, *, queue_ms_per_token: float = 0.017) -> None:
+        self._queue_ms_per_token = queue_ms_per_token
+        self._timing = Timing()
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the soonest."""
+        view, allowed = given.view, given.allowed
+        active = view.active_blocks[allowed]
+        if given.leg is Leg.DECODE:
+            return lowest(active, given)
+        tokens, timing = new_tokens(given), self._timing
+        own_ms = (timing.prefill_quadratic * tokens + timing.prefill_linear) * tokens + timing.prefill_base
+        predicted_ms = own_ms + self._queue_ms_per_token * view.prefill_tokens[allowed]
+        soonest = predicted_ms == predicted_ms.min()
+        return lowest(np.where(soonest, active, np.inf), given)

@@ -1,0 +1,360 @@
+"""The simulation: a trace's requests, the router's decisions and the mock engines, on one clock.
+
+The clock goes from moment to moment: an arrival, a step in which some engine changes, a deadline. What is
+drawn comes from the seed, so that the same inputs give the same outcomes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
+from kvrouter.core.requests import EngineRequest, GenerateRequest, Leg, Sampling
+from kvrouter.fleet import SlotColumn, mix64
+from kvrouter.index import NativeApproximateIndex
+from kvrouter.mock import Carried, DomainPair, Party, Timing
+from kvrouter.mock.sequence import Content
+from kvrouter.placement.placement import Draw, Placement
+from kvrouter.placement.placer import Placer
+from kvrouter.routing.request import RouteRequest, View
+from kvrouter.sim.cache import EventCacheView
+from kvrouter.sim.content import NamedContent, block_names, check_block_size
+from kvrouter.sim.dispatch import Dispatch
+from kvrouter.sim.fleet import SimFleet
+from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.request import NO_TOKENS, SimRequest
+from kvrouter.sim.rules.rule import Rule, RuleInput
+from kvrouter.sim.timetable import Happening, TimetableEvent
+from kvrouter.sim.traces.request import TraceRequest
+
+CEILING_BLOCKS_MAX = 1 << 23
+"""Distinct blocks of a trace up to which its ceiling is known; more of them are not kept in mind."""
+
+_SALT = 0x9E3779B97F4A7C15
+
+
+class Beat(NamedTuple):
+    """How far a replay is: its clock, and how many requests arrived and ended."""
+
+    now_s: float
+    arrived: int
+    ended: int
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a replay. ``is_whole``: it was not stopped before its end."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    carried: dict[DomainPair, Carried] = field(default_factory=dict)
+    ended_s: float = 0.0
+    ceiling_known: bool = True
+    is_whole: bool = True
+    seed: int = 0
+
+
+class _RuleHere:
+    """A published rule, in the place of the router's own costs."""
+
+    def __init__(self, rule: Rule, simulation: "Simulation") -> None:
+        self._rule = rule
+        self._simulation = simulation
+
+    def pick(
+        self, request: RouteRequest, view: View, leg: Leg, allowed: SlotColumn, *, draw: int, turn: int
+    ) -> Slot:
+        """Ask the rule."""
+        simulation = self._simulation
+        return self._rule.pick(
+            RuleInput(
+                request=request,
+                session=simulation.session,
+                leg=leg,
+                view=view,
+                allowed=allowed,
+                loads=simulation.fleet.loads,
+                draw=draw,
+                turn=turn,
+                now_s=simulation.now_s,
+            )
+        )
+
+
+class Simulation:
+    """One replay of ``trace`` over ``file``. ``rule`` picks instead of the router's own costs.
+
+    Raises ConfigError for what cannot be replayed.
+    """
+
+    def __init__(
+        self,
+        file: FleetFile,
+        trace: Iterable[TraceRequest],
+        *,
+        config: KvRouterConfig,
+        dispatch: Dispatch,
+        piece_tokens: int,
+        rule: Rule | None = None,
+        seed: int = 0,
+        timing: Timing | None = None,
+        timetable: Sequence[TimetableEvent] = (),
+    ) -> None:
+        self.now_s = 0.0
+        self.on_beat: Callable[[Beat], None] | None = None
+        """Hears how far the replay is, now and then."""
+        self.session = ""
+        self.result = Result(seed=seed)
+        self._due: deque[Callable[[], None]] = deque()
+        self.fleet = SimFleet(
+            file,
+            config=config,
+            rule=None if rule is None else _RuleHere(rule, self),
+            seed=seed,
+            call_soon=self._due.append,
+            timing=timing,
+        )
+        check_block_size(piece_tokens, self.fleet.block_size)
+        self.placer: Placer = self.fleet.placer
+        self._trace = trace
+        self._config = config
+        self._dispatch = dispatch
+        self._seed = mix64(seed + _SALT)
+        self._n_draws = 0
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._runs: dict[Party, SimRequest] = {}
+        self._n_arrived = 0
+        self._model = ModelName(file.models[0].name)
+        self._ceiling = NativeApproximateIndex(
+            ttl_s=1e12, max_blocks=CEILING_BLOCKS_MAX, prune_target_ratio=0.5
+        )
+        self._held_by_ceiling = np.zeros(1, np.uint32)
+        settings = self.placer.settings
+        thresholds = settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
+        self._reads_reports = rule is not None or thresholds != (None, None)
+        self._deadlines: deque[tuple[float, SimRequest]] = deque()
+        self._deadline_is_set = False
+        for event in timetable:
+            self.call_at(event.at_s, partial(self._happen, event))
+
+    def run(self) -> Result:
+        """Replay to the end; KeyboardInterrupt leaves what is known so far in ``result``."""
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            self.result.is_whole = False
+        self.result.carried = self.fleet.fabric.carried()
+        return self.result
+
+    # What a request needs
+
+    def draw(self) -> Draw:
+        """What the next decision draws from."""
+        number = self._n_draws
+        self._n_draws += 1
+        bits = mix64(self._seed + number)
+        return Draw(bits, number, mix64(bits ^ _SALT))
+
+    def submit(self, run: SimRequest, worker_id: WorkerId, leg: EngineRequest, content: Content) -> Party:
+        """Hand a leg to an engine."""
+        party = self.fleet.fabric.submit(self.now_s, worker_id, leg, content=content)
+        self._runs[party] = run
+        return party
+
+    def cancel(self, party: Party, reason: str) -> None:
+        """End a leg, or give up the KV that waits for one."""
+        self._runs.pop(party, None)
+        self.fleet.fabric.cancel(self.now_s, party, reason)
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        """Call once at this moment."""
+        heappush(self._calls, (at_s, next(self._order), call))
+
+    def booked(self, placement: Placement) -> None:
+        """Its workers have one request more."""
+        self._count(placement, 1)
+
+    def released(self, placement: Placement) -> None:
+        """Its workers have one request less."""
+        self._count(placement, -1)
+
+    def ended(self, run: SimRequest) -> None:
+        """A request is over; in a closed loop another one may follow it."""
+        outcome = run.outcome
+        self.result.outcomes.append(outcome)
+        self.result.ended_s = self.now_s
+        follower = self._dispatch.ended(outcome.number, self.now_s)
+        for at_s, row in follower:
+            self.call_at(at_s, partial(self._arrive, row, at_s))
+
+    def _count(self, placement: Placement, n: int) -> None:
+        decision, fleet, loads = placement.decision, self.fleet.fleet, self.fleet.loads
+        for pick in (decision.decode, decision.prefill):
+            if pick is not None and fleet.rank_at(pick.slot) == pick.rank:
+                loads.in_flight[pick.slot] += n
+
+    # Time
+
+    def _run(self) -> None:
+        fabric, calls = self.fleet.fabric, self._calls
+        arrivals = self._dispatch.arrivals(self._trace)
+        arrival = next(arrivals, None)
+        while True:
+            arrival_s = inf if arrival is None else arrival[0]
+            self._note_deadlines()
+            call_s = calls[0][0] if calls else inf
+            engine_s = fabric.next_time()
+            input_s = min(arrival_s, call_s)
+            if engine_s is not None and engine_s < input_s:
+                self.now_s = engine_s
+                fabric.advance(engine_s)
+            elif input_s == inf:
+                break
+            elif call_s <= arrival_s:
+                self.now_s = call_s
+                heappop(calls)[2]()
+            elif arrival is not None:
+                self.now_s = arrival_s
+                self._arrive(arrival[1], arrival_s)
+                arrival = next(arrivals, None)
+            self._deliver()
+
+    def _note_deadlines(self) -> None:
+        """Set the first deadline of a request that has not ended: all have as long, so they come in turn."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][1].has_ended:
+            deadlines.popleft()
+        if deadlines and not self._deadline_is_set:
+            self._deadline_is_set = True
+            self.call_at(deadlines[0][0], self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._deadline_is_set = False
+        while self._deadlines and self._deadlines[0][0] <= self.now_s:
+            self._deadlines.popleft()[1].time_is_up(self._config.request_timeout_s)
+
+    def _happen(self, event: TimetableEvent) -> None:
+        fleet = self.fleet
+        for worker_id in event.workers(fleet.file):
+            is_here = fleet.fleet.card(worker_id) is not None
+            if event.what is Happening.JOIN and not is_here:
+                fleet.join(worker_id, now_s=self.now_s)
+            elif event.what is Happening.DIE and is_here:
+                fleet.fabric.catch_up(self.now_s, worker_id)
+                self._deliver()
+                fleet.leave(worker_id, now_s=self.now_s)
+                legs = [party for party in self._runs if party.worker_id == worker_id]
+                for run in [self._runs.pop(party) for party in legs]:
+                    run.worker_died(worker_id)
+
+    def _arrive(self, row: TraceRequest, at_s: float) -> None:
+        block_size = self.fleet.block_size
+        names = block_names(row.pieces, row.piece_tokens, n_tokens=row.input_tokens, block_size=block_size)
+        column = names.tobytes()
+        input_tokens = row.input_tokens
+        prompt = Prompt.from_blocks(column, isl_tokens=input_tokens, block_size=block_size)
+        salt = mix64(self._seed ^ (row.number + 1))
+        outcome = Outcome(
+            number=row.number,
+            arrived_s=at_s,
+            input_tokens=input_tokens,
+            output_tokens=row.output_tokens,
+            ceiling_tokens=self._reach_ceiling(prompt),
+        )
+
+        def prompt_after(n_generated: int) -> Prompt:
+            if not n_generated:
+                return prompt
+            return Prompt.from_blocks(column, isl_tokens=input_tokens + n_generated, block_size=block_size)
+
+        def content(asked: Prompt) -> Content:
+            return NamedContent(column, prompt_tokens=asked.isl_tokens, salt=salt)
+
+        run = SimRequest(
+            GenerateRequest(
+                request_id=RequestId(f"r{row.number}"),
+                model=self._model,
+                token_ids=NO_TOKENS,
+                sampling=Sampling(max_tokens=row.output_tokens, ignore_eos=True),
+            ),
+            outcome,
+            host=self,
+            prompt=prompt_after,
+            content=content,
+            session=row.session,
+            retries_max=self._config.retries_max,
+        )
+        self._n_arrived += 1
+        self.session = row.session
+        self._deadlines.append((at_s + self._config.request_timeout_s, run))
+        if self.on_beat is not None and not self._n_arrived % 64:
+            self.on_beat(Beat(self.now_s, self._n_arrived, len(self.result.outcomes)))
+        run.begin()
+
+    def _reach_ceiling(self, prompt: Prompt) -> int:
+        """Tokens of the prompt that an endless cache shared by all holds; from now on, all of them."""
+        if not self.result.ceiling_known:
+            return 0
+        self._ceiling.overlap(prompt, self._held_by_ceiling, 0.0)
+        self._ceiling.touch(Slot(0), prompt, 0.0)
+        if self._n_arrived % 256 == 0 and self._ceiling.stats().blocks > CEILING_BLOCKS_MAX // 2:
+            self.result.ceiling_known = False
+        return int(self._held_by_ceiling[0]) * self.fleet.block_size
+
+    def _deliver(self) -> None:
+        """Hand on what engines did, and call those who wait, until nothing more comes of it."""
+        fabric, fleet, cache = self.fleet.fabric, self.fleet, self.fleet.cache
+        while True:
+            outputs = fabric.take_outputs()
+            if outputs.events and isinstance(cache, EventCacheView):
+                for rank, events in outputs.events:
+                    cache.publish(rank, events, now_s=self.now_s)
+            if self._reads_reports:
+                for report in outputs.loads:
+                    fleet.reported(report, now_s=self.now_s)
+            for party, chunk in outputs.chunks:
+                run = self._runs.get(party) if chunk.finish is None else self._runs.pop(party, None)
+                if run is not None:
+                    self.session = run.session
+                    run.take(party, chunk)
+            while self._due:
+                self._due.popleft()()
+            if not outputs.chunks and not outputs.events:
+                return
+
+
+def check_room(trace: Iterable[TraceRequest], fleet: SimFleet) -> int:
+    """Return how many requests a trace has. Raises ConfigError for one that no engine of the fleet has room
+    for, and for a trace without any.
+    """
+    room_tokens, said_tokens = fleet.capacity_tokens, fleet.said_context_tokens
+    n_rows = 0
+    for row in trace:
+        n_rows += 1
+        tokens = row.input_tokens + row.output_tokens
+        if tokens > room_tokens:
+            raise ConfigError(
+                f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the smallest "
+                f"engine of the fleet has room for {room_tokens} (total_kv_blocks × block_size)",
+                param="total_kv_blocks",
+            )
+        if said_tokens is not None and tokens > said_tokens:
+            raise ConfigError(
+                f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the model's "
+                f"context_length is {said_tokens}",
+                param="context_length",
+            )
+    if not n_rows:
+        raise ConfigError("trace: it has no requests", param="trace")
+    return n_rows

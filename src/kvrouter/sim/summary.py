@@ -1,0 +1,202 @@
+"""What a replay comes to: a row of figures, their spread over seeds, and their course over time."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import sqrt
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.simulation import Result
+
+PARTS = 24
+"""Into so many parts of equal length a replay's time is cut."""
+
+T_95 = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The two-sided 95 % point of Student's t distribution, by degrees of freedom from 1 to 9."""
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """A request is good when its first token comes, and its tokens follow each other, within these."""
+
+    ttft_s: float = 2.0
+    itl_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0.0 < value < float("inf"):
+                raise ConfigError(
+                    f"slo.{name}: {value} is not a number of seconds above 0", param=f"slo.{name}"
+                )
+
+    def is_met(self, outcome: Outcome) -> bool:
+        """Whether the request ended well and in time."""
+        ttft_s, itl_s = outcome.ttft_s, outcome.itl_s
+        if outcome.error or ttft_s is None:
+            return False
+        return ttft_s <= self.ttft_s and (itl_s is None or itl_s <= self.itl_s)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution, in milliseconds; all None where there is nothing of it."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of the time, by the requests that arrived in it."""
+
+    begins_s: float
+    requests: int
+    ttft_ms: float | None
+    itl_ms: float | None
+    good_share: float
+    cached_share: float
+
+
+class Carriage(msgspec.Struct, frozen=True):
+    """KV that went from one domain to another."""
+
+    src: str
+    dst: str
+    transfers: int
+    bytes: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one replay. Shares are of prompt tokens, or of requests for ``good_share``.
+
+    ``good_per_s`` is the goodput: requests a second that met the objective. ``ceiling_share`` is what an
+    endless cache shared by all would have held, None where the trace has too many blocks to know.
+    ``imbalance`` is the prefill tokens of the busiest worker over those of the average one.
+    """
+
+    requests: int
+    completed: int
+    errors: dict[str, int]
+    refusals: dict[str, int]
+    duration_s: float
+    is_whole: bool
+    ttft_ms: Spread
+    itl_ms: Spread
+    e2e_ms: Spread
+    good_per_s: float
+    good_share: float
+    cached_share: float
+    ceiling_share: float | None
+    predicted_share: float
+    retried: int
+    crossing: int
+    imbalance: float | None
+    carried: tuple[Carriage, ...]
+    parts: tuple[Part, ...]
+
+
+def summarize(result: Result, objective: Objective) -> Summary:
+    """Return the figures of ``result``."""
+    outcomes = sorted(result.outcomes, key=lambda outcome: outcome.number)
+    input_tokens = sum(outcome.input_tokens for outcome in outcomes)
+    good = sum(map(objective.is_met, outcomes))
+    duration_s = result.ended_s
+    return Summary(
+        requests=len(outcomes),
+        completed=sum(not outcome.error for outcome in outcomes),
+        errors=dict(sorted(Counter(o.error for o in outcomes if o.error).items())),
+        refusals=dict(sorted(Counter(o.reason for o in outcomes if o.reason).items())),
+        duration_s=duration_s,
+        is_whole=result.is_whole,
+        ttft_ms=_spread([o.ttft_s for o in outcomes]),
+        itl_ms=_spread([o.itl_s for o in outcomes]),
+        e2e_ms=_spread([o.e2e_s for o in outcomes]),
+        good_per_s=good / duration_s if duration_s else 0.0,
+        good_share=_share(good, len(outcomes)),
+        cached_share=_share(sum(o.cached_tokens for o in outcomes), input_tokens),
+        ceiling_share=(
+            _share(sum(o.ceiling_tokens for o in outcomes), input_tokens) if result.ceiling_known else None
+        ),
+        predicted_share=_share(sum(o.predicted_tokens for o in outcomes), input_tokens),
+        retried=sum(o.attempts > 1 for o in outcomes),
+        crossing=sum(o.crosses for o in outcomes),
+        imbalance=_imbalance(outcomes),
+        carried=tuple(
+            Carriage(pair.src_domain, pair.dst_domain, carried.transfers, carried.arrived_bytes)
+            for pair, carried in sorted(result.carried.items())
+        ),
+        parts=_parts(outcomes, objective),
+    )
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean over seeds, and how far from it the true one may be with 95 % confidence; 0 with one seed."""
+
+    mean: float
+    within: float
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return the mean of ``values`` with Student's interval."""
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return Interval(mean, 0.0)
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return Interval(mean, T_95[min(n - 1, len(T_95) - 1)] * sqrt(variance / n))
+
+
+def over_seeds(summaries: Sequence[Summary], figure: Callable[[Summary], float | None]) -> Interval | None:
+    """Return a figure's interval over replays that differ by their seed; None where one of them lacks it."""
+    values = [value for summary in summaries if (value := figure(summary)) is not None]
+    return interval(values) if values and len(values) == len(summaries) else None
+
+
+def _spread(seconds: Sequence[float | None]) -> Spread:
+    values: npt.NDArray[np.float64] = np.array([value for value in seconds if value is not None]) * 1e3
+    if not len(values):
+        return Spread(None, None, None, None, None)
+    p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
+    return Spread(float(values.mean()), p50, p90, p99, float(values.max()))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _imbalance(outcomes: Sequence[Outcome]) -> float | None:
+    """What was computed where, of the workers that computed anything."""
+    computed: Counter[int] = Counter()
+    for outcome in outcomes:
+        worker = outcome.prefill if outcome.prefill is not None else outcome.decode
+        if worker is not None:
+            computed[worker] += outcome.input_tokens - outcome.cached_tokens
+    if not computed or not sum(computed.values()):
+        return None
+    return max(computed.values()) * len(computed) / sum(computed.values())
+
+
+def _parts(outcomes: Sequence[Outcome], objective: Objective) -> tuple[Part, ...]:
+    if not outcomes:
+        return ()
+    last_s = max(outcome.arrived_s for outcome in outcomes)
+    length_s = last_s / PARTS or 1.0
+    groups: list[list[Outcome]] = [[] for _ in range(PARTS)]
+    for outcome in outcomes:
+        groups[min(PARTS - 1, int(outcome.arrived_s / length_s))].append(outcome)
+    return tuple(
+        Part(
+            begins_s=at * length_s,
+            requests=len(group),
+            ttft_ms=_spread([o.ttft_s for o in group]).mean,
+            itl_ms=_spread([o.itl_s for o in group]).mean,
+            good_share=_share(sum(map(objective.is_met, group)), len(group)),
+            cached_share=_share(sum(o.cached_tokens for o in group), sum(o.input_tokens for o in group)),
+        )
+        for at, group in enumerate(groups)
+    )

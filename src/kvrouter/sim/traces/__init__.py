@@ -1,0 +1,1 @@
+"""Traces of requests: what each format says, read row by row."""

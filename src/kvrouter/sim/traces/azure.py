@@ -1,0 +1,101 @@
+"""Azure's traces: arrivals and lengths, a CSV row each. They say nothing of contents, so a model does."""
+
+from array import array
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.sim.traces.lines import read_lines, wrong_row
+from kvrouter.sim.traces.mooncake import TOKENS_MAX
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+
+PIECE_TOKENS = 64
+
+INFO = TraceInfo("Azure", PIECE_TOKENS, has_sessions=False)
+
+HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+
+_FRACTION_DIGITS = 6
+_COLUMNS = 3
+
+
+class PrefixModel(msgspec.Struct, frozen=True):
+    """What prompts share: ``share`` of them begin with one of ``prefixes`` texts, which are as popular as
+    Zipf's law with ``exponent`` says, and cover up to ``covers`` of a prompt.
+    """
+
+    share: float = 0.5
+    prefixes: int = 64
+    exponent: float = 1.1
+    covers: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("share", "covers"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"prefix_model.{name}: must be between 0 and 1", param=name)
+        if self.prefixes < 1 or not 0.0 < self.exponent < float("inf"):
+            raise ConfigError(
+                "prefix_model: at least one prefix, and an exponent above 0", param="prefix_model"
+            )
+
+
+def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[TraceRequest]:  # noqa: B008 - frozen
+    """Yield the rows, with contents that ``model`` makes up. Raises ConfigError that names the line."""
+    chance = np.random.Generator(np.random.PCG64(model.seed))
+    weights = np.arange(1, model.prefixes + 1, dtype=np.float64) ** -model.exponent
+    reached = np.cumsum(weights / weights.sum())
+    own = 1 << 40
+    first_s = last_s = None
+    number = -1
+    for line, text in read_lines(path):
+        if line == 1:
+            continue
+        number += 1
+        columns = text.decode("ascii", "replace").strip().split(",")
+        if len(columns) != _COLUMNS:
+            wrong_row(path, line, f"{len(columns)} columns, not TIMESTAMP, ContextTokens, GeneratedTokens")
+        at_s = _seconds(path, line, columns[0])
+        input_tokens = _tokens(path, line, "ContextTokens", columns[1])
+        output_tokens = _tokens(path, line, "GeneratedTokens", columns[2])
+        if first_s is None or last_s is None:
+            first_s = last_s = at_s
+        if at_s < last_s:
+            wrong_row(path, line, "TIMESTAMP: is before that of the row above")
+        last_s = at_s
+        n_pieces = -(-input_tokens // PIECE_TOKENS)
+        n_shared = 0
+        prefix = 0
+        if chance.random() < model.share:
+            prefix = int(np.searchsorted(reached, chance.random()))
+            n_shared = int(model.covers * n_pieces)
+        shared = range((prefix + 1) << 20, ((prefix + 1) << 20) + n_shared)
+        pieces = array("Q", (*shared, *range(own, own + n_pieces - n_shared)))
+        own += n_pieces
+        yield TraceRequest(
+            number=number,
+            at_s=at_s - first_s,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            piece_tokens=PIECE_TOKENS,
+            pieces=pieces,
+        )
+
+
+def _seconds(path: Path, line: int, text: str) -> float:
+    """Seven digits of a second are one more than Python reads."""
+    whole, dot, fraction = text.partition(".")
+    try:
+        return datetime.fromisoformat(f"{whole}{dot}{fraction[:_FRACTION_DIGITS]}+00:00").timestamp()
+    except ValueError:
+        wrong_row(path, line, f"TIMESTAMP: {text!r} is no date and time")
+
+
+def _tokens(path: Path, line: int, name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= TOKENS_MAX:
+        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from 1 to {TOKENS_MAX}")
+    return int(text)

@@ -1,0 +1,174 @@
+"""Generated traffic: tenants with sessions whose turns grow, arrivals by a law, lengths by a law."""
+
+from array import array
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.fleet import finish64
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+
+PIECE_TOKENS = 64
+_MASK = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=100_000_000)]
+Above0 = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens by a lognormal law: ``mean``, ``sigma`` of the logarithm (0: always the mean), ``max``."""
+
+    mean: Above0
+    sigma: Annotated[float, Meta(ge=0, le=5)] = 0.8
+    max: Count = 200_000
+
+
+class Burst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every ``every_s`` seconds arrivals are ``factor`` times as many for ``for_s`` seconds."""
+
+    every_s: Above0
+    for_s: Above0
+    factor: Above0
+
+
+class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is generated. New sessions and later turns together arrive ``rate_per_s`` a second.
+
+    ``variation`` is the coefficient of variation of the time between arrivals: 1 is a Poisson process, 0 a
+    metronome, more is burstier. A tenant's prompts begin with ``system_tokens`` of its own; tenants are as
+    popular as Zipf's law with ``tenant_exponent`` says. A request is a later turn of one of its tenant's
+    sessions with the chance ``turn_share``: then its prompt is the one before, that answer, and ``turn``
+    tokens more.
+    """
+
+    requests: Count
+    rate_per_s: Above0
+    input: Lengths
+    output: Lengths
+    turn: Lengths = Lengths(400.0)
+    variation: Annotated[float, Meta(ge=0, le=20)] = 1.0
+    burst: Burst | None = None
+    tenants: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    tenant_exponent: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    turn_share: Share = 0.0
+    think_s: Annotated[float, Meta(ge=0, le=1e6)] = 5.0
+    open_sessions: Annotated[int, Meta(ge=1, le=1_000_000)] = 1_000
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+
+
+def parse_generator(content: object, name: str) -> Generator:
+    """Return the generator that a file describes. Raises ConfigError that names the field."""
+    try:
+        return msgspec.convert(content, Generator)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: generate: {error}", param=name) from error
+
+
+def generated_info(spec: Generator) -> TraceInfo:
+    """Return what the trace is."""
+    return TraceInfo("generated", PIECE_TOKENS, has_sessions=spec.turn_share > 0.0)
+
+
+class _Session(msgspec.Struct):
+    """An open session: its prompt so far, in whole pieces, and its last request."""
+
+    name: str
+    pieces: "array[int]"
+    tokens: int
+    last: int
+
+
+def generate(spec: Generator) -> Iterator[TraceRequest]:
+    """Yield the requests, in bounded memory. The same spec gives the same ones."""
+    chance = np.random.Generator(np.random.PCG64(spec.seed))
+    weights = np.arange(1, spec.tenants + 1, dtype=np.float64) ** -spec.tenant_exponent
+    reached = np.cumsum(weights / weights.sum())
+    sessions: dict[int, _Session] = {}
+    keys: list[int] = []
+    idle: list[tuple[float, int]] = []
+    own = finish64(spec.seed + 1)
+    at_s = 0.0
+    n_sessions = 0
+    for number in range(spec.requests):
+        if number:
+            at_s += _gap_s(spec, chance, at_s)
+        output_tokens = _length(spec.output, chance)
+        if idle and idle[0][0] <= at_s and chance.random() < spec.turn_share:
+            _, key = heappop(idle)
+            session = sessions[key]
+            after: int | None = session.last
+            tokens = session.tokens + _length(spec.turn, chance)
+        else:
+            key, after = n_sessions, None
+            n_sessions += 1
+            tenant = int(np.searchsorted(reached, chance.random()))
+            salt = finish64((tenant + 1) * _SPREAD & _MASK)
+            n_system = spec.system_tokens // PIECE_TOKENS
+            system = array("Q", [(salt + at * _SPREAD) & _MASK for at in range(n_system)])
+            session = _Session(f"s{key}", system, 0, number)
+            tokens = spec.system_tokens + _length(spec.input, chance)
+            if spec.turn_share:
+                sessions[key] = session
+                keys.append(key)
+                if len(sessions) > spec.open_sessions:
+                    _close_first(sessions, keys, idle)
+        n_pieces = -(-tokens // PIECE_TOKENS)
+        pieces = session.pieces + array("Q")
+        while len(pieces) < n_pieces:
+            own = (own + _SPREAD) & _MASK
+            pieces.append(own)
+        yield TraceRequest(
+            number=number,
+            at_s=at_s,
+            input_tokens=tokens,
+            output_tokens=output_tokens,
+            piece_tokens=PIECE_TOKENS,
+            pieces=pieces,
+            session=session.name if spec.turn_share else "",
+            after=after,
+            think_s=spec.think_s,
+        )
+        if key in sessions:
+            session.pieces = pieces[: tokens // PIECE_TOKENS]
+            session.tokens = tokens + output_tokens
+            session.last = number
+            if session.tokens < spec.input.max:
+                heappush(idle, (at_s + spec.think_s, key))
+
+
+def _close_first(sessions: dict[int, _Session], keys: list[int], idle: list[tuple[float, int]]) -> None:
+    """The oldest session has no further turns."""
+    oldest = keys.pop(0)
+    del sessions[oldest]
+    for position, (_, key) in enumerate(idle):
+        if key == oldest:
+            idle[position] = idle[-1]
+            idle.pop()
+            idle.sort()
+            return
+
+
+def _gap_s(spec: Generator, chance: np.random.Generator, at_s: float) -> float:
+    rate = spec.rate_per_s
+    burst: Literal[False] | Burst = spec.burst or False
+    if burst and at_s % burst.every_s < burst.for_s:
+        rate *= burst.factor
+    if spec.variation == 0.0:
+        return 1.0 / rate
+    shape = spec.variation**-2
+    return float(chance.gamma(shape, 1.0 / (shape * rate)))
+
+
+def _length(law: Lengths, chance: np.random.Generator) -> int:
+    if law.sigma == 0.0:
+        return max(1, min(law.max, round(law.mean)))
+    mu = np.log(law.mean) - law.sigma**2 / 2.0
+    return max(1, min(law.max, int(chance.lognormal(mu, law.sigma))))

@@ -1,0 +1,41 @@
+"""One request of a trace, whatever its format."""
+
+from array import array
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    Pieces = array[int]
+else:  # the array type takes no parameter at run time before Python 3.12
+    Pieces = array
+"""Names of consecutive pieces of a prompt, as ``array('Q')``: unsigned 64 bits each."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Two prompts are alike as far as their pieces are.
+
+    ``number`` counts from 0 in the order of arrivals; ``at_s`` is the arrival by time stamp, in seconds from
+    the trace's first. Each of ``pieces`` stands for ``piece_tokens`` tokens, the last one for what is left;
+    a tail may have no name.
+    ``after`` is the request whose answer comes before this one in a closed loop, ``think_s`` the seconds
+    between the two.
+    """
+
+    number: int
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    piece_tokens: int
+    pieces: Pieces
+    session: str = ""
+    after: int | None = None
+    think_s: float = 0.0
+
+
+class TraceInfo(msgspec.Struct, frozen=True):
+    """What a trace is: its format, the tokens of its pieces, and whether turns follow each other."""
+
+    format: str
+    piece_tokens: int
+    has_sessions: bool

@@ -1,0 +1,224 @@
+"""A replay: what one computes by hand comes out, and nothing is left over."""
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.mock import Timing
+from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
+from kvrouter.sim.fleet import SimFleet
+from kvrouter.sim.rules.registry import RULES, parse_rule
+from kvrouter.sim.simulation import check_room
+from kvrouter.sim.summary import Objective, interval, summarize
+from kvrouter.sim.timetable import Happening, TimetableEvent
+from kvrouter.sim.traces.request import TraceRequest
+from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
+
+TIMING = Timing()
+
+
+def test_one_request_takes_what_the_timing_says() -> None:
+    (outcome,) = replayed([row(0, 5.0, [1, 2, 3], output_tokens=3)]).outcomes
+    prefill_s = TIMING.prefill_ms(192) / 1e3
+    assert outcome.arrived_s == 5.0
+    assert outcome.ttft_s == pytest.approx(prefill_s)
+    assert outcome.itl_s == pytest.approx(TIMING.decode_ms(4 / 16_384) / 1e3, rel=1e-3)
+    assert (outcome.generated_tokens, outcome.cached_tokens, outcome.error) == (3, 0, "")
+
+
+def test_what_is_cached_is_found_by_the_router_and_not_computed_again() -> None:
+    first, second = by_number(replayed([row(0, 0.0, [1, 2, 3]), row(1, 10.0, [1, 2, 9])]))
+    assert (first.cached_tokens, first.ceiling_tokens) == (0, 0)
+    assert (second.predicted_tokens, second.cached_tokens, second.ceiling_tokens) == (128, 128, 128)
+    assert second.decode == first.decode
+    assert second.ttft_s == pytest.approx(TIMING.prefill_ms(64) / 1e3)
+
+
+def test_a_pair_waits_for_its_kv_on_the_link() -> None:
+    # 192 tokens of 131,072 bytes over 13,107,200 bytes a second: 1.92 s, after the prefill.
+    (outcome,) = replayed(
+        [row(0, 0.0, [1, 2, 3])], fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}")
+    ).outcomes
+    prefill_s = TIMING.prefill_ms(192) / 1e3
+    assert outcome.ttft_s == pytest.approx(prefill_s + 1.92 + TIMING.decode_ms(0.0) / 1e3, rel=1e-2)
+    assert outcome.prefill is not None
+    assert outcome.decode == outcome.prefill + 1
+    assert not outcome.crosses
+
+
+def test_a_zone_without_decoders_is_left_alone_or_crossed_as_the_policy_says() -> None:
+    rows = [row(0, 0.0, [1, 2, 3]), row(1, 20.0, [1, 2, 3])]
+    dies = [
+        TimetableEvent(10.0, Happening.DIE, group="da"),
+        TimetableEvent(10.0, Happening.DIE, group="pb"),
+    ]
+    required = replayed(rows, fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}"), timetable=dies)
+    assert [outcome.error for outcome in by_number(required)] == ["", "no_eligible_worker"]
+    assert by_number(required)[1].reason == "domain_mismatch"
+    fallback = replayed(
+        rows, fleet(f"kv_transfer: {{domain: zone, enforcement: fallback}}{TWO_ZONES}"), timetable=dies
+    )
+    last = by_number(fallback)[1]
+    assert (last.error, last.crosses) == ("", True)
+    carried = {(pair.src_domain, pair.dst_domain): c.arrived_bytes for pair, c in fallback.carried.items()}
+    assert carried["a", "b"] == 192 * 131_072
+
+
+def test_a_worker_that_dies_takes_its_requests_to_another_and_back_it_is_empty() -> None:
+    rows = [row(0, 0.0, [1, 2], output_tokens=400), row(1, 30.0, [1, 2])]
+    dies = [TimetableEvent(1.0, Happening.DIE), TimetableEvent(1.0, Happening.JOIN)]
+    one = replayed(rows, fleet("workers: [{name: w}]"), timetable=dies)
+    assert [outcome.error for outcome in by_number(one)] == ["no_eligible_worker", ""]
+    assert by_number(one)[1].cached_tokens == 0
+    two = fleet("workers: [{name: w1}, {name: w2}]")
+    moved = [
+        by_number(replayed(rows, two, timetable=[TimetableEvent(1.0, Happening.DIE, group=group)]))[0]
+        for group in ("w1", "w2")
+    ]
+    assert [(outcome.error, outcome.generated_tokens) for outcome in moved] == [("", 400), ("", 400)]
+    assert sorted(outcome.attempts for outcome in moved) == [1, 2]
+
+
+def test_turns_follow_answers_in_a_closed_loop() -> None:
+    rows = [
+        row(0, 0.0, [1, 2], session="s"),
+        row(1, 0.5, [1, 2, 3], session="s", after=0, think_s=7.0),
+        row(2, 1.0, [4], session="t"),
+    ]
+    first, second, third = by_number(replayed(rows, dispatch=ClosedLoop()))
+    assert first.last_s is not None
+    assert second.arrived_s == first.last_s + 7.0
+    assert third.arrived_s == 1.0
+    by_stamp = by_number(replayed(rows, dispatch=ByTimeStamp(2.0)))
+    assert [outcome.arrived_s for outcome in by_stamp] == [0.0, 0.25, 0.5]
+
+
+def test_a_closed_loop_without_sessions_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no sessions"):
+        replayed([row(0, 0.0, [1])], dispatch=ClosedLoop())
+
+
+def test_requests_that_wait_are_let_in_when_load_falls_or_their_time_is_up() -> None:
+    settings = "router: {active_prefill_tokens_threshold: 64, admission_queue_max: 8, admission_wait_s: 60}\n"
+    rows = [row(n, 0.001 * n, [10 * n, 10 * n + 1, 10 * n + 2], output_tokens=2) for n in range(6)]
+    waited = by_number(replayed(rows, fleet(settings + "workers: [{name: w}]")))
+    assert [outcome.error for outcome in waited] == [""] * 6
+    assert all(o.placed_s is not None and o.placed_s > o.arrived_s for o in waited[2:])
+    short = settings.replace("admission_wait_s: 60", "admission_wait_s: 0.001")
+    refused = by_number(replayed(rows, fleet(short + "workers: [{name: w}]")))
+    assert "all_workers_busy" in {outcome.error for outcome in refused}
+    assert {outcome.reason for outcome in refused if outcome.error} == {"busy"}
+
+
+def test_the_time_limit_of_a_request_ends_it() -> None:
+    rows = [row(0, 0.0, [1], output_tokens=1_000), row(1, 100.0, [2])]
+    file = fleet("router: {request_timeout_s: 2.0}\nworkers: [{name: w}]")
+    slow, other = by_number(replayed(rows, file))
+    assert slow.error == "deadline_exceeded"
+    assert slow.ttft_s is not None
+    assert other.error == ""
+
+
+def test_what_no_engine_has_room_for_is_found_before_the_replay() -> None:
+    file = fleet("workers: [{name: w, engine: {total_kv_blocks: 4}}]")
+    sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
+    assert check_room([row(0, 0.0, [1, 2, 3])], sim) == 1
+    with pytest.raises(ConfigError, match="request 1: 256 tokens and 4 more") as refused:
+        check_room([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])], sim)
+    assert refused.value.param == "total_kv_blocks"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("workers: [{name: w, engine: {kind: vllm, url: 'http://x:1'}}]", "workers[0].engine.kind"),
+        ("workers: [{name: w}]", "block_size"),
+    ],
+)
+def test_fleets_that_cannot_be_replayed_are_named(text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        replayed([row(0, 0.0, [1])], fleet(text, block_size=48 if named == "block_size" else 64))
+    assert refused.value.param == named
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.floats(0.0, 3.0),
+        st.lists(st.integers(0, 4), min_size=1, max_size=6),
+        st.integers(1, 90),
+        st.sampled_from(["", "s", "t"]),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def made(drawn: list[tuple[float, list[int], int, str]]) -> list[TraceRequest]:
+    ordered = sorted(drawn, key=lambda each: each[0])
+    return [
+        row(n, at_s, pieces, output_tokens=output, session=session)
+        for n, (at_s, pieces, output, session) in enumerate(ordered)
+    ]
+
+
+@given(drawn=ROWS, policy=st.sampled_from(["kvrouter", *RULES]), seed=st.integers(0, 3), pairs=st.booleans())
+@settings(max_examples=60)
+def test_any_rule_serves_every_request_and_the_same_seed_does_it_again(
+    drawn: list[tuple[float, list[int], int, str]], policy: str, seed: int, pairs: bool
+) -> None:
+    rows = made(drawn)
+    file = fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}") if pairs else fleet()
+    runs = [
+        replayed(rows, file, rule=None if policy == "kvrouter" else parse_rule(policy), seed=seed)
+        for _ in range(2)
+    ]
+    assert by_number(runs[0]) == by_number(runs[1])
+    for outcome in runs[0].outcomes:
+        assert outcome.error == ""
+        assert outcome.generated_tokens == outcome.output_tokens
+        assert outcome.cached_tokens <= outcome.input_tokens
+        assert not outcome.crosses
+    assert len(runs[0].outcomes) == len(rows)
+
+
+@given(drawn=ROWS)
+@settings(max_examples=25)
+def test_blocks_of_any_size_reuse_what_the_pieces_share(
+    drawn: list[tuple[float, list[int], int, str]],
+) -> None:
+    rows = made(drawn)
+    ceilings = []
+    for block_size in (16, 64, 128):
+        outcomes = by_number(replayed(rows, fleet(block_size=block_size)))
+        ceilings.append([outcome.ceiling_tokens for outcome in outcomes])
+        assert all(outcome.cached_tokens <= outcome.ceiling_tokens for outcome in outcomes)
+    small, middle, large = ceilings
+    assert small == middle
+    assert all(one // 128 * 128 == other for one, other in zip(middle, large, strict=True))
+
+
+def test_figures_are_those_of_the_outcomes() -> None:
+    rows = [row(0, 0.0, [1, 2, 3], output_tokens=3), row(1, 50.0, [1, 2, 9], output_tokens=3)]
+    summary = summarize(replayed(rows), Objective(ttft_s=0.018, itl_s=1.0))
+    assert (summary.requests, summary.completed, summary.good_share) == (2, 2, 0.5)
+    assert summary.cached_share == pytest.approx(128 / 384)
+    assert summary.ceiling_share == summary.cached_share
+    assert sum(part.requests for part in summary.parts) == 2
+    assert summary.imbalance == 1.0
+    assert summary.duration_s < 51.0
+    with pytest.raises(ConfigError, match="ttft_s"):
+        Objective(ttft_s=float("nan"))
+
+
+def test_an_interval_is_students() -> None:
+    found = interval([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.within == pytest.approx(4.303 * (1.0 / 3.0) ** 0.5)
+    assert interval([5.0]).within == 0.0
+
+
+def test_pieces_are_an_array() -> None:
+    assert row(0, 0.0, [1, 2]).pieces == array("Q", [1, 2])
