@@ -140,6 +140,11 @@ NO_LIMITS = {
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX
     """,
+    "`kvrouter replay`, which reads its own user's files and serves nobody": """
+        sim.rules.affinity.SESSIONS_MAX sim.rules.registry.GRID_MAX sim.simulation.CEILING_BLOCKS_MAX
+        sim.traces.lines.LINE_BYTES_MAX sim.traces.mooncake.TOKENS_MAX sim.traces.read.GENERATOR_BYTES_MAX
+        sim.variant.VARIANTS_MAX
+    """,
     "what messages of our own quote": """
         config.problems._SHOWN_MAX_CHARS frontend.openai.body.SHOWN_BYTES_MAX text.chat.ERROR_CHARS_MAX
         operator.reconcile.reconciler.WARNINGS_REPORTED_MAX frontend.openai.body.SHOWN_CHARS_MAX

@@ -6,13 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.whole_file import check_folder, write_whole
-from kvrouter.config.problems import Document, parse_document, read_document
+from kvrouter.config.fleet_engines import MockTiming
+from kvrouter.config.problems import (
+    Document,
+    config_error,
+    parse_document,
+    problem_of,
+    read_document,
+)
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
@@ -103,12 +111,14 @@ def replay(options: ReplayOptions, console: Console) -> int:
 
 
 def read_timing(path: Path) -> Timing:
-    """Read the timing of all engines from a YAML file; raises ConfigError that names the field."""
-    content = read_document(path).content
+    """Read the timing of all engines from a YAML file; raises ConfigError that names line and field."""
+    document = read_document(path)
     try:
-        return msgspec.convert(content, Timing, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: timing: {error}", param=str(path)) from error
+        return Timing(**MockTiming.model_validate(document.content).model_dump())
+    except ValidationError as error:
+        raise config_error(
+            [problem_of(item, MockTiming) for item in error.errors()], document.place
+        ) from error
 
 
 def show_report(report: ReplayReport, console: Console) -> None:

@@ -17,7 +17,7 @@ def check_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the file beside its place and then move it there: no reader ever sees a part of it.
+    """Write the file in the same folder and then move it to its place: no reader ever sees a part of it.
 
     Raises ConfigError where that fails; what was there before is still there then.
     """

@@ -1,0 +1,115 @@
+"""``kvrouter replay`` as its user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrouter.cli import main
+from kvrouter.sim.fleet import SlotLoads
+
+ROWS = "".join(
+    json.dumps({"timestamp": 100 * n, "input_length": 600, "output_length": 4, "hash_ids": [n % 3, 9]}) + "\n"
+    for n in range(12)
+)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(ROWS)
+    return path
+
+
+def run(*arguments: str) -> int:
+    return main(["replay", *arguments])
+
+
+def test_policies_stand_in_one_table_and_the_same_seed_gives_the_same_bytes(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = "kvrouter,dynamo:overlap_weight=4,temperature=0.2,kvrouter:overlap_score_weight=2"
+    written = []
+    for name in ("a.json", "b.json"):
+        path = tmp_path / name
+        assert run(str(trace), "--compare", policies, "--policy", "random", "--json", str(path)) == 0
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+    report = json.loads(written[0])
+    assert [variant["name"] for variant in report["variants"]] == [
+        "random",
+        "kvrouter",
+        "dynamo:overlap_weight=4,temperature=0.2",
+        "kvrouter:overlap_score_weight=2",
+    ]
+    assert report["dispatch"] == "by time stamp"
+    assert all(variant["summaries"][0]["completed"] == 12 for variant in report["variants"])
+    output = capsys.readouterr().out
+    assert "Mooncake, dispatched by time stamp" in output
+    assert "lmetric" not in output
+
+
+def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, events = tmp_path / "fleet.yaml", tmp_path / "events.yaml"
+    fleet.write_text("version: 1\nmodels: [{name: m}]\nworkers: [{name: w, replicas: 2}]\n")
+    events.write_text("events:\n- {at_s: 0.5, what: die}\n- {at_s: 0.6, what: join, group: w}\n")
+    path = tmp_path / "out.json"
+    arguments = ("--fleet", str(fleet), "--sweep", "workers[0].replicas=1,3", "--seeds", "2")
+    assert run(str(trace), *arguments, "--events", str(events), "--json", str(path)) == 0
+    one, three = json.loads(path.read_text())["variants"]
+    assert (one["name"], one["seeds"]) == ("kvrouter [workers[0].replicas=1]", [0, 1])
+    assert three["name"] == "kvrouter [workers[0].replicas=3]"
+    assert one["summaries"][0]["errors"]
+    assert "no_eligible_worker" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "lmetrik"], "did you mean lmetric"),
+        (["--dispatch", "closed"], "has no sessions"),
+        (["--speedup", "0"], "speedup: 0.0 is not a number above 0"),
+        (["--slo-ttft", "nan"], "ttft_s: nan"),
+        (["--sweep", "workers[9].replicas=1"], "no such place"),
+        (["--sweep", "router.overlap_score_weight=-1"], "overlap_score_weight"),
+        (["--sweep", "replicas"], "is not key=value"),
+        (["--json", "no/such/folder/out.json"], "is no folder"),
+        (["--timing", "timing.yaml"], "prefill_base"),
+        (["--events", "events.yaml"], "no worker of the fleet"),
+        (["--fleet", "small.yaml"], "the smallest engine of the fleet has room for 512"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_written(
+    trace: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(trace.parent)
+    Path("timing.yaml").write_text("prefill_base: -1\n")
+    Path("events.yaml").write_text("events: [{at_s: 1, what: die, group: nobody}]\n")
+    Path("small.yaml").write_text(
+        "version: 1\nmodels: [{name: m}]\nworkers: [{name: w, engine: {total_kv_blocks: 8}}]\n"
+    )
+    files = set(Path().iterdir())
+    assert run(str(trace), *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert set(Path().iterdir()) == files
+
+
+def test_an_interrupted_replay_leaves_what_is_known(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlotLoads, "reported", interrupt)
+    path = tmp_path / "out.json"
+    assert run(str(trace), "--compare", "random,kvrouter", "--json", str(path)) == 130
+    report = json.loads(path.read_text())
+    assert report["is_whole"] is False
+    assert [variant["name"] for variant in report["variants"]] == ["random"]
+    assert "interrupted" in capsys.readouterr().out

@@ -1,0 +1,141 @@
+"""The published rules: each formula on numbers that one can check by hand."""
+
+import numpy as np
+import pytest
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import RequestId, Slot
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import Fleet
+from kvrouter.routing.request import RouteRequest, RoutingSettings, View
+from kvrouter.sim.fleet import SlotLoads
+from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule
+from kvrouter.sim.rules.rule import RuleInput
+from tests.support.fleets import BLOCK_SIZE, MODEL, card
+
+
+def asked(
+    *,
+    overlap: list[int] | None = None,
+    prefill_tokens: list[int] | None = None,
+    active: list[int] | None = None,
+    in_flight: list[int] | None = None,
+    waiting: list[int] | None = None,
+    kv_use: list[float] | None = None,
+    isl_blocks: int = 10,
+    leg: Leg = Leg.AGGREGATED,
+    session: str = "",
+    draw: int = 0,
+) -> RuleInput:
+    """A decision over three workers; what is not given is 0."""
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    for worker in (1, 2, 3):
+        fleet.join(card(worker))
+    nothing = [0, 0, 0]
+    loads = SlotLoads()
+    loads.in_flight[:3] = in_flight or nothing
+    loads.waiting[:3] = waiting or nothing
+    loads.kv_use[:3] = kv_use or nothing
+    view = View(
+        fleet=fleet,
+        settings=RoutingSettings(),
+        overlap_blocks=np.array(overlap or nothing, np.uint32),
+        prefill_tokens=np.array(prefill_tokens or nothing, np.int64),
+        active_blocks=np.array(active or nothing, np.int64),
+        not_active=None,
+    )
+    request = RouteRequest(
+        request_id=RequestId("r"), isl_tokens=isl_blocks * BLOCK_SIZE, total_blocks=isl_blocks
+    )
+    return RuleInput(request, session, leg, view, np.array([0, 1, 2]), loads, draw, 0, 0.0)
+
+
+def test_each_worker_in_turn_for_each_leg() -> None:
+    rule = parse_rule("round-robin")
+    assert [rule.pick(asked()) for _ in range(4)] == [0, 1, 2, 0]
+    assert rule.pick(asked(leg=Leg.DECODE)) == 0
+
+
+def test_least_loaded_and_power_of_two_take_fewer_requests() -> None:
+    assert parse_rule("least-loaded").pick(asked(in_flight=[4, 2, 3])) == 1
+    picks = {parse_rule("power-of-two").pick(asked(in_flight=[1, 2, 9], draw=draw)) for draw in range(40)}
+    assert picks == {Slot(0), Slot(1)}
+
+
+def test_dynamos_cost_is_prefill_and_decode_blocks() -> None:
+    # worker 0: 4 + 8 queued + 0 active; worker 1: 10 + 0 + 5; worker 2: 10 + 0 + 0
+    given = asked(overlap=[6, 0, 0], prefill_tokens=[8 * BLOCK_SIZE, 0, 0], active=[0, 5, 0])
+    assert parse_rule("dynamo").pick(given) == 2
+    assert parse_rule("dynamo").pick(asked(overlap=[6, 0, 0], active=[5, 5, 0])) == 0
+    assert parse_rule("dynamo:overlap_weight=4").pick(asked(overlap=[6, 0, 0], active=[20, 5, 0])) == 0
+    decode = asked(overlap=[10, 0, 0], active=[3, 2, 9], leg=Leg.DECODE)
+    assert parse_rule("dynamo").pick(decode) == 1
+    warm = {
+        parse_rule("dynamo:temperature=2").pick(asked(overlap=[6, 0, 0], draw=draw << 60))
+        for draw in range(16)
+    }
+    assert len(warm) > 1
+
+
+def test_lmetric_is_new_prefill_tokens_times_the_batch() -> None:
+    assert parse_rule("lmetric").pick(asked(overlap=[8, 0, 0], in_flight=[3, 0, 1])) == 0
+    assert parse_rule("lmetric").pick(asked(overlap=[8, 0, 0], in_flight=[5, 0, 1])) == 1
+    assert parse_rule("lmetric").pick(asked(in_flight=[5, 2, 1], leg=Leg.DECODE)) == 2
+
+
+def test_predicted_ttft_counts_own_prefill_and_the_queue() -> None:
+    rule = parse_rule("predicted-ttft")
+    assert rule.pick(asked(overlap=[9, 0, 0], isl_blocks=1_000, active=[99, 0, 0])) == 0
+    assert rule.pick(asked(overlap=[9, 0, 0], prefill_tokens=[100_000, 0, 0], active=[0, 3, 1])) == 2
+
+
+def test_llm_ds_scores_are_weighted() -> None:
+    rule = parse_rule("llm-d")
+    # 2 · (1, 0, 1) + 2 · (0.1, 1, 0.9) + 3 · (1, 0, 0.2)
+    given = asked(overlap=[10, 0, 2], waiting=[0, 4, 0], kv_use=[0.9, 0.0, 0.1])
+    assert rule.pick(given) == 0
+    assert parse_rule("llm-d:prefix=0").pick(given) == 2
+
+
+def test_aibrix_takes_the_longest_prefix_that_is_not_overloaded() -> None:
+    rule = parse_rule("aibrix")
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 3, 1])) == 1
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 30, 1])) == 2
+    assert rule.pick(asked(in_flight=[2, 3, 1])) == 2
+    assert parse_rule("aibrix:deviations=0").pick(asked(overlap=[4, 8, 0], in_flight=[2, 9, 4])) == 0
+
+
+def test_a_session_stays_until_its_worker_has_twice_the_average() -> None:
+    rule = parse_rule("sticky")
+    assert rule.pick(asked(in_flight=[1, 0, 1], session="s")) == 1
+    assert rule.pick(asked(in_flight=[1, 3, 1], session="s")) == 1
+    assert rule.pick(asked(in_flight=[1, 9, 0], session="s")) == 2
+    assert rule.pick(asked(in_flight=[1, 0, 2], session="s")) == 2
+    assert rule.pick(asked(in_flight=[0, 1, 1])) == 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_a_source_and_a_grid_with_its_published_values(name: str) -> None:
+    known = RULES[name]
+    assert parse_rule(name).source
+    assert len(known.grid) <= GRID_MAX
+    assert not known.parameters or dict(known.parameters) in [dict(point) for point in known.grid]
+    for point in known.grid:
+        parse_rule(f"{name}:{','.join(f'{key}={value}' for key, value in point.items())}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lmetrik", r"'lmetrik' is none of kvrouter, round-robin.*did you mean lmetric"),
+        ("dynamo:weight=1", "no parameter 'weight'; it has overlap_weight, temperature"),
+        ("random:x=1", "it has none"),
+        ("sticky:escape=nan", "'nan' is not a number of 0 or more"),
+        ("sticky:escape=-1", "'-1' is not"),
+        ("sticky:escape=", "'' is not"),
+    ],
+)
+def test_what_is_no_rule_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        parse_rule(text)
+    assert refused.value.param == "policy"
