@@ -82,6 +82,16 @@ def test_a_worker_that_dies_takes_its_requests_to_another_and_back_it_is_empty()
     assert sorted(outcome.attempts for outcome in moved) == [1, 2]
 
 
+def test_a_prefill_worker_that_comes_back_does_not_carry_what_it_did_before() -> None:
+    # Its prefill is done and its KV fetched when it dies; the answer goes on without it.
+    rows = [row(0, 0.0, [1, 2], output_tokens=2_000)]
+    again = [TimetableEvent(5.0, Happening.DIE, group="pa"), TimetableEvent(6.0, Happening.JOIN, group="pa")]
+    file = fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}".replace("{zone: b}", "{zone: a}"))
+    both = [*again, *(TimetableEvent(event.at_s + 0.1, event.what, group="pb") for event in again)]
+    (outcome,) = replayed(rows, file, timetable=both).outcomes
+    assert (outcome.error, outcome.generated_tokens, outcome.attempts) == ("", 2_000, 1)
+
+
 def test_turns_follow_answers_in_a_closed_loop() -> None:
     rows = [
         row(0, 0.0, [1, 2], session="s"),

@@ -60,6 +60,8 @@ class SlotLoads:
         self.waiting: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.running: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.kv_use: npt.NDArray[np.float64] = np.zeros(16)
+        self.lives: npt.NDArray[np.int64] = np.zeros(16, np.int64)
+        """How often the slot was freed: what was placed there before that is load no more."""
 
     def ensure_slots(self, n_slots: int) -> None:
         """Make room for so many slots."""
@@ -69,6 +71,7 @@ class SlotLoads:
             self.waiting = np.concatenate((self.waiting, np.zeros(more, np.int64)))
             self.running = np.concatenate((self.running, np.zeros(more, np.int64)))
             self.kv_use = np.concatenate((self.kv_use, np.zeros(more)))
+            self.lives = np.concatenate((self.lives, np.zeros(more, np.int64)))
 
     def reported(self, slot: Slot, report: LoadReport) -> None:
         """An engine reported its load."""
@@ -80,6 +83,7 @@ class SlotLoads:
         """The slot's worker rank is gone."""
         self.in_flight[slot] = self.waiting[slot] = self.running[slot] = 0
         self.kv_use[slot] = 0.0
+        self.lives[slot] += 1
 
 
 class SimFleet:

@@ -134,6 +134,8 @@ class Simulation:
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._runs: dict[Party, SimRequest] = {}
+        self._booked: dict[int, list[tuple[Slot, int]]] = {}
+        """By placement: the slots that it is load of, and which life of each."""
         self._n_arrived = 0
         self._model = ModelName(file.models[0].name)
         self._ceiling = NativeApproximateIndex(
@@ -183,11 +185,18 @@ class Simulation:
 
     def booked(self, placement: Placement) -> None:
         """Its workers have one request more."""
-        self._count(placement, 1)
+        loads, decision = self.fleet.loads, placement.decision
+        slots = [pick.slot for pick in (decision.decode, decision.prefill) if pick is not None]
+        self._booked[id(placement)] = [(slot, int(loads.lives[slot])) for slot in slots]
+        for slot in slots:
+            loads.in_flight[slot] += 1
 
     def released(self, placement: Placement) -> None:
-        """Its workers have one request less."""
-        self._count(placement, -1)
+        """Its workers have one request less, where they are still the same."""
+        loads = self.fleet.loads
+        for slot, life in self._booked.pop(id(placement), ()):
+            if loads.lives[slot] == life:
+                loads.in_flight[slot] -= 1
 
     def ended(self, run: SimRequest) -> None:
         """A request is over; in a closed loop another one may follow it."""
@@ -197,12 +206,6 @@ class Simulation:
         follower = self._dispatch.ended(outcome.number, self.now_s)
         for at_s, row in follower:
             self.call_at(at_s, partial(self._arrive, row, at_s))
-
-    def _count(self, placement: Placement, n: int) -> None:
-        decision, fleet, loads = placement.decision, self.fleet.fleet, self.fleet.loads
-        for pick in (decision.decode, decision.prefill):
-            if pick is not None and fleet.rank_at(pick.slot) == pick.rank:
-                loads.in_flight[pick.slot] += n
 
     # Time
 
