@@ -105,6 +105,15 @@ def test_aibrix_takes_the_longest_prefix_that_is_not_overloaded() -> None:
     assert parse_rule("aibrix:deviations=0").pick(asked(overlap=[4, 8, 0], in_flight=[2, 9, 4])) == 0
 
 
+def test_sglang_takes_the_longest_prefix_while_load_is_balanced() -> None:
+    rule = parse_rule("sglang")
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 60, 1])) == 1
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 66, 1])) == 2
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[100, 140, 101])) == 1
+    assert rule.pick(asked(overlap=[0, 3, 0], in_flight=[2, 3, 1])) == 2
+    assert parse_rule("sglang:cache=0.2").pick(asked(overlap=[0, 3, 0], in_flight=[2, 3, 1])) == 1
+
+
 def test_a_session_stays_until_its_worker_has_twice_the_average() -> None:
     rule = parse_rule("sticky")
     assert rule.pick(asked(in_flight=[1, 0, 1], session="s")) == 1

@@ -17,8 +17,8 @@ FILE = click.Path(path_type=Path)
     multiple=True,
     metavar="NAME",
     help="Who routes: kvrouter, with settings as kvrouter:overlap_score_weight=4, or a published rule: "
-    "round-robin, random, least-loaded, power-of-two, dynamo, lmetric, predicted-ttft, llm-d, aibrix or "
-    "sticky. Give it again to compare.  [default: kvrouter]",
+    "round-robin, random, least-loaded, power-of-two, dynamo, lmetric, predicted-ttft, llm-d, aibrix, "
+    "sglang or sticky. Give it again to compare.  [default: kvrouter]",
 )
 @click.option("--compare", default="", metavar="NAME,NAME", help="The same, all in one option.")
 @click.option(

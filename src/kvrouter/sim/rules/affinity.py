@@ -64,6 +64,30 @@ class AibrixPrefix:
         return lowest(np.where(matches & (cached == longest), running, np.inf), given)
 
 
+class SglangCacheAware:
+    """Where the most requests at a worker are more than ``balance_abs`` above the fewest and over
+    ``balance_rel`` times as many, the worker with the fewest. Else the longest cached prefix, where that is
+    more than the share ``cache`` of the prompt; below that the fewest requests, in place of the smallest
+    tree: the router's index knows what engines hold.
+    """
+
+    source: ClassVar[str] = "sglang-router's cache_aware: cache 0.3, balance 64 and 1.5"
+
+    def __init__(self, *, cache: float = 0.3, balance_abs: float = 64.0, balance_rel: float = 1.5) -> None:
+        self._cache, self._balance_abs, self._balance_rel = cache, balance_abs, balance_rel
+
+    def pick(self, given: RuleInput) -> Slot:
+        """Take the best match while load is balanced."""
+        in_flight = given.loads.in_flight[given.allowed]
+        most, fewest = int(in_flight.max()), int(in_flight.min())
+        if most - fewest > self._balance_abs and most > self._balance_rel * fewest:
+            return lowest(in_flight, given)
+        cached = cached_tokens(given)
+        if cached.max() > self._cache * given.request.isl_tokens:
+            return lowest(np.where(cached == cached.max(), in_flight, np.inf), given)
+        return lowest(in_flight, given)
+
+
 class StickySessions:
     """A session stays at its worker, unless that has over ``escape`` times the average number of requests:
     then it moves to the one with the fewest. So does what belongs to no session.

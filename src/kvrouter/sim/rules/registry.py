@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvrouter.config.problems import did_you_mean
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.rules.affinity import AibrixPrefix, LlmdScorers, StickySessions
+from kvrouter.sim.rules.affinity import AibrixPrefix, LlmdScorers, SglangCacheAware, StickySessions
 from kvrouter.sim.rules.balancers import LeastLoaded, PowerOfTwo, Random, RoundRobin
 from kvrouter.sim.rules.costs import DynamoCost, LMetric, PredictedTtft
 from kvrouter.sim.rules.rule import Rule
@@ -62,6 +62,15 @@ RULES: Mapping[str, KnownRule] = MappingProxyType(
                 {"imbalance": imbalance, "deviations": deviations}
                 for imbalance in (4.0, 8.0, 16.0, 32.0)
                 for deviations in (0.5, 1.0, 2.0)
+            ],
+        ),
+        "sglang": KnownRule(
+            SglangCacheAware,
+            {"cache": 0.3, "balance_abs": 64.0, "balance_rel": 1.5},
+            [
+                {"cache": cache, "balance_abs": balance, "balance_rel": 1.5}
+                for cache in (0.1, 0.3, 0.5)
+                for balance in (4.0, 16.0, 32.0, 64.0)
             ],
         ),
         "sticky": KnownRule(
