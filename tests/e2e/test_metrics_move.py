@@ -349,9 +349,13 @@ speedup: 40
         assert (await here.metrics()).value("resumes_total", model=MODEL) == 1
         left = [worker for number, worker in here.system.fleet.workers.items() if number != 1]
         await left[0].engine.stop()  # its worker answers, and takes nothing
-        for n in range(8):
+        retries = 0.0
+        for n in range(64):  # which of two alike workers a request goes to is a matter of its random id
             assert await chat(here, first=n) == 200
-        assert (await here.metrics()).value("retries_total", model=MODEL) >= 1
+            retries = (await here.metrics()).value("retries_total", model=MODEL)
+            if retries:
+                break
+        assert retries >= 1
         await left[1].begin_drain()
         assert (await here.metrics()).value("worker_draining", worker=str(left[1].card.worker_id)) == 1
 
