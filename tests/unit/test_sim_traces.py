@@ -112,6 +112,12 @@ def test_sessions_of_agents(written: Callable[[bytes], Path]) -> None:
     assert other.pieces[0] != first.pieces[0]
 
 
+def test_nobody_thinks_for_longer_than_passed_between_two_requests(written: Callable[[bytes], Path]) -> None:
+    turns = [{"t": t, "in": 64, "out": 1, "hash_ids": [1], "think_time": 500.0} for t in (0.0, 8.0)]
+    trace = open_trace(written(lines({"id": "x", "block_size": 64, "requests": turns})))
+    assert [row.think_s for row in trace] == [500.0, 8.0]
+
+
 def test_dynamos_records_by_arrival(written: Callable[[bytes], Path]) -> None:
     trace = open_trace(written(lines(*DYNAMO)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.request.trace.v1", 4)
@@ -223,6 +229,7 @@ GOOD = mooncake(0, 700, [7, 8])
         (lines(*SESSIONS, {**SESSIONS[1], "block_size": 32}), r":3: block_size: 32, and 64 above"),
         (lines(DYNAMO[0]), "no request has ended"),
         (lines({**DYNAMO[1], "request": NO_REPLAY}), r":1: request.replay: is missing"),
+        (lines(GOOD) + b'{"a":' + b"[" * 100_000 + b"\n", r":2: "),
         (AZURE + b"2023-11-16 18:15:40,1,1\n", r":4: TIMESTAMP: is before"),
         (AZURE + b"2023-11-16 18:16:40,1\n", r":4: 2 columns"),
         (AZURE + b"2023-11-16 18:16:40,-1,1\n", r":4: ContextTokens: '-1'"),

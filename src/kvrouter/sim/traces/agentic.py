@@ -52,6 +52,10 @@ class _Row(NamedTuple):
     session: str
     after: int | None
     """The ``order`` of the request before it."""
+    think_s: float
+    """Of the row where nothing is before it, and never more than passed since the request before it came:
+    some rows count from an earlier answer, whose end was recorded.
+    """
 
 
 def agentic_info(piece_tokens: int) -> TraceInfo:
@@ -67,7 +71,7 @@ def read_agentic(path: Path) -> Iterator[TraceRequest]:
     for number, (line, text) in enumerate(read_lines(path)):
         try:
             session = decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
             wrong_row(path, line, str(error))
         if piece_tokens is None:
             piece_tokens = session.block_size
@@ -87,7 +91,7 @@ def read_agentic(path: Path) -> Iterator[TraceRequest]:
             pieces=row.pieces,
             session=row.session,
             after=None if row.after is None else numbers[row.after],
-            think_s=row.turn.think_time,
+            think_s=row.think_s,
         )
 
 
@@ -119,7 +123,10 @@ def _flatten(path: Path, line: int, session: _Session, begins_s: float, salt: in
                 wrong_row(path, line, f"requests[{position}].hash_ids: one does not fit in 64 bits")
             order = len(rows)
             pieces = array("Q", [(salt + piece * _SPREAD) & _MASK for piece in local])
-            rows.append(_Row(begins_s + offset_s + turn.t, order, turn, pieces, name, before))
+            at_s = begins_s + offset_s + turn.t
+            passed_s = turn.think_time if before is None else max(0.0, at_s - rows[before].at_s)
+            think_s = min(turn.think_time, passed_s)
+            rows.append(_Row(at_s, order, turn, pieces, name, before, think_s))
             before = order
 
     walk(session.requests, 0.0, session.id, None)

@@ -32,14 +32,14 @@ class _Replay(msgspec.Struct):
 class _Request(msgspec.Struct):
     request_received_ms: Annotated[float, Meta(ge=0)]
     output_tokens: Tokens
-    total_time_ms: Annotated[float, Meta(ge=0)] = 0.0
+    total_time_ms: Annotated[float, Meta(ge=0)] | None = None
     replay: _Replay | None = None
 
 
 class _Record(msgspec.Struct):
     schema: str = ""
     event_type: str = ""
-    agent_context: _Context = _Context()
+    agent_context: _Context | None = None
     request: _Request | None = None
 
 
@@ -85,7 +85,7 @@ def _rows(path: Path) -> list[_Row]:
     for line, text in read_lines(path):
         try:
             record = decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
             wrong_row(path, line, str(error))
         request = record.request
         if record.event_type != "request_end":
@@ -120,7 +120,12 @@ def _rows(path: Path) -> list[_Row]:
         at_ms = request.request_received_ms
         rows.append(
             _Row(
-                at_ms, at_ms + request.total_time_ms, request, replay, pieces, record.agent_context.session_id
+                at_ms,
+                at_ms + (request.total_time_ms or 0.0),
+                request,
+                replay,
+                pieces,
+                "" if record.agent_context is None else record.agent_context.session_id,
             )
         )
     return rows

@@ -41,7 +41,7 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
     for number, (line, text) in enumerate(read_lines(path)):
         try:
             row = decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
             wrong_row(path, line, str(error))
         n_pieces = -(-row.input_length // PIECE_TOKENS)
         if len(row.hash_ids) != n_pieces:

@@ -44,7 +44,7 @@ def open_trace(path: Path, *, rows_max: int | None = None) -> Trace:
         return _generated(path, line, rows_max)
     try:
         row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong_row(path, line, str(error))
     if not isinstance(row, dict):
         _unknown(path, line)
