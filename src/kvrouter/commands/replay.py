@@ -25,9 +25,16 @@ from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
-from kvrouter.sim.report import ReplayReport, VariantReport
 from kvrouter.sim.simulation import Beat, Simulation, check_room
-from kvrouter.sim.summary import Interval, Objective, Summary, over_seeds, summarize
+from kvrouter.sim.summary import (
+    Interval,
+    Objective,
+    ReplayReport,
+    Summary,
+    VariantReport,
+    over_seeds,
+    summarize,
+)
 from kvrouter.sim.timetable import TimetableEvent, check_timetable, read_timetable
 from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.variant import DEFAULT_FLEET, Variant, parse_sweep, variants

@@ -21,7 +21,7 @@ from kvrouter.config.fleet_workers import (
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, RouterId, Slot, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, RouterId, Slot, WorkerId
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import Fault, Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
@@ -108,7 +108,7 @@ class SimFleet:
         self.file = file
         self.block_size = model.mock_block_size
         self.fabric = Fabric(mock_links(file), leaps=True)
-        self.fleet = Fleet(model.name, self.block_size)  # type: ignore[arg-type]
+        self.fleet = Fleet(ModelName(model.name), self.block_size)
         self.loads = SlotLoads()
         self.cache = _cache_view(config, needs_overlap=rule is not None)
         self.placer = Placer(

@@ -16,7 +16,9 @@ PARTS = 24
 """Into so many parts of equal length a replay's time is cut."""
 
 T_95 = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The two-sided 95 % point of Student's t distribution, by degrees of freedom from 1 to 9."""
+"""The two-sided 95 % point of Student's t distribution, by degrees of freedom from 1 to 9; more take the
+last, which is wider.
+"""
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -155,6 +157,27 @@ def over_seeds(summaries: Sequence[Summary], figure: Callable[[Summary], float |
     """Return a figure's interval over replays that differ by their seed; None where one of them lacks it."""
     values = [value for summary in summaries if (value := figure(summary)) is not None]
     return interval(values) if values and len(values) == len(summaries) else None
+
+
+class VariantReport(msgspec.Struct, frozen=True):
+    """One variant: its rule's source, and a summary for each seed."""
+
+    name: str
+    source: str
+    seeds: tuple[int, ...]
+    summaries: tuple[Summary, ...]
+
+
+class ReplayReport(msgspec.Struct, frozen=True):
+    """All of a replay, as it is written to JSON."""
+
+    version: str
+    trace: str
+    format: str
+    dispatch: str
+    objective: Objective
+    is_whole: bool
+    variants: tuple[VariantReport, ...]
 
 
 def _spread(seconds: Sequence[float | None]) -> Spread:

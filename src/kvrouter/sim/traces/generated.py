@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -43,9 +43,9 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``variation`` is the coefficient of variation of the time between arrivals: 1 is a Poisson process, 0 a
     metronome, more is burstier. A tenant's prompts begin with ``system_tokens`` of its own; tenants are as
-    popular as Zipf's law with ``tenant_exponent`` says. A request is a later turn of one of its tenant's
-    sessions with the chance ``turn_share``: then its prompt is the one before, that answer, and ``turn``
-    tokens more.
+    popular as Zipf's law with ``tenant_exponent`` says. With the chance ``turn_share`` a request is a later
+    turn of the session that waits for longest: then its prompt is the one before, that answer, and ``turn``
+    tokens more. At most ``open_sessions`` go on; the oldest ends first.
     """
 
     requests: Count
@@ -92,7 +92,6 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
     weights = np.arange(1, spec.tenants + 1, dtype=np.float64) ** -spec.tenant_exponent
     reached = np.cumsum(weights / weights.sum())
     sessions: dict[int, _Session] = {}
-    keys: list[int] = []
     idle: list[tuple[float, int]] = []
     own = finish64(spec.seed + 1)
     at_s = 0.0
@@ -101,6 +100,8 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
         if number:
             at_s += _gap_s(spec, chance, at_s)
         output_tokens = _length(spec.output, chance)
+        while idle and idle[0][1] not in sessions:
+            heappop(idle)
         if idle and idle[0][0] <= at_s and chance.random() < spec.turn_share:
             _, key = heappop(idle)
             session = sessions[key]
@@ -117,11 +118,10 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
             tokens = spec.system_tokens + _length(spec.input, chance)
             if spec.turn_share:
                 sessions[key] = session
-                keys.append(key)
                 if len(sessions) > spec.open_sessions:
-                    _close_first(sessions, keys, idle)
+                    del sessions[next(iter(sessions))]
         n_pieces = -(-tokens // PIECE_TOKENS)
-        pieces = session.pieces + array("Q")
+        pieces = session.pieces[:]
         while len(pieces) < n_pieces:
             own = (own + _SPREAD) & _MASK
             pieces.append(own)
@@ -144,22 +144,10 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
                 heappush(idle, (at_s + spec.think_s, key))
 
 
-def _close_first(sessions: dict[int, _Session], keys: list[int], idle: list[tuple[float, int]]) -> None:
-    """The oldest session has no further turns."""
-    oldest = keys.pop(0)
-    del sessions[oldest]
-    for position, (_, key) in enumerate(idle):
-        if key == oldest:
-            idle[position] = idle[-1]
-            idle.pop()
-            idle.sort()
-            return
-
-
 def _gap_s(spec: Generator, chance: np.random.Generator, at_s: float) -> float:
     rate = spec.rate_per_s
-    burst: Literal[False] | Burst = spec.burst or False
-    if burst and at_s % burst.every_s < burst.for_s:
+    burst = spec.burst
+    if burst is not None and at_s % burst.every_s < burst.for_s:
         rate *= burst.factor
     if spec.variation == 0.0:
         return 1.0 / rate
