@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from kvrouter.core.events import Held, KvEvent, Medium
+from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 
 U32Buffer = Buffer | npt.NDArray[np.uint32]
@@ -233,6 +233,62 @@ class ApproximateIndex:
         """Forget the slot; return how many blocks it was thought to hold."""
     def stats(self) -> ApproximateStats:
         """Sizes now."""
+
+class PagedKv:
+    """The KV memory of a mock engine's rank; see kvrouter.mock.paged_kv, which makes events of the rows.
+
+    ``opaque``: blocks get names drawn from ``seed``; else their names follow from their content. A table is
+    what one sequence holds. Raises KeyError for a table that is not held, and for a commit beyond what it
+    holds.
+    """
+
+    def __new__(
+        cls, *, total_blocks: int, opaque: bool, seed: int, caching: bool = True
+    ) -> Self: ...
+    @property
+    def total_blocks(self) -> int:
+        """All of them."""
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without content."""
+    @property
+    def idle_blocks(self) -> int:
+        """Cached blocks that nobody holds."""
+    @property
+    def active_blocks(self) -> int:
+        """Blocks that somebody holds."""
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks whose content others can use, idle or held."""
+    @property
+    def n_offers(self) -> int:
+        """Entries of the heap of what can be evicted, stale ones included."""
+    def matched(self, block_hashes: HashColumn, blocks_max: int) -> int:
+        """Count the cached blocks that begin this sequence, up to ``blocks_max``."""
+    def hold(self, block_hashes: HashColumn, n_matched: int, n_private: int) -> int | None:
+        """Hold the first ``n_matched`` blocks, which are cached, and allocate ``n_private`` more, evicting as
+        needed. Return the table, None when they do not fit.
+        """
+    def can_grow(self, n_private: int) -> bool:
+        """Return whether :meth:`grow` would find enough blocks."""
+    def grow(self, table: int, n_private: int) -> int:
+        """Allocate more blocks, evicting as needed. Return how many the table holds then; MemoryError when
+        none can go.
+        """
+    def commit(self, table: int, block_hashes: HashColumn, n_full: int) -> None:
+        """Cache the private blocks of the table among its first ``n_full``, which are full. One that another
+        sequence cached meanwhile is shared instead, and the private one is free again.
+        """
+    def release(self, table: int) -> None:
+        """Give up every block: private ones are free, cached ones stay until evicted."""
+    def take_rows(self) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
+        """Return what happened since the last call, in order: a store is (the parent's name, names, block
+        hashes), a removal (None, names, None).
+        """
+    def snapshot_rows(self) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
+        """Return all cached blocks as stores, parents first."""
+    def check_integrity(self, tables: list[int]) -> list[str]:
+        """Return every way in which the books differ from ``tables``, which is all that holds blocks."""
 
 @final
 class Column:

@@ -2,29 +2,44 @@ import pytest
 
 from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import sequence_hashes
-from kvrouter.mock.config import EngineHashing
-from kvrouter.mock.paged_kv import BlockTable, PagedKv
+from kvrouter.mock.paged_kv import PagedKv, TableId
 
 
-def paged_kv(
-    total_blocks: int = 8, *, hashing: EngineHashing = EngineHashing.DETERMINISTIC, seed: int = 0
-) -> PagedKv:
-    return PagedKv(total_blocks=total_blocks, engine_hashing=hashing, seed=seed)
+def paged_kv(total_blocks: int = 8, *, opaque: bool = False, seed: int = 0) -> PagedKv:
+    return PagedKv(total_blocks=total_blocks, opaque=opaque, seed=seed)
 
 
-def compute(kv: PagedKv, *hashes: int) -> BlockTable:
+def compute(kv: PagedKv, *hashes: int) -> TableId:
     """A sequence of full blocks is admitted and computed, as a scheduler would do it."""
-    matched = kv.match(hashes, len(hashes))
-    n_matched = len(matched)
-    table = kv.hold(matched, len(hashes) - n_matched)
-    kv.commit(table, hashes[n_matched:])
+    column = pack_hashes(hashes)
+    n_matched = kv.matched(column, len(hashes))
+    table = hold(kv, len(hashes) - n_matched, hashes[:n_matched])
+    kv.commit(table, column, len(hashes))
     return table
+
+
+def hold(kv: PagedKv, n_private: int, matched: tuple[int, ...] = ()) -> TableId:
+    table = kv.hold(pack_hashes(matched), len(matched), n_private)
+    assert table is not None
+    return TableId(table)
 
 
 def stored_and_removed(events: tuple[KvEvent, ...]) -> tuple[list[int], list[int]]:
     stored = [h for e in events if isinstance(e, Stored) for h in unpack_hashes(e.block_hashes)]
     removed = [h for e in events if isinstance(e, Removed) for h in unpack_hashes(e.engine_hashes)]
     return stored, removed
+
+
+def engine_names(kv: PagedKv) -> dict[int, int]:
+    """Of each block hash stored since the last call, the engine's name."""
+    return {
+        block_hash: name
+        for event in kv.take_events()
+        if isinstance(event, Stored)
+        for block_hash, name in zip(
+            unpack_hashes(event.block_hashes), unpack_hashes(event.engine_hashes), strict=True
+        )
+    }
 
 
 def test_consecutive_blocks_are_one_event_with_their_parent() -> None:
@@ -34,8 +49,8 @@ def test_consecutive_blocks_are_one_event_with_their_parent() -> None:
     assert isinstance(first, Stored)
     assert first.parent is None
     assert unpack_hashes(first.block_hashes) == (1, 2, 3)
-    kv.grow(table, 1)
-    kv.commit(table, [4])
+    assert kv.grow(table, 1) == 4
+    kv.commit(table, pack_hashes([1, 2, 3, 4]), 4)
     (second,) = kv.take_events()
     assert isinstance(second, Stored)
     assert second.parent == unpack_hashes(first.engine_hashes)[2]
@@ -45,7 +60,7 @@ def test_a_cached_prefix_is_shared_and_not_stored_again() -> None:
     kv = paged_kv()
     compute(kv, 1, 2, 3)
     kv.take_events()
-    assert len(kv.match([1, 2, 9], 3)) == 2
+    assert kv.matched(pack_hashes([1, 2, 9]), 3) == 2
     compute(kv, 1, 2, 9)
     assert stored_and_removed(kv.take_events())[0] == [9]
     assert kv.free_blocks == 4
@@ -53,12 +68,12 @@ def test_a_cached_prefix_is_shared_and_not_stored_again() -> None:
 
 def test_two_that_computed_the_same_block_share_it_in_the_end() -> None:
     kv = paged_kv()
-    tables = [kv.hold([], 2), kv.hold([], 2)]
+    tables = [hold(kv, 2), hold(kv, 2)]
     for table in tables:
-        kv.commit(table, [1, 2])
+        kv.commit(table, pack_hashes([1, 2]), 2)
     assert stored_and_removed(kv.take_events())[0] == [1, 2]
     assert kv.free_blocks == 6
-    assert kv.check_integrity(tables) == []
+    assert kv.check_integrity(list(tables)) == []
 
 
 def test_eviction_takes_the_least_recent_leaf_and_then_its_parent() -> None:
@@ -66,13 +81,13 @@ def test_eviction_takes_the_least_recent_leaf_and_then_its_parent() -> None:
     old = compute(kv, 1, 2)
     new = compute(kv, 1, 3)
     other = compute(kv, 7)
-    names = {block.block_hash: block.engine_hash for t in (old, new, other) for block in t.blocks}
+    names = engine_names(kv)
     for table in (old, other, new):
         kv.release(table)
-    kv.take_events()
     removed: list[int] = []
+    grown = hold(kv, 0)
     for _ in range(4):
-        kv.grow(BlockTable([], 0), kv.free_blocks + 1)
+        kv.grow(grown, kv.free_blocks + 1)
         removed += stored_and_removed(kv.take_events())[1]
     # 2 was let go first, then 7, then 3; their parent 1 goes last, although its holder was there before 7's.
     assert removed == [names[h] for h in (2, 7, 3, 1)]
@@ -80,12 +95,10 @@ def test_eviction_takes_the_least_recent_leaf_and_then_its_parent() -> None:
 
 def test_deepest_first_among_blocks_that_were_let_go_together() -> None:
     kv = paged_kv(3)
-    table = compute(kv, 1, 2, 3)
-    names = [block.engine_hash for block in table.blocks]
-    kv.release(table)
-    kv.take_events()
-    kv.grow(BlockTable([], 0), 3)
-    assert stored_and_removed(kv.take_events())[1] == names[::-1]
+    kv.release(compute(kv, 1, 2, 3))
+    names = engine_names(kv)
+    hold(kv, 3)
+    assert stored_and_removed(kv.take_events())[1] == [names[3], names[2], names[1]]
 
 
 def test_what_somebody_holds_is_never_evicted() -> None:
@@ -94,19 +107,18 @@ def test_what_somebody_holds_is_never_evicted() -> None:
     kv.release(compute(kv, 1, 2, 3))
     assert kv.can_grow(2)
     assert not kv.can_grow(3)
-    kv.grow(BlockTable([], 0), 2)
-    with pytest.raises(MemoryError):
-        kv.grow(BlockTable([], 0), 1)
-    assert len(kv.match([1, 2, 3], 3)) == 2
-    assert len(held.blocks) == 2
+    other = hold(kv, 2)
+    with pytest.raises(MemoryError, match="1 blocks wanted, 0 can be evicted"):
+        kv.grow(other, 1)
+    assert kv.matched(pack_hashes([1, 2, 3]), 3) == 2
+    assert kv.check_integrity([held, other]) == []
 
 
 def test_matched_blocks_do_not_count_as_room() -> None:
     kv = paged_kv(2)
     kv.release(compute(kv, 1, 2))
-    matched = kv.match([1], 1)
-    assert kv.can_hold(matched, 1)
-    assert not kv.can_hold(matched, 2)
+    assert kv.hold(pack_hashes([1]), 1, 2) is None
+    assert kv.hold(pack_hashes([1]), 1, 1) is not None
 
 
 def test_removals_come_before_the_stores_that_needed_the_room() -> None:
@@ -117,32 +129,37 @@ def test_removals_come_before_the_stores_that_needed_the_room() -> None:
 
 
 def test_deterministic_names_are_alike_everywhere_and_opaque_ones_are_not() -> None:
-    def names(hashing: EngineHashing, seed: int) -> list[int]:
-        kv = paged_kv(hashing=hashing, seed=seed)
-        return [block.engine_hash for block in compute(kv, 1, 2).blocks]
+    def names(*, opaque: bool, seed: int) -> list[int]:
+        kv = paged_kv(opaque=opaque, seed=seed)
+        compute(kv, 1, 2)
+        return list(engine_names(kv).values())
 
-    assert names(EngineHashing.DETERMINISTIC, 1) == names(EngineHashing.DETERMINISTIC, 2)
-    assert not set(names(EngineHashing.OPAQUE, 1)) & set(names(EngineHashing.OPAQUE, 2))
+    assert names(opaque=False, seed=1) == names(opaque=False, seed=2)
+    assert not set(names(opaque=True, seed=1)) & set(names(opaque=True, seed=2))
 
 
 def test_opaque_names_are_never_used_twice() -> None:
-    kv = paged_kv(2, hashing=EngineHashing.OPAQUE)
+    kv = paged_kv(2, opaque=True)
     seen: set[int] = set()
     for _ in range(3):
         for hashes in ((1, 2), (3, 4)):
-            table = compute(kv, *hashes)
-            assert not seen & {block.engine_hash for block in table.blocks}
-            seen |= {block.engine_hash for block in table.blocks}
-            kv.release(table)
+            kv.release(compute(kv, *hashes))
+            names = set(engine_names(kv).values())
+            assert len(names) == 2
+            assert not seen & names
+            seen |= names
 
 
-def test_the_sequence_hash_is_the_one_that_routers_compute() -> None:
-    kv = paged_kv()
-    table = compute(kv, 5, 6)
-    kv.grow(table, 1)
-    kv.commit(table, [7])
-    expected = unpack_hashes(sequence_hashes(pack_hashes([5, 6, 7])))
-    assert tuple(block.sequence_hash for block in table.blocks) == expected
+def test_deterministic_names_follow_from_the_sequence_hash_that_routers_compute() -> None:
+    def named(*hashes: int) -> dict[int, int]:
+        kv = paged_kv()
+        compute(kv, *hashes)
+        return engine_names(kv)
+
+    chained = unpack_hashes(sequence_hashes(pack_hashes([5, 6])))
+    spread = named(5, 6)[5] ^ chained[0]
+    assert named(5, 6)[6] ^ chained[1] == spread
+    assert named(4, 6)[6] != named(5, 6)[6]
 
 
 def test_a_snapshot_tells_parents_first() -> None:
@@ -160,9 +177,27 @@ def test_a_snapshot_tells_parents_first() -> None:
 
 def test_stale_entries_are_swept() -> None:
     kv = paged_kv(4)
-    kv.release(compute(kv, 1, 2))
     for _ in range(5_000):
         kv.release(compute(kv, 1, 2))
-    assert len(kv._evictable) < 1_100
-    kv.grow(BlockTable([], 0), 4)
+    assert kv.n_offers < 1_100
+    hold(kv, 4)
     assert kv.idle_blocks == 0
+
+
+def test_a_table_that_is_not_held_is_refused() -> None:
+    kv = paged_kv()
+    table = compute(kv, 1)
+    kv.release(table)
+    for use in (lambda: kv.release(table), lambda: kv.grow(table, 1), lambda: kv.commit(table, b"", 1)):
+        with pytest.raises(KeyError, match=f"table {table}"):
+            use()
+    with pytest.raises(ValueError, match="block_hashes: a column of 8-byte hashes, not 7 bytes"):
+        kv.matched(b"1234567", 1)
+
+
+def test_the_books_name_tables_that_nobody_holds() -> None:
+    kv = paged_kv()
+    table = compute(kv, 1, 2)
+    assert kv.check_integrity([table]) == []
+    assert any("held by nobody" in problem for problem in kv.check_integrity([]))
+    assert any("is not held" in problem for problem in kv.check_integrity([table, 99]))

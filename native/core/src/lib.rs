@@ -8,6 +8,7 @@ pub mod index;
 pub mod json;
 pub mod ledger;
 mod overlap;
+pub mod paged_kv;
 mod pages;
 mod paths;
 pub mod prompt;

@@ -71,6 +71,11 @@ pub fn max_blocks(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(whole("max_blocks", value, isize::MAX as u64)? as usize)
 }
 
+/// Blocks of a mock engine's memory: their numbers have 32 bits.
+pub fn total_blocks(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    Ok(whole("total_blocks", value, u64::from(u32::MAX) - 2)? as usize)
+}
+
 pub fn blocks_per_rank_max(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(whole("blocks_per_rank_max", value, isize::MAX as u64)? as usize)
 }

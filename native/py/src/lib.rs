@@ -8,6 +8,7 @@ mod hashing;
 mod index;
 mod json;
 mod ledger;
+mod paged_kv;
 
 use pyo3::prelude::*;
 
@@ -22,6 +23,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<json::JsonBounds>()?;
     module.add_class::<ledger::Column>()?;
     module.add_class::<ledger::Ledger>()?;
+    module.add_class::<paged_kv::PagedKv>()?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;

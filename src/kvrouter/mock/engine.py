@@ -15,7 +15,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvL
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.mock.handoff import Arrived
-from kvrouter.mock.paged_kv import BlockTable
+from kvrouter.mock.paged_kv import TableId
 from kvrouter.mock.scheduler import RankScheduler
 from kvrouter.mock.sequence import (
     UNLIMITED_CREDIT,
@@ -76,7 +76,7 @@ class PinnedKv(NamedTuple):
     """The KV of an ended prefill leg."""
 
     scheduler: RankScheduler
-    table: BlockTable
+    table: TableId
 
 
 class MockEngine:

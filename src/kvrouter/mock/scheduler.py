@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.mock.config import MockConfig
+from kvrouter.mock.config import EngineHashing, MockConfig
 from kvrouter.mock.handoff import Arrived
-from kvrouter.mock.paged_kv import Block, BlockTable, PagedKv
+from kvrouter.mock.paged_kv import PagedKv, TableId
 from kvrouter.mock.sequence import EngineSequence, SequenceState
+from kvrouter.mock.tokens import MASK
 
 RUNNING = SequenceState.RUNNING
 
@@ -54,8 +55,8 @@ class RankScheduler:
         self.rank = rank
         self.kv = PagedKv(
             total_blocks=config.total_kv_blocks,
-            engine_hashing=config.engine_hashing,
-            seed=(config.seed << 16) + rank.dp_rank,
+            opaque=config.engine_hashing is EngineHashing.OPAQUE,
+            seed=((config.seed << 16) + rank.dp_rank) & MASK,
             caching=config.prefix_caching,
         )
         self.waiting: deque[EngineSequence] = deque()
@@ -155,7 +156,7 @@ class RankScheduler:
         elif state is SequenceState.PARKED:
             self.n_parked -= 1
 
-    def free(self, table: BlockTable | None) -> None:
+    def free(self, table: TableId | None) -> None:
         """Give up the blocks of ``table``."""
         if table is not None:
             self.kv.release(table)
@@ -251,13 +252,12 @@ class RankScheduler:
             n_tokens = min(n_tokens, budget)
             needed_tokens = sequence.computed_tokens + n_tokens
             if needed_tokens > sequence.room_tokens:
-                lacking = -(-needed_tokens // block_size) - table.n_blocks
+                lacking = -(-(needed_tokens - sequence.room_tokens) // block_size)
                 if not self.kv.can_grow(lacking):
                     preempted = True
                     if not self._make_room(sequence, lacking):
                         continue
-                self.kv.grow(table, lacking)
-                sequence.room_tokens = table.n_blocks * block_size
+                sequence.room_tokens = self.kv.grow(table, lacking) * block_size
             work.append((sequence, n_tokens))
             budget -= n_tokens
         return budget, preempted
@@ -305,14 +305,14 @@ class RankScheduler:
             seats -= 1
         while self.waiting:
             sequence = self.waiting[0]
-            matched = self._match(sequence)
+            n_matched = self._match(sequence)
             n_tokens = 0
             if not sequence.wants_remote_kv:
-                new_tokens = sequence.n_tokens - len(matched) * self._config.block_size
+                new_tokens = sequence.n_tokens - n_matched * self._config.block_size
                 n_tokens = self._share(new_tokens, budget, alone=not work) if seats > 0 else 0
                 if not n_tokens:
                     return
-            if not self._hold(sequence, matched):
+            if not self._hold(sequence, n_matched):
                 return
             self.waiting.popleft()
             if sequence.wants_remote_kv:
@@ -333,26 +333,27 @@ class RankScheduler:
             return max(0, min(new_tokens, budget))
         return new_tokens if alone else 0
 
-    def _match(self, sequence: EngineSequence) -> list[Block]:
-        """Find cached blocks. The last token is computed in any case, as its output is what is wanted; a leg
-        whose KV comes from elsewhere computes it as its first decode step.
+    def _match(self, sequence: EngineSequence) -> int:
+        """Count the cached blocks. The last token is computed in any case, as its output is what is wanted; a
+        leg whose KV comes from elsewhere computes it as its first decode step.
         """
         n_tokens = sequence.n_tokens
         reusable = n_tokens if sequence.wants_remote_kv else n_tokens - 1
-        return self.kv.match(sequence.content.block_hashes, reusable // self._config.block_size)
+        return self.kv.matched(sequence.content.block_hashes, reusable // self._config.block_size)
 
-    def _hold(self, sequence: EngineSequence, matched: list[Block]) -> bool:
+    def _hold(self, sequence: EngineSequence, n_matched: int) -> bool:
         """Hold the blocks of all tokens; False when they do not fit, even if paused sequences give way."""
-        n_tokens = sequence.n_tokens
-        n_private = -(-n_tokens // self._config.block_size) - len(matched)
-        while not self.kv.can_hold(matched, n_private):
+        n_tokens, block_size = sequence.n_tokens, self._config.block_size
+        n_blocks = -(-n_tokens // block_size)
+        hashes = sequence.content.block_hashes
+        while (table := self.kv.hold(hashes, n_matched, n_blocks - n_matched)) is None:
             paused = self._paused()
             if paused is None:
                 return False
             self._preempt(paused)
-        cached_tokens = len(matched) * self._config.block_size
-        sequence.table = self.kv.hold(matched, n_private)
-        sequence.room_tokens = sequence.table.n_blocks * self._config.block_size
+        cached_tokens = n_matched * block_size
+        sequence.table = TableId(table)
+        sequence.room_tokens = n_blocks * block_size
         sequence.computed_tokens = min(cached_tokens, n_tokens - 1)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached_tokens
@@ -383,12 +384,11 @@ class RankScheduler:
         if any_ended:
             self.running = [sequence for sequence in self.running if sequence.state is RUNNING]
 
-    def _commit(self, sequence: EngineSequence, table: BlockTable, computed_tokens: int) -> None:
-        full_blocks = computed_tokens // self._config.block_size
-        n_cached = len(table.blocks)
-        if self._config.prefix_caching and full_blocks > n_cached:
+    def _commit(self, sequence: EngineSequence, table: TableId, computed_tokens: int) -> None:
+        if self._config.prefix_caching:
+            full_blocks = computed_tokens // self._config.block_size
             sequence.content.hash_blocks(full_blocks)
-            self.kv.commit(table, sequence.content.block_hashes[n_cached:full_blocks])
+            self.kv.commit(table, sequence.content.block_hashes, full_blocks)
 
     def _generate(self, sequence: EngineSequence, n_tokens: int) -> bool:
         """Generate so many tokens; True when the last of them ends the sequence."""

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NewType, Protocol
 
-from kvrouter.core.events import unpack_hashes
+from kvrouter.core.events import HashColumn, count_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, KvTransferParams, Leg
 from kvrouter.mock.config import MockConfig
-from kvrouter.mock.paged_kv import BlockTable
+from kvrouter.mock.paged_kv import TableId
 from kvrouter.mock.tokens import TokenModel
 
 SequenceKey = NewType("SequenceKey", str)
@@ -44,7 +44,7 @@ class Content(Protocol):
     prompt_tokens: int
     """How many tokens the prompt has, those included that were generated elsewhere before."""
 
-    block_hashes: list[int]
+    block_hashes: HashColumn
     """The hashes of the leading full blocks, as far as they were asked for."""
 
     stop_token_ids: frozenset[int]
@@ -83,9 +83,7 @@ class TokenContent:
         self._tokens = array("I", request.token_ids)
         self._seed = hash_seed(lora_name=request.lora_name, cache_namespace=request.cache_namespace)
         self._block_size = config.block_size
-        self.block_hashes = list(
-            unpack_hashes(block_hashes(self._tokens, block_size=config.block_size, seed=self._seed))
-        )
+        self.block_hashes = block_hashes(self._tokens, block_size=config.block_size, seed=self._seed)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self._eos_from: int | None = None
         if config.eos_every is not None and not sampling.ignore_eos:
@@ -99,11 +97,10 @@ class TokenContent:
 
     def hash_blocks(self, n_blocks: int) -> None:
         """Make sure that the first ``n_blocks`` blocks have their hashes."""
-        known, block_size = len(self.block_hashes), self._block_size
+        known, block_size = count_hashes(self.block_hashes), self._block_size
         if n_blocks > known:
             tokens = self._tokens[known * block_size : n_blocks * block_size]
-            column = block_hashes(tokens, block_size=block_size, seed=self._seed)
-            self.block_hashes.extend(unpack_hashes(column))
+            self.block_hashes += block_hashes(tokens, block_size=block_size, seed=self._seed)
 
     def next_tokens(self, n_tokens: int) -> Sequence[int]:
         """Generate so many tokens."""
@@ -167,7 +164,7 @@ class EngineSequence:
         self.state = SequenceState.WAITING
         self.wants_remote_kv = request.leg is Leg.DECODE
         self.prefilling = True
-        self.table: BlockTable | None = None
+        self.table: TableId | None = None
         self.room_tokens = 0
         self.computed_tokens = 0
         self.output_tokens = 0

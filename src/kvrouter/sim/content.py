@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.events import HashColumn
+from kvrouter.core.events import HashColumn, count_hashes, pack_hashes
 from kvrouter.fleet import finish64
 
 U64 = npt.NDArray[np.uint64]
@@ -63,14 +63,17 @@ class NamedContent:
 
     def __init__(self, column: HashColumn, *, prompt_tokens: int, salt: int) -> None:
         self.prompt_tokens = prompt_tokens
-        self.block_hashes: list[int] = np.frombuffer(column, dtype=np.uint64).tolist()
+        self.block_hashes = column
         self.stop_token_ids: frozenset[int] = frozenset()
         self._salt = salt
 
     def hash_blocks(self, n_blocks: int) -> None:
         """Make sure that the first ``n_blocks`` blocks have their hashes."""
-        for at in range(len(self.block_hashes), n_blocks):
-            self.block_hashes.append(finish64((self._salt + at * 0xD1342543DE82EF95) & _MASK))
+        known = count_hashes(self.block_hashes)
+        if n_blocks > known:
+            self.block_hashes += pack_hashes(
+                finish64((self._salt + at * 0xD1342543DE82EF95) & _MASK) for at in range(known, n_blocks)
+            )
 
     def next_tokens(self, n_tokens: int) -> Sequence[int]:
         """Generate so many tokens; nobody reads which."""
