@@ -195,6 +195,7 @@ class MockEngine:
         """Do what was leapt over and ended before ``now``, so that :meth:`take_outputs` has it."""
         for scheduler in self._schedulers:
             scheduler.catch_up(now)
+            scheduler.report_pending()
 
     def next_time(self) -> float | None:
         """When to call :meth:`advance`; None when nothing happens until someone calls."""
@@ -223,18 +224,18 @@ class MockEngine:
         notices, self._notices = self._notices, []
         return notices
 
-    def take_outputs(self) -> Outputs:
+    def take_outputs(self, *, with_loads: bool = True) -> Outputs:
         """Return what happened since the last call; the tokens of several steps are one chunk a sequence."""
         outputs = Outputs()
         for rank, scheduler in self._ranks.items():
             events = scheduler.kv.take_events()
             if events:
                 outputs.events.append((rank, events))
-            load = scheduler.load_report()
-            if load is not None:
+            if with_loads and (load := scheduler.load_report()) is not None:
                 outputs.loads.append(load)
-            outputs.chunks += [(sequence.key, sequence.take_chunk()) for sequence in scheduler.dirty]
-            scheduler.dirty.clear()
+            if scheduler.dirty:
+                outputs.chunks += [(sequence.key, sequence.take_chunk()) for sequence in scheduler.dirty]
+                scheduler.dirty.clear()
         return outputs
 
     def snapshot(self, dp_rank: DpRank) -> tuple[Stored, ...]:
@@ -352,8 +353,7 @@ class MockEngine:
         sequence.finish = finish
         sequence.error = reason if finish is FinishReason.ERROR else None
         del self._sequences[sequence.key]
-        if not sequence.pending:
-            scheduler.dirty.append(sequence)
+        scheduler.report(sequence)
         if sequence.wants_remote_kv or sequence.request.leg is Leg.PREFILL:
             self._notices.append(LegEnded(sequence.key, f"the {sequence.request.leg} leg ended: {reason}"))
         scheduler.wake(now)

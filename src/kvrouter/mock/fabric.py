@@ -251,8 +251,13 @@ class Fabric:
         while (time := self.next_time()) is not None and time < now:
             self._live(time)
 
-    def take_outputs(self) -> FabricOutputs:
-        """Return what happened since the last call."""
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any engine was called since the last :meth:`take_outputs`."""
+        return bool(self._dirty)
+
+    def take_outputs(self, *, with_loads: bool = True) -> FabricOutputs:
+        """Return what happened since the last call; engines' loads only ``with_loads``."""
         collected = FabricOutputs()
         dirty, self._dirty = self._dirty, []
         if len(dirty) > 1:
@@ -262,7 +267,7 @@ class Fabric:
             worker_id = member.engine.worker_id
             if self._members.get(worker_id) is not member:
                 continue
-            outputs: Outputs = member.engine.take_outputs()
+            outputs: Outputs = member.engine.take_outputs(with_loads=with_loads)
             collected.events += [(WorkerRank(worker_id, rank), events) for rank, events in outputs.events]
             collected.loads += outputs.loads
             collected.chunks += [(Party(worker_id, key), chunk) for key, chunk in outputs.chunks]

@@ -361,11 +361,14 @@ class Network:
         self._transfers: dict[str, _Transfer] = {}
         self._latencies: list[tuple[float, int, _Transfer]] = []
         self._order = count()
+        self._next_s: float | None = None
+        self._is_next_known = True
 
     def start(self, now: float, key: str, src_domain: str, dst_domain: str, kv_bytes: int) -> None:
         """Begin a transfer. ValueError when ``key`` is in flight already."""
         if key in self._transfers:
             raise ValueError(f"transfer {key} is in flight already")
+        self._is_next_known = False
         pair = DomainPair(src_domain, dst_domain)
         state = self._link_states.get(pair)
         if state is None:
@@ -379,6 +382,7 @@ class Network:
         transfer = self._transfers.pop(key, None)
         if transfer is None:
             return False
+        self._is_next_known = False
         if transfer.moving:
             transfer.state.serve_until(now)
             transfer.state.n_moving -= 1
@@ -387,6 +391,12 @@ class Network:
 
     def next_time(self) -> float | None:
         """When :meth:`advance` has something to do, or None when nothing is in flight."""
+        if not self._is_next_known:
+            self._next_s = self._find_next()
+            self._is_next_known = True
+        return self._next_s
+
+    def _find_next(self) -> float | None:
         times = [time for state in self._link_states.values() if (time := state.next_time()) is not None]
         while self._latencies and self._transfers.get(self._latencies[0][2].key) is not self._latencies[0][2]:
             heappop(self._latencies)
@@ -398,6 +408,7 @@ class Network:
         """Move bytes until ``now``; return the transfers that ended, in the order of their ends."""
         arrived: list[Arrived] = []
         while (time := self.next_time()) is not None and time <= now:
+            self._is_next_known = False
             self._begin_moving(time)
             for state in self._link_states.values():
                 ends_at = state.next_time()

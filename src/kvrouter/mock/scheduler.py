@@ -12,7 +12,8 @@ first to give way.
 
 Most steps repeat the one before: the same sequences decode one token each, into blocks that they have. A
 scheduler that leaps does all of those at the end of the last, or when something comes from outside, and ends
-up where one that makes every step does.
+up where one that makes every step does. It says what a sequence generated with its first token, where it
+fills a block, and at its end.
 """
 
 from collections import deque
@@ -160,6 +161,18 @@ class RankScheduler:
         """Give up the blocks of ``table``."""
         if table is not None:
             self.kv.release(table)
+
+    def report(self, sequence: EngineSequence) -> None:
+        """There is something new of ``sequence`` for its reader."""
+        if not sequence.is_dirty:
+            sequence.is_dirty = True
+            self.dirty.append(sequence)
+
+    def report_pending(self) -> None:
+        """Report the tokens that leaping left unsaid."""
+        for sequence in (*self.running, *self.waiting):
+            if sequence.pending:
+                self.report(sequence)
 
     def give_credit(self, now: float, sequence: EngineSequence, tokens: int) -> None:
         """The reader made room for ``tokens`` more."""
@@ -397,18 +410,30 @@ class RankScheduler:
         sequence.n_tokens += n_tokens
         sequence.output_tokens += n_tokens
         sequence.credit_tokens -= n_tokens
-        if not sequence.pending:
-            self.dirty.append(sequence)
         sequence.pending.extend(token_ids)
         if sequence.output_tokens == sequence.max_tokens:
             sequence.finish = FinishReason.LENGTH
         elif sequence.content.stop_token_ids and self._stops(sequence, token_ids[-1]):
             sequence.finish = FinishReason.STOP
-        else:
+        elif self._may_go_unsaid(sequence, n_tokens):
+            return False
+        self.report(sequence)
+        if sequence.finish is None:
             return False
         sequence.state = SequenceState.ENDED
         self.ended.append(sequence)
         return True
+
+    def _may_go_unsaid(self, sequence: EngineSequence, n_tokens: int) -> bool:
+        """Whether the reader can wait for more than these tokens: all but the first, within a block, with
+        credit left.
+        """
+        return (
+            self._leaps
+            and sequence.output_tokens > n_tokens
+            and sequence.credit_tokens > 0
+            and sequence.n_tokens % self._config.block_size != 0
+        )
 
     def _stops(self, sequence: EngineSequence, token: int) -> bool:
         if sequence.output_tokens <= sequence.request.sampling.min_tokens:

@@ -138,6 +138,7 @@ class EngineSequence:
         "credit_tokens",
         "error",
         "finish",
+        "is_dirty",
         "key",
         "kv_lost",
         "kv_transfer_params",
@@ -171,6 +172,7 @@ class EngineSequence:
         self.cached_tokens: int | None = None
         self.sent_cached = False
         self.pending: list[int] = []
+        self.is_dirty = False
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.kv_lost: KvLoss | None = None
@@ -194,4 +196,5 @@ class EngineSequence:
             kv_lost=self.kv_lost,
         )
         self.pending.clear()
+        self.is_dirty = False
         return chunk

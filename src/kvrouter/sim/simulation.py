@@ -318,14 +318,13 @@ class Simulation:
     def _deliver(self) -> None:
         """Hand on what engines did, and call those who wait, until nothing more comes of it."""
         fabric, fleet, cache = self.fleet.fabric, self.fleet, self.fleet.cache
-        while True:
-            outputs = fabric.take_outputs()
+        while fabric.has_outputs or self._due:
+            outputs = fabric.take_outputs(with_loads=self._reads_reports)
             if outputs.events and isinstance(cache, EventCacheView):
                 for rank, events in outputs.events:
                     cache.publish(rank, events, now_s=self.now_s)
-            if self._reads_reports:
-                for report in outputs.loads:
-                    fleet.reported(report, now_s=self.now_s)
+            for report in outputs.loads:
+                fleet.reported(report, now_s=self.now_s)
             for party, chunk in outputs.chunks:
                 run = self._runs.get(party) if chunk.finish is None else self._runs.pop(party, None)
                 if run is not None:
@@ -333,8 +332,6 @@ class Simulation:
                     run.take(party, chunk)
             while self._due:
                 self._due.popleft()()
-            if not outputs.chunks and not outputs.events:
-                return
 
 
 def check_room(trace: Iterable[TraceRequest], fleet: SimFleet) -> int:
