@@ -242,9 +242,7 @@ class PagedKv:
     holds.
     """
 
-    def __new__(
-        cls, *, total_blocks: int, opaque: bool, seed: int, caching: bool = True
-    ) -> Self: ...
+    def __new__(cls, *, total_blocks: int, opaque: bool, seed: int, caching: bool = True) -> Self: ...
     @property
     def total_blocks(self) -> int:
         """All of them."""

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.commands import MockFleet, build_service
 from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
 from kvrouter.core.errors import NoEligibleWorker, TopologyUnavailable
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.service.router import RouterService
+from kvrouter.wiring.mock_fleet import MockFleet
+from kvrouter.wiring.router import build_service
 from tests.support.fleets import generate_request
 
 FLEET = """

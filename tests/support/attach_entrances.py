@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-from kvrouter.commands import embedded
 from kvrouter.commands.engine_worker import engine_worker
+from kvrouter.commands.up import embedded
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.config.planes import DiscoveryBackend, PlaneSettings
 from kvrouter.core.ids import WorkerId

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvrouter.commands import MockFleet, build_service
 from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
@@ -21,6 +20,8 @@ from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
 from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestPlane
+from kvrouter.wiring.mock_fleet import MockFleet
+from kvrouter.wiring.router import build_service
 from kvrouter.worker import Worker, new_incarnation
 from tests.support.blocks import Blocks, blocks, blocks_of_cache, reported_by
 from tests.support.waits import until

@@ -1,5 +1,5 @@
-"""A model of :class:`kvrouter.mock.paged_kv.PagedKv`, as slow and plain as can be: what it does, the native one
-has to do.
+"""A model of :class:`kvrouter.mock.paged_kv.PagedKv`, as plain as can be: what it does, the native one has to
+do.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ import openai
 from openai.types.chat import ChatCompletionUserMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.commands import Embedded, embedded
+from kvrouter.commands.up import Embedded, embedded
 from kvrouter.config import FleetFile, FrontendSettings, KvRouterConfig, Settings
 from kvrouter.core.ids import WorkerId
 from kvrouter.text.model import FIRST_WORD_ID, mock_words

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.attach.attachment import attach
-from kvrouter.commands import embedded
+from kvrouter.commands.up import embedded
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg

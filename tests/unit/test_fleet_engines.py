@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvrouter.attach import attachment
-from kvrouter.commands import Embedded, embedded
+from kvrouter.commands.up import Embedded, embedded
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.commands import MockFleet
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ShuttingDown
 from kvrouter.core.workers import WorkerCard
 from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime
+from kvrouter.wiring.mock_fleet import MockFleet
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.mock_fleets import LONG_TOKENS, alike
 from tests.support.scripted_transport import ScriptedPlane

@@ -10,13 +10,13 @@ from typing import TypedDict
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.commands import MockFleet
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library import KvIndexer, KvRouter, Runtime
+from kvrouter.wiring.mock_fleet import MockFleet
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.logged import event_of
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike

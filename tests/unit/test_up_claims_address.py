@@ -5,9 +5,10 @@ import socket
 
 import pytest
 
-from kvrouter.commands import MockFleet, embedded
+from kvrouter.commands.up import embedded
 from kvrouter.config import FrontendSettings, Settings, default_fleet_document, load_fleet
 from kvrouter.processes.lifetime import CannotListen, claimed
+from kvrouter.wiring.mock_fleet import MockFleet
 
 FLEET = load_fleet(default_fleet_document()).fleet
 

@@ -109,7 +109,7 @@ def up(
                 loaded.settings, settled_fleet.fleet, file, replicas=replicas, with_nats=with_nats
             )
         )
-    from kvrouter.commands import serve  # noqa: PLC0415
+    from kvrouter.commands.up import serve  # noqa: PLC0415
 
     sys.exit(serve(loaded.settings, settled_fleet.fleet))
 

@@ -8,7 +8,6 @@ from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
-from kvrouter.commands import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
@@ -40,7 +39,7 @@ from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
-from kvrouter.wiring.router import new_router_id
+from kvrouter.wiring.router import build_service, new_router_id
 
 _log = logging.getLogger(__name__)
 

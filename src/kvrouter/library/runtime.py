@@ -20,7 +20,6 @@ from typing import Self
 
 import msgspec
 
-from kvrouter.commands import MockFleet
 from kvrouter.config import (
     KvRouterConfig,
     MockEngineSpec,
@@ -49,6 +48,7 @@ from kvrouter.telemetry import Telemetry
 from kvrouter.transports.discovery.port import Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.wiring.mock_fleet import MockFleet
 from kvrouter.wiring.router_transports import router_wires
 
 NO_PORT = 0

@@ -93,6 +93,8 @@ class Fabric:
         self._handoffs = Handoffs()
         self._pulls = Pulls()
         self._added = 0
+        self._next_s: float | None = None
+        self._is_next_known = True
 
     def add(self, config: MockConfig, *, worker_id: WorkerId, domain: str) -> MockEngine:
         """Add an engine that sits in ``domain``. InvalidRequest when the worker is here already."""
@@ -114,6 +116,7 @@ class Fabric:
     def remove(self, now: float, worker_id: WorkerId) -> None:
         """Take an engine away at once, as if its machine had died; legs that exchange KV with it fail."""
         self.advance_before(now)
+        self._is_next_known = False
         member = self._members.pop(worker_id)
         del self._ids[member.engine.engine_id]
         for party in self._handoffs.parties_of(worker_id):
@@ -190,6 +193,7 @@ class Fabric:
                 if not pull.moving:
                     pull.moving = True
                     dst_domain = self._members[pull.sink.worker_id].domain
+                    self._is_next_known = False
                     self._network.start(now, pull.key, src_domain, dst_domain, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
@@ -227,6 +231,12 @@ class Fabric:
 
     def next_time(self) -> float | None:
         """When :meth:`advance` has something to do; None when nothing happens until someone calls."""
+        if not self._is_next_known:
+            self._next_s = self._find_next()
+            self._is_next_known = True
+        return self._next_s
+
+    def _find_next(self) -> float | None:
         earliest = self._network.next_time()
         for time in (self._handoffs.next_time(), self._next_due()):
             if time is not None and (earliest is None or time < earliest):
@@ -300,6 +310,7 @@ class Fabric:
 
     def _live(self, time: float) -> None:
         """Do all that is due at ``time``."""
+        self._is_next_known = False
         for arrived in self._network.advance(time):
             pull = self._pulls.of_key(arrived.key)
             if pull is None:
@@ -345,6 +356,7 @@ class Fabric:
         source_at: Peer | None,
     ) -> None:
         """A leg that was accepted takes its side of the handoff."""
+        self._is_next_known = False
         expiry_s = member.engine.config.kv_wait_expiry_s
         may_follow = request.bootstrap is not None
         if request.leg is Leg.PREFILL:
@@ -363,10 +375,12 @@ class Fabric:
         )
 
     def _end_pull(self, now: float, pull: RemotePull) -> None:
+        self._is_next_known = False
         self._network.cancel(now, pull.key)
         self._pulls.close(pull)
 
     def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
+        self._is_next_known = False
         for command in commands:
             match command:
                 case Pull(name, source, sink, kv_tokens):
@@ -397,6 +411,7 @@ class Fabric:
                         self._settle(now, member)
 
     def _touch(self, member: _Member) -> None:
+        self._is_next_known = False
         if not member.dirty:
             member.dirty = True
             self._dirty.append(member)
