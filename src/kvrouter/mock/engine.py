@@ -199,6 +199,8 @@ class MockEngine:
 
     def next_time(self) -> float | None:
         """When to call :meth:`advance`; None when nothing happens until someone calls."""
+        if len(self._schedulers) == 1:
+            return self._schedulers[0].next_time()
         earliest: float | None = None
         for scheduler in self._schedulers:
             time = scheduler.next_time()
@@ -214,13 +216,13 @@ class MockEngine:
                 if scheduler.ended:
                     self._finish(scheduler)
                 scheduler.begin_step(time)
-                for sequence in scheduler.admitted_remote:
-                    lacking = sequence.content.prompt_tokens - (sequence.cached_tokens or 0)
-                    self._notices.append(KvWanted(sequence.key, lacking))
-                scheduler.admitted_remote.clear()
+                if scheduler.admitted_remote:
+                    self._want_kv(scheduler)
 
     def take_notices(self) -> list[Notice]:
         """Return what happened to handoffs since the last call."""
+        if not self._notices:
+            return []
         notices, self._notices = self._notices, []
         return notices
 
@@ -313,6 +315,13 @@ class MockEngine:
                 f"bootstrap: room {bootstrap.room} % {config.dp_size} is not rank {request.dp_rank}",
                 param="bootstrap",
             )
+
+    def _want_kv(self, scheduler: RankScheduler) -> None:
+        """Say which sequences have memory for KV from elsewhere."""
+        for sequence in scheduler.admitted_remote:
+            lacking = sequence.content.prompt_tokens - (sequence.cached_tokens or 0)
+            self._notices.append(KvWanted(sequence.key, lacking))
+        scheduler.admitted_remote.clear()
 
     def _finish(self, scheduler: RankScheduler) -> None:
         """Settle the sequences that generated their last token."""

@@ -311,7 +311,7 @@ class Fabric:
     def _live(self, time: float) -> None:
         """Do all that is due at ``time``."""
         self._is_next_known = False
-        for arrived in self._network.advance(time):
+        for arrived in self._network.advance(time) if len(self._network) else ():
             pull = self._pulls.of_key(arrived.key)
             if pull is None:
                 self._do(time, self._handoffs.pulled(MeetingName(arrived.key)), arrived)
@@ -319,10 +319,10 @@ class Fabric:
                 self._pulls.close(pull)
                 self._pulls.tell_source(pull, Done())
                 self._do(time, [Deliver(pull.sink)], arrived)
-        self._do(time, self._handoffs.expire(time))
+        if expired := self._handoffs.expire(time):
+            self._do(time, expired)
         while (due := self._next_due()) is not None and due <= time:
-            _, _, worker_id = heappop(self._due)
-            member = self._members[worker_id]
+            member = self._members[heappop(self._due)[2]]
             member.scheduled_s = None
             member.engine.advance(time)
             self._settle(time, member)

@@ -23,11 +23,14 @@ class PagedKv(_native.PagedKv):
 
     def take_events(self) -> tuple[KvEvent, ...]:
         """Return what was stored and removed since the last call, in order."""
+        rows = self.take_rows()
+        if not rows:
+            return ()
         return tuple(
             Removed(engine_hashes)
             if block_hashes is None
             else Stored(None if parent is None else EngineHash(parent), engine_hashes, block_hashes)
-            for parent, engine_hashes, block_hashes in self.take_rows()
+            for parent, engine_hashes, block_hashes in rows
         )
 
     def snapshot(self) -> tuple[Stored, ...]:
