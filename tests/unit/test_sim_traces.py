@@ -1,4 +1,4 @@
-"""Readers of traces: what each format says, and one clear error for what is wrong with it."""
+"""Readers of traces: what each format says."""
 
 import gzip
 import json
@@ -16,61 +16,21 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.azure import PrefixModel, read_azure
 from kvrouter.sim.traces.generated import Generator, Lengths, generate
 from kvrouter.sim.traces.read import open_trace
-
-Rows = list[dict[str, Any]]
-
-
-def lines(*rows: object) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def mooncake(at_ms: float, tokens: int, ids: list[int], output: int = 5) -> dict[str, Any]:
-    return {"timestamp": at_ms, "input_length": tokens, "output_length": output, "hash_ids": ids}
-
-
-SESSIONS: Rows = [
-    {
-        "id": "one",
-        "block_size": 64,
-        "requests": [
-            {"t": 0.0, "in": 130, "out": 5, "hash_ids": [1, 2], "think_time": 0.0},
-            {"t": 3.0, "requests": [{"t": 0.5, "in": 64, "out": 2, "hash_ids": [9]}]},
-            {"t": 30.0, "in": 200, "out": 0, "hash_ids": [1, 2, 3, 4], "think_time": 4.0},
-        ],
-    },
-    {"id": "two", "block_size": 64, "requests": [{"t": 0.0, "in": 64, "out": 5, "hash_ids": [1]}]},
-]
-
-DYNAMO: Rows = [
-    {"event_type": "request_payload", "request_id": "x"},
-    {
-        "schema": "dynamo.request.trace.v1",
-        "event_type": "request_end",
-        "agent_context": {"session_id": "s"},
-        "request": {
-            "output_tokens": 2,
-            "request_received_ms": 2_000,
-            "total_time_ms": 10,
-            "replay": {"trace_block_size": 4, "input_length": 8, "input_sequence_hashes": [401, 402]},
-        },
-    },
-    {
-        "schema": "dynamo.request.trace.v1",
-        "event_type": "request_end",
-        "agent_context": {"session_id": "s"},
-        "request": {
-            "output_tokens": 2,
-            "request_received_ms": 1_000,
-            "total_time_ms": 100,
-            "replay": {"trace_block_size": 4, "input_length": 6, "input_sequence_hashes": [401]},
-        },
-    },
-]
-
-AZURE = b"""TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,396,109
-"""
+from tests.support.traces import (
+    AZURE,
+    AZURE_HEADER,
+    DYNAMO,
+    GENERATOR,
+    GOOD,
+    SESSIONS,
+    ended,
+    in_envelope,
+    lines,
+    mooncake,
+    session,
+    sub_agent,
+    turn,
+)
 
 
 @pytest.fixture
@@ -81,6 +41,12 @@ def written(tmp_path: Path) -> Callable[[bytes], Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for every example of a property."""
+    return tmp_path_factory.mktemp("traces") / "trace"
 
 
 def test_mooncake_rows(written: Callable[[bytes], Path]) -> None:
@@ -118,6 +84,95 @@ def test_nobody_thinks_for_longer_than_passed_between_two_requests(written: Call
     assert [row.think_s for row in trace] == [500.0, 8.0]
 
 
+@pytest.mark.parametrize(
+    ("requests", "think_s"),
+    [
+        ((turn(0.0, api_time=3.0), turn(10.0, think_time=6.0)), 6.0),
+        ((turn(0.0, api_time=3.0), turn(10.0, think_time=90.0)), 7.0),
+        ((turn(0.0, api_time=3.0), turn(10.0)), 7.0),
+        ((turn(0.0, api_time=30.0), turn(10.0)), 0.0),
+        ((turn(0.0), turn(100.0)), 100.0),
+        ((turn(0.0, api_time=None), turn(100.0, think_time=None)), 100.0),
+        ((turn(0.0), turn(100.0, think_time=0.0)), 0.0),
+        ((turn(0.0, api_time=20.0), sub_agent(100.0, turn(0.0, think_time=0.0))), 80.0),
+    ],
+)
+def test_what_a_session_thinks_between_two_requests(
+    written: Callable[[bytes], Path], requests: tuple[dict[str, Any], ...], think_s: float
+) -> None:
+    _, last = open_trace(written(lines(session(*requests))))
+    assert (last.after, last.think_s) == (0, think_s)
+
+
+def test_a_sub_agent_without_requests_is_passed_over(written: Callable[[bytes], Path]) -> None:
+    nothing = {"t": 2.0, "type": "subagent", "requests": None}
+    content = lines(session(turn(0.0), sub_agent(1.0), nothing, turn(3.0)), session(id="y"))
+    assert [(row.at_s, row.after) for row in open_trace(written(content))] == [(0.0, None), (3.0, 0)]
+
+
+def test_sub_agents_of_sub_agents(written: Callable[[bytes], Path]) -> None:
+    inner = turn(1.0)
+    for _ in range(150):
+        inner = sub_agent(1.0, inner)
+    first, last = open_trace(written(lines(session(turn(0.0), inner))))
+    assert (last.at_s, last.after) == (151.0, first.number)
+    assert last.session.count("/") == 150
+
+
+OWN_CLOCK = sub_agent(50.0, turn(0.0), turn(60.0))
+SESSION_CLOCK = sub_agent(50.0, turn(50.5), turn(60.0))
+
+
+@pytest.mark.parametrize(
+    ("agents", "arrivals"),
+    [
+        ((OWN_CLOCK,), [50.0, 110.0]),
+        ((SESSION_CLOCK,), [50.5, 60.0]),
+        ((sub_agent(0.0), SESSION_CLOCK), [50.5, 60.0]),
+        (
+            (sub_agent(50.4, turn(50.0), turn(60.0)),),
+            [50.4, 60.0],
+        ),  # the agent's is not rounded, the turn's is
+        ((SESSION_CLOCK, OWN_CLOCK), [50.0, 100.5, 110.0, 110.0]),  # the second says that both count from 50
+    ],
+)
+def test_sub_agents_on_their_own_clock_and_on_the_sessions(
+    written: Callable[[bytes], Path], agents: tuple[dict[str, Any], ...], arrivals: list[float]
+) -> None:
+    content = lines(session(*agents))
+    assert [row.at_s for row in open_trace(written(content))] == arrivals
+    assert [row.at_s for row in open_trace(written(lines(session(turn(0.0)), session(*agents))))] == [
+        0.0,
+        *(10.0 + at_s for at_s in arrivals),
+    ]
+
+
+def test_the_clock_of_sub_agents_is_one_for_the_file(written: Callable[[bytes], Path]) -> None:
+    trace = open_trace(written(lines(session(SESSION_CLOCK), session(OWN_CLOCK))))
+    for _ in range(2):
+        assert [row.at_s for row in trace] == [60.0, 100.5, 110.0, 120.0]
+
+
+def test_names_of_blocks_that_are_global_are_shared_by_sessions(written: Callable[[bytes], Path]) -> None:
+    def pieces(*scopes: str) -> list[int]:
+        rows = [session(turn(0.0), hash_id_scope=scope) for scope in scopes]
+        return [row.pieces[0] for row in open_trace(written(lines(*rows)))]
+
+    assert len(set(pieces("global", "global"))) == 1
+    assert len(set(pieces("local", "local"))) == 2
+    assert len(set(pieces("global", "local", "local"))) == 3
+    with pytest.raises(ConfigError, match=":1: hash_id_scope: invalid enum value 'file'"):
+        pieces("file")
+
+
+def test_sessions_are_read_as_they_begin(written: Callable[[bytes], Path]) -> None:
+    content = lines(session(turn(0.0), turn(9.0), turn(11.0)), session(turn(0.0)), session(turn(-1.0)))
+    rows = iter(open_trace(written(content)))
+    assert [row.at_s for row in islice(rows, 4)] == [0.0, 9.0, 10.0, 11.0]
+    with pytest.raises(ConfigError, match=r":3: requests\[0\].t"):
+        next(rows)
+
+
 def test_dynamos_records_by_arrival(written: Callable[[bytes], Path]) -> None:
     trace = open_trace(written(lines(*DYNAMO)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.request.trace.v1", 4)
@@ -126,6 +181,52 @@ def test_dynamos_records_by_arrival(written: Callable[[bytes], Path]) -> None:
     assert second.after == 0
     assert second.think_s == pytest.approx(0.9)
     assert second.pieces[0] == first.pieces[0]
+
+
+def test_dynamos_records_in_the_envelopes_of_its_file_sinks(written: Callable[[bytes], Path]) -> None:
+    plain = list(open_trace(written(lines(*DYNAMO))))
+    assert list(open_trace(written(lines(*map(in_envelope, DYNAMO))))) == plain
+    assert list(open_trace(written(lines(in_envelope(DYNAMO[0]), *DYNAMO)))) == plain
+
+
+@given(arrivals=st.lists(st.integers(0, 6), min_size=1, max_size=12))
+def test_dynamos_records_stand_in_any_order(scratch: Path, arrivals: list[int]) -> None:
+    scratch.write_bytes(
+        lines(*(ended(at * 1e3, output_tokens=index + 1) for index, at in enumerate(arrivals)))
+    )
+    trace = open_trace(scratch)
+    by_arrival = sorted(range(len(arrivals)), key=lambda index: arrivals[index])
+    for _ in range(2):
+        assert [(row.at_s, row.output_tokens) for row in trace] == [
+            (arrivals[index] - min(arrivals), index + 1) for index in by_arrival
+        ]
+
+
+def test_dynamos_trace_has_sessions_where_any_request_is_of_one(written: Callable[[bytes], Path]) -> None:
+    assert open_trace(written(lines(ended(1), ended(2, "s")))).info.has_sessions
+    assert not open_trace(written(lines(ended(1), ended(2)))).info.has_sessions
+
+
+def test_dynamos_records_that_came_between_two_readings(written: Callable[[bytes], Path]) -> None:
+    trace = open_trace(written(lines(ended(1))))
+    written(lines(ended(1), ended(2)))
+    with pytest.raises(ConfigError, match=":2: was not there when the file was read before"):
+        list(trace)
+
+
+def test_no_more_rows_are_read_than_wanted(written: Callable[[bytes], Path]) -> None:
+    no_hashes = ended(9)
+    no_hashes["request"]["replay"]["input_sequence_hashes"] = []
+    for content in (
+        lines(GOOD, GOOD) + b"?\n",
+        AZURE + b"?\n",
+        lines(session(turn(0.0), turn(1.0))) + b"?\n",
+        lines(ended(8), ended(7), no_hashes),
+    ):
+        path = written(content)
+        assert [row.number for row in open_trace(path, rows_max=2)] == [0, 1]
+        with pytest.raises(ConfigError, match=r":(2|3|4): "):
+            list(open_trace(path, rows_max=3))
 
 
 def test_azures_rows_with_contents_of_a_model(written: Callable[[bytes], Path]) -> None:
@@ -142,6 +243,46 @@ def test_azures_rows_with_contents_of_a_model(written: Callable[[bytes], Path]) 
         PrefixModel(share=2.0)
 
 
+@pytest.mark.parametrize(
+    ("stamp", "at_s"),
+    [
+        ("2023-11-16 18:15:47", 1.0),
+        ("2023-11-16T18:15:47", 1.0),
+        ("2023-11-16 18:15:47.5", 1.5),
+        ("2023-11-16 18:15:47.123456789", 1.123457),
+        ("2023-11-16 18:15:47Z", 1.0),
+        ("2023-11-16 18:15:47.25+00:00", 1.25),
+        ("2023-11-16T20:15:47+02:00", 1.0),
+        ("2023-11-16 20:15:47+0200", 1.0),
+    ],
+)
+def test_time_stamps_of_azures_rows(written: Callable[[bytes], Path], stamp: str, at_s: float) -> None:
+    content = f"{AZURE_HEADER}2023-11-16 18:15:46,9,9\r\n{stamp},9,9\r\n".encode()
+    first, second = open_trace(written(content))
+    assert first.at_s == 0.0
+    assert second.at_s == pytest.approx(at_s, abs=1e-6)
+
+
+def test_an_answer_of_no_tokens_is_one_of_one_token(written: Callable[[bytes], Path]) -> None:
+    no_answer = ended(1, output_tokens=0)
+    for content in (
+        f"{AZURE_HEADER}2023-11-16 18:15:46,9,0\n".encode(),
+        lines(mooncake(0, 512, [1], output=0)),
+        lines(session({**turn(0.0), "out": 0})),
+        lines(no_answer),
+    ):
+        assert [row.output_tokens for row in open_trace(written(content))] == [1]
+
+
+def test_a_byte_order_mark_is_no_text(written: Callable[[bytes], Path]) -> None:
+    generator = b"generate: {requests: 1, rate_per_s: 1, input: {mean: 9}, output: {mean: 9}}"
+    for content in (AZURE, lines(GOOD), lines(*SESSIONS), lines(*DYNAMO), generator):
+        marked = b"\xef\xbb\xbf" + content
+        rows = list(open_trace(written(content)))
+        assert list(open_trace(written(marked))) == rows
+        assert list(open_trace(written(gzip.compress(marked)))) == rows
+
+
 def test_a_generators_file(written: Callable[[bytes], Path]) -> None:
     text = (
         b"generate: {requests: 50, rate_per_s: 5, input: {mean: 500}, output: {mean: 9}, turn_share: 0.5}\n"
@@ -153,6 +294,20 @@ def test_a_generators_file(written: Callable[[bytes], Path]) -> None:
         open_trace(written(text.replace(b"rate_per_s: 5", b"rate_per_s: 0")))
     with pytest.raises(ConfigError, match="turns"):
         open_trace(written(text.replace(b"turn_share", b"turns")))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"generate": GENERATOR}).encode(),
+        json.dumps({"generate": GENERATOR}, separators=(",", ":")).encode(),
+        json.dumps({"generate": GENERATOR}, indent="\t").encode(),
+        b"{generate: {requests: 3, rate_per_s: 5, input: {mean: 5.0e2}, output: {mean: 9}}}",
+    ],
+)
+def test_a_generators_file_in_json(written: Callable[[bytes], Path], content: bytes) -> None:
+    assert len(list(open_trace(written(content)))) == 3
+    assert len(list(open_trace(written(gzip.compress(content))))) == 3
 
 
 @given(
@@ -195,54 +350,3 @@ def test_generated_traffic_is_ordered_repeatable_and_grows_by_turns(
 def test_a_million_requests_are_generated_one_by_one() -> None:
     spec = Generator(requests=1_000_000, rate_per_s=300.0, input=Lengths(12_000.0), output=Lengths(340.0))
     assert [row.number for row in islice(generate(spec), 3)] == [0, 1, 2]
-
-
-NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
-
-GOOD = mooncake(0, 700, [7, 8])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b"\n\n", "is empty"),
-        (b"what is this\n", "none of the formats"),
-        (b'{"a": 1}\n', "none of the formats"),
-        (lines(GOOD) + b"{oops\n", r":2: JSON is malformed"),
-        (lines(GOOD, {**GOOD, "timestamp": -1}), r":2: .*timestamp"),
-        (lines(GOOD) + b'{"timestamp": NaN}\n', r":2: JSON is malformed"),
-        (lines(mooncake(5, 700, [7, 8]), mooncake(4, 700, [7, 8])), r":2: timestamp: 4 is before 5"),
-        (lines(GOOD, mooncake(1, 700, [7])), r":2: hash_ids: 1 of them.* 2 blocks"),
-        (lines(GOOD, mooncake(1, 700, [7, -8])), r":2: .*hash_ids"),
-        (lines(GOOD, mooncake(1, 700, [7, 1 << 64])), r":2: .*"),
-        (lines(GOOD, {"timestamp": 1, "input_length": 5}), r":2: .*output_length"),
-        (lines(GOOD, mooncake(1, 0, [])), r":2: .*input_length"),
-        (gzip.compress(lines(*[GOOD] * 400))[:-30], "cut short|not a whole gzip"),
-        (lines({**SESSIONS[0], "requests": [{"t": 1, "in": 640, "hash_ids": [1]}]}), r":1: .*hash_ids: 1 of"),
-        (
-            lines({"id": "x", "block_size": 4, "requests": [
-                {"t": 5, "in": 4, "out": 1, "hash_ids": [1]}, {"t": 1, "in": 4, "out": 1, "hash_ids": [1]}
-            ]}),
-            r":1: requests\[1\].t: 1 is before 5",
-        ),
-        (lines(*SESSIONS, {**SESSIONS[1], "block_size": 32}), r":3: block_size: 32, and 64 above"),
-        (lines(DYNAMO[0]), "no request has ended"),
-        (lines({**DYNAMO[1], "request": NO_REPLAY}), r":1: request.replay: is missing"),
-        (lines(GOOD) + b'{"a":' + b"[" * 100_000 + b"\n", r":2: "),
-        (AZURE + b"2023-11-16 18:15:40,1,1\n", r":4: TIMESTAMP: is before"),
-        (AZURE + b"2023-11-16 18:16:40,1\n", r":4: 2 columns"),
-        (AZURE + b"2023-11-16 18:16:40,-1,1\n", r":4: ContextTokens: '-1'"),
-        (AZURE + b"yesterday,1,1\n", r":4: TIMESTAMP: 'yesterday'"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named_with_its_line(
-    written: Callable[[bytes], Path], content: bytes, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        list(open_trace(written(content)))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        open_trace(tmp_path / "nothing")

@@ -1,132 +1,258 @@
 """Sessions of coding agents: a JSON object for each session, with its turns, think times and sub-agents.
 
-Names of pieces are local to a session, so sessions share nothing here, though they may have shared a system
-prompt. A trace of sessions is held whole: its rows are in the order of sessions, not of time.
+The format is kv-cache-tester's. Its rows are in the order of sessions, not of time, so those of the sessions
+that have begun and not ended are held, and no others.
 """
 
-from array import array
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvrouter.fleet import finish64
-from kvrouter.sim.traces.lines import read_lines, wrong_row
+from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake import TOKENS_MAX
 from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
 
 SESSION_GAP_S = 10.0
 """Sessions say nothing of when they began: each begins so long after the one before."""
 
+CLOCK_ROUNDING_S = 1.0
+"""Times are rounded to whole seconds in some places and not in others, so a time that is less than so much
+before another does not say that it came before.
+"""
+
 _MASK = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
 
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Tokens = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+BlockTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class _Turn(msgspec.Struct):
-    """One request, or the sub-agent that a request started: that has ``requests`` of its own."""
+    """One request, or the sub-agent that a request started: that has ``requests`` of its own.
+
+    ``api_time`` is how long the answer took, ``think_time`` what passed between the answer before and this.
+    """
 
     t: Seconds
+    type: str = ""
     input_tokens: Tokens = msgspec.field(name="in", default=0)
     output_tokens: Tokens = msgspec.field(name="out", default=0)
     hash_ids: list[Annotated[int, Meta(ge=0)]] = []
-    think_time: Seconds = 0.0
-    requests: "list[_Turn]" = []
+    api_time: Seconds | None = None
+    think_time: Seconds | None = None
+    requests: "list[_Turn] | None" = None
 
 
 class _Session(msgspec.Struct):
+    """Names of blocks are the session's own, or where the scope is ``global`` the same in all sessions."""
+
     id: Annotated[str, Meta(min_length=1)]
-    block_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+    block_size: BlockTokens
     requests: list[_Turn]
+    hash_id_scope: Literal["local", "global"] = "local"
 
 
-class _Row(NamedTuple):
+class _BlockSize(msgspec.Struct):
+    block_size: BlockTokens
+
+
+class _TurnTime(msgspec.Struct):
+    t: Seconds
+    requests: "list[_TurnTime] | None" = None
+
+
+class _SessionTimes(msgspec.Struct):
+    requests: list[_TurnTime]
+
+
+class _Row(msgspec.Struct):
+    """A request that waits for its turn in the trace. ``number`` is its place there, once it has one."""
+
     at_s: float
-    order: int
-    turn: _Turn
+    input_tokens: int
+    output_tokens: int
+    served_s: float
+    piece_tokens: int
     pieces: Pieces
     session: str
-    after: int | None
-    """The ``order`` of the request before it."""
+    before: "_Row | None"
     think_s: float
-    """Of the row where nothing is before it, and never more than passed since the request before it came:
-    some rows count from an earlier answer, whose end was recorded.
+    number: int = -1
+
+
+class _Agent(msgspec.Struct):
+    """An agent whose turns are being read.
+
+    ``field`` is where they stand, ``begins_s`` what their times count from, and ``starts_s`` the earliest
+    second at which one may come.
     """
 
-
-def agentic_info(piece_tokens: int) -> TraceInfo:
-    """Return what a trace of sessions is."""
-    return TraceInfo("agentic sessions", piece_tokens, has_sessions=True)
-
-
-def read_agentic(path: Path) -> Iterator[TraceRequest]:
-    """Yield the requests of all sessions by time. Raises ConfigError that names the line."""
-    decode = msgspec.json.Decoder(_Session).decode
-    rows: list[_Row] = []
-    piece_tokens: int | None = None
-    for number, (line, text) in enumerate(read_lines(path)):
-        try:
-            session = decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-            wrong_row(path, line, str(error))
-        if piece_tokens is None:
-            piece_tokens = session.block_size
-        if session.block_size != piece_tokens:
-            wrong_row(path, line, f"block_size: {session.block_size}, and {piece_tokens} above")
-        salt = finish64((number + 1) * _SPREAD & _MASK)
-        _flatten(path, line, session, number * SESSION_GAP_S, salt, rows)
-    rows.sort(key=lambda row: (row.at_s, row.order))
-    numbers = {row.order: number for number, row in enumerate(rows)}
-    for number, row in enumerate(rows):
-        yield TraceRequest(
-            number=number,
-            at_s=row.at_s,
-            input_tokens=row.turn.input_tokens,
-            output_tokens=max(1, row.turn.output_tokens),
-            piece_tokens=piece_tokens or 1,
-            pieces=row.pieces,
-            session=row.session,
-            after=None if row.after is None else numbers[row.after],
-            think_s=row.think_s,
-        )
+    name: str
+    field: str
+    turns: Iterator[tuple[int, _Turn]]
+    begins_s: float
+    starts_s: float
+    before: _Row | None
+    is_new: bool = True
+    last_t: float = 0.0
 
 
-def _flatten(path: Path, line: int, session: _Session, begins_s: float, salt: int, rows: list[_Row]) -> None:
-    """Add a session's requests. Each follows the one before it in its own agent; the first of a sub-agent
-    follows the request that started it.
-    """
+def agentic_info(path: Path, line: int, text: bytes) -> TraceInfo:
+    """Return what a trace of sessions is, by its first row. Raises ConfigError that names the field."""
+    first = decode_row(msgspec.json.Decoder(_BlockSize).decode, path, line, text)
+    return TraceInfo("agentic sessions", first.block_size, has_sessions=True)
 
-    def walk(turns: list[_Turn], offset_s: float, name: str, before: int | None) -> None:
-        last_s = 0.0
-        for position, turn in enumerate(turns):
-            if turn.t < last_s:
-                wrong_row(path, line, f"requests[{position}].t: {turn.t:g} is before {last_s:g} above it")
-            last_s = turn.t
-            if turn.requests:
-                walk(turn.requests, offset_s + turn.t, f"{name}/{position}", before)
+
+class AgenticReader:
+    """Reads the sessions of a file, again with each call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._counts_from_agent: bool | None = None
+
+    def __call__(self) -> Iterator[TraceRequest]:
+        """Yield the requests of all sessions by time. Raises ConfigError that names line and field."""
+        decode = msgspec.json.Decoder(_Session).decode
+        waiting: list[tuple[float, int, _Row]] = []
+        piece_tokens: int | None = None
+        n_read = n_given = 0
+        for index, (line, text) in enumerate(read_lines(self._path)):
+            session = decode_row(decode, self._path, line, text)
+            if piece_tokens is None:
+                piece_tokens = session.block_size
+            if session.block_size != piece_tokens:
+                wrong_row(self._path, line, f"block_size: {session.block_size}, and {piece_tokens} above")
+            for row in self._rows(line, index, session):
+                heappush(waiting, (row.at_s, n_read, row))
+                n_read += 1
+            while waiting and waiting[0][0] <= (index + 1) * SESSION_GAP_S:
+                yield _given(heappop(waiting)[2], n_given)
+                n_given += 1
+        while waiting:
+            yield _given(heappop(waiting)[2], n_given)
+            n_given += 1
+
+    def _rows(self, line: int, index: int, session: _Session) -> Iterator[_Row]:
+        """Yield a session's requests. Each follows the one before it in its own agent; the first of a
+        sub-agent follows the request that started it.
+        """
+        session_s = index * SESSION_GAP_S
+        salt = 0 if session.hash_id_scope == "global" else finish64((index + 1) * _SPREAD & _MASK)
+        turns = iter(enumerate(session.requests))
+        agents = [_Agent(session.id, "requests", turns, session_s, session_s, None)]
+        while agents:
+            agent = agents[-1]
+            position, turn = next(agent.turns, (0, None))
+            if turn is None:
+                agents.pop()
                 continue
-            n_pieces = -(-turn.input_tokens // session.block_size)
-            if not turn.input_tokens or len(turn.hash_ids) < turn.input_tokens // session.block_size:
-                wrong_row(
-                    path,
-                    line,
-                    f"requests[{position}].hash_ids: {len(turn.hash_ids)} of them, where {turn.input_tokens} "
-                    f"tokens have {n_pieces} blocks of {session.block_size}, the tail included",
+            field = f"{agent.field}[{position}]"
+            if turn.t < agent.last_t:
+                wrong_row(self._path, line, f"{field}.t: {turn.t:g} is before {agent.last_t:g} above it")
+            agent.last_t = turn.t
+            at_s = max(agent.starts_s, agent.begins_s + turn.t)
+            if turn.type == "subagent" or turn.requests is not None:
+                inner = turn.requests or []
+                begins_s = at_s if inner and self._counts_from(turn) else session_s
+                agents.append(
+                    _Agent(
+                        f"{agent.name}/{position}",
+                        f"{field}.requests",
+                        iter(enumerate(inner)),
+                        begins_s,
+                        at_s,
+                        agent.before,
+                    )
                 )
-            try:
-                local = array("Q", turn.hash_ids[:n_pieces])
-            except OverflowError:
-                wrong_row(path, line, f"requests[{position}].hash_ids: one does not fit in 64 bits")
-            order = len(rows)
-            pieces = array("Q", [(salt + piece * _SPREAD) & _MASK for piece in local])
-            at_s = begins_s + offset_s + turn.t
-            passed_s = turn.think_time if before is None else max(0.0, at_s - rows[before].at_s)
-            think_s = min(turn.think_time, passed_s)
-            rows.append(_Row(at_s, order, turn, pieces, name, before, think_s))
-            before = order
+                continue
+            row = _Row(
+                at_s=at_s,
+                input_tokens=turn.input_tokens,
+                output_tokens=max(1, turn.output_tokens),
+                served_s=turn.api_time or 0.0,
+                piece_tokens=session.block_size,
+                pieces=self._pieces(line, field, turn, session.block_size, salt),
+                session=agent.name,
+                before=agent.before,
+                think_s=_think_s(turn, at_s, agent.before, is_new=agent.is_new),
+            )
+            agent.before, agent.is_new = row, False
+            yield row
 
-    walk(session.requests, 0.0, session.id, None)
+    def _pieces(self, line: int, field: str, turn: _Turn, block_size: int, salt: int) -> Pieces:
+        n_pieces = -(-turn.input_tokens // block_size)
+        if not turn.input_tokens:
+            wrong_row(self._path, line, f"{field}.in: is missing or 0, and a prompt has a token at least")
+        if len(turn.hash_ids) < turn.input_tokens // block_size:
+            wrong_row(
+                self._path,
+                line,
+                f"{field}.hash_ids: {len(turn.hash_ids)} of them, where {turn.input_tokens} "
+                f"tokens have {n_pieces} blocks of {block_size}, the tail included",
+            )
+        pieces = named_pieces(self._path, line, f"{field}.hash_ids", turn.hash_ids)[:n_pieces]
+        for at, piece in enumerate(pieces):
+            pieces[at] = (salt + piece * _SPREAD) & _MASK
+        return pieces
+
+    def _counts_from(self, agent: _Turn) -> bool:
+        """Whether a sub-agent's times count from its own begin, as kv-cache-tester has them. In traces that
+        were republished they count from the session's. No field says which; a time that is before its
+        sub-agent's does, for the whole file, which is read for one if need be.
+        """
+        if self._counts_from_agent is None:
+            if _precedes(agent):
+                self._counts_from_agent = True
+            elif agent.t > CLOCK_ROUNDING_S:
+                self._counts_from_agent = self._finds_preceding()
+        return self._counts_from_agent is not False
+
+    def _finds_preceding(self) -> bool:
+        decode = msgspec.json.Decoder(_SessionTimes).decode
+        for line, text in read_lines(self._path):
+            unseen = decode_row(decode, self._path, line, text).requests
+            while unseen:
+                turn = unseen.pop()
+                if _precedes(turn):
+                    return True
+                unseen += turn.requests or ()
+        return False
+
+
+def _precedes(agent: _Turn | _TurnTime) -> bool:
+    return any(turn.t < agent.t - CLOCK_ROUNDING_S for turn in agent.requests or ())
+
+
+def _think_s(turn: _Turn, at_s: float, before: _Row | None, *, is_new: bool) -> float:
+    """Return what lies between the answer before and this request, and never more than passed.
+
+    Some records count from an earlier answer, as that before has no end on record; others have no think time.
+    A sub-agent's first says 0, as nothing is before it in its own agent.
+    """
+    if before is None:
+        return turn.think_time or 0.0
+    passed_s = max(0.0, at_s - before.at_s - before.served_s)
+    return passed_s if turn.think_time is None or is_new else min(turn.think_time, passed_s)
+
+
+def _given(row: _Row, number: int) -> TraceRequest:
+    """Return a request with its place in the trace, and forget what it follows."""
+    after = None if row.before is None else row.before.number
+    row.number, row.before = number, None
+    return TraceRequest(
+        number=number,
+        at_s=row.at_s,
+        input_tokens=row.input_tokens,
+        output_tokens=row.output_tokens,
+        piece_tokens=row.piece_tokens,
+        pieces=row.pieces,
+        session=row.session,
+        after=after,
+        think_s=row.think_s,
+    )

@@ -1,8 +1,10 @@
 """Azure's traces: arrivals and lengths, a CSV row each. They say nothing of contents, so a model does."""
 
+import re
 from array import array
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -19,8 +21,12 @@ INFO = TraceInfo("Azure", PIECE_TOKENS, has_sessions=False)
 
 HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 
-_FRACTION_DIGITS = 6
 _COLUMNS = 3
+
+_TIME_STAMP = re.compile(
+    r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d{1,20})?(Z|[+-]\d\d(?::?\d\d)?)?", re.ASCII
+)
+_TOKEN_DIGITS = len(str(TOKENS_MAX))
 
 
 class PrefixModel(msgspec.Struct, frozen=True):
@@ -45,23 +51,21 @@ class PrefixModel(msgspec.Struct, frozen=True):
 
 
 def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[TraceRequest]:  # noqa: B008 - frozen
-    """Yield the rows, with contents that ``model`` makes up. Raises ConfigError that names the line."""
+    """Yield the rows, with contents that ``model`` makes up. An answer of 0 tokens is read as one of 1, as
+    in Mooncake's traces. Raises ConfigError that names line and field.
+    """
     chance = np.random.Generator(np.random.PCG64(model.seed))
     weights = np.arange(1, model.prefixes + 1, dtype=np.float64) ** -model.exponent
     reached = np.cumsum(weights / weights.sum())
     own = 1 << 40
     first_s = last_s = None
-    number = -1
-    for line, text in read_lines(path):
-        if line == 1:
-            continue
-        number += 1
+    for number, (line, text) in enumerate(islice(read_lines(path), 1, None)):
         columns = text.decode("ascii", "replace").strip().split(",")
         if len(columns) != _COLUMNS:
             wrong_row(path, line, f"{len(columns)} columns, not TIMESTAMP, ContextTokens, GeneratedTokens")
         at_s = _seconds(path, line, columns[0])
-        input_tokens = _tokens(path, line, "ContextTokens", columns[1])
-        output_tokens = _tokens(path, line, "GeneratedTokens", columns[2])
+        input_tokens = _tokens(path, line, "ContextTokens", columns[1], least=1)
+        output_tokens = max(1, _tokens(path, line, "GeneratedTokens", columns[2], least=0))
         if first_s is None or last_s is None:
             first_s = last_s = at_s
         if at_s < last_s:
@@ -74,7 +78,8 @@ def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[Trace
             prefix = int(np.searchsorted(reached, chance.random()))
             n_shared = int(model.covers * n_pieces)
         shared = range((prefix + 1) << 20, ((prefix + 1) << 20) + n_shared)
-        pieces = array("Q", (*shared, *range(own, own + n_pieces - n_shared)))
+        pieces = array("Q", shared)
+        pieces.extend(range(own, own + n_pieces - n_shared))
         own += n_pieces
         yield TraceRequest(
             number=number,
@@ -87,15 +92,22 @@ def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[Trace
 
 
 def _seconds(path: Path, line: int, text: str) -> float:
-    """Seven digits of a second are one more than Python reads."""
-    whole, dot, fraction = text.partition(".")
-    try:
-        return datetime.fromisoformat(f"{whole}{dot}{fraction[:_FRACTION_DIGITS]}+00:00").timestamp()
-    except ValueError:
+    """Return the second of a time stamp, with as many digits after the point as it has. Without a zone it is
+    UTC.
+    """
+    found = _TIME_STAMP.fullmatch(text)
+    if found is None:
         wrong_row(path, line, f"TIMESTAMP: {text!r} is no date and time")
+    day, time, fraction, zone = found.groups()
+    try:
+        whole = datetime.fromisoformat(f"{day}T{time}{zone or 'Z'}")
+    except ValueError as error:
+        wrong_row(path, line, f"TIMESTAMP: {text!r} is no date and time: {error}")
+    return whole.timestamp() + float(fraction or 0)
 
 
-def _tokens(path: Path, line: int, name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= TOKENS_MAX:
-        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from 1 to {TOKENS_MAX}")
+def _tokens(path: Path, line: int, name: str, text: str, *, least: int) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) <= _TOKEN_DIGITS
+    if not is_number or not least <= int(text) <= TOKENS_MAX:
+        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from {least} to {TOKENS_MAX}")
     return int(text)

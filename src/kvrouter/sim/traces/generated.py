@@ -3,14 +3,16 @@
 from array import array
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.config.problems import Document
 from kvrouter.fleet import finish64
+from kvrouter.sim.traces.lines import field_first, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 PIECE_TOKENS = 64
@@ -19,7 +21,7 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=100_000_000)]
-Above0 = Annotated[float, Meta(gt=0, le=1e9)]
+Above0 = Annotated[float, Meta(ge=1e-9, le=1e9)]
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,12 +66,16 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
-def parse_generator(content: object, name: str) -> Generator:
-    """Return the generator that a file describes. Raises ConfigError that names the field."""
+def parse_generator(document: Document) -> Generator:
+    """Return the generator that a file describes under ``generate``. Raises ConfigError that names line and
+    field.
+    """
     try:
-        return msgspec.convert(content, Generator)
+        return msgspec.convert(document.content["generate"], Generator)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}: generate: {error}", param=name) from error
+        message = field_first(str(error), within="generate.")
+        line = document.line_of(tuple(message.partition(":")[0].split(".")))
+        wrong_row(Path(document.name), line, message)
 
 
 def generated_info(spec: Generator) -> TraceInfo:

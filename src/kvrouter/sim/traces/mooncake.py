@@ -1,6 +1,5 @@
 """Mooncake's traces: a JSON row for each request, with names of blocks of 512 tokens."""
 
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvrouter.sim.traces.lines import read_lines, wrong_row
+from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 PIECE_TOKENS = 512
@@ -21,11 +20,13 @@ TOKENS_MAX = 1 << 31
 
 Tokens = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
 
+Milliseconds = Annotated[float, Meta(ge=0, le=1e15)]
+
 
 class _Row(msgspec.Struct):
     """``timestamp`` is in milliseconds."""
 
-    timestamp: Annotated[float, Meta(ge=0)]
+    timestamp: Milliseconds
     input_length: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
     output_length: Tokens
     hash_ids: list[Annotated[int, Meta(ge=0)]]
@@ -34,15 +35,12 @@ class _Row(msgspec.Struct):
 def read_mooncake(path: Path) -> Iterator[TraceRequest]:
     """Yield the rows. An answer of 0 tokens is read as one of 1: an engine that was asked says something.
 
-    Raises ConfigError that names the line.
+    Raises ConfigError that names line and field.
     """
     decode = msgspec.json.Decoder(_Row).decode
     first_ms = last_ms = None
     for number, (line, text) in enumerate(read_lines(path)):
-        try:
-            row = decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-            wrong_row(path, line, str(error))
+        row = decode_row(decode, path, line, text)
         n_pieces = -(-row.input_length // PIECE_TOKENS)
         if len(row.hash_ids) != n_pieces:
             wrong_row(
@@ -56,15 +54,11 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
         if row.timestamp < last_ms:
             wrong_row(path, line, f"timestamp: {row.timestamp:g} is before {last_ms:g} of the row above")
         last_ms = row.timestamp
-        try:
-            pieces = array("Q", row.hash_ids)
-        except OverflowError:
-            wrong_row(path, line, f"hash_ids: {max(row.hash_ids)} does not fit in 64 bits")
         yield TraceRequest(
             number=number,
             at_s=(row.timestamp - first_ms) / 1e3,
             input_tokens=row.input_length,
             output_tokens=max(1, row.output_length),
             piece_tokens=PIECE_TOKENS,
-            pieces=pieces,
+            pieces=named_pieces(path, line, "hash_ids", row.hash_ids),
         )

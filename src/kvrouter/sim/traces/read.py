@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
 
 import msgspec
-import yaml
 
+from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake
-from kvrouter.sim.traces.lines import read_lines, wrong_row
+from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 FORMATS = "Mooncake rows, agentic sessions, Azure CSV, dynamo.request.trace.v1, a generator's YAML"
@@ -21,7 +20,7 @@ GENERATOR_BYTES_MAX = 1 << 16
 
 
 class Trace:
-    """A trace in a file. Each iteration reads it again, ``rows_max`` rows of it where that is given."""
+    """A trace in a file. Each iteration reads it again, and no further than ``rows_max`` rows take."""
 
     def __init__(self, info: TraceInfo, read: Reader, *, rows_max: int | None = None) -> None:
         self.info = info
@@ -40,45 +39,74 @@ def open_trace(path: Path, *, rows_max: int | None = None) -> Trace:
     line, text = first
     if text.strip() == azure.HEADER:
         return Trace(azure.INFO, lambda: azure.read_azure(path), rows_max=rows_max)
-    if not text.lstrip().startswith(b"{"):
-        return _generated(path, line, rows_max)
+    found = _rows(path, line, text) or _generated(path)
+    if found is None:
+        if text.lstrip().startswith(b"{"):
+            decode_row(msgspec.json.decode, path, line, text)
+        wrong_row(path, line, f"is none of the formats that are known: {FORMATS}")
+    info, read = found
+    return Trace(info, read, rows_max=rows_max)
+
+
+def _rows(path: Path, line: int, text: bytes) -> tuple[TraceInfo, Reader] | None:
+    """Return the trace whose rows are JSON objects like ``text``."""
     try:
         row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        wrong_row(path, line, str(error))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
     if not isinstance(row, dict):
-        _unknown(path, line)
+        return None
     if "hash_ids" in row or row.keys() >= mooncake.KEYS:
-        return Trace(mooncake.INFO, lambda: mooncake.read_mooncake(path), rows_max=rows_max)
-    if isinstance(row.get("requests"), list) and isinstance(row.get("block_size"), int):
-        info = agentic.agentic_info(row["block_size"])
-        return Trace(info, lambda: agentic.read_agentic(path), rows_max=rows_max)
-    if row.get("schema") != dynamo.SCHEMA and "event_type" not in row:
-        _unknown(path, line)
-    return _dynamo(path, line, rows_max)
+        return mooncake.INFO, lambda: mooncake.read_mooncake(path)
+    if isinstance(row.get("requests"), list):
+        return agentic.agentic_info(path, line, text), agentic.AgenticReader(path)
+    record = row["event"] if isinstance(row.get("event"), dict) else row
+    if record.get("schema") == dynamo.SCHEMA or "event_type" in record:
+        reader = dynamo.DynamoReader(path)
+        return reader.info, reader
+    return None
 
 
-def _dynamo(path: Path, line: int, rows_max: int | None) -> Trace:
-    first = next(dynamo.read_dynamo(path), None)
-    if first is None:
-        wrong_row(path, line, "no request has ended in this trace")
-    info = dynamo.dynamo_info(first.piece_tokens, has_sessions=bool(first.session))
-    return Trace(info, lambda: dynamo.read_dynamo(path), rows_max=rows_max)
+def _generated(path: Path) -> tuple[TraceInfo, Reader] | None:
+    """Return the traffic of a generator, which is described in YAML or JSON under the key ``generate``."""
+    text = _small_text(path)
+    if text is None or "generate" not in text:
+        return None
+    document = _document(text, str(path))
+    if "generate" not in document.content:
+        return None
+    for key in document.content:
+        if key != "generate":
+            where = document.place((key,))
+            raise ConfigError(f"{where}: is not known; a generator's file has one key", param=str(path))
+    spec = generated.parse_generator(document)
+    return generated.generated_info(spec), lambda: generated.generate(spec)
 
 
-def _generated(path: Path, line: int, rows_max: int | None) -> Trace:
-    """A generator is described in YAML, under the key ``generate``."""
-    if path.stat().st_size > GENERATOR_BYTES_MAX:
-        _unknown(path, line)
+def _document(text: str, name: str) -> Document:
+    """Parse YAML or JSON. Raises ConfigError that names the line."""
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        _unknown(path, line)
-    if not isinstance(content, dict) or set(content) != {"generate"}:
-        _unknown(path, line)
-    spec = generated.parse_generator(content["generate"], str(path))
-    return Trace(generated.generated_info(spec), lambda: generated.generate(spec), rows_max=rows_max)
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        described = text
+    else:
+        described = text.replace("\t", " ")  # which JSON has between values only, and YAML nowhere
+    try:
+        return parse_document(described, name)
+    except (LookupError, AttributeError, TypeError) as error:  # PyYAML's, for a scalar that belies its tag
+        raise ConfigError(f"{name}: not YAML: {error!r}", param=name) from error
 
 
-def _unknown(path: Path, line: int) -> NoReturn:
-    wrong_row(path, line, f"is none of the formats that are known: {FORMATS}")
+def _small_text(path: Path) -> str | None:
+    """Return the text of a file that is as small as a description, blank lines included."""
+    text = b""
+    last = 0
+    for number, line in read_lines(path):
+        if len(text) + number - 1 - last + len(line) > GENERATOR_BYTES_MAX:
+            return None
+        text += b"\n" * (number - 1 - last) + line
+        last = number
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,279 @@
+"""Readers of traces: one clear error, with line and field, for what is wrong in each format."""
+
+import gzip
+import json
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.sim.traces.read import open_trace
+from kvrouter.sim.traces.request import TraceRequest
+from tests.support.traces import (
+    AZURE,
+    DYNAMO,
+    GENERATOR,
+    GOOD,
+    SESSIONS,
+    in_envelope,
+    lines,
+    mooncake,
+    session,
+    sub_agent,
+    turn,
+)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[bytes], Path]:
+    def write(content: bytes) -> Path:
+        path = tmp_path / "trace"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for every example of a property."""
+    return tmp_path_factory.mktemp("traces") / "trace"
+
+
+NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"what is this\n", "none of the formats"),
+        (b'{"a": 1}\n', "none of the formats"),
+        (lines(GOOD) + b"{oops\n", r":2: JSON is malformed"),
+        (lines(GOOD, {**GOOD, "timestamp": -1}), r":2: .*timestamp"),
+        (lines(mooncake(5, 700, [7, 8]), mooncake(4, 700, [7, 8])), r":2: timestamp: 4 is before 5"),
+        (lines(GOOD, mooncake(1, 700, [7])), r":2: hash_ids: 1 of them.* 2 blocks"),
+        (lines(GOOD, {"timestamp": 1, "input_length": 5}), r":2: .*output_length"),
+        (lines(GOOD, mooncake(1, 0, [])), r":2: .*input_length"),
+        (lines({**SESSIONS[0], "requests": [{"t": 1, "in": 640, "hash_ids": [1]}]}), r":1: .*hash_ids: 1 of"),
+        (
+            lines({"id": "x", "block_size": 4, "requests": [
+                {"t": 5, "in": 4, "out": 1, "hash_ids": [1]}, {"t": 1, "in": 4, "out": 1, "hash_ids": [1]}
+            ]}),
+            r":1: requests\[1\].t: 1 is before 5",
+        ),
+        (lines(*SESSIONS, {**SESSIONS[1], "block_size": 32}), r":3: block_size: 32, and 64 above"),
+        (lines(DYNAMO[0]), "no request has ended"),
+        (lines({**DYNAMO[1], "request": NO_REPLAY}), r":1: request.replay: is missing"),
+        (lines(GOOD) + b'{"a":' + b"[" * 100_000 + b"\n", r":2: "),
+        (AZURE + b"2023-11-16 18:15:40,1,1\n", r":4: TIMESTAMP: is before"),
+        (AZURE + b"2023-11-16 18:16:40,1\n", r":4: 2 columns"),
+        (AZURE + b"2023-11-16 18:16:40,-1,1\n", r":4: ContextTokens: '-1'"),
+        (AZURE + b"yesterday,1,1\n", r":4: TIMESTAMP: 'yesterday'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_line(
+    written: Callable[[bytes], Path], content: bytes, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(open_trace(written(content)))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        open_trace(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"generate:\n  requests: 3\n\n  rate_per_s: .nan\n",
+            r":4: generate.rate_per_s: expected `float` >=",
+        ),
+        (b"generate:\n  requests: 3\n  requests: 3\n", r":2: generate.requests: given again on line 3"),
+        (b"generate:\n  requests: 3\n  rate: 3\n", r":3: generate.rate: is not known"),
+        (b"generate:\n  requests: [3\n", r":\d: not YAML"),
+        (b"generate:\n  requests: 3\n", r":1: generate.rate_per_s: is missing"),
+        (b'{"generate": {"requests": 3,\n"requests": 3}}\n', r":1: generate.requests: given again on line 2"),
+        (b"generate: 7\n", r":1: generate: expected `object`, got `int`"),
+        (b"generate: {}\nseed: 7\n", r":2: seed: is not known"),
+        (b"generate: {requests: !!bool maybe}\n", r"not YAML: KeyError"),
+        (b'{"generate": {"requests": 3, "rate_per_s": NaN}}\n', r":1: generate.rate_per_s: expected `float`"),
+        (b'{"generate": \n', r"not YAML"),
+        (b"generate: {}\n#" + b"-" * (1 << 16), "none of the formats"),
+        (b"generate: {}\n" + b"\n" * (1 << 16) + b"#", "none of the formats"),
+    ],
+)
+def test_what_is_wrong_in_a_generators_file(
+    written: Callable[[bytes], Path], content: bytes, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_trace(written(content))
+
+
+WHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "mooncake": (GOOD, "timestamp", "hash_ids", "input_length"),
+    "agentic": (session(turn(1.0)), "requests[0].t", "requests[0].hash_ids", "requests[0].in"),
+    "sub-agents": (
+        session(turn(0.0), sub_agent(0.0, turn(1.0))),
+        "requests[1].requests[0].t",
+        "requests[1].requests[0].hash_ids",
+        "requests[1].requests[0].in",
+    ),
+    "dynamo": (
+        DYNAMO[1],
+        "request.request_received_ms",
+        "request.replay.input_sequence_hashes",
+        "request.replay.input_length",
+    ),
+    "dynamo in envelopes": (
+        in_envelope(DYNAMO[1]),
+        "event.request.request_received_ms",
+        "event.request.replay.input_sequence_hashes",
+        "event.request.replay.input_length",
+    ),
+}
+"""A good row of each format of JSON rows; where its time, its names of blocks and its tokens are."""
+
+NO_TIMES: tuple[object, ...] = (math.nan, math.inf, -math.inf, -1, 1e16, 10**400, "1", None, [])
+NO_NAMES: tuple[object, ...] = (math.nan, -1, -(1 << 64), 1 << 64, 10**30, 1.5, "1", None)
+NO_TOKENS: tuple[object, ...] = (math.nan, -1, 0, 1 << 32, 1 << 64, 1.5, "1")
+
+
+ABSENT = object()
+
+
+def changed(row: dict[str, Any], field: str, value: object) -> dict[str, Any]:
+    row = deepcopy(row)
+    inside: Any = row
+    *way, last = [
+        int(part) if part.isdigit() else part for part in field.replace("[", ".").replace("]", "").split(".")
+    ]
+    for part in way:
+        inside = inside[part]
+    if value is ABSENT:
+        del inside[last]
+    else:
+        inside[last] = value
+    return row
+
+
+def wrong_rows() -> list[tuple[str, dict[str, Any], dict[str, Any], str]]:
+    rows = []
+    for name, (good, time, names, tokens) in WHERE.items():
+        rows += [(name, good, changed(good, time, value), time) for value in NO_TIMES]
+        rows += [(name, good, changed(good, f"{names}[0]", value), f"{names}[0]") for value in NO_NAMES]
+        rows += [(name, good, changed(good, tokens, value), tokens) for value in NO_TOKENS]
+        rows += [(name, good, changed(good, names, []), names)]
+    return rows
+
+
+@pytest.mark.parametrize(("name", "good", "wrong", "field"), wrong_rows())
+def test_a_wrong_value_is_named_with_line_and_field(
+    written: Callable[[bytes], Path], name: str, good: dict[str, Any], wrong: dict[str, Any], field: str
+) -> None:
+    path = written(lines(good, wrong))
+    with pytest.raises(ConfigError) as raised:
+        list(open_trace(path))
+    assert str(raised.value).startswith(f"{path}:2: {field}: "), name
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_a_field_that_is_missing_is_named(written: Callable[[bytes], Path], name: str) -> None:
+    good, time, *_ = WHERE[name]
+    path = written(lines(good, changed(good, time, ABSENT)))
+    with pytest.raises(ConfigError) as raised:
+        list(open_trace(path))
+    assert str(raised.value) == f"{path}:2: {time}: is missing"
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ("NaN,1,1", "TIMESTAMP"),
+        ("-2023-11-16 18:16:40,1,1", "TIMESTAMP"),
+        ("2023-11-16,1,1", "TIMESTAMP"),
+        ("2023-13-16 18:16:40,1,1", "TIMESTAMP"),
+        ("2023-11-16 18:16:40+99:00,1,1", "TIMESTAMP"),
+        ("\u0662023-11-16 18:16:40,1,1", "TIMESTAMP"),
+        ("2023-11-16 18:15:50,1,1", "TIMESTAMP"),
+        ("2023-11-16 18:16:40,NaN,1", "ContextTokens"),
+        ("2023-11-16 18:16:40,0,1", "ContextTokens"),
+        (f"2023-11-16 18:16:40,{1 << 32},1", "ContextTokens"),
+        ("2023-11-16 18:16:40,1,nan", "GeneratedTokens"),
+        ("2023-11-16 18:16:40,1,-1", "GeneratedTokens"),
+        ("2023-11-16 18:16:40,1,1.5", "GeneratedTokens"),
+        (f"2023-11-16 18:16:40,1,{'9' * 5_000}", "GeneratedTokens"),
+    ],
+)
+def test_a_wrong_value_of_azures_is_named_with_line_and_field(
+    written: Callable[[bytes], Path], row: str, field: str
+) -> None:
+    path = written(AZURE + row.encode() + b"\n")
+    with pytest.raises(ConfigError) as raised:
+        list(open_trace(path))
+    assert str(raised.value).startswith(f"{path}:4: {field}: ")
+
+
+CONTENTS = {name: lines(*[good] * 3) for name, (good, *_) in WHERE.items()} | {"azure": AZURE}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_gzip_file_that_is_cut_short(written: Callable[[bytes], Path], name: str) -> None:
+    packed = gzip.compress(CONTENTS[name])
+    for end in range(3, len(packed)):
+        path = written(packed[:end])
+        with pytest.raises(ConfigError, match=rf"{path}:[1-4]: the gzip file is cut short here"):
+            list(open_trace(path))
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A trace of any format in which something else stands in some places, or a generator's file."""
+    content = draw(st.sampled_from([*CONTENTS.values(), json.dumps({"generate": GENERATOR}).encode()]))
+    scrap = st.one_of(
+        st.binary(max_size=4),
+        st.sampled_from(
+            [b"NaN", b"-1", b"null", b"1e999", b"[]", b"{}", b'"', b"!!int ", b"&a ", b"\n", b"9" * 30]
+        ),
+    )
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(content)))
+        content = content[:at] + draw(scrap) + content[at + draw(st.integers(0, 5)) :]
+    if not draw(st.booleans()):
+        return content
+    packed = gzip.compress(content)
+    at = draw(st.integers(0, len(packed)))
+    return packed[:at] + draw(st.binary(max_size=2)) + packed[at + draw(st.integers(0, 20)) :]
+
+
+@given(content=damaged() | st.binary(max_size=64) | st.text(max_size=64).map(str.encode))
+@settings(max_examples=500)
+def test_any_bytes_are_a_trace_or_an_error_of_the_user(scratch: Path, content: bytes) -> None:
+    scratch.write_bytes(content)
+    rows: list[TraceRequest] = []
+    message = str(scratch)
+    try:
+        rows.extend(islice(open_trace(scratch), 100))
+    except ConfigError as error:
+        message = str(error)
+    assert message.startswith(str(scratch))
+    for number, row in enumerate(rows):
+        assert row.number == number
+        assert row.input_tokens >= 1 <= row.output_tokens
+        assert len(row.pieces) in (
+            row.input_tokens // row.piece_tokens,
+            -(-row.input_tokens // row.piece_tokens),
+        )
+        assert row.after is None or row.after < number
+        assert 0.0 <= row.think_s < math.inf
+    assert all(one.at_s <= other.at_s < math.inf for one, other in pairwise(rows))
