@@ -203,7 +203,7 @@ def test_dynamos_records_stand_in_any_order(scratch: Path, arrivals: list[int]) 
 
 
 def test_dynamos_trace_has_sessions_where_any_request_is_of_one(written: Callable[[bytes], Path]) -> None:
-    assert open_trace(written(lines(ended(1), ended(2, "s")))).info.has_sessions
+    assert open_trace(written(lines(ended(1), ended(2, "s"), ended(3)))).info.has_sessions
     assert not open_trace(written(lines(ended(1), ended(2)))).info.has_sessions
 
 

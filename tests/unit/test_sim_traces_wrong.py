@@ -107,6 +107,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (b"generate: 7\n", r":1: generate: expected `object`, got `int`"),
         (b"generate: {}\nseed: 7\n", r":2: seed: is not known"),
         (b"generate: {requests: !!bool maybe}\n", r"not YAML: KeyError"),
+        (b"generate: {requests: \x00}\n", r"not YAML: .*special characters are not allowed"),
         (b'{"generate": {"requests": 3, "rate_per_s": NaN}}\n', r":1: generate.rate_per_s: expected `float`"),
         (b'{"generate": \n', r"not YAML"),
         (b"generate: {}\n#" + b"-" * (1 << 16), "none of the formats"),
@@ -276,4 +277,39 @@ def test_any_bytes_are_a_trace_or_an_error_of_the_user(scratch: Path, content: b
         )
         assert row.after is None or row.after < number
         assert 0.0 <= row.think_s < math.inf
+    assert all(one.at_s <= other.at_s < math.inf for one, other in pairwise(rows))
+
+
+AMOUNTS = st.sampled_from([0, 5e-324, 1e-200, 1e-9, 1, 7.5, 1e9]) | st.floats(0, 1e9)
+
+LAWS = st.fixed_dictionaries(
+    {"mean": AMOUNTS}, optional={"sigma": st.floats(0, 5), "max": st.integers(1, 10**8)}
+)
+
+
+@given(
+    described=st.fixed_dictionaries(
+        {"requests": st.integers(1, 10**8), "rate_per_s": AMOUNTS, "input": LAWS, "output": LAWS},
+        optional={
+            "turn": LAWS,
+            "variation": AMOUNTS,
+            "burst": st.fixed_dictionaries({"every_s": AMOUNTS, "for_s": AMOUNTS, "factor": AMOUNTS}),
+            "tenants": st.integers(1, 1_000),
+            "tenant_exponent": st.floats(0, 10),
+            "turn_share": st.floats(0, 1),
+            "think_s": AMOUNTS,
+        },
+    )
+)
+def test_any_numbers_are_a_generator_or_an_error_of_the_user(
+    scratch: Path, described: dict[str, Any]
+) -> None:
+    scratch.write_text(json.dumps({"generate": described}))
+    message = f"{scratch}:1: generate."
+    rows: list[TraceRequest] = []
+    try:
+        rows.extend(islice(open_trace(scratch), 5))
+    except ConfigError as error:
+        message = str(error)
+    assert message.startswith(f"{scratch}:1: generate.")
     assert all(one.at_s <= other.at_s < math.inf for one, other in pairwise(rows))

@@ -16,6 +16,10 @@ from kvrouter.sim.traces.lines import field_first, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 PIECE_TOKENS = 64
+
+METRONOME = 1e-6
+"""A coefficient of variation below it is 0 as far as anybody sees, and its square may be no number."""
+
 _MASK = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
 
@@ -155,7 +159,7 @@ def _gap_s(spec: Generator, chance: np.random.Generator, at_s: float) -> float:
     burst = spec.burst
     if burst is not None and at_s % burst.every_s < burst.for_s:
         rate *= burst.factor
-    if spec.variation == 0.0:
+    if spec.variation < METRONOME:
         return 1.0 / rate
     shape = spec.variation**-2
     return float(chance.gamma(shape, 1.0 / (shape * rate)))
