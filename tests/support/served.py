@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.commands.up import Embedded, embedded
-from kvrouter.config import FleetFile, FrontendSettings, KvRouterConfig, Settings
+from kvrouter.config import FleetFile, FrontendSettings, KvRouterConfig, RecordingSettings, Settings
 from kvrouter.core.ids import WorkerId
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from tests.support.waits import until
@@ -82,11 +82,17 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    fleet: FleetFile, *, router: KvRouterConfig | None = None, frontend: FrontendSettings | None = None
+    fleet: FleetFile,
+    *,
+    router: KvRouterConfig | None = None,
+    frontend: FrontendSettings | None = None,
+    recording: RecordingSettings | None = None,
 ) -> AsyncIterator[Served]:
     """The whole system on a free port; at the end of a test that passes nothing may be left over."""
     front = (frontend or FrontendSettings()).model_copy(update={"http_port": 0})
-    settings = Settings(router=router or fleet.router, frontend=front)
+    settings = Settings(
+        router=router or fleet.router, frontend=front, recording=recording or RecordingSettings()
+    )
     async with embedded(settings, fleet) as system:
         host, port = system.address
         url = f"http://{host}:{port}"

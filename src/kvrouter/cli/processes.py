@@ -93,7 +93,7 @@ def frontend(
     sys.exit(serve_frontend(loaded.settings, folders, links, static))
 
 
-frontend.params.extend(setting_options("router", "frontend", "planes", "log"))
+frontend.params.extend(setting_options("router", "frontend", "planes", "recording", "log"))
 
 
 @click.group(short_help="Run a worker: an engine, and what makes it part of a fleet.")

@@ -10,6 +10,7 @@ FILE = click.Path(path_type=Path)
 
 @click.command(short_help="Replay recorded traffic over a fleet, and compare routing rules.")
 @click.argument("trace", type=FILE)
+@click.option("--model", metavar="NAME", help="The model of a recording; may be left out where it has one.")
 @click.option("--fleet", type=FILE, metavar="FILE", help="The fleet.  [default: 8 aggregated mock workers]")
 @click.option(
     "--policy",
@@ -61,6 +62,7 @@ FILE = click.Path(path_type=Path)
 def replay(
     trace: Path,
     *,
+    model: str | None,
     fleet: Path | None,
     policies: tuple[str, ...],
     compare: str,
@@ -79,8 +81,8 @@ def replay(
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
     TRACE is recognised by its content: Mooncake rows, agentic sessions, an Azure CSV,
-    dynamo.request.trace.v1, or a generator's YAML; packed by gzip or not. The same seed gives the same
-    figures.
+    dynamo.request.trace.v1, a recording of --record (its folder, or one file), or a generator's YAML;
+    packed by gzip or not. The same seed gives the same figures.
     """
     from rich.console import Console  # noqa: PLC0415
 
@@ -92,6 +94,7 @@ def replay(
     named = (*policies, *split_policies(compare))
     options = ReplayOptions(
         trace=trace,
+        model=model,
         fleet=fleet,
         policies=named or ("kvrouter",),
         sweeps=sweeps,

@@ -31,6 +31,7 @@ from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.mock_fleet import MemoryPlanes
+from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service
 from kvrouter.wiring.text_models import TextModelLoader, encode_pool
 from kvrouter.wiring.tls import doubts
@@ -92,6 +93,7 @@ async def pods_served(
     pool = encode_pool(front)
     async with AsyncExitStack() as stack:
         sockets = await stack.enter_async_context(claimed(front.http_host, front.http_port))
+        traffic = await stack.enter_async_context(recording(settings.recording, telemetry))
         stack.callback(pool.close)
         stack.push_async_callback(planes.requests.close)
         service = build_service(
@@ -100,6 +102,7 @@ async def pods_served(
             discovery=discovery,
             subscriber=planes.events,
             telemetry=telemetry,
+            traffic=traffic,
         )
         loader = TextModelLoader(folders, pool)
         stack.push_async_callback(loader.loaded)

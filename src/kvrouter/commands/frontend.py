@@ -23,6 +23,7 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.topology import LinkTable
 from kvrouter.transports.events.port import SnapshotStore
 from kvrouter.wiring.frontend import ServingApp, open_door
+from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
 from kvrouter.wiring.telemetry_hooks import SyncGauges
@@ -57,6 +58,7 @@ async def frontend(
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
+            recording(settings.recording, telemetry) as traffic,
             router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1], static=static) as wires,
         ):
             router_id = new_router_id()
@@ -70,6 +72,7 @@ async def frontend(
                 links=links,
                 router_id=router_id,
                 sync=sync,
+                traffic=traffic,
             )
             stop_texts = await wires.discovery.watch(loader.on_card, loader.on_gone)
             async with (

@@ -107,10 +107,14 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                 )
             for port in ports:
                 front = run.frontend.model_copy(update={"http_port": port})
+                recording = run.recording
+                if recording.folder is not None:  # each frontend needs a folder of its own
+                    own = str(Path(recording.folder) / f"frontend-{port}")
+                    recording = recording.model_copy(update={"folder": own})
                 of_front = environment_with(
                     os.environ,
-                    run.model_copy(update={"frontend": front}),
-                    *("planes", "log", "router", "frontend"),
+                    run.model_copy(update={"frontend": front, "recording": recording}),
+                    *("planes", "log", "router", "frontend", "recording"),
                 )
                 await supervisor.start(
                     f"frontend :{port}",

@@ -48,6 +48,7 @@ class ReplayOptions:
     """What the command was given."""
 
     trace: Path
+    model: str | None
     fleet: Path | None
     policies: tuple[str, ...]
     sweeps: tuple[str, ...]
@@ -70,7 +71,13 @@ def replay(options: ReplayOptions, console: Console) -> int:
     """
     if options.json is not None:
         check_folder(options.json)
-    trace = open_trace(options.trace, rows_max=options.rows)
+    warnings = Console(stderr=True)
+    trace = open_trace(
+        options.trace,
+        rows_max=options.rows,
+        model=options.model,
+        warn=lambda what: warnings.print(Text(f"warning: {what}")),
+    )
     document = _document(options.fleet)
     timing = None if options.timing is None else read_timing(options.timing)
     timetable = () if options.events is None else read_timetable(options.events)

@@ -26,6 +26,7 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.wiring.fleet_build import tokenizer_folders
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
+from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service
 from kvrouter.wiring.text_models import TextModelLoader
 
@@ -58,7 +59,11 @@ async def embedded(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     folders = tokenizer_folders(fleet)
-    async with claimed(front.http_host, front.http_port) as sockets, MockFleet(fleet) as mock:
+    async with (
+        claimed(front.http_host, front.http_port) as sockets,
+        recording(settings.recording, telemetry) as traffic,
+        MockFleet(fleet) as mock,
+    ):
         service = build_service(
             settings.router,
             plane=mock.requests,
@@ -66,6 +71,7 @@ async def embedded(
             subscriber=mock.events,
             telemetry=telemetry,
             links=link_table(fleet),
+            traffic=traffic,
         )
         loader = TextModelLoader(folders, mock.encode_pool, mock.texts)
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)

@@ -14,6 +14,7 @@ from kvrouter.config.fleet_checks import LoadedFleet, default_fleet_document, lo
 from kvrouter.config.fleet_engines import AttachedEngineSpec, HandoffKind, MockEngineSpec, MockTiming
 from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.config.problems import Document, parse_document, read_document
+from kvrouter.config.recording import RecordingSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
 from kvrouter.config.tree import (
@@ -51,6 +52,7 @@ __all__ = [
     "ModelSpec",
     "PairLink",
     "PlaneSettings",
+    "RecordingSettings",
     "RequestPlaneKind",
     "Settings",
     "TopologySpec",

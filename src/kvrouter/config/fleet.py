@@ -17,6 +17,7 @@ from kvrouter.config.fleet_engines import (
     MockEngineSpec,
 )
 from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.recording import RecordingSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import Finite, FleetPart, Fraction, NonNegative, Positive, Whole
 from kvrouter.config.tree import FrontendSettings, LogSettings
@@ -241,6 +242,9 @@ class FleetFile(FleetPart):
 
     planes: PlaneSettings = PlaneSettings()
     """Settings of what lies between processes."""
+
+    recording: RecordingSettings = RecordingSettings()
+    """Settings of the recording of traffic."""
 
     log: LogSettings = LogSettings()
     """Settings of the logs."""

@@ -279,7 +279,13 @@ def load_part(document: Document) -> FleetFile:
 
 def settings_in(fleet: FleetFile) -> Settings:
     """Return the settings of a file alone."""
-    return Settings(router=fleet.router, frontend=fleet.frontend, planes=fleet.planes, log=fleet.log)
+    return Settings(
+        router=fleet.router,
+        frontend=fleet.frontend,
+        planes=fleet.planes,
+        recording=fleet.recording,
+        log=fleet.log,
+    )
 
 
 def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
@@ -292,6 +298,7 @@ def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
             "router": settings.router,
             "frontend": settings.frontend,
             "planes": settings.planes,
+            "recording": settings.recording,
             "log": settings.log,
         }
     )

@@ -120,6 +120,7 @@ class SettingGroup(StrEnum):
     FRONTEND = "Frontend"
     REPLICAS = "Replicas"
     PLANES = "Between processes"
+    RECORDING = "Recording"
     LOGS = "Logs"
 
 

@@ -155,6 +155,10 @@ def conflicts(settings: Settings) -> list[Problem]:
         else:
             must = f"must be < frontend.{high} ({high_bytes}), not {low_bytes}"
             problems.append(Problem(("frontend", low), must))
+    file_bytes, total_bytes = settings.recording.file_bytes, settings.recording.total_bytes
+    if 2 * file_bytes > total_bytes:
+        must = f"must be at most half of recording.total_bytes ({total_bytes}), not {file_bytes}"
+        problems.append(Problem(("recording", "file_bytes"), must))
     return problems
 
 

@@ -7,6 +7,7 @@ from annotated_types import Interval
 from pydantic import SecretStr
 
 from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.recording import RecordingSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import (
     Aliases,
@@ -400,6 +401,9 @@ class Settings(Section):
     planes: PlaneSettings = PlaneSettings()
     """What lies between processes."""
 
+    recording: RecordingSettings = RecordingSettings()
+    """The recording of traffic."""
+
     log: LogSettings = LogSettings()
     """The logs."""
 
@@ -408,6 +412,7 @@ SETTINGS: tuple[SettingSpec, ...] = (
     *settings_of("router", KvRouterConfig),
     *settings_of("frontend", FrontendSettings),
     *settings_of("planes", PlaneSettings),
+    *settings_of("recording", RecordingSettings),
     *settings_of("log", LogSettings),
 )
 """Every setting, in the order in which ``--help`` and the documentation list them."""

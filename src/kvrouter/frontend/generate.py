@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
 from kvrouter.frontend.openai.passthrough import parse_passthrough
+from kvrouter.frontend.origin import origin_of
 from kvrouter.frontend.prepare import Bodies, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
@@ -25,6 +27,7 @@ from kvrouter.frontend.response_writer import (
 from kvrouter.routing.request import Decision
 from kvrouter.service.request_run import ANSWERED, Generation
 from kvrouter.service.router import RouterService
+from kvrouter.service.traffic import NO_ORIGIN
 from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
 
 
@@ -183,11 +186,16 @@ class GenerateRoutes:
 
     async def _serve(self, exchange: ResponseWriter, request: Request) -> None:
         received_s = time.monotonic()
-        call, generate, text, matcher = await self._prepared(exchange, request)
+        traffic = self._service.traffic
+        origin = NO_ORIGIN if traffic is None else origin_of(request.path, request.headers)
+        with self._refusals_recorded(exchange, request.path, received_s):
+            call, generate, text, matcher = await self._prepared(exchange, request)
         if call.nvext.asks_only:
             await answer_query(exchange, call, generate, self._service.explain(generate))
             return
-        async with self._service.generate(generate, received_s=received_s) as generation:
+        with self._refusals_recorded(exchange, request.path, received_s):
+            running = self._service.generate(generate, received_s=received_s, origin=origin)
+        async with running as generation:
             if matcher is None:
                 if call.stream:
                     await pass_stream(exchange, call, generation, text)
@@ -199,6 +207,18 @@ class GenerateRoutes:
                 await answer_stream(exchange, call, reading)
             else:
                 await answer_whole(exchange, call, reading)
+
+    @contextmanager
+    def _refusals_recorded(self, exchange: ResponseWriter, route: str, received_s: float) -> Iterator[None]:
+        """Record, where that is asked for, what is refused before it is a request."""
+        try:
+            yield
+        except KvrouterError as error:
+            if self._service.traffic is not None:
+                self._service.traffic.call_refused(
+                    error, route=route, model=exchange.model, received_s=received_s
+                )
+            raise
 
     async def _prepared(self, exchange: ResponseWriter, request: Request) -> "_Prepared":
         """Return the call, without its body: what is not needed of that ends here, and not with the answer.

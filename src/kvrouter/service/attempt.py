@@ -25,6 +25,7 @@ from kvrouter.journey import Journey, LegLost, LegRefused, PrefillDone, State
 from kvrouter.placement.placement import Placement
 from kvrouter.routing.request import Pick
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.traffic import AttemptTrail
 from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
@@ -119,17 +120,13 @@ async def prefill_outcome(
 
 
 @dataclass(slots=True)
-class Attempt:
+class Attempt(AttemptTrail):
     """What one attempt holds; all of it is given back when the attempt is abandoned."""
 
-    placement: Placement
     prefill: EngineStream | None = None
     prefill_task: asyncio.Task[None] | None = None
     decode: EngineStream | None = None
     lost: list[LegLost] = field(default_factory=list)
-    prefill_sent_s: float = 0.0
-    last_sent_s: float = 0.0
-    """When its legs were sent, on the monotonic clock; the last leg is the one that answers."""
 
 
 LATE_S = 0.1

@@ -14,7 +14,9 @@ from kvrouter.fleet import Fault
 from kvrouter.index import Applied
 from kvrouter.journey import KvLost, LegLost
 from kvrouter.placement.placement import Placement
+from kvrouter.recording.records import FleetChange
 from kvrouter.service.engine_reports import EngineInstrumentation
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.router")
@@ -272,9 +274,12 @@ class Times:
 
 
 class ServiceInstrumentation:
-    """The events of the fleet and of requests, over all models."""
+    """The events of the fleet and of requests, over all models; ``traffic`` records them, where that is
+    asked for.
+    """
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, traffic: TrafficRecorder | None = None) -> None:
+        self.traffic = traffic
         self._telemetry = telemetry
         telemetry.discovery_up.set(1.0)
 
@@ -286,18 +291,26 @@ class ServiceInstrumentation:
 
     def worker_joined(self, card: WorkerCard) -> None:
         """A worker is here, or came back as a new incarnation."""
+        if self.traffic is not None:
+            self.traffic.worker_changed(FleetChange.JOINED, card)
         self._log_worker(Event.WORKER_JOINED, card)
 
     def worker_changed(self, card: WorkerCard) -> None:
         """A worker published its card again."""
+        if self.traffic is not None:
+            self.traffic.worker_changed(FleetChange.CHANGED, card)
         self._log_worker(Event.WORKER_DRAINING if card.draining else Event.WORKER_CHANGED, card)
 
     def worker_gone(self, card: WorkerCard) -> None:
         """A worker left."""
+        if self.traffic is not None:
+            self.traffic.worker_changed(FleetChange.LEFT, card)
         self._log_worker(Event.WORKER_LEFT, card)
 
     def worker_alive(self, card: WorkerCard, *, is_alive: bool) -> None:
         """A worker stopped answering, or answers again."""
+        if self.traffic is not None:
+            self.traffic.worker_changed(FleetChange.ANSWERS if is_alive else FleetChange.SILENT, card)
         self._log_worker(Event.WORKER_ANSWERS if is_alive else Event.WORKER_SILENT, card)
 
     def worker_lapsed(self, card: WorkerCard) -> None:

@@ -74,6 +74,7 @@ from kvrouter.service.attempt import (
 )
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
     EngineStream,
     HandingStream,
@@ -120,6 +121,8 @@ class Dispatch:
         self.error: KvrouterError | None = None
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
+        self.trail: list[Attempt] = []
+        """All attempts, where traffic is recorded."""
         self._first_attempt: Attempt | None = None
         """The attempt that brought the first token."""
         self._request = request
@@ -181,6 +184,7 @@ class Dispatch:
             return
         sender, receiver = decision.prefill.rank.worker_id, decision.decode.rank.worker_id
         lost = KvLost(sender, receiver, loss, attempt.placement.without_addresses(why))
+        attempt.kv_loss = loss
         self._observed.kv_lost(self._request, lost)
         if self.error is not None or attempt.lost:
             await self.lose(attempt, why)
@@ -219,6 +223,8 @@ class Dispatch:
 
     def note_cached(self, attempt: Attempt, cached_tokens: int, prompt_tokens: int | None) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""
+        if attempt.placement.decision.prefill is not None:
+            attempt.prefill_cached_tokens = cached_tokens
         if self.attempt is not attempt:
             return  # it was given up meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
@@ -277,11 +283,14 @@ class Dispatch:
             return []
         if self._lost_leg is not None:
             self._observed.sent_again(self._request, self._lost_leg, streaming=bool(generated))
-        self.attempt = Attempt(placement)
+        now_s = time.monotonic()
+        self.attempt = Attempt(placement, placed_s=now_s)
         self.placement = placement
         self.output.begin(placement)
+        if self._observed.traffic is not None:
+            self.trail.append(self.attempt)
         if self._times.placed_s is None:
-            self._times.placed_s = time.monotonic()
+            self._times.placed_s = now_s
         is_ahead = placement.shape is Shape.SYNCHRONOUS
         phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
         self.watch.enter(Phase.RESUMING if generated else phase)
@@ -314,6 +323,7 @@ class Dispatch:
         if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
             stream.cancel(self.error.code)
         params = await read_prefill(stream, partial(self.note_cached, attempt))
+        attempt.prefill_done_s = time.monotonic()
         self._model.prefill_done(placement)
         return params
 
@@ -375,6 +385,7 @@ class Dispatch:
         else:
             attribute_loss(self._model, attempt, lost, state)
         self._lost_leg = lost
+        attempt.lost_leg = lost.leg
         return self.journey.handle(lost)
 
     def _held(self) -> Attempt:
@@ -383,9 +394,10 @@ class Dispatch:
         return self.attempt
 
     def _first_token(self) -> None:
-        if self._times.first_token_s is None:
-            self._times.first_token_s = time.monotonic()
         attempt = self._held()
+        attempt.first_token_s = time.monotonic()
+        if self._times.first_token_s is None:
+            self._times.first_token_s = attempt.first_token_s
         if self._first_attempt is None:
             self._first_attempt = attempt
         if attempt.prefill_task is None or attempt.prefill_task.done():
@@ -398,6 +410,7 @@ class Dispatch:
         attempt, self.attempt = self.attempt, None
         if attempt is None:
             return
+        attempt.ended_s = time.monotonic()
         if attempt.prefill_task is not None and not attempt.prefill_task.done():
             attempt.prefill_task.cancel()
         if attempt.decode is not None:
@@ -460,6 +473,7 @@ class Generation:
         retry_bodies: ByteBudget,
         on_end: Callable[["Generation"], None],
         received_s: float | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> None:
         self.request = request
         self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
@@ -475,6 +489,8 @@ class Generation:
         self._journey = self._dispatch.journey
         self._watch = self._dispatch.watch
         self._output = self._dispatch.output
+        self._model = model
+        self._origin = origin
         self._observed = observed
         self._retry_bodies = retry_bodies
         self._on_end = on_end
@@ -624,7 +640,28 @@ class Generation:
             prompt_tokens=len(self.request.token_ids),
             completion_tokens=self._completion_tokens,
         )
+        if self._observed.traffic is not None:
+            self._record(self._observed.traffic, finished=reason in {ANSWERED, FINISHED})
         self._on_end(self)
+
+    def _record(self, traffic: TrafficRecorder, *, finished: bool) -> None:
+        """Record how the request went. One that was never placed has no hashed prompt yet."""
+        request, trail = self.request, self._dispatch.trail
+        traffic.request_ended(
+            request,
+            self._origin,
+            trail=trail,
+            prompt=trail[0].placement.prompt
+            if trail
+            else self._model.hash_prompt(
+                request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
+            ),
+            error=self.error,
+            finished=finished,
+            begun_s=self.times.begun_s,
+            first_token_s=self.times.first_token_s,
+            output_tokens=self._completion_tokens,
+        )
 
     async def _read(self, stream: EngineStream) -> EngineChunk:
         watch = self._watch
@@ -637,8 +674,10 @@ class Generation:
 
     def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
         """Note what a chunk of the last leg brings."""
-        if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
-            self._dispatch.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
+        if chunk.cached_tokens is not None:
+            attempt.cached_tokens = chunk.cached_tokens
+            if attempt.placement.decision.prefill is None:
+                self._dispatch.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
         if chunk.completion_tokens is not None:
             self._counted_tokens = chunk.completion_tokens
         if chunk.raw and chunk.text_chars is None:

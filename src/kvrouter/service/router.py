@@ -20,6 +20,7 @@ from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.request_run import Generation
+from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
 from kvrouter.transports.discovery.port import Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
@@ -172,10 +173,13 @@ class RouterService:
             return None
         return f"{len(self._model_of)} of {least} workers have registered"
 
-    def generate(self, request: GenerateRequest, *, received_s: float | None = None) -> Generation:
+    def generate(
+        self, request: GenerateRequest, *, received_s: float | None = None, origin: Origin = NO_ORIGIN
+    ) -> Generation:
         """Return the request's answer, to be read; nothing is decided before the first read.
 
         ``received_s``: when its last byte came, on the monotonic clock; times are counted from then on.
+        ``origin`` is what a recording of the traffic says of the call.
         """
         if self._is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -190,12 +194,18 @@ class RouterService:
             retry_bodies=self._retry_bodies,
             on_end=self._ended,
             received_s=received_s,
+            origin=origin,
         )
         self._running.add(generation)
         self._idle.clear()
         self._parts.observed.request_begun(request.model)
         generation.keep_call()
         return generation
+
+    @property
+    def traffic(self) -> TrafficRecorder | None:
+        """What records the traffic; None where nobody asked for that."""
+        return self._parts.observed.traffic
 
     @property
     def retry_body_bytes(self) -> int:

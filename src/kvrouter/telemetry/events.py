@@ -95,6 +95,9 @@ class Event(StrEnum):
     HTTP_CLIENT_LEFT = "http_client_left"
     HTTP_CUT = "http_cut"
     HTTP_HANDLER_FAILED = "http_handler_failed"
+    RECORDING = "recording"
+    RECORDING_DROPPED = "recording_dropped"
+    RECORDING_ENDED = "recording_ended"
     INTERNAL_ERROR = "internal_error"
     OPERATOR_LEADS = "operator_leads"
     OPERATOR_FOLLOWS = "operator_follows"
@@ -384,6 +387,16 @@ EVENTS: dict[Event, EventSpec] = {
     Event.HTTP_CUT: EventSpec(logging.WARNING, "A connection was dropped with bytes that were not yet sent."),
     Event.HTTP_HANDLER_FAILED: EventSpec(
         logging.ERROR, "A request was not answered completely, because of a bug in kvrouter."
+    ),
+    Event.RECORDING: EventSpec(logging.INFO, "Traffic is recorded in this folder, by --record."),
+    Event.RECORDING_DROPPED: EventSpec(
+        logging.WARNING,
+        "Records of traffic are dropped, because too many wait to be written; logged at most once a minute.",
+    ),
+    Event.RECORDING_ENDED: EventSpec(
+        logging.ERROR,
+        "Nothing more is recorded until the next start: the disk is full, or refused a write. Requests are "
+        "served as before.",
     ),
     Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A bug in kvrouter, with its traceback."),
     Event.OPERATOR_LEADS: EventSpec(logging.INFO, "This replica of the operator got the lease: it writes."),

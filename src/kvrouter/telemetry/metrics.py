@@ -64,6 +64,15 @@ class Telemetry(MetricsPage):
         "requests are not sent again, or end with retry_bodies_full.",
         "model",
     )
+    recording_active = gauge(
+        "kvrouter_recording_active",
+        "1 while traffic is recorded, by --record; 0 without that, and once a full disk has ended it.",
+    )
+    recording_records = counter("kvrouter_recording_records", "Records of traffic that were written.")
+    recording_dropped = counter(
+        "kvrouter_recording_dropped",
+        "Records of traffic that were not written: too many waited, or the recording has ended.",
+    )
     resumes = counter(
         "kvrouter_resumes", "Requests that went on elsewhere in the middle of their answer.", "model"
     )

@@ -18,6 +18,7 @@ from kvrouter.service.instrumentation import ModelInstrumentation, ServiceInstru
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService, ServiceParts
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
 from kvrouter.topology import LinkTable
 from kvrouter.transports.discovery.port import Discovery
@@ -36,13 +37,15 @@ def build_service(
     router_id: RouterId | None = None,
     sync: ReplicaSync | None = None,
     prefill_alone: bool = False,
+    traffic: TrafficRecorder | None = None,
 ) -> RouterService:
     """Put a router together; it follows the fleet once it is started.
 
     ``sync``, where the requests of other routers count, gets this router's ``router_id`` from its maker and
     is started and stopped by its maker. ``prefill_alone``: it decides the prefill leg, and nothing else.
+    ``traffic`` records it.
     """
-    observed = ServiceInstrumentation(telemetry or Telemetry())
+    observed = ServiceInstrumentation(telemetry or Telemetry(), traffic)
     decisions = DecisionLog(requests_max=config.decisions_kept)
     own_id = router_id or new_router_id()
     settings = routing_settings(config, links)

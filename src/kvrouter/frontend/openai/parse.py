@@ -120,6 +120,7 @@ HEADERS_WITHOUT_EFFECT: Mapping[bytes, str] = {
     b"x-request-strict-priority": _PRIORITY,
     b"x-dynamo-meta-policy-class": _PRIORITY,
     b"x-dynamo-session-id": _SESSION,
+    b"x-dynamo-parent-session-id": _SESSION,
 }
 """Headers of Dynamo's that ask for what is not here: only the log says so, as HTTP asks for unknown headers.
 """

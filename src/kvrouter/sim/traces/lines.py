@@ -28,10 +28,11 @@ _KEY = re.compile(r"Object (missing required|contains unknown) field `(.*)`$", r
 _KEY_WORDS = {"missing required": "is missing", "contains unknown": "is not known"}
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, on_cut: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers from 1, without a byte-order mark.
 
-    Raises ConfigError that names the line.
+    Raises ConfigError that names the line. With ``on_cut`` a file that is cut short is read up to its last
+    whole line, and ``on_cut`` hears of it.
     """
     number = 0
     try:
@@ -45,9 +46,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                         line = line.removeprefix(BYTE_ORDER_MARK)
                     if len(line) > LINE_BYTES_MAX:
                         wrong_row(path, number, f"is longer than {LINE_BYTES_MAX} bytes")
+                    if on_cut is not None and not line.endswith(b"\n"):
+                        on_cut(f"{path}: is cut short in line {number}, which is left out")
+                        return
                     if line.strip():
                         yield number, line
     except EOFError as error:
+        if on_cut is not None:
+            on_cut(f"{path}: is cut short after line {number}")
+            return
         raise ConfigError(f"{path}:{number + 1}: the gzip file is cut short here", param=str(path)) from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ConfigError(f"{path}:{number + 1}: not a whole gzip file: {error}", param=str(path)) from error

@@ -9,11 +9,15 @@ import yaml
 
 from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake
+from kvrouter.recording.records import SCHEMA as RECORDING
+from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake, recording
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
-FORMATS = "Mooncake rows, agentic sessions, Azure CSV, dynamo.request.trace.v1, a generator's YAML"
+FORMATS = (
+    "Mooncake rows, agentic sessions, Azure CSV, dynamo.request.trace.v1, kvrouter.recording.v1, "
+    "a generator's YAML"
+)
 
 Reader = Callable[[], Iterator[TraceRequest]]
 
@@ -32,12 +36,31 @@ class Trace:
         return islice(self._read(), self._rows_max)
 
 
-def open_trace(path: Path, *, rows_max: int | None = None) -> Trace:
-    """Recognise a trace's format. Raises ConfigError where it is none that is known, or is empty."""
+def ignore_silently(_what: str) -> None:
+    """Say nothing."""
+
+
+def open_trace(
+    path: Path,
+    *,
+    rows_max: int | None = None,
+    model: str | None = None,
+    warn: Callable[[str], None] = ignore_silently,
+) -> Trace:
+    """Recognise a trace's format. Raises ConfigError where it is none that is known, or is empty.
+
+    A folder is a recording. ``model`` names one of a recording's; ``warn`` hears of what is missing in it.
+    """
+    if path.is_dir():
+        return _recording(path, rows_max, model, warn)
     first = next(read_lines(path), None)
     if first is None:
         raise ConfigError(f"{path}: is empty", param=str(path))
+    if model is not None and not _is_recording(first[1]):
+        raise ConfigError("model: only a recording says which models were asked for", param="model")
     line, text = first
+    if _is_recording(text):
+        return _recording(path, rows_max, model, warn)
     if text.strip() == azure.HEADER:
         return Trace(azure.INFO, lambda: azure.read_azure(path), rows_max=rows_max)
     found = _rows(path, line, text) or _generated(path)
@@ -66,6 +89,15 @@ def _rows(path: Path, line: int, text: bytes) -> tuple[TraceInfo, Reader] | None
         reader = dynamo.DynamoReader(path)
         return reader.info, reader
     return None
+
+
+def _recording(path: Path, rows_max: int | None, model: str | None, warn: Callable[[str], None]) -> Trace:
+    found = recording.Recording(path, model=model, warn=warn)
+    return Trace(found.info(), found.read, rows_max=rows_max)
+
+
+def _is_recording(first_line: bytes) -> bool:
+    return RECORDING.encode() in first_line
 
 
 def _generated(path: Path) -> tuple[TraceInfo, Reader] | None:

@@ -1,0 +1,152 @@
+"""The files of a recording: packed, for their owner alone, one after another, and bounded together."""
+
+import fcntl
+import os
+import re
+import zlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.recording.records import FILE_SUFFIX, PART_SUFFIX
+
+FILE_NAME = re.compile(r"recording-\d{8}T\d{6}Z-[0-9a-f]{8}-\d{6}\.jsonl\.gz(\.part)?")
+LOCK_NAME = ".recording.lock"
+
+_GZIP = 31
+"""The window bits of a stream with the head and the end of gzip."""
+
+_MEMORY_LEVEL = 9
+
+Write = Callable[[int, bytes], int]
+"""As :func:`os.write`: returns how many bytes were written, or raises OSError."""
+
+
+class RecordingFolder:
+    """Writes the files of one recording into a folder, and removes the oldest ones of any recording there
+    before all of them hold more than ``total_bytes``.
+
+    A file is called ``….part`` until it is whole. One process records in a folder at a time. Raises
+    ConfigError where it cannot; all that is done later raises OSError.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        recording: str,
+        file_bytes: int,
+        total_bytes: int,
+        started_s: float,
+        write: Write = os.write,
+    ) -> None:
+        self._folder = folder
+        self._file_bytes = file_bytes
+        self._total_bytes = total_bytes
+        self._write = write
+        began = datetime.fromtimestamp(started_s, UTC).strftime("%Y%m%dT%H%M%SZ")
+        self._stem = f"recording-{began}-{recording}"
+        self._part = 0
+        self._file: int | None = None
+        self._path = folder
+        self._packed_bytes = 0
+        self._packer = _packer()
+        self._lock = _claim(folder)
+        self._earlier = _files_in(folder)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file that lines go to."""
+        return self._file is not None
+
+    def begin(self) -> int:
+        """Begin the next file; return its number, from 1."""
+        self._part += 1
+        self._path = self._folder / f"{self._stem}-{self._part:06d}{PART_SUFFIX}"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._packed_bytes = 0
+        self._packer = _packer()
+        return self._part
+
+    def add(self, lines: bytes) -> None:
+        """Write whole lines, so that they are read whatever becomes of this process; end the file where it is
+        long enough.
+        """
+        self._put(self._packer.compress(lines) + self._packer.flush(zlib.Z_SYNC_FLUSH))
+        if self._packed_bytes >= self._file_bytes:
+            self.end()
+
+    def end(self) -> None:
+        """End the file, and give it its name. Without a file nothing happens."""
+        if self._file is None:
+            return
+        self._put(self._packer.flush())
+        file, self._file = self._file, None
+        os.close(file)
+        whole = self._path.with_name(self._path.name.removesuffix(PART_SUFFIX) + FILE_SUFFIX)
+        self._path.rename(whole)
+        self._earlier.append((whole, self._packed_bytes))
+
+    def close(self) -> None:
+        """Let go of the folder, and of a file that could not be ended."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        os.close(self._lock)
+
+    def _put(self, packed: bytes) -> None:
+        if self._file is None:
+            raise RuntimeError("lines came before a file was begun")
+        self._make_room(len(packed))
+        rest = packed
+        while rest:
+            rest = rest[self._write(self._file, rest) :]
+        self._packed_bytes += len(packed)
+
+    def _make_room(self, n_bytes: int) -> None:
+        held_bytes = sum(size for _, size in self._earlier) + self._packed_bytes
+        while self._earlier and held_bytes + n_bytes > self._total_bytes:
+            path, size = self._earlier.pop(0)
+            path.unlink(missing_ok=True)
+            held_bytes -= size
+
+
+def recording_files(folder: Path) -> list[Path]:
+    """Return the files of recordings in a folder and in the folders in it, by when their recordings began.
+
+    Raises OSError.
+    """
+    found = [path for path in (*folder.glob("*"), *folder.glob("*/*")) if FILE_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.name, path))
+
+
+def _files_in(folder: Path) -> list[tuple[Path, int]]:
+    """The files of earlier recordings with their sizes, the oldest first."""
+    paths = sorted(path for path in folder.glob("*") if FILE_NAME.fullmatch(path.name))
+    return [(path, path.stat().st_size) for path in paths]
+
+
+def _claim(folder: Path) -> int:
+    """Make the folder where it is missing, and claim it; return the lock's descriptor."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"recording.folder: {folder}: cannot be written: {error.strerror or error}", param="folder"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"recording.folder: {folder}: another process records there; each one needs a folder of its own",
+            param="folder",
+        ) from error
+    return lock
+
+
+def _packer() -> "zlib._Compress":
+    """Salted names look random, so that a search for repeats costs three times the time and saves nothing."""
+    return zlib.compressobj(1, zlib.DEFLATED, _GZIP, _MEMORY_LEVEL, zlib.Z_HUFFMAN_ONLY)

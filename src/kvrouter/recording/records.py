@@ -1,0 +1,196 @@
+"""``kvrouter.recording.v1``: what a recording says, one JSON object a line.
+
+Nothing here holds text, token ids or an id that a client chose: blocks and sessions have salted names.
+Seconds called ``at_s`` count from the recording's start, all others from the request's arrival.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+SCHEMA = "kvrouter.recording.v1"
+
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+BlockSize = Annotated[int, Meta(ge=1, le=1 << 31)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+FILE_SUFFIX = ".jsonl.gz"
+PART_SUFFIX = ".jsonl.gz.part"
+"""How a file ends while it is written, and for ever where its writer was killed."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="header"):
+    """The first line of each file. ``started_s``: when the recording began, in seconds of the Unix epoch.
+
+    ``salt`` names the salt, and says nothing of it: blocks of two recordings have the same names where their
+    salts have. ``part`` counts the files of a recording from 1.
+    """
+
+    schema: str = SCHEMA
+    version: str
+    recording: str
+    part: int
+    started_s: float
+    salt: str
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker as its card describes it, without its address. ``alive`` is False while it does not answer."""
+
+    worker: str
+    model: str
+    role: str
+    block_size: int
+    context_length: int
+    dp_size: int = 1
+    dp_start: int = 0
+    kv_blocks: int | None = None
+    kv_bytes_per_token: int | None = None
+    domains: Mapping[str, str] = {}
+    taints: tuple[str, ...] = ()
+    transfer_domain: str | None = None
+    enforcement: str | None = None
+    preferred_weight: float | None = None
+    engine: str = ""
+    draining: bool = False
+    engine_silent: bool = False
+    alive: bool = True
+
+
+class FleetChange(StrEnum):
+    """What became of the workers of a fleet record."""
+
+    ALL = "all"
+    """They are all that were here when the file began."""
+    JOINED = "joined"
+    CHANGED = "changed"
+    LEFT = "left"
+    SILENT = "silent"
+    ANSWERS = "answers"
+
+
+class FleetRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
+    """The fleet where a file begins, and each change of it."""
+
+    at_s: float
+    change: FleetChange
+    workers: tuple[Worker, ...]
+
+
+class Constraints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request asked of routing. A taint that no worker carries has a salted name, ``salted:…``; a pin
+    is ``worker`` or ``worker/rank``.
+    """
+
+    required_taints: tuple[str, ...] = ()
+    required_decode_taints: tuple[str, ...] = ()
+    preferred_taints: Mapping[str, float] = {}
+    pin: str | None = None
+    prefill_pin: str | None = None
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    router_mode: str | None = None
+
+
+class LegRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One leg of an attempt: where it went, what was expected there, and when. A time is None for what did
+    not come about.
+
+    ``overlap_blocks`` is what the router expected in the worker's cache; ``cached_tokens`` what the engine
+    says that it found there.
+    """
+
+    leg: str
+    worker: str
+    overlap_blocks: int
+    domains: Mapping[str, str] = {}
+    candidates: int = 0
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    last_s: float | None = None
+    """When its last word came, or it was given up."""
+    cached_tokens: int | None = None
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One decision and what became of its legs.
+
+    ``kv_bytes`` is what goes from the prefill worker to the decode worker: the prompt without the blocks that
+    the router expected there, by the bytes a token of the prefill worker's card. None without a pair or
+    without that figure.
+    """
+
+    shape: str
+    mode: str
+    placed_s: float
+    legs: tuple[LegRecord, ...]
+    constraint: str | None = None
+    """The transfer policy that held, as ``required zone=a``; the value is left out where nobody knows it."""
+    fallback_used: bool = False
+    cross_domain: bool = False
+    last_resort: bool = False
+    kv_bytes: int | None = None
+    lost: str | None = None
+    """The leg that was lost, where one was."""
+    kv_lost: str | None = None
+
+
+class Status(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    """Its client left."""
+
+
+class RequestRecord(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="request"
+):
+    """One request, written when it ended. ``blocks`` are the salted names of the prompt's full blocks, each
+    of everything up to its end: base64 of unsigned 64 bits each, little-endian.
+
+    ``max_tokens`` is the longest answer that it could get. ``code`` and ``http_status`` are those of the
+    error that it ended with; ``refusals`` counts worker ranks by why they did not take it.
+    """
+
+    at_s: float
+    model: str
+    input_tokens: Tokens
+    output_tokens: Tokens
+    max_tokens: int
+    block_size: BlockSize
+    blocks: str
+    status: Status
+    route: str | None = None
+    adapter: str | None = None
+    media: bool = False
+    session: str | None = None
+    parent: str | None = None
+    constraints: Constraints = Constraints()
+    attempts: tuple[AttemptRecord, ...] = ()
+    first_token_s: float | None = None
+    ended_s: float
+    code: str | None = None
+    http_status: int | None = None
+    refusals: Mapping[str, int] = {}
+
+
+class RefusalRecord(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="refusal"
+):
+    """A call that was refused before it was a request: nothing is known of its length. ``model`` is None
+    where it names none that is served.
+    """
+
+    at_s: float
+    code: str
+    http_status: int
+    route: str
+    model: str | None = None
+
+
+Record = Header | FleetRecord | RequestRecord | RefusalRecord

@@ -1,0 +1,256 @@
+"""What is recorded of traffic: requests as they end, calls that are refused, changes of the fleet."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvrouter.core.constraints import Pin, adapter_taint
+from kvrouter.core.errors import KvrouterError, RoutingRefused
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.requests import GenerateRequest, KvLoss, Leg
+from kvrouter.core.workers import WorkerCard
+from kvrouter.placement.placement import Placement
+from kvrouter.recording.recorder import Recorder
+from kvrouter.recording.records import (
+    AttemptRecord,
+    Constraints,
+    FleetChange,
+    LegRecord,
+    RefusalRecord,
+    RequestRecord,
+    Status,
+    Worker,
+)
+from kvrouter.routing.request import Pick
+from kvrouter.topology import TransferConstraint, topology_domains, worker_taints
+
+
+class Origin(NamedTuple):
+    """What a call says of itself: its route, and the client's ids of its session and of the session that
+    began that one.
+    """
+
+    route: str | None = None
+    session: str | None = None
+    parent: str | None = None
+
+
+NO_ORIGIN = Origin()
+
+
+@dataclass(slots=True)
+class AttemptTrail:
+    """What one attempt leaves behind. Moments are on the monotonic clock; a leg that was never sent has 0."""
+
+    placement: Placement
+    placed_s: float = 0.0
+    prefill_sent_s: float = 0.0
+    prefill_done_s: float | None = None
+    last_sent_s: float = 0.0
+    """When the leg was sent that answers."""
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    prefill_cached_tokens: int | None = None
+    """What the engine of a pair's prefill leg says that it had cached."""
+    cached_tokens: int | None = None
+    """The same of the leg that answers."""
+    lost_leg: Leg | None = None
+    kv_loss: KvLoss | None = None
+
+
+class TrafficRecorder:
+    """Makes records of what the service hears of. ``clock`` is monotonic, in seconds."""
+
+    def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._recorder = recorder
+        self._clock = clock
+
+    # The fleet
+
+    def worker_changed(self, change: FleetChange, card: WorkerCard) -> None:
+        """Something became of a worker."""
+        recorder = self._recorder
+        worker = _worker_of(card, is_alive=change is not FleetChange.SILENT)
+        recorder.note_worker(change, worker, at_s=recorder.since_start(self._clock()))
+
+    # Requests
+
+    def call_refused(self, error: KvrouterError, *, route: str, model: str | None, received_s: float) -> None:
+        """A call was refused before it was a request."""
+        recorder = self._recorder
+        recorder.note(
+            RefusalRecord(
+                at_s=recorder.since_start(received_s),
+                code=error.code,
+                http_status=error.status_hint,
+                route=route,
+                model=model,
+            )
+        )
+
+    def request_ended(
+        self,
+        request: GenerateRequest,
+        origin: Origin,
+        *,
+        trail: Sequence[AttemptTrail],
+        prompt: Prompt,
+        error: KvrouterError | None,
+        finished: bool,
+        begun_s: float,
+        first_token_s: float | None,
+        output_tokens: int,
+    ) -> None:
+        """A request ended: finished, with an error, or because its client left."""
+        recorder = self._recorder
+        named = recorder.salt.session
+        since = _Since(begun_s)
+        status = Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED
+        record = RequestRecord(
+            at_s=recorder.since_start(begun_s),
+            model=request.model,
+            input_tokens=prompt.isl_tokens,
+            output_tokens=output_tokens,
+            max_tokens=request.sampling.max_tokens,
+            block_size=prompt.block_size,
+            blocks="",
+            status=status,
+            route=origin.route,
+            adapter=request.lora_name,
+            media=request.has_media,
+            session=None if origin.session is None else named(origin.session),
+            parent=None if origin.parent is None else named(origin.parent),
+            constraints=_constraints_of(request),
+            attempts=tuple(_attempt_of(attempt, since, recorder.workers) for attempt in trail),
+            first_token_s=since.maybe(first_token_s),
+            ended_s=since(self._clock()),
+            code=None if error is None else error.code,
+            http_status=None if error is None else error.status_hint,
+            refusals={reason.value: count for reason, count in error.refusals.items()}
+            if isinstance(error, RoutingRefused)
+            else {},
+        )
+        recorder.note(record, prompt)
+
+
+class _Since:
+    """Moments as seconds from a request's arrival."""
+
+    def __init__(self, begun_s: float) -> None:
+        self._begun_s = begun_s
+
+    def __call__(self, at_s: float) -> float:
+        return round(at_s - self._begun_s, 6)
+
+    def maybe(self, at_s: float | None) -> float | None:
+        """The same of a moment that may not have come; 0 never came."""
+        return self(at_s) if at_s else None
+
+
+def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Worker]) -> AttemptRecord:
+    placement = attempt.placement
+    decision = placement.decision
+    constraint = decision.constraint
+    decode = LegRecord(
+        leg=decision.decode.leg.value,
+        worker=str(decision.decode.rank),
+        overlap_blocks=decision.decode.overlap_blocks,
+        domains=dict(placement.decode_domains),
+        candidates=decision.decode.candidates,
+        sent_s=since.maybe(attempt.last_sent_s),
+        first_token_s=since.maybe(attempt.first_token_s),
+        last_s=since.maybe(attempt.ended_s if attempt.last_sent_s else None),
+        cached_tokens=attempt.cached_tokens,
+    )
+    legs: tuple[LegRecord, ...] = (decode,)
+    kv_bytes = None
+    if decision.prefill is not None:
+        prefill = LegRecord(
+            leg=decision.prefill.leg.value,
+            worker=str(decision.prefill.rank),
+            overlap_blocks=decision.prefill.overlap_blocks,
+            domains=dict(placement.prefill_domains),
+            candidates=decision.prefill.candidates,
+            sent_s=since.maybe(attempt.prefill_sent_s),
+            last_s=since.maybe(
+                attempt.prefill_done_s or (attempt.ended_s if attempt.prefill_sent_s else None)
+            ),
+            cached_tokens=attempt.prefill_cached_tokens,
+        )
+        legs = (prefill, decode)
+        kv_bytes = _kv_bytes(placement, decision.prefill, workers)
+    return AttemptRecord(
+        shape=placement.shape.name.lower(),
+        mode=decision.mode.value,
+        placed_s=since(attempt.placed_s),
+        legs=legs,
+        constraint=None if constraint is None else _constraint_text(constraint),
+        fallback_used=decision.fallback_used,
+        cross_domain=decision.cross_domain,
+        last_resort=decision.last_resort,
+        kv_bytes=kv_bytes,
+        lost=None if attempt.lost_leg is None else attempt.lost_leg.value,
+        kv_lost=None if attempt.kv_loss is None else attempt.kv_loss.value,
+    )
+
+
+def _kv_bytes(placement: Placement, prefill: Pick, workers: Mapping[str, Worker]) -> int | None:
+    sender = workers.get(str(prefill.rank.worker_id))
+    if sender is None or sender.kv_bytes_per_token is None:
+        return None
+    there_tokens = placement.decision.decode.overlap_blocks * placement.block_size
+    return max(0, placement.prompt.isl_tokens - there_tokens) * sender.kv_bytes_per_token
+
+
+def _constraint_text(constraint: TransferConstraint) -> str:
+    place = constraint.domain if constraint.value is None else f"{constraint.domain}={constraint.value}"
+    return f"{type(constraint.policy).__name__.lower()} {place}"
+
+
+def _constraints_of(request: GenerateRequest) -> Constraints:
+    asked, override = request.constraints, request.override
+    required = asked.required_taints
+    if request.lora_name is not None:  # the adapter says it
+        required -= {adapter_taint(request.lora_name)}
+    return Constraints(
+        required_taints=tuple(sorted(required)),
+        required_decode_taints=tuple(sorted(asked.required_decode_taints)),
+        preferred_taints={str(taint): weight for taint, weight in asked.preferred_taints.items()},
+        pin=_pin_text(request.pin),
+        prefill_pin=_pin_text(request.prefill_pin),
+        overlap_score_weight=override.overlap_score_weight,
+        router_temperature=override.router_temperature,
+        router_mode=None if override.router_mode is None else override.router_mode.value,
+    )
+
+
+def _pin_text(pin: Pin | None) -> str | None:
+    if pin is None:
+        return None
+    return str(pin.worker_id) if pin.dp_rank is None else f"{pin.worker_id}/{pin.dp_rank}"
+
+
+def _worker_of(card: WorkerCard, *, is_alive: bool) -> Worker:
+    config = card.runtime_config
+    enforcement = config.kv_transfer_enforcement
+    return Worker(
+        worker=str(card.worker_id),
+        model=card.model,
+        role=card.role.value,
+        block_size=card.block_size,
+        context_length=card.context_length,
+        dp_size=card.dp_size,
+        dp_start=card.dp_start,
+        kv_blocks=config.total_kv_blocks,
+        kv_bytes_per_token=config.kv_bytes_per_token,
+        domains=topology_domains(config),
+        taints=tuple(sorted(worker_taints(config))),
+        transfer_domain=config.kv_transfer_domain,
+        enforcement=None if enforcement is None else enforcement.value,
+        preferred_weight=config.kv_transfer_preferred_weight,
+        engine=card.engine,
+        draining=card.draining,
+        engine_silent=card.engine_silent,
+        alive=is_alive,
+    )

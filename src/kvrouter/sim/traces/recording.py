@@ -1,0 +1,173 @@
+"""``kvrouter.recording.v1``: what a frontend recorded of its own traffic, in a file or a folder of files.
+
+Records come in the order of ends, so the requests are held whole and sorted by arrival. A request that was
+refused, that failed or whose client left arrives like any other, and is answered with as many tokens as it
+was, at least one.
+"""
+
+import sys
+from array import array
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.recording.files import recording_files
+from kvrouter.recording.records import SCHEMA, Header, Record, RefusalRecord, RequestRecord
+from kvrouter.sim.traces.lines import read_lines, wrong_row
+from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
+
+Warn = Callable[[str], None]
+
+_HASH_BYTES = 8
+
+
+class _Row(msgspec.Struct):
+    """``at_s`` and ``ends_s`` are counted from the Unix epoch."""
+
+    at_s: float
+    ends_s: float
+    request: RequestRecord
+    pieces: Pieces
+
+
+class Recording:
+    """Reads a recording, one model of it. ``warn`` hears once of what is read although a part is missing."""
+
+    def __init__(self, path: Path, *, model: str | None, warn: Warn) -> None:
+        self._path = path
+        self._model = model
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._decode: Callable[[bytes], Record] = msgspec.json.Decoder(Record).decode
+
+    def info(self) -> TraceInfo:
+        """Return what the recording is. Raises ConfigError where it holds no request of the model."""
+        rows = self._rows()
+        if not rows:
+            raise ConfigError(f"{self._path}: no request is recorded there", param=str(self._path))
+        has_sessions = any(row.request.session is not None for row in rows)
+        return TraceInfo(SCHEMA, rows[0].request.block_size, has_sessions=has_sessions)
+
+    def read(self) -> Iterator[TraceRequest]:
+        """Yield the requests by arrival. Raises ConfigError that names the line."""
+        rows = self._rows()
+        rows.sort(key=lambda row: row.at_s)
+        last: dict[str, tuple[int, float]] = {}
+        for number, row in enumerate(rows):
+            request = row.request
+            before = None if request.session is None else last.get(request.session)
+            if before is None and request.parent is not None:
+                before = last.get(request.parent)
+                if before is not None and before[1] > row.at_s:
+                    before = None  # it still ran, and cannot have been waited for
+            if request.session is not None:
+                last[request.session] = (number, row.ends_s)
+            yield TraceRequest(
+                number=number,
+                at_s=row.at_s - rows[0].at_s,
+                input_tokens=request.input_tokens,
+                output_tokens=max(1, request.output_tokens),
+                piece_tokens=request.block_size,
+                pieces=row.pieces,
+                session=request.session or "",
+                after=None if before is None else before[0],
+                think_s=0.0 if before is None else max(0.0, row.at_s - before[1]),
+            )
+
+    def _rows(self) -> list[_Row]:
+        rows: list[_Row] = []
+        models: set[str] = set()
+        salts: set[str] = set()
+        n_refused = 0
+        for path in self._files():
+            header: Header | None = None
+            for line, text in read_lines(path, self._warn_once):
+                record = self._decoded(path, line, text)
+                if isinstance(record, Header) != (header is None):
+                    wrong_row(path, line, "each file of a recording begins with its header, and has one")
+                if isinstance(record, Header):
+                    header = record
+                    if header.schema != SCHEMA:
+                        wrong_row(path, line, f"schema: {header.schema!r} is not {SCHEMA!r}")
+                    salts.add(header.salt)
+                elif isinstance(record, RefusalRecord):
+                    n_refused += 1
+                elif isinstance(record, RequestRecord) and header is not None:
+                    models.add(record.model)
+                    if self._model in (None, record.model):
+                        rows.append(_row(path, line, record, header.started_s, rows))
+        self._check_models(models)
+        if len(salts) > 1:
+            self._warn_once(f"{self._path}: {len(salts)} salts: blocks under one are never those of another")
+        if n_refused:
+            self._warn_once(
+                f"{self._path}: {n_refused} calls are left out: they were refused with lengths unknown"
+            )
+        return rows
+
+    def _files(self) -> list[Path]:
+        if not self._path.is_dir():
+            return [self._path]
+        try:
+            found = recording_files(self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path}: cannot be read: {error.strerror or error}", param=str(self._path)
+            ) from error
+        if not found:
+            raise ConfigError(f"{self._path}: no recording is there", param=str(self._path))
+        return found
+
+    def _decoded(self, path: Path, line: int, text: bytes) -> Record:
+        try:
+            return self._decode(text)
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+            wrong_row(path, line, str(error))
+
+    def _check_models(self, models: set[str]) -> None:
+        known = ", ".join(sorted(models))
+        if self._model is None and len(models) > 1:
+            raise ConfigError(
+                f"{self._path}: requests for {len(models)} models are recorded there ({known}), and a replay "
+                "has one: name it with --model",
+                param="model",
+            )
+        if self._model is not None and models and self._model not in models:
+            raise ConfigError(
+                f"model: no request for {self._model!r} is recorded in {self._path}; recorded: {known}",
+                param="model",
+            )
+
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            self._warn(what)
+
+
+def _row(path: Path, line: int, record: RequestRecord, started_s: float, rows: list[_Row]) -> _Row:
+    block_size = record.block_size
+    if rows and block_size != rows[0].request.block_size:
+        wrong_row(path, line, f"block_size: {block_size}, and {rows[0].request.block_size} above")
+    if not record.input_tokens:
+        wrong_row(path, line, "input_tokens: must be at least 1")
+    try:
+        names = b64decode(record.blocks, validate=True)
+    except ValueError as error:
+        wrong_row(path, line, f"blocks: {error}")
+    n_blocks = record.input_tokens // block_size
+    if len(names) != n_blocks * _HASH_BYTES:
+        wrong_row(
+            path,
+            line,
+            f"blocks: {len(names)} bytes, where {record.input_tokens} tokens have {n_blocks} full blocks of "
+            f"{block_size} tokens",
+        )
+    pieces = array("Q", names)
+    if sys.byteorder == "big":
+        pieces.byteswap()
+    at_s = started_s + record.at_s
+    bare = msgspec.structs.replace(record, blocks="", attempts=())
+    return _Row(at_s, at_s + record.ended_s, bare, pieces)
