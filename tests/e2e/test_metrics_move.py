@@ -110,11 +110,19 @@ OF_CIRCUITS = {"kvrouter_worker_circuit", "kvrouter_circuits_opened_total", "kvr
 OF_CALLS_AS_WRITTEN = {"kvrouter_retry_body_bytes", "kvrouter_retry_bodies_dropped_total"}
 """Asserted where engines get calls as clients wrote them."""
 
+OF_RECORDINGS = {
+    "kvrouter_recording_active",
+    "kvrouter_recording_records_total",
+    "kvrouter_recording_dropped_total",
+}
+"""Asserted where traffic is recorded."""
+
 
 def test_no_metric_is_left_out_here() -> None:
     elsewhere = (
         OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     )
+    elsewhere |= OF_RECORDINGS
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 

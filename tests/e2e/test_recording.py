@@ -117,9 +117,7 @@ async def test_no_text_no_token_and_no_id_of_a_client_is_in_the_files(tmp_path: 
 async def test_both_legs_of_a_pair_and_what_became_of_the_fleet(tmp_path: Path) -> None:
     settings = RecordingSettings(folder=str(tmp_path))
     from_worker_4 = {"nvext": {"prefill_worker_id": 4}}
-    async with served(
-        pairs(handoff="synchronous"), recording=RecordingSettings(folder=str(tmp_path))
-    ) as here:
+    async with served(pairs(handoff="synchronous"), recording=settings) as here:
         assert await complete(here, word_ids(n=64), body={"nvext": {"worker_id": 2}}) == 200
         await here.kill(5)
         assert await complete(here, word_ids(n=64), body=from_worker_4) == 200

@@ -73,8 +73,10 @@ def test_every_setting_can_come_from_every_source() -> None:
             text = "3"
         if spec.name == "write_high_water_bytes":
             text = "20000"
-        if spec.name == "write_overflow_bytes":
+        if spec.name in {"write_overflow_bytes", "file_bytes"}:
             text = "200000"
+        if spec.name == "total_bytes":
+            text = "200000000"
         by_variable = load_settings(flags={}, environ={spec.variable: text}).settings
         by_yaml = load_settings(
             flags={},

@@ -131,14 +131,15 @@ NO_LIMITS = {
         transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
         transports.events.jetstream.stream_subscriber.READS_MAX
         transports.events.zmq.sockets.RECONNECT_MAX_MS worker.topology._READS_MAX
-        transports.discovery.file.discovery.THREADS_MAX
+        transports.discovery.file.discovery.THREADS_MAX recording.recorder.CLOSE_LIMIT_S
     """,
     "how much of a known size is done or remembered at a time": """
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
         routing.route.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
-        operator.admission.certificates.AUTHORITIES_MAX
+        operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_RECORDS_MAX
+        recording.recorder.BATCH_BLOCKS_MAX
     """,
     "`kvrouter replay`, which reads its own user's files and serves nobody": """
         sim.rules.affinity.SESSIONS_MAX sim.rules.registry.GRID_MAX sim.simulation.CEILING_BLOCKS_MAX
@@ -184,6 +185,7 @@ WHERE = {
     "requests that are booked": "service.bookings service.prefill_dispatch",
     "pairs of workers": "placement.circuits",
     "decisions kept of one": "service.model_router frontend.instrumentation telemetry",
+    "records of traffic": "recording",
     "values of taints": "fleet.columns frontend.response_writer",
     "connections to a worker": "transports.listener",
     "routers at one listener": "transports.requests.tcp.acceptor transports.requests.session.STREAMS",

@@ -8,7 +8,7 @@ was, at least one.
 import sys
 from array import array
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -79,7 +79,7 @@ class Recording:
 
     def _rows(self) -> list[_Row]:
         rows: list[_Row] = []
-        models: set[str] = set()
+        block_sizes: dict[str, int] = {}
         salts: set[str] = set()
         n_refused = 0
         for path in self._files():
@@ -96,10 +96,12 @@ class Recording:
                 elif isinstance(record, RefusalRecord):
                     n_refused += 1
                 elif isinstance(record, RequestRecord) and header is not None:
-                    models.add(record.model)
+                    known = block_sizes.setdefault(record.model, record.block_size)
+                    if record.block_size != known:
+                        wrong_row(path, line, f"block_size: {record.block_size}, and {known} above")
                     if self._model in (None, record.model):
-                        rows.append(_row(path, line, record, header.started_s, rows))
-        self._check_models(models)
+                        rows.append(_row(path, line, record, header.started_s))
+        self._check_models(block_sizes.keys())
         if len(salts) > 1:
             self._warn_once(f"{self._path}: {len(salts)} salts: blocks under one are never those of another")
         if n_refused:
@@ -127,7 +129,7 @@ class Recording:
         except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
             wrong_row(path, line, str(error))
 
-    def _check_models(self, models: set[str]) -> None:
+    def _check_models(self, models: Collection[str]) -> None:
         known = ", ".join(sorted(models))
         if self._model is None and len(models) > 1:
             raise ConfigError(
@@ -147,10 +149,8 @@ class Recording:
             self._warn(what)
 
 
-def _row(path: Path, line: int, record: RequestRecord, started_s: float, rows: list[_Row]) -> _Row:
+def _row(path: Path, line: int, record: RequestRecord, started_s: float) -> _Row:
     block_size = record.block_size
-    if rows and block_size != rows[0].request.block_size:
-        wrong_row(path, line, f"block_size: {block_size}, and {rows[0].request.block_size} above")
     if not record.input_tokens:
         wrong_row(path, line, "input_tokens: must be at least 1")
     try:
