@@ -16,6 +16,7 @@ from kvrouter.recording.files import recording_files
 from kvrouter.sim.traces.read import open_trace
 from tests.support.mock_fleets import BLOCK, alike, pairs
 from tests.support.served import MODEL, Served, served, word_ids
+from tests.support.waits import until
 
 SECRET_SESSION = "session-of-a-customer"
 SECRET_PARENT = "parent-of-a-customer"
@@ -45,11 +46,18 @@ def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
     return n
 
 
+def n_written(here: Served) -> float:
+    telemetry = here.system.telemetry
+    telemetry.render()
+    return telemetry.recording_records.value()
+
+
 async def test_a_recording_is_replayed_with_the_lengths_and_prefixes_that_were_sent(tmp_path: Path) -> None:
     prompts = [word_ids(first=n % 3, n=40 + 16 * (n % 4)) + word_ids(first=50 + n, n=40) for n in range(12)]
     async with served(alike(replicas=3), recording=RecordingSettings(folder=str(tmp_path))) as here:
         for at, ids in enumerate(prompts):
             assert await complete(here, ids, tokens=3 + at) == 200
+        await until(lambda: n_written(here) >= len(prompts))
         page = await here.metrics()
         assert page.value("recording_active") == 1
         assert page.value("recording_dropped_total") == 0

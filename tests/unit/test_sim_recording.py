@@ -127,6 +127,14 @@ def test_an_empty_file_that_a_crash_left_is_nothing(tmp_path: Path) -> None:
     assert len(list(open_trace(folder))) == 1
 
 
+def test_a_file_that_was_never_ended_is_read_and_named(tmp_path: Path) -> None:
+    path = tmp_path / f"{NAME.format('a', 1)}.part"
+    path.write_bytes(packed(header(), request(0.0)) + packed(request(1.0)))
+    said: list[str] = []
+    assert len(list(open_trace(tmp_path, warn=said.append))) == 2
+    assert said == [f"{path}: was not ended: its frontend was killed, or records on"]
+
+
 def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, packed(header(), REFUSAL, request(0.0)), packed(header(salt="bb"), REFUSAL))
     said: list[str] = []

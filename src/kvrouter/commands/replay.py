@@ -76,7 +76,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
         options.trace,
         rows_max=options.rows,
         model=options.model,
-        warn=lambda what: warnings.print(Text(f"warning: {what}")),
+        warn=lambda what: warnings.print(Text(f"warning: {what}"), soft_wrap=True),
     )
     document = _document(options.fleet)
     timing = None if options.timing is None else read_timing(options.timing)

@@ -170,7 +170,7 @@ class RequestRecord(
     media: bool = False
     session: str | None = None
     parent: str | None = None
-    constraints: Constraints = Constraints()
+    constraints: Constraints | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     first_token_s: float | None = None
     ended_s: float

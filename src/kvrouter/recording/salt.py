@@ -79,6 +79,7 @@ def _named(text: str, key: bytes) -> str:
 _LANES = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
 _LENGTH = np.uint64(8 << 56)
 _END = np.uint64(0xFF)
+_SHIFTS = {bits: (np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32)}
 
 
 def siphash(numbers: npt.NDArray[np.uint64], key: bytes) -> U64:
@@ -117,6 +118,7 @@ def _mix(into: U64, other: U64, bits: int, spare: U64) -> None:
 
 
 def _rotate(lane: U64, bits: int, spare: U64) -> None:
-    np.right_shift(lane, np.uint64(64 - bits), out=spare)
-    np.left_shift(lane, np.uint64(bits), out=lane)
+    left, right = _SHIFTS[bits]
+    np.right_shift(lane, right, out=spare)
+    np.left_shift(lane, left, out=lane)
     np.bitwise_or(lane, spare, out=lane)

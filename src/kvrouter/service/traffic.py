@@ -208,12 +208,13 @@ def _constraint_text(constraint: TransferConstraint) -> str:
     return f"{type(constraint.policy).__name__.lower()} {place}"
 
 
-def _constraints_of(request: GenerateRequest) -> Constraints:
+def _constraints_of(request: GenerateRequest) -> Constraints | None:
+    """None where it asks for nothing."""
     asked, override = request.constraints, request.override
     required = asked.required_taints
     if request.lora_name is not None:  # the adapter says it
         required -= {adapter_taint(request.lora_name)}
-    return Constraints(
+    found = Constraints(
         required_taints=tuple(sorted(required)),
         required_decode_taints=tuple(sorted(asked.required_decode_taints)),
         preferred_taints={str(taint): weight for taint, weight in asked.preferred_taints.items()},
@@ -223,6 +224,7 @@ def _constraints_of(request: GenerateRequest) -> Constraints:
         router_temperature=override.router_temperature,
         router_mode=None if override.router_mode is None else override.router_mode.value,
     )
+    return None if found == Constraints() else found
 
 
 def _pin_text(pin: Pin | None) -> str | None:

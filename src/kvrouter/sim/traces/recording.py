@@ -15,7 +15,7 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.files import recording_files
-from kvrouter.recording.records import SCHEMA, Header, Record, RefusalRecord, RequestRecord
+from kvrouter.recording.records import PART_SUFFIX, SCHEMA, Header, Record, RefusalRecord, RequestRecord
 from kvrouter.sim.traces.lines import read_lines, wrong_row
 from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
 
@@ -83,6 +83,8 @@ class Recording:
         salts: set[str] = set()
         n_refused = 0
         for path in self._files():
+            if path.name.endswith(PART_SUFFIX):
+                self._warn_once(f"{path}: was not ended: its frontend was killed, or records on")
             header: Header | None = None
             for line, text in read_lines(path, self._warn_once):
                 record = self._decoded(path, line, text)
