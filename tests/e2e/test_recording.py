@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrouter.cli import main
 from kvrouter.config import RecordingSettings
-from kvrouter.core.hashing import Prompt
+from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.recording.files import recording_files
 from kvrouter.sim.traces.read import open_trace
 from tests.support.mock_fleets import BLOCK, alike, pairs
@@ -100,7 +100,7 @@ async def test_no_text_no_token_and_no_id_of_a_client_is_in_the_files(tmp_path: 
         assert answer.status_code == 200
         assert await complete(here, ids, body={"model": "no-such-model-of-a-customer"}) == 404
     content = b"".join(gzip.decompress(path.read_bytes()) for path in recording_files(tmp_path))
-    prompt = Prompt(ids, block_size=BLOCK)
+    prompt = Prompt(ids, block_size=BLOCK, seed=hash_seed(cache_namespace="tenant-of-a-customer"))
     hashes = prompt.sequence_hashes
     spoken = [
         b"secret",
