@@ -285,7 +285,7 @@ class PagedKv:
         """
     def snapshot_rows(self) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
         """Return all cached blocks as stores, parents first."""
-    def check_integrity(self, tables: list[int]) -> list[str]:
+    def check_integrity(self, tables: Sequence[int]) -> list[str]:
         """Return every way in which the books differ from ``tables``, which is all that holds blocks."""
 
 @final

@@ -152,7 +152,6 @@ NO_LIMITS = {
     """,
     "processes of `kvrouter up` and mock engines, which serve nobody else": """
         commands.multi_process.STOP_LIMIT_S commands.multi_process.NATS_LOG_MAX_BYTES
-        mock.paged_kv.STALE_ENTRIES_MAX
         mock.remote.REASON_CHARS_MAX engines.mock.cluster.TURN_MAX_S engines.mock.transfer.UNSENT_BYTES_MAX
         engines.mock.transfer.TOKEN_BYTES_MAX engines.mock.transfer.HELLO_BYTES_MAX
         engines.mock.transfer.FRAME_BYTES_MAX
