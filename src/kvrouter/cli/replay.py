@@ -59,6 +59,13 @@ FILE = click.Path(path_type=Path)
     "--slo-itl", type=float, default=0.05, show_default=True, help="Mean seconds between its tokens, at most."
 )
 @click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write all figures there.")
+@click.option(
+    "--report",
+    "report_path",
+    type=FILE,
+    metavar="FILE",
+    help="Write a page with tables and plots there, in HTML.",
+)
 def replay(
     trace: Path,
     *,
@@ -77,6 +84,7 @@ def replay(
     slo_ttft: float,
     slo_itl: float,
     json_path: Path | None,
+    report_path: Path | None,
 ) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
@@ -107,6 +115,7 @@ def replay(
         events=events,
         objective=Objective(ttft_s=slo_ttft, itl_s=slo_itl),
         json=json_path,
+        report=report_path,
     )
     console = Console()
     sys.exit(run(options, console if console.is_terminal else Console(width=180, no_color=True)))

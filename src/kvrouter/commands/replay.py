@@ -24,17 +24,11 @@ from kvrouter.config.problems import (
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
+from kvrouter.sim.comparison import COLUMNS
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
+from kvrouter.sim.page.document import render_page
 from kvrouter.sim.simulation import Beat, Simulation, check_room
-from kvrouter.sim.summary import (
-    Interval,
-    Objective,
-    ReplayReport,
-    Summary,
-    VariantReport,
-    over_seeds,
-    summarize,
-)
+from kvrouter.sim.summary import Objective, ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.timetable import TimetableEvent, check_timetable, read_timetable
 from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.variant import DEFAULT_FLEET, Variant, parse_sweep, variants
@@ -61,6 +55,7 @@ class ReplayOptions:
     events: Path | None
     objective: Objective
     json: Path | None
+    report: Path | None = None
 
 
 def replay(options: ReplayOptions, console: Console) -> int:
@@ -69,8 +64,8 @@ def replay(options: ReplayOptions, console: Console) -> int:
 
     Raises ConfigError, before anything is replayed, for what cannot be.
     """
-    if options.json is not None:
-        check_folder(options.json)
+    for path in filter(None, (options.json, options.report)):
+        check_folder(path)
     warnings = Console(stderr=True)
     trace = open_trace(
         options.trace,
@@ -121,6 +116,8 @@ def replay(options: ReplayOptions, console: Console) -> int:
     show_report(report, console)
     if options.json is not None:
         write_whole(options.json, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if options.report is not None:
+        write_whole(options.report, render_page(report))
     return 0 if is_whole else INTERRUPTED
 
 
@@ -139,40 +136,14 @@ def show_report(report: ReplayReport, console: Console) -> None:
     """Print a row for each variant, with 95 % intervals where several seeds were replayed."""
     table = Table(title=Text(f"{report.trace}: {report.format}, dispatched {report.dispatch}"))
     table.add_column("policy", overflow="fold")
-    for column in (
-        "TTFT mean ms",
-        "p50",
-        "p99",
-        "ITL mean ms",
-        "p99",
-        "end to end p50 s",
-        "good %",
-        "good/s",
-        "cached %",
-        "ceiling %",
-        "failed",
-        "imbalance",
-        "KV crossing GB",
-    ):
-        table.add_column(column, justify="right")
+    group = ""
+    for column in COLUMNS:
+        heading = column.name if column.group == group else f"{column.group} {column.name}".rstrip()
+        table.add_column(heading, justify="right")
+        group = column.group
     for variant in report.variants:
-        rows = variant.summaries
-        table.add_row(
-            Text(variant.name),
-            _shown(over_seeds(rows, lambda row: row.ttft_ms.mean)),
-            _shown(over_seeds(rows, lambda row: row.ttft_ms.p50)),
-            _shown(over_seeds(rows, lambda row: row.ttft_ms.p99)),
-            _shown(over_seeds(rows, lambda row: row.itl_ms.mean), digits=1),
-            _shown(over_seeds(rows, lambda row: row.itl_ms.p99), digits=1),
-            _shown(over_seeds(rows, lambda row: _scaled(row.e2e_ms.p50, 1e-3)), digits=2),
-            _shown(over_seeds(rows, lambda row: row.good_share * 100.0), digits=1),
-            _shown(over_seeds(rows, lambda row: row.good_per_s), digits=2),
-            _shown(over_seeds(rows, lambda row: row.cached_share * 100.0), digits=1),
-            _shown(over_seeds(rows, lambda row: _scaled(row.ceiling_share, 100.0)), digits=1),
-            _shown(over_seeds(rows, lambda row: float(sum(row.errors.values())))),
-            _shown(over_seeds(rows, lambda row: row.imbalance), digits=2),
-            _shown(over_seeds(rows, _crossing_gb), digits=1),
-        )
+        cells = (column.shown(column.over(variant.summaries)) for column in COLUMNS)
+        table.add_row(Text(variant.name), *cells)
     console.print(table)
     for variant in report.variants:
         first = variant.summaries[0]
@@ -247,18 +218,3 @@ def _progress() -> Progress:
         transient=True,
         disable=not sys.stderr.isatty(),
     )
-
-
-def _shown(found: Interval | None, *, digits: int = 0) -> str:
-    if found is None:
-        return "–"
-    within = f" ± {found.within:.{digits}f}" if found.within else ""
-    return f"{found.mean:,.{digits}f}{within}"
-
-
-def _scaled(value: float | None, by: float) -> float | None:
-    return None if value is None else value * by
-
-
-def _crossing_gb(row: Summary) -> float:
-    return sum(pair.bytes for pair in row.carried if pair.src != pair.dst) / 1e9

@@ -44,17 +44,25 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A distribution, in milliseconds; all None where there is nothing of it."""
+    """A distribution, in milliseconds; all None where there is nothing of it.
+
+    ``quantiles`` are its 0, 1, 2, … 100 % points, empty where there is nothing of it.
+    """
 
     mean: float | None
     p50: float | None
     p90: float | None
     p99: float | None
     max: float | None
+    quantiles: tuple[float, ...] = ()
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One part of the time, by the requests that arrived in it."""
+    """One part of the time, by the requests that arrived in it.
+
+    ``failed`` of them ended with an error, the KV of ``crossing`` left its domain. ``imbalance`` is over the
+    workers that computed anything in the whole replay.
+    """
 
     begins_s: float
     requests: int
@@ -62,15 +70,21 @@ class Part(msgspec.Struct, frozen=True):
     itl_ms: float | None
     good_share: float
     cached_share: float
+    e2e_ms: float | None
+    ceiling_share: float | None
+    failed: int
+    crossing: int
+    imbalance: float | None
 
 
 class Carriage(msgspec.Struct, frozen=True):
-    """KV that went from one domain to another."""
+    """KV that went from one domain to another, and what that cost, None where it has no price."""
 
     src: str
     dst: str
     transfers: int
     bytes: int
+    cost: float | None = None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,12 +141,12 @@ def summarize(result: Result, objective: Objective) -> Summary:
         predicted_share=_share(sum(o.predicted_tokens for o in outcomes), input_tokens),
         retried=sum(o.attempts > 1 for o in outcomes),
         crossing=sum(o.crosses for o in outcomes),
-        imbalance=_imbalance(outcomes),
+        imbalance=_imbalance(outcomes, len(_computed(outcomes))),
         carried=tuple(
             Carriage(pair.src_domain, pair.dst_domain, carried.transfers, carried.arrived_bytes)
             for pair, carried in sorted(result.carried.items())
         ),
-        parts=_parts(outcomes, objective),
+        parts=_parts(outcomes, objective, ceiling_known=result.ceiling_known),
     )
 
 
@@ -184,27 +198,34 @@ def _spread(seconds: Sequence[float | None]) -> Spread:
     values: npt.NDArray[np.float64] = np.array([value for value in seconds if value is not None]) * 1e3
     if not len(values):
         return Spread(None, None, None, None, None)
-    p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
-    return Spread(float(values.mean()), p50, p90, p99, float(values.max()))
+    quantiles = tuple(float(value) for value in np.percentile(values, range(101)))
+    return Spread(
+        float(values.mean()), quantiles[50], quantiles[90], quantiles[99], quantiles[100], quantiles
+    )
 
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _imbalance(outcomes: Sequence[Outcome]) -> float | None:
-    """What was computed where, of the workers that computed anything."""
+def _computed(outcomes: Sequence[Outcome]) -> Counter[int]:
+    """Prompt tokens that were computed, by the worker that did."""
     computed: Counter[int] = Counter()
     for outcome in outcomes:
         worker = outcome.prefill if outcome.prefill is not None else outcome.decode
         if worker is not None:
             computed[worker] += outcome.input_tokens - outcome.cached_tokens
-    if not computed or not sum(computed.values()):
-        return None
-    return max(computed.values()) * len(computed) / sum(computed.values())
+    return computed
 
 
-def _parts(outcomes: Sequence[Outcome], objective: Objective) -> tuple[Part, ...]:
+def _imbalance(outcomes: Sequence[Outcome], workers: int) -> float | None:
+    """What the busiest worker computed over the mean of so many ``workers``."""
+    computed = _computed(outcomes)
+    total = sum(computed.values())
+    return max(computed.values()) * workers / total if total else None
+
+
+def _parts(outcomes: Sequence[Outcome], objective: Objective, *, ceiling_known: bool) -> tuple[Part, ...]:
     if not outcomes:
         return ()
     last_s = max(outcome.arrived_s for outcome in outcomes)
@@ -212,14 +233,26 @@ def _parts(outcomes: Sequence[Outcome], objective: Objective) -> tuple[Part, ...
     groups: list[list[Outcome]] = [[] for _ in range(PARTS)]
     for outcome in outcomes:
         groups[min(PARTS - 1, int(outcome.arrived_s / length_s))].append(outcome)
+    workers = len(_computed(outcomes))
     return tuple(
-        Part(
-            begins_s=at * length_s,
-            requests=len(group),
-            ttft_ms=_spread([o.ttft_s for o in group]).mean,
-            itl_ms=_spread([o.itl_s for o in group]).mean,
-            good_share=_share(sum(map(objective.is_met, group)), len(group)),
-            cached_share=_share(sum(o.cached_tokens for o in group), sum(o.input_tokens for o in group)),
-        )
-        for at, group in enumerate(groups)
+        _part(group, at * length_s, objective, workers, ceiling_known) for at, group in enumerate(groups)
+    )
+
+
+def _part(
+    group: Sequence[Outcome], begins_s: float, objective: Objective, workers: int, ceiling_known: bool
+) -> Part:
+    input_tokens = sum(outcome.input_tokens for outcome in group)
+    return Part(
+        begins_s=begins_s,
+        requests=len(group),
+        ttft_ms=_spread([o.ttft_s for o in group]).mean,
+        itl_ms=_spread([o.itl_s for o in group]).mean,
+        good_share=_share(sum(map(objective.is_met, group)), len(group)),
+        cached_share=_share(sum(o.cached_tokens for o in group), input_tokens),
+        e2e_ms=_spread([o.e2e_s for o in group]).mean,
+        ceiling_share=_share(sum(o.ceiling_tokens for o in group), input_tokens) if ceiling_known else None,
+        failed=sum(bool(o.error) for o in group),
+        crossing=sum(o.crosses for o in group),
+        imbalance=_imbalance(group, workers),
     )

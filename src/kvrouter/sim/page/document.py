@@ -1,0 +1,187 @@
+"""The page as a whole: what was replayed, the figures, the plots, and what they mean."""
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from kvrouter.sim import comparison
+from kvrouter.sim.comparison import Better, Column
+from kvrouter.sim.page.bars import Bar, bars
+from kvrouter.sim.page.charts import courses, distributions, legend
+from kvrouter.sim.page.markup import Markup, element
+from kvrouter.sim.page.series import style
+from kvrouter.sim.page.style import sheet
+from kvrouter.sim.page.tables import carried, reasons
+from kvrouter.sim.page.tables import comparison as comparison_table
+from kvrouter.sim.summary import ReplayReport, VariantReport
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""What a browser lets the page do: use its own styles, and nothing else."""
+
+_TERMS = (
+    ("TTFT, time to first token", "from a request's arrival to the first token of its answer"),
+    ("ITL, between tokens", "the mean over an answer's tokens, for each request"),
+    ("good, goodput", "requests that met the objective: their share, and how many a second"),
+    ("cached", "the share of prompt tokens that engines found in their caches"),
+    ("ceiling", "what an endless cache shared by all workers would have held of the same requests"),
+    ("imbalance", "prefill tokens of the busiest worker over the mean of the workers; 1 is even"),
+    ("KV crossing", "KV cache that went from one domain, such as a zone, to another"),
+    ("failed", "requests that ended with an error, those that were refused among them"),
+)
+
+_PANELS = (
+    ("Time to first token, mean", "ms", comparison.TTFT_MEAN),
+    ("Time to first token, p99", "ms", comparison.TTFT_P99),
+    ("Between tokens, mean", "ms", comparison.ITL_MEAN),
+    ("Good requests", "%", comparison.GOOD),
+    ("Cached prompt tokens", "%", comparison.CACHED),
+    ("Imbalance", "", comparison.IMBALANCE),
+    ("KV crossing domains", "GB", comparison.CROSSING),
+)
+
+
+def render_page(report: ReplayReport) -> bytes:
+    """Return the page as one HTML file, which is well-formed XML too."""
+    name = PurePath(report.trace).name
+    variants = report.variants
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"Replay of {name}"),
+        element("style", sheet(len(variants))),
+    )
+    main = element("main", _header(report, name), *_sections(report), *_explained(report))
+    page = element("html", head, element("body", main), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n".encode()
+
+
+def _header(report: ReplayReport, name: str) -> Markup:
+    objective = report.objective
+    seeds = sorted({seed for variant in report.variants for seed in variant.seeds})
+    requests = max((s.requests for variant in report.variants for s in variant.summaries), default=0)
+    facts = (
+        ("Trace", report.trace),
+        ("Format", report.format),
+        ("Dispatch", report.dispatch),
+        ("A good request", f"first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart"),
+        ("Requests", f"{requests:,} in each replay"),
+        ("Seeds", _seeds(seeds)),
+        ("Made by", f"kvrouter {report.version}"),
+    )
+    warning = element(
+        "p",
+        element("strong", "Interrupted. "),
+        "The last policy shows what was known until then, and policies after it are missing.",
+        class_="warning",
+        role="note",
+    )
+    return element(
+        "header",
+        element("p", "Replay", class_="kicker"),
+        element("h1", name),
+        *(() if report.is_whole else (warning,)),
+        _list(facts, "facts"),
+        element(
+            "p",
+            "The router's own decisions over mock engines on a simulated clock: compare the policies, and do "
+            "not expect these latencies of your GPUs. Another dispatch may turn the ranking round.",
+            class_="note",
+        ),
+    )
+
+
+def _sections(report: ReplayReport) -> list[Markup]:
+    variants = report.variants
+    if not variants:
+        return [_section("Nothing was replayed", "")]
+    over_time = courses(variants)
+    seeds = max(len(variant.seeds) for variant in variants)
+    intervals = (
+        f"Means over {seeds} seeds with 95 % intervals."
+        if seeds > 1
+        else "One seed: small differences may be chance."
+    )
+    bold = " Bold: the best, and all whose interval meets its own." if len(variants) > 1 else ""
+    covered = " Shaded: what the seeds cover." if seeds > 1 else ""
+    return [
+        _section("At a glance", intervals, element("div", *_panels(variants), class_="grid-of")),
+        _section(
+            "Comparison",
+            f"{intervals}{bold}",
+            comparison_table(variants),
+        ),
+        _section(
+            "Distributions",
+            f"Each line is a policy; the further left, the faster.{covered}",
+            legend(variants),
+            element("div", *distributions(variants, report.objective), class_="grid-of"),
+        ),
+        _section(
+            "Over time",
+            f"By when requests arrived, in 24 parts of equal length.{covered}",
+            legend(variants),
+            element("div", *over_time, class_="grid-of"),
+        ),
+        _section(
+            "KV between domains",
+            "What went from worker to worker, by the domains of the transfer policy; means over seeds.",
+            carried(variants) or element("p", "No KV went from worker to worker."),
+        ),
+        _section(
+            "Errors and refusals",
+            "Requests that did not end well; a request that was refused more than once has its last reason.",
+            reasons(variants) or element("p", "Every request was answered to its end."),
+        ),
+    ]
+
+
+def _panels(variants: Sequence[VariantReport]) -> list[Markup]:
+    found = [_panel(variants, title, unit, column) for title, unit, column in _PANELS]
+    return [panel for panel in found if panel is not None]
+
+
+def _panel(variants: Sequence[VariantReport], title: str, unit: str, column: Column) -> Markup | None:
+    """Bars of one figure; None where no variant has it, or where nothing crosses."""
+    rows: list[Bar] = []
+    for index, variant in enumerate(variants):
+        interval = column.over(variant.summaries)
+        if interval is not None:
+            text = f"{column.shown(interval)} {unit}".rstrip()
+            rows.append(Bar(variant.name, style(index), interval, text))
+    if not rows or (column is comparison.CROSSING and not any(row.found.mean for row in rows)):
+        return None
+    about = "lower is better" if column.better is Better.LOWER else "higher is better"
+    mark = None
+    if column is comparison.CACHED:
+        ceilings = {comparison.CEILING.shown(comparison.CEILING.over(v.summaries)) for v in variants}
+        ceiling = comparison.CEILING.over(variants[0].summaries)
+        if len(ceilings) == 1 and ceiling is not None:
+            about, mark = f"higher is better; the line is the ceiling, {ceiling.mean:.1f} %", ceiling.mean
+    whole = 100.0 if unit == "%" else None
+    caption = element("figcaption", element("h3", title), element("p", about, class_="about"))
+    return element("figure", caption, bars(rows, whole=whole, mark=mark))
+
+
+def _section(title: str, about: str, *content: Markup) -> Markup:
+    return element("section", element("h2", title), element("p", about, class_="about"), *content)
+
+
+def _explained(report: ReplayReport) -> tuple[Markup, ...]:
+    sources = {variant.name: variant.source for variant in report.variants}
+    return (
+        _section("Where the policies are from", "", _list(tuple(sources.items()), "terms")),
+        _section("What the figures mean", "", _list(_TERMS, "terms")),
+    )
+
+
+def _list(rows: Sequence[tuple[str, str]], class_: str) -> Markup:
+    """Terms with what they mean."""
+    items = (element("div", element("dt", term), element("dd", text)) for term, text in rows)
+    return element("dl", *items, class_=class_)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    if not seeds:
+        return comparison.NOTHING
+    return str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
