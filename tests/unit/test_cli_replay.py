@@ -76,6 +76,7 @@ def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
         (["--sweep", "router.overlap_score_weight=-1"], "overlap_score_weight"),
         (["--sweep", "replicas"], "is not key=value"),
         (["--json", "no/such/folder/out.json"], "is no folder"),
+        (["--report", "no/such/folder/out.html"], "is no folder"),
         (["--timing", "timing.yaml"], "prefill_base"),
         (["--events", "events.yaml"], "no worker of the fleet"),
         (["--fleet", "small.yaml"], "the smallest engine of the fleet has room for 512"),
@@ -100,6 +101,27 @@ def test_mistakes_are_named_and_nothing_is_written(
     assert set(Path().iterdir()) == files
 
 
+def test_a_page_is_written_next_to_the_json_and_the_same_seed_gives_the_same_bytes(
+    trace: Path, tmp_path: Path
+) -> None:
+    written = []
+    for name in ("a.html", "b.html"):
+        path, figures = tmp_path / name, tmp_path / "out.json"
+        arguments = ("--compare", "kvrouter,random", "--report", str(path), "--json", str(figures))
+        assert run(str(trace), *arguments) == 0
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+    page = written[0].decode()
+    report = json.loads(figures.read_text())
+    for variant in report["variants"]:
+        assert f"{variant['summaries'][0]['ttft_ms']['mean']:,.0f} ms" in page
+        quantiles = variant["summaries"][0]["ttft_ms"]["quantiles"]
+        assert len(quantiles) == 101
+        assert quantiles == sorted(quantiles)
+        assert quantiles[99] == variant["summaries"][0]["ttft_ms"]["p99"]
+    assert "Interrupted" not in page
+
+
 def test_an_interrupted_replay_leaves_what_is_known(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,9 +129,11 @@ def test_an_interrupted_replay_leaves_what_is_known(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SlotLoads, "reported", interrupt)
-    path = tmp_path / "out.json"
-    assert run(str(trace), "--compare", "random,kvrouter", "--json", str(path)) == 130
+    path, page = tmp_path / "out.json", tmp_path / "out.html"
+    arguments = ("--compare", "random,kvrouter", "--json", str(path), "--report", str(page))
+    assert run(str(trace), *arguments) == 130
     report = json.loads(path.read_text())
     assert report["is_whole"] is False
     assert [variant["name"] for variant in report["variants"]] == ["random"]
     assert "interrupted" in capsys.readouterr().out
+    assert "Interrupted" in page.read_text()

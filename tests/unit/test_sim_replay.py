@@ -217,10 +217,23 @@ def test_figures_are_those_of_the_outcomes() -> None:
     assert summary.cached_share == pytest.approx(128 / 384)
     assert summary.ceiling_share == summary.cached_share
     assert sum(part.requests for part in summary.parts) == 2
+    assert (len(summary.ttft_ms.quantiles), summary.ttft_ms.quantiles[100]) == (101, summary.ttft_ms.max)
+    first, last = summary.parts[0], summary.parts[-1]
+    assert (first.ceiling_share, last.ceiling_share) == (0.0, pytest.approx(128 / 192))
+    assert (first.failed, first.crossing, first.imbalance) == (0, 0, 1.0)
+    assert last.e2e_ms == summary.e2e_ms.quantiles[0]
     assert summary.imbalance == 1.0
     assert summary.duration_s < 51.0
     with pytest.raises(ConfigError, match="ttft_s"):
         Objective(ttft_s=float("nan"))
+
+
+def test_a_part_in_which_one_of_two_workers_computes_is_uneven() -> None:
+    rows = [row(0, 0.0, [1, 2]), row(1, 0.1, [3, 4]), row(2, 50.0, [5, 6])]
+    summary = summarize(replayed(rows), Objective())
+    assert summary.imbalance == pytest.approx(4 / 3)
+    assert (summary.parts[0].imbalance, summary.parts[-1].imbalance) == (1.0, 2.0)
+    assert summary.parts[1].imbalance is None
 
 
 def test_an_interval_is_students() -> None:

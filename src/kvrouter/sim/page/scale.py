@@ -38,7 +38,7 @@ class Scale(NamedTuple):
 
 
 def plain(value: float) -> str:
-    """Return three digits of a number or all before its point, without an exponent."""
+    """Return a number with three digits at least, and never with an exponent."""
     digits = 0 if not value else max(0, 2 - floor(log10(abs(value))))
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if digits else text
@@ -46,6 +46,8 @@ def plain(value: float) -> str:
 
 def milliseconds(value: float) -> str:
     """Return a time in the unit that reads best."""
+    if not value:
+        return "0"
     if value >= 1e3:
         return f"{plain(value / 1e3)} s"
     return f"{plain(value)} ms"

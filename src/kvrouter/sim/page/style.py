@@ -35,7 +35,7 @@ margin:0 0 14px}
 .facts dd{margin:0;overflow-wrap:anywhere}
 section{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:20px;margin-top:20px}
 .grid-of{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));gap:22px 26px}
-figure{margin:0;min-width:0;max-width:560px}
+figure{margin:0;min-width:0;max-width:560px;display:flex;flex-direction:column;justify-content:space-between}
 .plot{display:block;width:100%;height:auto;margin-top:6px}
 .frame{fill:none;stroke:var(--rule)}
 .grid{stroke:var(--rule);stroke-width:.8}
@@ -67,9 +67,10 @@ thead th{color:var(--soft);font-size:12.5px;vertical-align:bottom}
 thead th[colspan]{text-align:center}
 .begins{border-left:1px solid var(--rule)}
 tbody th,.left{text-align:left}
-tbody th,td.left{white-space:normal;min-width:130px;max-width:300px;overflow-wrap:anywhere}
+tbody th,td.left{white-space:normal;min-width:90px;max-width:300px;overflow-wrap:break-word}
 tbody tr:last-child th,tbody tr:last-child td{border-bottom:0}
 .best{font-weight:700}
+.within{color:var(--soft);font-size:12px;font-weight:400}
 .crosses{color:var(--warn)}
 .key{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--own);margin-right:8px}
 .terms{margin:0;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));

@@ -109,7 +109,13 @@ def _policy(variant: VariantReport, index: int) -> Markup:
 
 def _cell(text: str, begins: bool, is_best: bool) -> Markup:
     classes = [name for name, given in (("begins", begins), ("best", is_best)) if given]
-    return element("td", text, class_=" ".join(classes) or None)
+    mean, sign, within = text.partition(" ±")
+    return element(
+        "td",
+        mean,
+        *([element("span", f"{sign}{within}", class_="within")] if sign else []),
+        class_=" ".join(classes) or None,
+    )
 
 
 def _border(begins: bool) -> str | None:
