@@ -177,6 +177,16 @@ def test_seeds_give_intervals_and_shaded_ranges() -> None:
     assert "One seed" in words(section(one, "At a glance"))
 
 
+def test_a_bars_interval_is_drawn_around_its_end() -> None:
+    page = parsed(report(variant("kvrouter", [summary(), summary(1.2), summary(1.4)])))
+    mean = figures(section(page, "At a glance"))["Time to first token, mean"]
+    (whisker,) = [each for each in mean.iter("line") if each.get("class") == "whisker"]
+    _, bar = [float(each.get("width") or 0) for each in mean.iter("rect")]
+    low, high = (float(whisker.get(name) or 0) for name in ("x1", "x2"))
+    assert low < bar < high == 1_000.0
+    assert bar - low == pytest.approx(high - bar, abs=0.1)
+
+
 def test_each_latency_has_a_line_for_each_variant_that_grows() -> None:
     found = figures(section(parsed(TWO), "Distributions"))
     assert tuple(found) == LATENCIES
@@ -364,7 +374,7 @@ def test_ticks_are_round_and_speak_the_readers_unit() -> None:
     assert [tick.label for tick in latencies_over_time([100.0, 900.0]).ticks] == [
         "0", "200 ms", "400 ms", "600 ms", "800 ms", "1 s",
     ]  # fmt: skip
-    assert [tick.label for tick in clock(3_600.0).ticks][:2] == ["0 min", "10 min"]
+    assert [tick.label for tick in clock(3_600.0).ticks][:2] == ["0", "10 min"]
     assert clock(90_000.0).ticks[-1].label == "25 h"
     assert milliseconds(1_500_000.0) == "1,500 s"
     assert latencies([0.0, 5.0]).is_log is False

@@ -40,7 +40,7 @@ def shown(found: Interval | None, digits: int) -> str:
     """Return ``mean ± within`` with so many digits."""
     if found is None:
         return NOTHING
-    within = f" ± {found.within:,.{digits}f}" if found.within else ""
+    within = f" ± {found.within:,.{digits}f}" if round(found.within, digits) else ""
     return f"{found.mean:,.{digits}f}{within}"
 
 

@@ -38,7 +38,10 @@ def _bar(bar: Bar, longest: float, mark: float | None) -> Markup:
     middle = THICKNESS / 2
     if bar.found.within:
         low, high = at(bar.found.mean - bar.found.within), at(bar.found.mean + bar.found.within)
-        shapes.append(element("line", x1=low, x2=high, y1=middle, y2=middle, class_="whisker"))
+        shapes += [
+            element("line", x1=low, x2=high, y1=middle, y2=middle, class_=name)
+            for name in ("halo", "whisker")
+        ]
     if mark is not None:
         shapes.append(element("line", x1=at(mark), x2=at(mark), y1=0, y2=THICKNESS, class_="whisker"))
     return element(

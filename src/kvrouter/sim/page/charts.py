@@ -13,6 +13,7 @@ from kvrouter.sim.page.scale import (
     latencies_over_time,
     linear,
     milliseconds,
+    percent,
     plain,
     shares,
 )
@@ -49,6 +50,10 @@ class _Chart:
 
 def _from_zero(values: Sequence[float]) -> Scale:
     return linear(max(values), plain)
+
+
+def _up_to_largest(values: Sequence[float]) -> Scale:
+    return linear(max(values), percent)
 
 
 def _all(_: Sequence[float]) -> Scale:
@@ -92,14 +97,14 @@ _CHARTS = (
         "KV crossing",
         "share of requests whose KV left its domain",
         lambda part, _: part.crossing / part.requests,
-        _all,
+        _up_to_largest,
         is_rare=True,
     ),
     _Chart(
         "Failed",
         "share of requests that ended with an error",
         lambda part, _: part.failed / part.requests,
-        _all,
+        _up_to_largest,
         is_rare=True,
     ),
 )

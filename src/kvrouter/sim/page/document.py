@@ -12,7 +12,7 @@ from kvrouter.sim.page.series import style
 from kvrouter.sim.page.style import sheet
 from kvrouter.sim.page.tables import carried, reasons
 from kvrouter.sim.page.tables import comparison as comparison_table
-from kvrouter.sim.summary import ReplayReport, VariantReport
+from kvrouter.sim.summary import PARTS, ReplayReport, VariantReport
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """What a browser lets the page do: use its own styles, and nothing else."""
@@ -119,7 +119,7 @@ def _sections(report: ReplayReport) -> list[Markup]:
         ),
         _section(
             "Over time",
-            f"By when requests arrived, in 24 parts of equal length.{covered}",
+            f"By when requests arrived, in {PARTS} parts of equal length.{covered}",
             legend(variants),
             element("div", *over_time, class_="grid-of"),
         ),
@@ -130,7 +130,7 @@ def _sections(report: ReplayReport) -> list[Markup]:
         ),
         _section(
             "Errors and refusals",
-            "Requests that did not end well; a request that was refused more than once has its last reason.",
+            "Requests that did not end well. A refusal has the reason that ruled out the most workers.",
             reasons(variants) or element("p", "Every request was answered to its end."),
         ),
     ]

@@ -77,7 +77,9 @@ def clock(end_s: float) -> Scale:
     unit, name = next((unit, name) for unit, name, up_to in _CLOCKS if end_s <= up_to)
     step = _round_step(end_s / unit / TICKS)
     at = range(floor(end_s / unit / step + 1e-9) + 1)
-    return Scale(0.0, end_s, tuple(Tick(n * step * unit, f"{plain(n * step)} {name}") for n in at))
+    return Scale(
+        0.0, end_s, tuple(Tick(n * step * unit, f"{plain(n * step)} {name}" if n else "0") for n in at)
+    )
 
 
 def latencies(values: Sequence[float]) -> Scale:

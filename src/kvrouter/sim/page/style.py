@@ -48,7 +48,8 @@ stroke-dasharray:var(--dash)}
 .dot,.bar{fill:var(--own)}
 .band{fill:var(--own);opacity:.16}
 .bar.back{fill:var(--rule);opacity:.55}
-.whisker{stroke:var(--ink);stroke-width:1.6;vector-effect:non-scaling-stroke}
+.whisker,.halo{stroke:var(--ink);stroke-width:1.6;vector-effect:non-scaling-stroke}
+.halo{stroke:var(--card);stroke-width:4.6}
 .legend{display:flex;flex-wrap:wrap;gap:4px 20px;list-style:none;margin:0 0 16px;padding:0;font-size:13.5px}
 .legend li{display:flex;align-items:center;gap:8px;min-width:0}
 .legend span{overflow-wrap:anywhere;min-width:0}
@@ -60,19 +61,20 @@ stroke-dasharray:var(--dash)}
 .bars svg{display:block;width:100%;height:11px;margin-top:3px}
 .scroll{overflow-x:auto}
 section>.about{margin:0 0 14px}
-table{border-collapse:collapse;font-size:13.5px;font-variant-numeric:tabular-nums;min-width:100%}
-th,td{padding:6px 8px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap;
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;min-width:100%}
+th,td{padding:6px 7px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap;
 font-weight:400}
 thead th{color:var(--soft);font-size:12.5px;vertical-align:bottom}
 thead th[colspan]{text-align:center}
 .begins{border-left:1px solid var(--rule)}
 tbody th,.left{text-align:left}
+tbody th{position:relative;padding-left:20px}
 tbody th,td.left{white-space:normal;min-width:90px;max-width:300px;overflow-wrap:break-word}
 tbody tr:last-child th,tbody tr:last-child td{border-bottom:0}
 .best{font-weight:700}
-.within{color:var(--soft);font-size:12px;font-weight:400}
+.within{color:var(--soft);font-size:11.5px;font-weight:400}
 .crosses{color:var(--warn)}
-.key{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--own);margin-right:8px}
+.key{position:absolute;left:2px;top:11px;width:10px;height:10px;border-radius:3px;background:var(--own)}
 .terms{margin:0;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));
 gap:8px 26px}
 .terms dt{overflow-wrap:anywhere;font-weight:600;font-size:13.5px}
