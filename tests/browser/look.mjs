@@ -2,7 +2,7 @@
 //
 //     node look.mjs MODULES PROGRAM PAGE FOLDER WIDTH,WIDTH
 //
-// MODULES is the folder of node_modules, FOLDER takes a picture of each view.
+// MODULES is the folder of node_modules; FOLDER gets a picture of what each view shows first.
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -73,7 +73,7 @@ for (const scheme of ["light", "dark"]) {
     view.on("request", (request) => request.url() !== address && requests.push(request.url()));
     await view.goto(address);
     const picture = join(folder, `${scheme}-${width}.png`);
-    await view.screenshot({ path: picture, fullPage: true });
+    await view.screenshot({ path: picture }); // of the window: this browser at times cannot take the whole page
     const found = await view.evaluate(seen);
     views.push({ scheme, width, complaints, requests, picture, ...found, pointed: await pointed(view) });
     await context.close();

@@ -115,5 +115,5 @@ def test_parts_do_not_cover_each_other(view: View) -> None:
         assert not first.meets(second)
 
 
-def test_pictures_of_all_views_are_taken(view: View) -> None:
+def test_pictures_of_all_views_are_taken_and_not_blank(view: View) -> None:
     assert Path(view.picture).stat().st_size > 20_000
