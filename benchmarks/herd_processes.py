@@ -27,8 +27,8 @@ from benchmarks.herd_client import requests_of, send
 from benchmarks.herd_fleet import Outcome
 from benchmarks.herd_load import Load
 from benchmarks.herd_workers import N_WORKERS, Loads, loads_of, mock_workers
+from benchmarks.http_replay.fleet import fetch
 from benchmarks.limits import wait_joined
-from benchmarks.replay.fleet import fetch
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
 

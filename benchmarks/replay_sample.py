@@ -17,9 +17,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks.replay.ceiling import prompt_ceiling
-from benchmarks.replay.client import Answer, Target, replay
-from benchmarks.replay.fleet import (
+from benchmarks.http_replay.ceiling import prompt_ceiling
+from benchmarks.http_replay.client import Answer, Target, replay
+from benchmarks.http_replay.fleet import (
     FleetFailed,
     FleetProcess,
     fetch,
@@ -28,12 +28,12 @@ from benchmarks.replay.fleet import (
     up_command,
     write_fleet_file,
 )
-from benchmarks.replay.machine import ROOT, this_commit, this_machine
-from benchmarks.replay.observe import fleet_workers, handoffs
-from benchmarks.replay.result import ModeResult, Observed, Report, problems, remarks, sum_up
-from benchmarks.replay.schedule import PlannedRequest, first_rows, plan
-from benchmarks.replay.table import markdown, rich_table
-from benchmarks.replay.trace import read_sample
+from benchmarks.http_replay.machine import ROOT, this_commit, this_machine
+from benchmarks.http_replay.observe import fleet_workers, handoffs
+from benchmarks.http_replay.result import ModeResult, Observed, Report, problems, remarks, sum_up
+from benchmarks.http_replay.schedule import PlannedRequest, first_rows, plan
+from benchmarks.http_replay.table import markdown, rich_table
+from benchmarks.http_replay.trace import read_sample
 from kvrouter.config import FleetFile, load_fleet, read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError

@@ -8,8 +8,8 @@ from statistics import median
 
 import msgspec
 
+from benchmarks.http_replay.machine import Commit, Machine, this_commit, this_machine
 from benchmarks.measure import quantile
-from benchmarks.replay.machine import Commit, Machine, this_commit, this_machine
 
 RESULTS = Path(__file__).parent / "results"
 

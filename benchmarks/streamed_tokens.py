@@ -25,7 +25,7 @@ from statistics import NormalDist, fmean, stdev
 import msgspec
 import uvloop
 
-from benchmarks.replay.machine import Commit, Machine, this_commit, this_machine
+from benchmarks.http_replay.machine import Commit, Machine, this_commit, this_machine
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane

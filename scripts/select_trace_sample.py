@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from benchmarks.replay.ceiling import prompt_ceiling, trace_ceiling
-from benchmarks.replay.synthesis import BLOCK_WORDS, prompt_word_numbers, scaled_tokens
-from benchmarks.replay.trace import (
+from benchmarks.http_replay.ceiling import prompt_ceiling, trace_ceiling
+from benchmarks.http_replay.synthesis import BLOCK_WORDS, prompt_word_numbers, scaled_tokens
+from benchmarks.http_replay.trace import (
     TRACE_BLOCK_TOKENS,
     SampleRow,
     read_trace,

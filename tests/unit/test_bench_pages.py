@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.http_replay.result import Report
+from benchmarks.http_replay.table import markdown_of_runs as replays_of_runs
 from benchmarks.markdown import markdown_of_runs
-from benchmarks.replay.result import Report
-from benchmarks.replay.table import markdown_of_runs as replays_of_runs
 from benchmarks.results import RESULTS, read_result
 
 ROOT = Path(__file__).parents[2]

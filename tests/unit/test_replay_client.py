@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.replay import client
-from benchmarks.replay.client import DECODE_WORKER_HEADER, PREFILL_WORKER_HEADER, Answer, Target, replay
-from benchmarks.replay.schedule import PlannedRequest
+from benchmarks.http_replay import client
+from benchmarks.http_replay.client import DECODE_WORKER_HEADER, PREFILL_WORKER_HEADER, Answer, Target, replay
+from benchmarks.http_replay.schedule import PlannedRequest
 
 Body = dict[str, object]
 Handler = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from benchmarks.replay.fleet import (
+from benchmarks.http_replay.fleet import (
     FleetFailed,
     FleetProcess,
     fetch,
@@ -16,8 +16,8 @@ from benchmarks.replay.fleet import (
     up_command,
     write_fleet_file,
 )
-from benchmarks.replay.synthesis import BLOCK_WORDS, scaled_tokens
-from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, read_sample
+from benchmarks.http_replay.synthesis import BLOCK_WORDS, scaled_tokens
+from benchmarks.http_replay.trace import TRACE_BLOCK_TOKENS, read_sample
 from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
 from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
 from kvrouter.config.fleet_workers import mock_engine

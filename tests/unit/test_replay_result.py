@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.replay.client import Answer
-from benchmarks.replay.machine import Commit, Machine, this_machine
-from benchmarks.replay.observe import FleetWorker, Handoffs, crossings, fleet_workers, handoffs
-from benchmarks.replay.result import ModeResult, Observed, Report, percentile, problems, remarks, sum_up
-from benchmarks.replay.table import lines, markdown, rich_table
+from benchmarks.http_replay.client import Answer
+from benchmarks.http_replay.machine import Commit, Machine, this_machine
+from benchmarks.http_replay.observe import FleetWorker, Handoffs, crossings, fleet_workers, handoffs
+from benchmarks.http_replay.result import ModeResult, Observed, Report, percentile, problems, remarks, sum_up
+from benchmarks.http_replay.table import lines, markdown, rich_table
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import Role
 from kvrouter.telemetry import Telemetry

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks import replay_sample
-from benchmarks.replay.result import Report, problems
+from benchmarks.http_replay.result import Report, problems
 from kvrouter.core.constraints import RouterMode
 
 PRETENDER = """

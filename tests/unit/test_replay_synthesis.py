@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.replay.ceiling import InfiniteCache, prompt_ceiling, trace_ceiling
-from benchmarks.replay.schedule import first_rows, plan
-from benchmarks.replay.synthesis import (
+from benchmarks.http_replay.ceiling import InfiniteCache, prompt_ceiling, trace_ceiling
+from benchmarks.http_replay.schedule import first_rows, plan
+from benchmarks.http_replay.synthesis import (
     BLOCK_WORDS,
     block_word_numbers,
     prompt_text,
     prompt_word_numbers,
     scaled_tokens,
 )
-from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, BlockId, SampleRow, TraceRow, read_sample
+from benchmarks.http_replay.trace import TRACE_BLOCK_TOKENS, BlockId, SampleRow, TraceRow, read_sample
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from scripts.select_trace_sample import SAMPLE
 

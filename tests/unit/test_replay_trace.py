@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.replay.trace import (
+from benchmarks.http_replay.trace import (
     BlockId,
     SampleRow,
     TraceRow,

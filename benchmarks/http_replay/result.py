@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from benchmarks.replay.client import Answer
-from benchmarks.replay.machine import Commit, Machine
-from benchmarks.replay.observe import FleetWorker, Handoffs, crossings, shares
+from benchmarks.http_replay.client import Answer
+from benchmarks.http_replay.machine import Commit, Machine
+from benchmarks.http_replay.observe import FleetWorker, Handoffs, crossings, shares
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import Role
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from openai import AsyncOpenAI, OpenAIError
 
-from benchmarks.replay.schedule import PlannedRequest
+from benchmarks.http_replay.schedule import PlannedRequest
 
 PREFILL_WORKER_HEADER = "x-kvrouter-prefill-worker"
 DECODE_WORKER_HEADER = "x-kvrouter-decode-worker"

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.replay.synthesis import prompt_text, scaled_tokens
-from benchmarks.replay.trace import SampleRow
+from benchmarks.http_replay.synthesis import prompt_text, scaled_tokens
+from benchmarks.http_replay.trace import SampleRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
+from benchmarks.http_replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 
 
 class InfiniteCache:

@@ -1,6 +1,6 @@
 """The table of a replay, for a terminal and for a README.
 
-``python -m benchmarks.replay.table FILE…`` prints several runs as one table: the median and the spread.
+``python -m benchmarks.http_replay.table FILE…`` prints several runs as one table: the median and the spread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from benchmarks.replay.result import Latency, ModeResult, Report
+from benchmarks.http_replay.result import Latency, ModeResult, Report
 from benchmarks.results import spread
 
 Line = tuple[str, ...]

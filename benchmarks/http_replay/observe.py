@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.replay.client import Answer
+from benchmarks.http_replay.client import Answer
 from kvrouter.core.workers import Role
 from kvrouter.telemetry import Telemetry
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
-from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, BlockId, TraceRow
+from benchmarks.http_replay.trace import TRACE_BLOCK_TOKENS, BlockId, TraceRow
 
 BLOCK_WORDS = 32
 """Words that stand for one block of the trace."""
