@@ -84,8 +84,16 @@ class MockFleetMachine(RuleBasedStateMachine):
         hashing=st.sampled_from(EngineHashing),
         blocks=st.integers(12, 24),
         chunked=st.booleans(),
+        plans_ahead=st.booleans(),
     )
-    def begin(self, policy: KvLoadFailurePolicy, hashing: EngineHashing, blocks: int, chunked: bool) -> None:
+    def begin(
+        self,
+        policy: KvLoadFailurePolicy,
+        hashing: EngineHashing,
+        blocks: int,
+        chunked: bool,
+        plans_ahead: bool,
+    ) -> None:
         self.now = 0.0
         self.fabric = Fabric(Links(same=Link(0.0, 1e6), cross=Link(0.01, 1e5)))
         self.configs = {
@@ -96,6 +104,7 @@ class MockFleetMachine(RuleBasedStateMachine):
                 max_num_seqs=3,
                 max_num_batched_tokens=32 if not chunked else 10,
                 chunked_prefill=chunked,
+                async_scheduling=plans_ahead,
                 kv_bytes_per_token=1_000,
                 kv_wait_expiry_s=5.0,
                 kv_load_failure_policy=policy,
@@ -270,6 +279,7 @@ def generate(
     max_num_batched_tokens=st.integers(1, 50),
     max_num_seqs=st.integers(1, 4),
     spare_blocks=st.integers(0, 10),
+    async_scheduling=st.booleans(),
 )
 def test_no_circumstance_changes_the_tokens(
     prompt: list[int],
@@ -280,6 +290,7 @@ def test_no_circumstance_changes_the_tokens(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     spare_blocks: int,
+    async_scheduling: bool,
 ) -> None:
     longest = max(len(prompt) + max_tokens, 29)
     tokens = generate(
@@ -291,6 +302,7 @@ def test_no_circumstance_changes_the_tokens(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         total_kv_blocks=-(-longest // block_size) + spare_blocks,
+        async_scheduling=async_scheduling,
     )
     assert len(tokens) == max_tokens
     assert tokens == generate(prompt, max_tokens)

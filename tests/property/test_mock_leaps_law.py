@@ -3,6 +3,7 @@
 from array import array
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,11 +12,16 @@ from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import EngineHashing, Fabric, KvLoadFailurePolicy, Links, MockConfig, Party
+from kvrouter.mock import EngineHashing, Fabric, KvLoadFailurePolicy, Links, MockConfig, Party, Timing
 from kvrouter.topology.links import Link
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)
 ROLES = {PREFILL: Role.PREFILL, DECODE: Role.DECODE, BOTH: Role.BOTH}
+
+MEASURED = Timing(
+    prefill_attention=1e-3, decode_linear=0.0, decode_sequence=0.3, decode_kv_token=0.07, mixed_kv_token=0.011
+)
+"""No two of its steps are alike."""
 
 
 class Step(NamedTuple):
@@ -79,6 +85,8 @@ def lived(
     policy: KvLoadFailurePolicy,
     eos_every: int | None,
     chunked: bool,
+    plans_ahead: bool,
+    timing: Timing,
     moments: list[float],
 ) -> tuple[Seen, list[str]]:
     """Do the steps, moment by moment, until all is idle. ``moments`` are those of the steps: it is filled
@@ -94,6 +102,8 @@ def lived(
             max_num_seqs=3,
             max_num_batched_tokens=10 if chunked else 64,
             chunked_prefill=chunked,
+            async_scheduling=plans_ahead,
+            timing=timing,
             kv_bytes_per_token=1_000,
             kv_wait_expiry_s=5.0,
             kv_load_failure_policy=policy,
@@ -193,10 +203,18 @@ def done(
     policy=st.sampled_from(KvLoadFailurePolicy),
     eos_every=st.sampled_from([None, None, 9]),
     chunked=st.booleans(),
+    plans_ahead=st.booleans(),
+    timing=st.sampled_from([Timing(), MEASURED]),
 )
-@settings(max_examples=250)
+@settings(max_examples=500)
 def test_leaping_is_stepping_bit_for_bit(
-    steps: list[Step], blocks: int, policy: KvLoadFailurePolicy, eos_every: int | None, chunked: bool
+    steps: list[Step],
+    blocks: int,
+    policy: KvLoadFailurePolicy,
+    eos_every: int | None,
+    chunked: bool,
+    plans_ahead: bool,
+    timing: Timing,
 ) -> None:
     moments: list[float] = []
     (stepped, problems), (leapt, problems_of_leaps) = (
@@ -207,6 +225,8 @@ def test_leaping_is_stepping_bit_for_bit(
             policy=policy,
             eos_every=eos_every,
             chunked=chunked,
+            plans_ahead=plans_ahead,
+            timing=timing,
             moments=moments,
         )
         for leaps in (False, True)
@@ -220,8 +240,9 @@ def test_leaping_is_stepping_bit_for_bit(
     assert leapt.loads == stepped.loads
 
 
-def test_a_long_answer_takes_a_few_leaps() -> None:
-    config = MockConfig(block_size=64, total_kv_blocks=64)
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_long_answer_takes_a_few_leaps(plans_ahead: bool) -> None:
+    config = MockConfig(block_size=64, total_kv_blocks=64, async_scheduling=plans_ahead, timing=MEASURED)
     counts = []
     for leaps in (False, True):
         fabric = Fabric(Links(), leaps=leaps)

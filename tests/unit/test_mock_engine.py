@@ -1,13 +1,14 @@
 """One mock engine: batching, chunks, cache hits, memory, load reports, ranks."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.events import Removed, Stored, count_hashes
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import Bootstrap, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import MockConfig, Outputs, Timing
+from kvrouter.mock import MockConfig, MockEngine, Outputs, Timing
 from kvrouter.mock.engine import KvWanted
 from kvrouter.mock.handoff import Arrived
 from tests.support.mock_engine import cached_tokens_of, config, engine, request, tokens_of
@@ -19,6 +20,88 @@ def test_timing_is_the_formula_with_the_documented_figures() -> None:
     assert timing.prefill_ms(8192) == pytest.approx(4.209989e-7 * 8192**2 + 1.518344e-2 * 8192 + 16.50142)
     assert timing.decode_ms(0.5) == pytest.approx(-25.74 * 0.25 + 54.01 * 0.5 + 5.74)
     assert Timing(decode_base=0.0).decode_ms(0.0) == 1.0
+
+
+def test_measured_figures_add_to_the_formula() -> None:
+    timing = Timing(
+        prefill_attention=0.5,
+        decode_base=3.0,
+        decode_sequence=2.0,
+        decode_kv_token=0.25,
+        mixed_kv_token=0.125,
+    )
+    assert timing.prefill_ms(100, attended=40) == pytest.approx(Timing().prefill_ms(100) + 20.0)
+    assert timing.decode_ms(0.0, 3, 40) == 3.0 + 6.0 + 10.0
+    assert timing.mixed_ms(40) == 5.0
+
+
+def measured(*, async_scheduling: bool) -> MockEngine:
+    timing = Timing(
+        prefill_quadratic=0.0,
+        prefill_linear=1.0,
+        prefill_base=100.0,
+        prefill_attention=0.01,
+        decode_linear=0.0,
+        decode_quadratic=0.0,
+        decode_base=10.0,
+        decode_sequence=2.0,
+        decode_kv_token=0.1,
+        mixed_kv_token=0.05,
+    )
+    return engine(replace(config(), timing=timing, async_scheduling=async_scheduling))
+
+
+def test_a_step_takes_time_for_what_it_reads_and_for_what_it_attends_to() -> None:
+    mock = measured(async_scheduling=False)
+    mock.submit(0.0, request("x", range(40), max_tokens=9))
+    # 32 tokens attend to 32 · 33 / 2 = 528, and 8 more to 8 · 32 + 8 · 9 / 2 = 292.
+    assert mock.next_time() == 0.0
+    mock.advance(0.0)
+    assert mock.next_time() == pytest.approx(0.13728)
+    mock.advance(0.1373)
+    assert mock.next_time() == pytest.approx(0.13728 + 0.11092)
+    mock.advance(0.2483)
+    # One decodes over 40 tokens of KV: 10 + 2 + 4 ms.
+    assert mock.next_time() == pytest.approx(0.2482 + 0.016)
+    mock.submit(0.25, request("y", range(100, 110)))
+    mock.advance(0.2643)
+    # It reads 41 tokens while 10 are computed: 110 + 0.55 ms, 10 + 2 + 4.1 ms, and 2.05 ms as both are there.
+    assert mock.next_time() == pytest.approx(0.2642 + 0.1287)
+
+
+def test_a_step_that_is_planned_ahead_has_no_place_for_what_comes_after_the_plan() -> None:
+    first_s, scheduled_s = [], []
+    for async_scheduling in (False, True):
+        mock = engine(replace(config(), async_scheduling=async_scheduling))
+        mock.submit(0.0, request("x", range(8), max_tokens=30))
+        mock.advance(0.1235)  # its prefill took 108 ms, and a step that decodes 10: another is under way
+        mock.take_outputs()
+        mock.submit(0.1235, request("y", range(50, 58)))
+        while (time := mock.next_time()) is not None:
+            mock.advance(time)
+            outputs = mock.take_outputs()
+            scheduled_s += [time for key in outputs.scheduled if key.startswith("y-")]
+            if tokens_of(outputs, "y"):
+                first_s.append(time)
+    assert scheduled_s == [pytest.approx(0.128), pytest.approx(0.128)]
+    # The next step is its own, with 108 + 10 ms; where that was planned before it came, the one after.
+    assert first_s == [pytest.approx(0.246), pytest.approx(0.256)]
+
+
+def test_a_seat_that_becomes_free_is_used_a_step_later_where_steps_are_planned_ahead() -> None:
+    first_s = []
+    for async_scheduling in (False, True):
+        mock = engine(replace(config(max_num_seqs=2), async_scheduling=async_scheduling))
+        mock.submit(0.0, request("x", range(8), max_tokens=3))
+        mock.submit(0.0, request("z", range(90, 98), max_tokens=30))
+        mock.submit(0.0, request("y", range(50, 58)))
+        while (time := mock.next_time()) is not None:
+            mock.advance(time)
+            if tokens_of(mock.take_outputs(), "y"):
+                first_s.append(time)
+        assert mock.idle
+    # Two prefills take 116 ms, two steps 20: then the seat is free, and its step takes 118, after one more.
+    assert first_s == [pytest.approx(0.254), pytest.approx(0.264)]
 
 
 def test_chunked_prefill_and_decode_take_the_time_that_one_computes_by_hand() -> None:
@@ -243,6 +326,11 @@ def test_a_config_that_cannot_be_is_refused(settings: dict[str, object]) -> None
 
 
 def test_timing_that_cannot_be_is_refused() -> None:
-    for wrong in ({"prefill_base": float("nan")}, {"prefill_linear": -1.0}, {"decode_min": 0.0}):
+    for wrong in (
+        {"prefill_base": float("nan")},
+        {"prefill_linear": -1.0},
+        {"decode_min": 0.0},
+        {"mixed_kv_token": -1.0},
+    ):
         with pytest.raises(ConfigError):
             Timing(**wrong)

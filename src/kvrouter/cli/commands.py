@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from kvrouter.cli.calibrate import calibrate
 from kvrouter.cli.engines import ENGINE_COMMANDS, topology
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
@@ -207,6 +208,7 @@ def _console() -> "Console":
 
 
 kvrouter.add_command(replay)
+kvrouter.add_command(calibrate)
 kvrouter.add_command(topology)
 kvrouter.add_command(operator)
 

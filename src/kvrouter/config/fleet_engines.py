@@ -48,7 +48,8 @@ class MockTiming(FleetPart):
     Computing t prompt tokens takes ``prefill_quadratic·t² + prefill_linear·t + prefill_base``, decoding one
     token for every running request ``max(decode_min, decode_quadratic·u² + decode_linear·u + decode_base)``,
     where u is the share of KV blocks in use; a step takes the sum of what it does. The figures are those of
-    Dynamo's mocker (vLLM backend) as observed in ai-dynamo-runtime 1.6.1.
+    Dynamo's mocker (vLLM backend) as observed in ai-dynamo-runtime 1.6.1. Those that are 0 are for engines
+    that were measured: ``kvrouter calibrate`` sets them.
     """
 
     prefill_quadratic: NonNegative = 4.209989e-7
@@ -60,6 +61,9 @@ class MockTiming(FleetPart):
     prefill_base: NonNegative = 16.50142
     """Milliseconds for a step that prefills anything."""
 
+    prefill_attention: NonNegative = 0.0
+    """Milliseconds for each pair of a prompt token of a step and one that it attends to."""
+
     decode_quadratic: Finite = -25.74
     """Milliseconds for the squared share of blocks in use."""
 
@@ -70,7 +74,16 @@ class MockTiming(FleetPart):
     """Milliseconds for a step that decodes anything."""
 
     decode_min: Positive = 1.0
-    """Milliseconds that a step that decodes takes at least."""
+    """Milliseconds that a step that decodes takes at least, apart from the figures below."""
+
+    decode_sequence: NonNegative = 0.0
+    """Milliseconds for each request that decodes in a step."""
+
+    decode_kv_token: NonNegative = 0.0
+    """Milliseconds for each token of KV that these requests have."""
+
+    mixed_kv_token: NonNegative = 0.0
+    """Milliseconds more for each of these tokens, in a step that prefills too."""
 
 
 class MockEngineSpec(FleetPart):
@@ -99,6 +112,9 @@ class MockEngineSpec(FleetPart):
 
     chunked_prefill: Switch = True
     """Prefill long prompts over several steps."""
+
+    async_scheduling: Switch = False
+    """Plan a step when the one before it begins, as vLLM does by default since 0.14."""
 
     kv_events: Switch = True
     """Publish KV events."""

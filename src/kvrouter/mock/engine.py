@@ -65,11 +65,14 @@ Notice = KvReady | KvWanted | LegEnded
 
 @dataclass(slots=True)
 class Outputs:
-    """What an engine did: events come before the chunks that they explain."""
+    """What an engine did: events come before the chunks that they explain. ``scheduled`` are the legs that
+    were given a place in a step.
+    """
 
     events: list[tuple[DpRank, tuple[KvEvent, ...]]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     chunks: list[tuple[SequenceKey, EngineChunk]] = field(default_factory=list)
+    scheduled: list[SequenceKey] = field(default_factory=list)
 
 
 class PinnedKv(NamedTuple):
@@ -238,6 +241,9 @@ class MockEngine:
             if scheduler.dirty:
                 outputs.chunks += [(sequence.key, sequence.take_chunk()) for sequence in scheduler.dirty]
                 scheduler.dirty.clear()
+            if scheduler.scheduled:
+                outputs.scheduled += [sequence.key for sequence in scheduler.scheduled]
+                scheduler.scheduled.clear()
         return outputs
 
     def snapshot(self, dp_rank: DpRank) -> tuple[Stored, ...]:

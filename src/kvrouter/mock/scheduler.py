@@ -10,6 +10,9 @@ ends.
 A sequence whose reader has given no credit sits steps out with its KV in place, takes no seat, and is the
 first to give way.
 
+With ``async_scheduling`` a step is planned when the one before it begins, by what is known then: a sequence
+that comes meanwhile, and a seat that becomes free, wait a step longer, and the engine never waits for a plan.
+
 Most steps repeat the one before: the same sequences decode one token each, into blocks that they have. A
 scheduler that leaps does all of those at the end of the last, or when something comes from outside, and ends
 up where one that makes every step does. It says what a sequence generated with its first token, where it
@@ -18,11 +21,11 @@ fills a block, and at its end.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.mock.batch_step import BatchStep, Work, count_planned, settle, steps_s
 from kvrouter.mock.config import EngineHashing, MockConfig
 from kvrouter.mock.handoff import Arrived
 from kvrouter.mock.paged_kv import PagedKv, TableId
@@ -32,24 +35,10 @@ from kvrouter.mock.tokens import MASK
 RUNNING = SequenceState.RUNNING
 
 
-@dataclass(slots=True)
-class BatchStep:
-    """A step in progress: the tokens that each of its sequences computes, and when it ends.
-
-    ``repeats`` such steps follow each other, this one included, and nothing but the number of tokens changes
-    before the end of the last, at ``last_ends_at_s``, as long as nothing comes from outside.
-    """
-
-    ends_at_s: float
-    work: list[tuple[EngineSequence, int]]
-    step_s: float
-    repeats: int
-    last_ends_at_s: float
-
-
 class RankScheduler:
     """One data-parallel rank. ``dirty`` collects sequences with something to report, ``admitted_remote``
-    those that now have memory for the KV they wait for, ``ended`` those that just generated their last token.
+    those that now have memory for the KV they wait for, ``ended`` those that just generated their last token,
+    ``scheduled`` those that were given a place in a step.
     """
 
     def __init__(self, config: MockConfig, rank: WorkerRank, *, leaps: bool) -> None:
@@ -66,6 +55,7 @@ class RankScheduler:
         self.dirty: list[EngineSequence] = []
         self.admitted_remote: list[EngineSequence] = []
         self.ended: list[EngineSequence] = []
+        self.scheduled: list[EngineSequence] = []
         self.n_receiving = 0
         self.n_parked = 0
         self.preemptions = 0
@@ -74,6 +64,8 @@ class RankScheduler:
         self._config = config
         self._leaps = leaps
         self._step: BatchStep | None = None
+        self._executing: Work = []
+        self._planned: Work = []
         self._wake_at_s: float | None = None
         self._changed = True
 
@@ -92,23 +84,25 @@ class RankScheduler:
         the step that is under way is the last of them.
         """
         step = self._step
-        if step is None or step.repeats == 1:
+        if step is None or len(step.steps_s) == 1:
             return
         done, ends_at_s = 0, step.ends_at_s
-        while ends_at_s < now and done < step.repeats - 1:
-            ends_at_s += step.step_s
+        while ends_at_s < now and done < len(step.steps_s) - 1:
             done += 1
+            ends_at_s += step.steps_s[done]
         if done:
             self._compute(step.work, done)
         step.ends_at_s = step.last_ends_at_s = ends_at_s
-        step.repeats = 1
+        step.steps_s = [step.steps_s[done]]
 
     def end_step(self, now: float) -> None:
         """End the step that is due. What ``ended`` holds must be settled before the next begins."""
         step = self._step
         if step is not None and step.last_ends_at_s <= now:
             self._step = None
-            self._compute(step.work, step.repeats)
+            if self._config.async_scheduling:
+                settle(step.work)
+            self._compute(step.work, len(step.steps_s))
             self._wake_at_s = now
 
     def begin_step(self, now: float) -> None:
@@ -204,43 +198,62 @@ class RankScheduler:
         yield from (sequence for sequence in self.waiting if not sequence.wants_remote_kv)
 
     def _begin(self, now: float) -> None:
-        work: list[tuple[EngineSequence, int]] = []
-        active_blocks, n_running = self.kv.active_blocks, len(self.running)
-        budget, preempted = self._continue_running(work)
-        if not preempted or not work:
-            self._admit(work, budget)
+        if self._config.async_scheduling:
+            work, is_as_before = self._plan_ahead()
+        else:
+            work, is_as_before = self._plan()
         if not work:
             return
-        is_as_before = active_blocks == self.kv.active_blocks and len(work) == len(self.running) == n_running
-        prefill_tokens = n_decoding = 0
-        for sequence, n_tokens in work:
-            if sequence.prefilling:
-                prefill_tokens += n_tokens
-            else:
-                n_decoding += 1
-        timing = self._config.timing
-        step_ms = timing.prefill_ms(prefill_tokens)
-        if n_decoding:
-            step_ms += timing.decode_ms(self.kv.active_blocks / self.kv.total_blocks)
-        step_s = step_ms / 1_000.0
-        ends_at_s = last_ends_at_s = now + step_s
-        repeats = 1
-        if self._leaps and is_as_before and not prefill_tokens:
-            repeats = self._repeats(work)
-            for _ in range(repeats - 1):
-                last_ends_at_s += step_s
-        self._step = BatchStep(ends_at_s, work, step_s, repeats, last_ends_at_s)
+        durations_s = steps_s(
+            work,
+            self._config.timing,
+            self.kv.active_blocks / self.kv.total_blocks,
+            repeats=self._repeats(work) if self._leaps and is_as_before else 1,
+        )
+        ends_at_s = now + durations_s[0]
+        last_ends_at_s = ends_at_s
+        for step_s in durations_s[1:]:
+            last_ends_at_s += step_s
+        self._step = BatchStep(ends_at_s, work, durations_s, last_ends_at_s)
         self._changed = True
 
-    def _repeats(self, work: list[tuple[EngineSequence, int]]) -> int:
-        """How many steps of ``work``, in which all decode, are alike: until the first of its sequences fills
-        a block, generates its last token or runs out of credit. First tokens and such as may stop their
-        sequence are worth a step of their own.
+    def _plan(self) -> tuple[Work, bool]:
+        """Plan a step; return it, and whether nothing but the number of tokens changed for it."""
+        work: Work = []
+        active_blocks, n_running = self.kv.active_blocks, len(self.running)
+        budget, preempted = self._continue_running(work)
+        if not preempted or not (work or self._executing):
+            self._admit(work, budget)
+        is_as_before = active_blocks == self.kv.active_blocks and len(work) == len(self.running) == n_running
+        return work, is_as_before
+
+    def _plan_ahead(self) -> tuple[Work, bool]:
+        """Return the step that was planned when the last began, and plan the one after it.
+
+        A sequence that gives way to the latter is taken out of the former too, which may leave nothing of it.
+        """
+        while True:
+            self._executing = [entry for entry in self._planned if entry[0].state is RUNNING]
+            self._planned = []
+            if not self._executing:
+                self._executing, _ = self._plan()
+                if not self._executing:
+                    return [], False
+                count_planned(self._executing)
+            self._planned, is_as_before = self._plan()
+            count_planned(self._planned)
+            if self._executing:
+                return self._executing, is_as_before and len(self._executing) == len(self._planned)
+
+    def _repeats(self, work: Work) -> int:
+        """How many steps of ``work`` are alike: while all decode, until the first of its sequences fills a
+        block, generates its last token or runs out of credit, or will in the step after, if that is planned
+        already. First tokens and such as may stop their sequence are worth a step of their own.
         """
         block_size = self._config.block_size
         repeats = self._config.max_num_batched_tokens
         for sequence, _ in work:
-            if not sequence.output_tokens or sequence.content.stop_token_ids:
+            if sequence.prefilling or not sequence.output_tokens or sequence.content.stop_token_ids:
                 return 1
             repeats = min(
                 repeats,
@@ -248,9 +261,9 @@ class RankScheduler:
                 sequence.max_tokens - sequence.output_tokens,
                 sequence.credit_tokens,
             )
-        return repeats
+        return max(1, repeats - 1) if self._config.async_scheduling else repeats
 
-    def _continue_running(self, work: list[tuple[EngineSequence, int]]) -> tuple[int, bool]:
+    def _continue_running(self, work: Work) -> tuple[int, bool]:
         """Plan the running sequences; return the budget left and whether someone gave way."""
         budget, seats = self._config.max_num_batched_tokens, self._config.max_num_seqs
         block_size = self._config.block_size
@@ -259,11 +272,14 @@ class RankScheduler:
             if not budget or len(work) == seats:
                 break
             table = sequence.table
-            if sequence.state is not RUNNING or sequence.credit_tokens <= 0 or table is None:
+            outputs = sequence.planned_outputs
+            if sequence.state is not RUNNING or sequence.credit_tokens <= outputs or table is None:
                 continue
-            n_tokens = sequence.n_tokens - sequence.computed_tokens
-            n_tokens = min(n_tokens, budget)
-            needed_tokens = sequence.computed_tokens + n_tokens
+            if sequence.output_tokens + outputs == sequence.max_tokens:
+                continue  # its last token is on its way
+            begun_tokens = sequence.computed_tokens + sequence.planned_tokens
+            n_tokens = min(sequence.n_tokens + outputs - begun_tokens, budget)
+            needed_tokens = begun_tokens + n_tokens
             if needed_tokens > sequence.room_tokens:
                 lacking = -(-(needed_tokens - sequence.room_tokens) // block_size)
                 if not self.kv.can_grow(lacking):
@@ -276,9 +292,13 @@ class RankScheduler:
         return budget, preempted
 
     def _make_room(self, needy: EngineSequence, n_blocks: int) -> bool:
-        """Let sequences give way until ``n_blocks`` fit; False when ``needy`` had to give way itself."""
+        """Let sequences give way until ``n_blocks`` fit; False when ``needy`` had to give way itself: now, or
+        after the step that begins, if it is in that.
+        """
         while not self.kv.can_grow(n_blocks):
             victim = self._paused() or self.running[-1]
+            if victim is needy and needy.planned_tokens:
+                return False
             self._preempt(victim)
             if victim is needy:
                 return False
@@ -295,8 +315,9 @@ class RankScheduler:
         self.running.remove(sequence)
         self.free(sequence.table)
         sequence.table = None
-        sequence.computed_tokens = 0
+        sequence.computed_tokens = sequence.planned_tokens = sequence.planned_outputs = 0
         sequence.prefilling = True
+        self._executing[:] = [entry for entry in self._executing if entry[0] is not sequence]
         if sequence.credit_tokens <= 0:
             sequence.state = SequenceState.PARKED
             self.n_parked += 1
@@ -304,7 +325,7 @@ class RankScheduler:
             sequence.state = SequenceState.WAITING
             self.waiting.appendleft(sequence)
 
-    def _admit(self, work: list[tuple[EngineSequence, int]], budget: int) -> None:
+    def _admit(self, work: Work, budget: int) -> None:
         """Give seats and budget to sequences whose KV arrived, then to those that wait."""
         if not self.ready and not self.waiting:
             return
@@ -372,12 +393,13 @@ class RankScheduler:
             sequence.cached_tokens = cached_tokens
         return True
 
-    def _seat(self, sequence: EngineSequence, n_tokens: int, work: list[tuple[EngineSequence, int]]) -> None:
+    def _seat(self, sequence: EngineSequence, n_tokens: int, work: Work) -> None:
         sequence.state = RUNNING
         self.running.append(sequence)
+        self.scheduled.append(sequence)
         work.append((sequence, n_tokens))
 
-    def _compute(self, work: list[tuple[EngineSequence, int]], repeats: int) -> None:
+    def _compute(self, work: Work, repeats: int) -> None:
         """Compute the tokens of so many steps of ``work``; several only where all decode."""
         self.steps += repeats
         self._changed = True

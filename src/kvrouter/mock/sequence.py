@@ -128,7 +128,8 @@ class TokenContent:
 
 class EngineSequence:
     """``computed_tokens`` of ``n_tokens`` have KV in ``table``, which has room for ``room_tokens``;
-    ``credit_tokens`` may still be generated.
+    ``credit_tokens`` may still be generated. Of steps that are planned and have not ended, it computes
+    ``planned_tokens`` and generates ``planned_outputs``.
     """
 
     __slots__ = (
@@ -146,6 +147,8 @@ class EngineSequence:
         "n_tokens",
         "output_tokens",
         "pending",
+        "planned_outputs",
+        "planned_tokens",
         "prefilling",
         "request",
         "room_tokens",
@@ -168,6 +171,8 @@ class EngineSequence:
         self.table: TableId | None = None
         self.room_tokens = 0
         self.computed_tokens = 0
+        self.planned_tokens = 0
+        self.planned_outputs = 0
         self.output_tokens = 0
         self.cached_tokens: int | None = None
         self.sent_cached = False

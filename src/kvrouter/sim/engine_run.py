@@ -1,0 +1,136 @@
+"""The requests of a measured run on a mock engine: what their stamps would be."""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.mock import MockConfig, MockEngine, SequenceKey
+from kvrouter.sim.measured_run import F64, MeasuredRun, Stamps
+
+WAITING_WEIGHT = 4
+"""How many running requests one waits for counts as, where a rank is picked: as in vLLM."""
+
+
+class LengthContent:
+    """A leg of which nothing is known but its length; it shares nothing with others."""
+
+    __slots__ = ("block_hashes", "prompt_tokens", "stop_token_ids")
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.block_hashes = b""
+        self.stop_token_ids: frozenset[int] = frozenset()
+
+    def hash_blocks(self, n_blocks: int) -> None:
+        """Nobody asks: the engine caches nothing."""
+
+    def next_tokens(self, n_tokens: int) -> Sequence[int]:
+        """Generate so many tokens; nobody reads which."""
+        return (0,) * n_tokens
+
+
+def engine_config(run: MeasuredRun, kv_tokens: int) -> MockConfig:
+    """Return the mock engine with the flags of ``run`` and room for ``kv_tokens``; its timing is not set."""
+    flags = run.meta.engine_kwargs
+    return MockConfig(
+        block_size=flags.block_size,
+        total_kv_blocks=max(1, kv_tokens // flags.block_size),
+        max_num_seqs=flags.max_num_seqs,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_waiting_seqs=run.n_requests + 1,
+        chunked_prefill=flags.enable_chunked_prefill is not False,
+        async_scheduling=run.meta.plans_ahead,
+        dp_size=flags.data_parallel_size,
+        prefix_caching=False,
+    )
+
+
+def simulate(run: MeasuredRun, config: MockConfig, *, first: int | None = None) -> Stamps:
+    """Return the stamps of all requests, or go on only until the ``first`` so many have ended.
+
+    Raises ContextLengthExceeded for a request that the engine has no room for.
+    """
+    return _EngineRun(run, config).stamps(run.n_requests if first is None else first)
+
+
+class _EngineRun:
+    def __init__(self, run: MeasuredRun, config: MockConfig) -> None:
+        n = run.n_requests
+        self._run = run
+        self._engine = MockEngine(config, worker_id=WorkerId(1), engine_id="calibrated", leaps=True)
+        self._queued: F64 = np.full(n, np.nan)
+        self._scheduled: F64 = np.full(n, np.nan)
+        self._first: F64 = np.full(n, np.nan)
+        self._last: F64 = np.full(n, np.nan)
+        self._numbers: dict[SequenceKey, int] = {}
+        self._ranks = [_RankLoad() for _ in range(config.dp_size)]
+        self._rank_of = [0] * n
+
+    def stamps(self, first: int) -> Stamps:
+        engine, arrival = self._engine, self._run.stamps.arrival
+        left = first
+        for number in range(self._run.n_requests + 1):
+            until = arrival[number] if number < self._run.n_requests else np.inf
+            while left and (time := engine.next_time()) is not None and time < until:
+                engine.advance(time)
+                left -= self._note(time, first)
+            if not left or number == self._run.n_requests:
+                break
+            self._submit(number, float(until))
+        return Stamps(arrival, self._queued, self._scheduled, self._first, self._last)
+
+    def _submit(self, number: int, now: float) -> None:
+        rank = min(range(len(self._ranks)), key=lambda at: self._ranks[at].score)
+        n_tokens = int(self._run.input_tokens[number])
+        request = EngineRequest(
+            request_id=RequestId(str(number)),
+            attempt=0,
+            leg=Leg.AGGREGATED,
+            model=ModelName(self._run.meta.model),
+            token_ids=array("I"),
+            sampling=Sampling(max_tokens=int(self._run.output_tokens[number])),
+            dp_rank=DpRank(rank),
+        )
+        key = self._engine.submit(now, request, content=LengthContent(n_tokens))
+        self._numbers[key] = number
+        self._rank_of[number] = rank
+        self._ranks[rank].waiting += 1
+        # An engine looks at what came as it begins to plan the next step.
+        self._queued[number] = max(now, self._engine.next_time() or now)
+
+    def _note(self, time: float, first: int) -> int:
+        """Take what the engine did at ``time``; return how many of the ``first`` requests ended."""
+        ended = 0
+        outputs = self._engine.take_outputs()
+        for key in outputs.scheduled:
+            number = self._numbers[key]
+            if np.isnan(self._scheduled[number]):
+                self._scheduled[number] = time
+                load = self._ranks[self._rank_of[number]]
+                load.waiting -= 1
+                load.running += 1
+        for key, chunk in outputs.chunks:
+            number = self._numbers[key]
+            if np.isnan(self._first[number]):
+                self._first[number] = time
+            if chunk.finish is not None:
+                self._last[number] = time
+                self._ranks[self._rank_of[number]].running -= 1
+                ended += number < first
+        return ended
+
+
+class _RankLoad:
+    """Requests of one data-parallel rank."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.running = 0
+
+    @property
+    def score(self) -> int:
+        """What the front end of vLLM compares."""
+        return WAITING_WEIGHT * self.waiting + self.running

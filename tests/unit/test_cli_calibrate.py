@@ -1,0 +1,75 @@
+"""``kvrouter calibrate`` as its user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvrouter.cli import main
+from kvrouter.commands.replay import read_timing
+from kvrouter.mock import Timing
+from tests.support.measured_runs import written_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    written_run(folder, Timing(decode_linear=0.0, decode_kv_token=1e-4), n_requests=12)
+    return folder
+
+
+def test_the_timing_that_is_written_is_one_that_a_replay_reads(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "timing.yaml"
+    assert main(["calibrate", str(run), "--requests", "6", "-o", str(path)]) == 0
+    timing = read_timing(path)
+    assert timing.decode_kv_token > 0.0
+    assert set(yaml.safe_load(path.read_text())) == set(Timing.__struct_fields__)
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert "Llama-3.1-8B by the first 6 requests of run" in comments[0]
+    assert "max_num_seqs: 12, max_num_batched_tokens: 1024" in comments[1]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        json.dumps({"timestamp": 0, "input_length": 60, "output_length": 4, "hash_ids": [1]}) + "\n"
+    )
+    assert main(["replay", str(trace), "--timing", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "6 requests, predicted from 6" in output
+    for words in ("service TTFT", "time per output token", "end to end", "no request seen"):
+        assert words in output
+
+
+def test_with_no_request_seen_there_is_one_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = set(run.parent.rglob("*"))
+    assert main(["calibrate", str(run), "--requests", "0"]) == 0
+    assert "12 requests, predicted from 0" in capsys.readouterr().out
+    assert set(run.parent.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "2"], "2 are too few to fit to"),
+        (["--requests", "12"], "12 of 12 leave none to predict"),
+        (["-o", "no/such/timing.yaml"], "is no folder"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_written(
+    run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = set(run.parent.rglob("*"))
+    assert main(["calibrate", str(run), "-o", str(run.parent / "t.yaml"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert set(run.parent.rglob("*")) == files
+
+
+def test_a_wrong_row_is_named_by_file_line_and_field(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (run / "requests.jsonl").read_text().splitlines()
+    rows[4] = json.dumps({**json.loads(rows[4]), "first_token_ts": float("nan")})
+    (run / "requests.jsonl").write_text("\n".join(rows))
+    assert main(["calibrate", str(run)]) == 2
+    assert "requests.jsonl:5: first_token_ts: must be a finite number" in capsys.readouterr().err
+    assert main(["calibrate", str(run / "nowhere")]) == 2
+    assert "nowhere/requests.jsonl: cannot be read" in capsys.readouterr().err
