@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.sim.comparison import COLUMNS
+from kvrouter.sim.comparison import COLUMNS, COST
 from kvrouter.sim.page.document import render_page
 from kvrouter.sim.page.markup import Markup, element, escaped
 from kvrouter.sim.page.plot import HEIGHT, WIDTH, Line, Point, plot
@@ -116,7 +116,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing() -> None:
 def test_every_variant_has_every_figure_in_the_comparison() -> None:
     found = rows(section(parsed(TWO), "Comparison"))
     assert [row[0] for row in found] == ["kvrouter", "round-robin"]
-    assert [len(row) for row in found] == [1 + len(COLUMNS)] * 2
+    assert [len(row) for row in found] == [len(COLUMNS)] * 2
     assert found[0][1:4] == ["505", "505", "990"]
     assert found[1][1:4] == ["1,010", "1,010", "1,980"]
     assert found[0][11:] == ["6", "1.25", "5.2"]
@@ -272,6 +272,19 @@ def test_bytes_of_each_pair_of_domains_are_means_over_seeds_and_costs_stand_wher
     priced = (Carriage("a", "a", 1, 10**9), Carriage("a", "b", 2, 10**9, cost=0.5))
     page = parsed(report(variant("kvrouter", [summary(carried=priced)])))
     assert [row[-1] for row in rows(section(page, "KV between domains"))] == ["–", "0.50"]
+
+
+def test_the_cost_of_a_policy_stands_in_the_comparison_where_one_has_a_price() -> None:
+    priced = variant("kvrouter", [summary(cost=1.25)])
+    page = parsed(report(priced, variant("round-robin", [summary(cost=None)])))
+    assert [row[-1] for row in rows(section(page, "Comparison"))] == ["1.25", "–"]
+    assert "Cost of KV transfers" in figures(section(page, "At a glance"))
+    for free in (None, 0.0):
+        page = parsed(report(variant("kvrouter", [summary(cost=free)])))
+        shown = rows(section(page, "Comparison"))[0]
+        assert len(shown) == len(COLUMNS) + (free is not None)
+        assert "Cost of KV transfers" not in figures(section(page, "At a glance"))
+    assert COLUMNS[-1] is COST
 
 
 def test_errors_and_refusals_stand_by_reason() -> None:

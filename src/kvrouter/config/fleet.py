@@ -110,6 +110,10 @@ class LinkSpec(FleetPart):
     bandwidth_bytes_per_s: Positive
     """Bytes a second, for all transfers on the link together."""
 
+    price_per_gb: NonNegative | None = None
+    """What 10⁹ bytes over the link cost, in a currency that all links share: `kvrouter replay` and `kvrouter
+    worth` add it up. Unset: no cost is known, and none is counted."""
+
 
 class PairLink(LinkSpec):
     """The link between two values of one level; it wins over the links of levels."""

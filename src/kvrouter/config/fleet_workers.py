@@ -157,4 +157,4 @@ def table_of(topology: TopologySpec) -> LinkTable:
 
 
 def _link(spec: LinkSpec) -> Link:
-    return Link(spec.latency_s, spec.bandwidth_bytes_per_s)
+    return Link(spec.latency_s, spec.bandwidth_bytes_per_s, spec.price_per_gb)

@@ -1,6 +1,6 @@
 """The columns in which variants are compared, in the terminal and on the page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ CACHED = Column("cached", "%", 1, Better.HIGHER, lambda row: row.cached_share * 
 CEILING = Column("cached", "ceiling %", 1, Better.NEITHER, lambda row: _scaled(row.ceiling_share, 100.0))
 IMBALANCE = Column("imbalance", "", 2, Better.LOWER, lambda row: row.imbalance)
 CROSSING = Column("KV crossing", "GB", 1, Better.LOWER, crossing_gb)
+COST = Column("cost", "", 2, Better.LOWER, lambda row: row.cost)
 
 COLUMNS = (
     TTFT_MEAN,
@@ -77,5 +78,13 @@ COLUMNS = (
     Column("failed", "", 0, Better.LOWER, lambda row: float(sum(row.errors.values()))),
     IMBALANCE,
     CROSSING,
+    COST,
 )
 """What the comparison shows, from left to right."""
+
+
+def shown_columns(summaries: Iterable[Summary]) -> tuple[Column, ...]:
+    """Return the columns for these replays: that of the cost stands where one of them has a cost."""
+    if any(summary.cost is not None for summary in summaries):
+        return COLUMNS
+    return tuple(column for column in COLUMNS if column is not COST)

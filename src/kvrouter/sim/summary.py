@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.prices import Prices
 from kvrouter.sim.simulation import Result
 
 PARTS = 24
@@ -92,7 +93,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``good_per_s`` is the goodput: requests a second that met the objective. ``ceiling_share`` is what an
     endless cache shared by all would have held, None where the trace has too many blocks to know.
-    ``imbalance`` is the prefill tokens of the busiest worker over those of the average one.
+    ``imbalance`` is the prefill tokens of the busiest worker over those of the average one. ``cost`` is what
+    all KV transfers cost, None where no link has a price.
     """
 
     requests: int
@@ -113,11 +115,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     crossing: int
     imbalance: float | None
     carried: tuple[Carriage, ...]
+    cost: float | None = None
     parts: tuple[Part, ...]
 
 
-def summarize(result: Result, objective: Objective) -> Summary:
-    """Return the figures of ``result``."""
+def summarize(result: Result, objective: Objective, prices: Prices | None = None) -> Summary:
+    """Return the figures of ``result``; without ``prices`` nothing has a cost."""
+    carried = tuple(
+        Carriage(
+            pair.src_domain,
+            pair.dst_domain,
+            carried.transfers,
+            carried.arrived_bytes,
+            None if prices is None else prices.cost(pair, carried.arrived_bytes),
+        )
+        for pair, carried in sorted(result.carried.items())
+    )
     outcomes = sorted(result.outcomes, key=lambda outcome: outcome.number)
     input_tokens = sum(outcome.input_tokens for outcome in outcomes)
     good = sum(map(objective.is_met, outcomes))
@@ -142,10 +155,8 @@ def summarize(result: Result, objective: Objective) -> Summary:
         retried=sum(o.attempts > 1 for o in outcomes),
         crossing=sum(o.crosses for o in outcomes),
         imbalance=_imbalance(outcomes, len(_computed(outcomes))),
-        carried=tuple(
-            Carriage(pair.src_domain, pair.dst_domain, carried.transfers, carried.arrived_bytes)
-            for pair, carried in sorted(result.carried.items())
-        ),
+        carried=carried,
+        cost=None if prices is None else sum(pair.cost for pair in carried if pair.cost is not None),
         parts=_parts(outcomes, objective, ceiling_known=result.ceiling_known),
     )
 

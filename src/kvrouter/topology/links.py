@@ -8,6 +8,9 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 
+BYTES_PER_GB = 1e9
+"""As clouds count what they charge for, and networks what they carry."""
+
 
 class Distance(NamedTuple):
     """The narrowest level that two workers share, and its depth: 1 for the broadest, 0 for none."""
@@ -37,10 +40,14 @@ def distance(a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) 
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One link: seconds until the first byte, and bytes a second from then on."""
+    """One link: seconds until the first byte, and bytes a second from then on.
+
+    ``price_per_gb`` is what 10⁹ bytes over it cost, in the currency of whoever says it; None: nobody did.
+    """
 
     latency_s: float
     bandwidth_bytes_per_s: float
+    price_per_gb: float | None = None
 
     def __post_init__(self) -> None:
         if not (isfinite(self.latency_s) and self.latency_s >= 0.0):
@@ -50,10 +57,17 @@ class Link(msgspec.Struct, frozen=True):
                 f"bandwidth_bytes_per_s: {self.bandwidth_bytes_per_s} is not above 0",
                 param="bandwidth_bytes_per_s",
             )
+        price = self.price_per_gb
+        if price is not None and not (isfinite(price) and price >= 0.0):
+            raise ConfigError(f"price_per_gb: {price} is not 0 or more", param="price_per_gb")
 
     def transfer_s(self, kv_bytes: float) -> float:
         """Seconds to move ``kv_bytes`` over this link alone."""
         return self.latency_s + kv_bytes / self.bandwidth_bytes_per_s
+
+    def cost(self, kv_bytes: float) -> float | None:
+        """What ``kv_bytes`` over this link cost; None where it has no price."""
+        return None if self.price_per_gb is None else self.price_per_gb * kv_bytes / BYTES_PER_GB
 
 
 SAME_LEVEL_LINK = Link(0.0005, 12.5e9)

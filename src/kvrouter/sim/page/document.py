@@ -25,6 +25,7 @@ _TERMS = (
     ("ceiling", "what an endless cache shared by all workers would have held of the same requests"),
     ("imbalance", "prefill tokens of the busiest worker over the mean of the workers; 1 is even"),
     ("KV crossing", "KV cache that went from one domain, such as a zone, to another"),
+    ("cost", "what KV transfers cost by the prices of the fleet file's links, in its currency"),
     ("failed", "requests that ended with an error, those that were refused among them"),
 )
 
@@ -36,6 +37,7 @@ _PANELS = (
     ("Cached prompt tokens", "%", comparison.CACHED),
     ("Imbalance", "", comparison.IMBALANCE),
     ("KV crossing domains", "GB", comparison.CROSSING),
+    ("Cost of KV transfers", "", comparison.COST),
 )
 
 
@@ -142,14 +144,15 @@ def _panels(variants: Sequence[VariantReport]) -> list[Markup]:
 
 
 def _panel(variants: Sequence[VariantReport], title: str, unit: str, column: Column) -> Markup | None:
-    """Bars of one figure; None where no variant has it, or where nothing crosses."""
+    """Bars of one figure; None where no variant has it, or where nothing crosses or costs anything."""
     rows: list[Bar] = []
     for index, variant in enumerate(variants):
         interval = column.over(variant.summaries)
         if interval is not None:
             text = f"{column.shown(interval)} {unit}".rstrip()
             rows.append(Bar(variant.name, style(index), interval, text))
-    if not rows or (column is comparison.CROSSING and not any(row.found.mean for row in rows)):
+    may_be_nothing = column in (comparison.CROSSING, comparison.COST)
+    if not rows or (may_be_nothing and not any(row.found.mean for row in rows)):
         return None
     about = "lower is better" if column.better is Better.LOWER else "higher is better"
     mark = None

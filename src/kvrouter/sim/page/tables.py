@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvrouter.sim.comparison import COLUMNS, NOTHING, Better, Column, shown
+from kvrouter.sim.comparison import NOTHING, Better, Column, shown, shown_columns
 from kvrouter.sim.page.markup import Markup, element
 from kvrouter.sim.page.series import style
 from kvrouter.sim.summary import Carriage, Interval, Summary, VariantReport, interval
@@ -11,10 +11,11 @@ from kvrouter.sim.summary import Carriage, Interval, Summary, VariantReport, int
 
 def comparison(variants: Sequence[VariantReport]) -> Markup:
     """Return a row for each variant, with intervals over seeds; the best figures are bold."""
-    groups = [(group, list(columns)) for group, columns in groupby(COLUMNS, lambda column: column.group)]
+    listed = shown_columns(summary for variant in variants for summary in variant.summaries)
+    groups = [(group, list(columns)) for group, columns in groupby(listed, lambda column: column.group)]
     begins = {columns[0] for _, columns in groups}
-    found = {column: [column.over(variant.summaries) for variant in variants] for column in COLUMNS}
-    best = {column: _best(column, found[column]) for column in COLUMNS}
+    found = {column: [column.over(variant.summaries) for variant in variants] for column in listed}
+    best = {column: _best(column, found[column]) for column in listed}
     head = [
         element(
             "tr",
@@ -24,7 +25,7 @@ def comparison(variants: Sequence[VariantReport]) -> Markup:
                 for group, columns in groups
             ),
         ),
-        element("tr", *(element("th", c.name, scope="col", class_=_border(c in begins)) for c in COLUMNS)),
+        element("tr", *(element("th", c.name, scope="col", class_=_border(c in begins)) for c in listed)),
     ]
     rows = [
         element(
@@ -32,7 +33,7 @@ def comparison(variants: Sequence[VariantReport]) -> Markup:
             _policy(variant, index),
             *(
                 _cell(column.shown(found[column][index]), column in begins, index in best[column])
-                for column in COLUMNS
+                for column in listed
             ),
         )
         for index, variant in enumerate(variants)

@@ -1,0 +1,117 @@
+"""The options that every command has which replays traffic."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from kvrouter.commands.replay_inputs import InputOptions
+
+FILE = click.Path(path_type=Path)
+
+
+class Given(NamedTuple):
+    """What was given of them, as the command line has it."""
+
+    model: str | None
+    dispatch: str
+    speedup: float
+    rows: int | None
+    seed: int
+    seeds: int
+    timing: Path | None
+    events: Path | None
+    slo_ttft: float
+    slo_itl: float
+    json_path: Path | None
+
+    def of(self, trace: Path) -> "InputOptions":
+        """Return them with the trace that they are about. Raises ConfigError for no good objective."""
+        from kvrouter.commands.replay_inputs import InputOptions  # noqa: PLC0415
+        from kvrouter.sim.summary import Objective  # noqa: PLC0415
+
+        return InputOptions(
+            trace=trace,
+            model=self.model,
+            dispatch=self.dispatch,
+            speedup=self.speedup,
+            rows=self.rows,
+            seed=self.seed,
+            seeds=self.seeds,
+            timing=self.timing,
+            events=self.events,
+            objective=Objective(ttft_s=self.slo_ttft, itl_s=self.slo_itl),
+            json=self.json_path,
+        )
+
+
+def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]], Callable[..., None]], ...]:
+    return (
+        click.option(
+            "--model", metavar="NAME", help="The model of a recording; may be left out where it has one."
+        ),
+        click.option(
+            "--dispatch",
+            type=click.Choice(["timestamp", "closed"]),
+            default="timestamp",
+            show_default=True,
+            help="When requests arrive: as the trace says, or each turn its think time after the answer "
+            "before it.",
+        ),
+        click.option(
+            "--speedup",
+            type=float,
+            default=1.0,
+            show_default=True,
+            help="By time stamp, so many times as fast.",
+        ),
+        click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Only the first requests."),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What is drawn from."
+        ),
+        click.option(
+            "--seeds", type=click.IntRange(1, 100), default=seeds, show_default=True, help=seeds_help
+        ),
+        click.option("--timing", type=FILE, metavar="FILE", help="The timing of every engine, in YAML."),
+        click.option(
+            "--events",
+            type=FILE,
+            metavar="FILE",
+            help="When workers die and come back during the replay, in YAML.",
+        ),
+        click.option(
+            "--slo-ttft",
+            type=float,
+            default=2.0,
+            show_default=True,
+            help="Seconds in which a good answer begins.",
+        ),
+        click.option(
+            "--slo-itl",
+            type=float,
+            default=0.05,
+            show_default=True,
+            help="Mean seconds between its tokens, at most.",
+        ),
+        click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write all figures there."),
+    )
+
+
+def replay_options(*, seeds: int, seeds_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options; it takes what was given of them as ``given``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def collect(*args: object, **values: object) -> None:
+            given = Given._make(values.pop(name) for name in Given._fields)
+            command(*args, given=given, **values)
+
+        decorated: Callable[..., None] = collect
+        for option in reversed(_options(seeds, seeds_help)):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate

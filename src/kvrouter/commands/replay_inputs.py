@@ -1,0 +1,133 @@
+"""What the replays of a command have in common: the trace, its dispatch, timing, events, and what is good."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from kvrouter.config.fleet_engines import MockTiming
+from kvrouter.config.problems import config_error, problem_of, read_document
+from kvrouter.core.errors import ConfigError
+from kvrouter.mock import Timing
+from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
+from kvrouter.sim.simulation import Simulation, check_room
+from kvrouter.sim.summary import Objective
+from kvrouter.sim.timetable import TimetableEvent, check_timetable, read_timetable
+from kvrouter.sim.traces.read import Trace, open_trace
+from kvrouter.sim.variant import Variant
+
+INTERRUPTED = 130
+"""The exit code of a program that was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What a command that replays was given of the traffic, and where its figures go."""
+
+    trace: Path
+    model: str | None
+    dispatch: str
+    speedup: float
+    rows: int | None
+    seed: int
+    seeds: int
+    timing: Path | None
+    events: Path | None
+    objective: Objective
+    json: Path | None
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """The seeds, in turn."""
+        return tuple(range(self.seed, self.seed + self.seeds))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayInputs:
+    """What every replay of a command has in common."""
+
+    options: InputOptions
+    trace: Trace
+    timing: Timing | None
+    timetable: tuple[TimetableEvent, ...]
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """When requests arrive; one replay uses it up."""
+        options = self.options
+        return ClosedLoop() if options.dispatch == "closed" else ByTimeStamp(options.speedup)
+
+    def simulation(self, variant: Variant, seed: int) -> Simulation:
+        """Return one replay, from its beginning."""
+        return Simulation(
+            variant.fleet,
+            self.trace,
+            config=variant.fleet.router,
+            dispatch=self.dispatch,
+            piece_tokens=self.trace.info.piece_tokens,
+            rule=variant.make_rule(),
+            seed=seed,
+            timing=self.timing,
+            timetable=self.timetable,
+        )
+
+    def check(self, compared: Sequence[Variant]) -> int:
+        """Return how many requests the trace has. Find what cannot be replayed before anything is: in its
+        rows, in each fleet, in the timetable.
+        """
+        if self.options.dispatch == "closed" and not self.trace.info.has_sessions:
+            raise ConfigError(
+                f"dispatch: {self.trace.info.format} has no sessions, so no turn follows an answer; "
+                "replay it by time stamp",
+                param="dispatch",
+            )
+        n_rows = 0
+        for variant in compared:
+            check_timetable(self.timetable, variant.fleet)
+            n_rows = check_room(self.trace, self.simulation(variant, self.options.seed).fleet)
+        return n_rows
+
+
+def open_inputs(options: InputOptions) -> ReplayInputs:
+    """Open the trace and read what goes with it; raises ConfigError for what cannot be read."""
+    warnings = Console(stderr=True)
+    return ReplayInputs(
+        options,
+        open_trace(
+            options.trace,
+            rows_max=options.rows,
+            model=options.model,
+            warn=lambda what: warnings.print(Text(f"warning: {what}"), soft_wrap=True),
+        ),
+        None if options.timing is None else read_timing(options.timing),
+        () if options.events is None else read_timetable(options.events),
+    )
+
+
+def read_timing(path: Path) -> Timing:
+    """Read the timing of all engines from a YAML file; raises ConfigError that names line and field."""
+    document = read_document(path)
+    try:
+        return Timing(**MockTiming.model_validate(document.content).model_dump())
+    except ValidationError as error:
+        raise config_error(
+            [problem_of(item, MockTiming) for item in error.errors()], document.place
+        ) from error
+
+
+def replay_progress() -> Progress:
+    """Return a bar of how far replays are, on a terminal only."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
