@@ -13,6 +13,7 @@ from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
 from kvrouter.cli.processes import begin, frontend, model_folders, router, warn, worker, worker_pods
 from kvrouter.cli.replay import replay
+from kvrouter.cli.worth import worth
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import (
     default_fleet_document,
@@ -209,6 +210,7 @@ def _console() -> "Console":
 
 kvrouter.add_command(replay)
 kvrouter.add_command(calibrate)
+kvrouter.add_command(worth)
 kvrouter.add_command(topology)
 kvrouter.add_command(operator)
 

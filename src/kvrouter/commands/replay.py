@@ -14,7 +14,7 @@ from kvrouter.config.problems import Document, parse_document, read_document
 from kvrouter.config.setting import installed_version
 from kvrouter.sim.comparison import shown_columns
 from kvrouter.sim.page.document import render_page
-from kvrouter.sim.prices import prices_of
+from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Beat
 from kvrouter.sim.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.variant import DEFAULT_FLEET, parse_sweep, variants
@@ -50,7 +50,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
     with replay_progress() as progress:
         task = progress.add_task("", total=n_rows * len(compared) * len(seeds))
         for variant in compared:
-            prices = prices_of(variant.fleet)
+            places = Places(variant.fleet)
             summaries: list[Summary] = []
             for seed in seeds:
                 done = len(reports) * len(seeds) + len(summaries)
@@ -61,7 +61,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
 
                 simulation = inputs.simulation(variant, seed)
                 simulation.on_beat = show
-                summaries.append(summarize(simulation.run(), given.objective, prices))
+                summaries.append(summarize(simulation.run(), given.objective, places))
                 is_whole = summaries[-1].is_whole
                 if not is_whole:
                     break

@@ -1,8 +1,18 @@
 """What became of one replayed request."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from kvrouter.core.ids import WorkerId
+
+
+class Move(NamedTuple):
+    """The KV of so many tokens went from a prefill worker to a decode worker."""
+
+    prefill: WorkerId
+    decode: WorkerId
+    tokens: int
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -10,8 +20,8 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     ``first_s`` and ``last_s`` are its first and last output token, None where none came; ``cached_tokens``
     is the prefill engine's own count, ``predicted_tokens`` what the decision counted on. ``ceiling_tokens``
-    are those of its prompt that an endless cache shared by all would have held. ``error`` is the code of what
-    it ended with, "" where it ended well.
+    are those of its prompt that an endless cache shared by all would have held. ``moves`` is the KV that its
+    decode workers got, of each attempt. ``error`` is the code of what it ended with, "" where it ended well.
     """
 
     number: int
@@ -31,6 +41,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     attempts: int = 0
     error: str = ""
     reason: str = ""
+    moves: list[Move] = []
 
     @property
     def ttft_s(self) -> float | None:

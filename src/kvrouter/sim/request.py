@@ -45,7 +45,7 @@ from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request
 from kvrouter.placement.waiting_line import Ticket
-from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.outcome import Move, Outcome
 
 NO_TOKENS = TokenBuffer("I")
 
@@ -182,8 +182,13 @@ class SimRequest:
             decode = placement.decision.decode
             self._lose(LegLost(decode.leg, decode.rank.worker_id, chunk.error or "cancelled"), blame=True)
             return
-        if chunk.cached_tokens is not None and placement.decision.prefill is None and not outcome.first_s:
-            outcome.cached_tokens = chunk.cached_tokens
+        if chunk.cached_tokens is not None:
+            if placement.decision.prefill is not None:
+                source, sink = placement.prefill_pick.rank, placement.decision.decode.rank
+                tokens = placement.prompt.isl_tokens - chunk.cached_tokens
+                outcome.moves.append(Move(source.worker_id, sink.worker_id, tokens))
+            elif not outcome.first_s:
+                outcome.cached_tokens = chunk.cached_tokens
         n_tokens = len(chunk.token_ids)
         if n_tokens:
             if self.journey.state is State.DECODING:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.outcome import Outcome
-from kvrouter.sim.prices import Prices
+from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
 
 PARTS = 24
@@ -119,15 +119,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
 
 
-def summarize(result: Result, objective: Objective, prices: Prices | None = None) -> Summary:
-    """Return the figures of ``result``; without ``prices`` nothing has a cost."""
+def summarize(result: Result, objective: Objective, places: Places | None = None) -> Summary:
+    """Return the figures of ``result``; without ``places`` whose links have prices nothing has a cost."""
+    costs = None if places is None or not places.has_prices else _costs(result.outcomes, places)
     carried = tuple(
         Carriage(
             pair.src_domain,
             pair.dst_domain,
             carried.transfers,
             carried.arrived_bytes,
-            None if prices is None else prices.cost(pair, carried.arrived_bytes),
+            None if costs is None else costs.get((pair.src_domain, pair.dst_domain)),
         )
         for pair, carried in sorted(result.carried.items())
     )
@@ -156,7 +157,7 @@ def summarize(result: Result, objective: Objective, prices: Prices | None = None
         crossing=sum(o.crosses for o in outcomes),
         imbalance=_imbalance(outcomes, len(_computed(outcomes))),
         carried=carried,
-        cost=None if prices is None else sum(pair.cost for pair in carried if pair.cost is not None),
+        cost=None if costs is None else sum(costs.values()),
         parts=_parts(outcomes, objective, ceiling_known=result.ceiling_known),
     )
 
@@ -213,6 +214,18 @@ def _spread(seconds: Sequence[float | None]) -> Spread:
     return Spread(
         float(values.mean()), quantiles[50], quantiles[90], quantiles[99], quantiles[100], quantiles
     )
+
+
+def _costs(outcomes: Sequence[Outcome], places: Places) -> dict[tuple[str, str], float]:
+    """What went between each pair of domains cost, where any of it had a price."""
+    costs: dict[tuple[str, str], float] = {}
+    for outcome in outcomes:
+        for move in outcome.moves:
+            moved = places.moved(move.prefill, move.decode)
+            if moved.cost is not None:
+                pair = moved.src, moved.dst
+                costs[pair] = costs.get(pair, 0.0) + move.tokens * moved.cost
+    return costs
 
 
 def _share(part: float, whole: float) -> float:

@@ -90,15 +90,18 @@ def _policy(
     name, _, parameters = policy.partition(":")
     if name != OURS:
         rule = parse_rule(policy)
-        return _fleet(document, chosen), lambda: parse_rule(policy), rule.source
+        return changed_fleet(document, chosen), lambda: parse_rule(policy), rule.source
     own: list[tuple[str, object]] = []
     for pair in parameters.split(",") if parameters else ():
         setting = parse_sweep(pair)
         own.append((f"router.{setting.key}", setting.values[0]))
-    return _fleet(document, [*chosen, *own]), lambda: None, "this router"
+    return changed_fleet(document, [*chosen, *own]), lambda: None, "this router"
 
 
-def _fleet(document: Document, chosen: Sequence[tuple[str, object]]) -> FleetFile:
+def changed_fleet(document: Document, chosen: Sequence[tuple[str, object]]) -> FleetFile:
+    """Return the fleet of a file in which these keys have these values; None takes a key out. Raises
+    ConfigError.
+    """
     if not chosen:
         return load_fleet(document).fleet
     content = copy.deepcopy(dict(document.content))

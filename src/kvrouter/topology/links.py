@@ -42,7 +42,7 @@ def distance(a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) 
 class Link(msgspec.Struct, frozen=True):
     """One link: seconds until the first byte, and bytes a second from then on.
 
-    ``price_per_gb`` is what 10⁹ bytes over it cost, in the currency of whoever says it; None: nobody did.
+    ``price_per_gb`` is what 10⁹ bytes over it cost, in the currency of the fleet file; None: it has no price.
     """
 
     latency_s: float

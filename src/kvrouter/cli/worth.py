@@ -1,0 +1,50 @@
+"""``kvrouter worth``."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from kvrouter.cli.replay_options import FILE, Given, replay_options
+from kvrouter.core.constraints import RouterMode
+
+
+@click.command(short_help="Say what other transfer policies would change, and whether to switch.")
+@click.argument("trace", type=FILE)
+@click.option("--fleet", type=FILE, metavar="FILE", required=True, help="The fleet as it is, with its links.")
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    type=click.Choice([mode.value for mode in RouterMode]),
+    help="Compare this router mode; give it again for more.  [default: all of them]",
+)
+@click.option(
+    "--threshold",
+    type=float,
+    default=2.0,
+    show_default=True,
+    metavar="PERCENT",
+    help="No gain below it is worth a change.",
+)
+@replay_options(seeds=5, seeds_help="Replay with so many seeds, where they change anything.")
+def worth(trace: Path, *, fleet: Path, modes: tuple[str, ...], threshold: float, given: Given) -> None:
+    """Replay TRACE over the fleet as it is, and with every other enforcement, level and router mode; show
+    what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which may
+    be "leave it".
+
+    TRACE is whatever `kvrouter replay` reads, recordings too. The same seeds give the same figures.
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvrouter.commands.worth import WorthOptions  # noqa: PLC0415
+    from kvrouter.commands.worth import worth as run  # noqa: PLC0415
+
+    options = WorthOptions(
+        inputs=given.of(trace),
+        fleet=fleet,
+        modes=tuple(dict.fromkeys(map(RouterMode, modes))),
+        threshold=threshold / 100.0,
+    )
+    console = Console()
+    sys.exit(run(options, console if console.is_terminal else Console(width=140, no_color=True)))

@@ -1,0 +1,132 @@
+"""Every way in which a fleet's transfer policy and router mode can be set: enforcement, level, mode."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import msgspec
+
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.problems import Document
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.workers import Enforcement, Role
+from kvrouter.sim.variant import VARIANTS_MAX, Variant, changed_fleet
+from kvrouter.topology import MismatchPolicy
+
+PREFERRED_WEIGHT = 1.0
+"""How strong ``preferred`` is where the fleet file does not say: as strong as it can be."""
+
+STRICTNESS: tuple[Enforcement | None, ...] = (
+    None,
+    Enforcement.PREFERRED,
+    Enforcement.FALLBACK,
+    Enforcement.REQUIRED,
+)
+"""The enforcements, from the one that rules out nothing on; None: there is no policy."""
+
+
+class TransferChoice(msgspec.Struct, frozen=True):
+    """How KV keeps to the domains of one level, and how workers are picked.
+
+    ``enforcement`` and ``level`` are None where KV goes anywhere. ``weight`` is that of ``preferred``.
+    """
+
+    mode: RouterMode
+    enforcement: Enforcement | None = None
+    level: str | None = None
+    weight: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        if self.enforcement is None:
+            return f"anywhere, {self.mode}"
+        weight = "" if self.weight is None else f" {self.weight:g}"
+        return f"{self.enforcement}{weight} on {self.level}, {self.mode}"
+
+    @property
+    def strictness(self) -> int:
+        """0 for no policy; more the more it rules out."""
+        return STRICTNESS.index(self.enforcement)
+
+    def settings(self) -> list[tuple[str, object]]:
+        """The keys of a fleet file that set it, with their values; None takes a key out.
+
+        The router's own default is taken out with them: it would hold where no policy is published.
+        """
+        policy: dict[str, object] | None = None
+        if self.enforcement is not None:
+            policy = {"domain": self.level, "enforcement": self.enforcement.value}
+            if self.weight is not None:
+                policy["preferred_weight"] = self.weight
+        return [
+            ("kv_transfer", policy),
+            ("router.kv_transfer_topology_level", None),
+            ("router.kv_transfer_mismatch_policy", None),
+            ("router.router_mode", self.mode.value),
+        ]
+
+
+def choice_of(file: FleetFile) -> TransferChoice:
+    """Return what a fleet file sets: its own policy, else the router's default for workers without one."""
+    policy, router = file.kv_transfer, file.router
+    if policy is not None:
+        is_preferred = policy.enforcement is Enforcement.PREFERRED
+        weight = policy.preferred_weight if is_preferred else None
+        return TransferChoice(router.router_mode, policy.enforcement, policy.domain, weight)
+    if router.kv_transfer_topology_level is not None:
+        is_required = router.kv_transfer_mismatch_policy is MismatchPolicy.FAIL
+        enforcement = Enforcement.REQUIRED if is_required else Enforcement.FALLBACK
+        return TransferChoice(router.router_mode, enforcement, router.kv_transfer_topology_level.strip())
+    return TransferChoice(router.router_mode)
+
+
+def other_choices(file: FleetFile, modes: Sequence[RouterMode]) -> list[TransferChoice]:
+    """Return every choice but the file's own: no policy, and each enforcement on each level, in each mode.
+
+    ``preferred`` is left out where costs pick nobody, round-robin and at random: there it is no policy.
+    Raises ConfigError for a file in which none of them would do anything, or too many would.
+    """
+    _check(file)
+    today = choice_of(file)
+    weight = PREFERRED_WEIGHT
+    if file.kv_transfer is not None and file.kv_transfer.preferred_weight is not None:
+        weight = file.kv_transfer.preferred_weight
+    others = [choice for choice in _all(file.topology.levels, modes, weight) if choice != today]
+    if len(others) >= VARIANTS_MAX:
+        raise ConfigError(
+            f"mode: {len(others)} alternatives; at most {VARIANTS_MAX - 1}: ask for fewer modes", param="mode"
+        )
+    return others
+
+
+def _all(levels: Sequence[str], modes: Sequence[RouterMode], weight: float) -> Iterator[TransferChoice]:
+    for mode in modes:
+        yield TransferChoice(mode)
+        for enforcement, level in product(STRICTNESS[1:], levels):
+            if enforcement is not Enforcement.PREFERRED:
+                yield TransferChoice(mode, enforcement, level)
+            elif mode is RouterMode.KV:
+                yield TransferChoice(mode, enforcement, level, weight)
+
+
+def variant_of(document: Document, choice: TransferChoice) -> Variant:
+    """Return the fleet of a file with this choice instead of its own. Raises ConfigError."""
+    return Variant(choice.name, changed_fleet(document, choice.settings()), lambda: None, "this router")
+
+
+def _check(file: FleetFile) -> None:
+    if not file.topology.levels:
+        raise ConfigError(
+            "topology.levels: is empty: no policy can keep KV to anything", param="topology.levels"
+        )
+    if file.topology.links is None:
+        raise ConfigError(
+            "topology.links: is required: measure the links, because assumed ones tell nothing of yours",
+            param="topology.links",
+        )
+    if not any(group.role is Role.PREFILL for group in file.workers):
+        raise ConfigError(
+            "workers: none has role prefill, so no KV travels and no transfer policy does anything",
+            param="workers",
+        )

@@ -1,0 +1,222 @@
+"""``kvrouter worth`` as its user types it: two field reports that contradict each other, and mistakes."""
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvrouter.cli import main
+from kvrouter.placement.placement import Draw
+from kvrouter.sim.simulation import Simulation
+
+DIFFERENT_LINKS = """\
+version: 1
+models: [{name: m, block_size: 64}]
+topology:
+  levels: [zone]
+  links:
+    within: {zone: {latency_s: 0.0005, bandwidth_bytes_per_s: 12.5e9}}
+    across: {latency_s: 0.002, bandwidth_bytes_per_s: 0.625e9, price_per_gb: 0.02}
+workers:
+- {name: prefill-a, role: prefill, replicas: 2, domains: {zone: a}}
+- {name: decode-a, role: decode, replicas: 2, domains: {zone: a}}
+- {name: prefill-b, role: prefill, replicas: 2, domains: {zone: b}}
+- {name: decode-b, role: decode, replicas: 2, domains: {zone: b}}
+"""
+"""KV of 131,072 bytes a token takes 20 times as long to another zone as within one."""
+
+LONG_PROMPTS = """\
+generate:
+  requests: 200
+  rate_per_s: 1.5
+  input: {mean: 3000, sigma: 0.4, max: 16000}
+  output: {mean: 30}
+"""
+
+ALIKE_LINKS = """\
+version: 1
+models: [{name: m, block_size: 64}]
+topology:
+  levels: [zone]
+  links:
+    within: {zone: {latency_s: 0.0005, bandwidth_bytes_per_s: 12.5e9}}
+    across: {latency_s: 0.0006, bandwidth_bytes_per_s: 12.0e9}
+workers:
+- {name: prefill-a, role: prefill, replicas: 3, domains: {zone: a}}
+- {name: decode-a, role: decode, replicas: 1, domains: {zone: a}, engine: {max_num_seqs: 4}}
+- {name: prefill-b, role: prefill, replicas: 1, domains: {zone: b}}
+- {name: decode-b, role: decode, replicas: 3, domains: {zone: b}, engine: {max_num_seqs: 4}}
+"""
+"""Zone a computes most prompts, and has a quarter of the room to answer them in."""
+
+BUSY = """\
+generate:
+  requests: 250
+  rate_per_s: 14
+  input: {mean: 2000, sigma: 0.5, max: 12000}
+  output: {mean: 60, sigma: 0.4}
+"""
+
+ROWS = "".join(
+    json.dumps({"timestamp": 100 * n, "input_length": 600, "output_length": 4, "hash_ids": [n % 3, 9]}) + "\n"
+    for n in range(100)
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("different.yaml").write_text(DIFFERENT_LINKS)
+    Path("alike.yaml").write_text(ALIKE_LINKS)
+    Path("long.yaml").write_text(LONG_PROMPTS)
+    Path("busy.yaml").write_text(BUSY)
+    Path("trace.jsonl").write_text(ROWS)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    return main(["worth", *arguments])
+
+
+def test_where_links_differ_pairs_by_topology_are_advised(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("long.yaml", "--fleet", "different.yaml", "--mode", "kv", "--json", "out.json") == 0
+    report = json.loads((folder / "out.json").read_text())
+    advice = report["advice"]
+    assert advice["verdict"] == "switch"
+    assert (advice["choice"]["enforcement"], advice["choice"]["level"]) == ("preferred", "zone")
+    assert "required on zone, kv" in advice["as_good"]
+    assert report["today"]["name"] == "anywhere, kv"
+    assert report["today"]["figures"]["cost"] == pytest.approx(
+        0.02 * report["today"]["figures"]["crossing_gb"]
+    )
+    by_name = {each["name"]: each["changes"] for each in report["alternatives"]}
+    required = by_name["required on zone, kv"]
+    ttft = required["ttft_mean_ms"]
+    assert ttft["today"] > 3.5 * (ttft["today"] + ttft["change"])
+    assert ttft["change"] + ttft["within_all"] < 0.0
+    assert required["crossing_gb"]["change"] == pytest.approx(-report["today"]["figures"]["crossing_gb"])
+    output = capsys.readouterr().out
+    assert "today: anywhere, kv" in output
+    assert "Switch to preferred 1 on zone, kv: mean TTFT falls by" in output
+
+
+def test_where_links_are_alike_and_a_filter_would_strand_workers_nothing_is_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("busy.yaml", "--fleet", "alike.yaml", "--mode", "kv", "--json", "out.json") == 0
+    report = json.loads((folder / "out.json").read_text())
+    advice = report["advice"]
+    assert (advice["verdict"], advice["choice"]) == ("leave it", None)
+    assert "required on zone, kv" in advice["worse"]
+    by_name = {each["name"]: each["changes"] for each in report["alternatives"]}
+    for name in ("required on zone, kv", "fallback on zone, kv"):
+        ttft, good = by_name[name]["ttft_mean_ms"], by_name[name]["good_share"]
+        assert ttft["change"] - ttft["within"] > ttft["today"]
+        assert good["change"] + good["within"] < 0.0
+    output = capsys.readouterr().out
+    assert "Leave it: nothing makes mean TTFT or goodput better" in output
+    assert "Worse than today, such as required on zone, kv: mean TTFT rises by" in output
+
+
+def test_who_has_the_good_policy_already_keeps_it(folder: Path) -> None:
+    Path("kept.yaml").write_text(f"{DIFFERENT_LINKS}kv_transfer: {{domain: zone}}\n")
+    assert run("long.yaml", "--fleet", "kept.yaml", "--mode", "kv", "--json", "out.json") == 0
+    report = json.loads((folder / "out.json").read_text())
+    assert report["advice"]["verdict"] == "leave it"
+    assert "anywhere, kv" in report["advice"]["worse"]
+
+
+def test_the_same_seeds_give_the_same_bytes_and_all_modes_are_compared(folder: Path) -> None:
+    for name in ("a.json", "b.json"):
+        arguments = ("--fleet", "different.yaml", "--seeds", "2", "--seed", "3", "--json", name)
+        assert run("trace.jsonl", *arguments) == 0
+    assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
+    report = json.loads((folder / "a.json").read_text())
+    assert len(report["alternatives"]) == 9
+    assert {each["choice"]["mode"] for each in report["alternatives"]} == {"kv", "round-robin", "random"}
+    assert (report["requests"], report["parts"], report["is_whole"]) == (100, 10, True)
+    assert all(len(each["changes"]["ttft_mean_ms"]["parts"]) == 10 for each in report["alternatives"])
+
+
+def test_seeds_that_change_nothing_are_not_replayed(folder: Path) -> None:
+    arguments = ("--mode", "round-robin", "--mode", "random", "--seeds", "4", "--json", "out.json")
+    assert run("trace.jsonl", "--fleet", "different.yaml", *arguments) == 0
+    seeds = {each["name"]: each["seeds"] for each in json.loads(Path("out.json").read_text())["alternatives"]}
+    assert seeds["anywhere, round-robin"] == 2
+    assert seeds["anywhere, random"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trace.jsonl"], "--fleet"),
+        (["trace.jsonl", "--fleet", "no-links.yaml"], "topology.links: is required"),
+        (["trace.jsonl", "--fleet", "no-levels.yaml"], "topology.levels: is empty"),
+        (["trace.jsonl", "--fleet", "aggregated.yaml"], "none has role prefill"),
+        (
+            ["trace.jsonl", "--fleet", "dear.yaml"],
+            "dear.yaml:7: topology.links.across.price_per_gb: must be ≥ 0",
+        ),
+        (["trace.jsonl", "--fleet", "different.yaml", "--rows", "99"], "it has 99 requests"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--threshold", "nan"], "threshold: nan %"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--threshold", "-1"], "threshold: -1 %"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--mode", "best"], "'best' is not one of"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--dispatch", "closed"], "has no sessions"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--slo-ttft", "0"], "ttft_s: 0"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--json", "no/such/out.json"], "is no folder"),
+        (["nothing.jsonl", "--fleet", "different.yaml"], "nothing.jsonl"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_written(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = DIFFERENT_LINKS.index("  links:")
+    Path("no-links.yaml").write_text(
+        DIFFERENT_LINKS[:at] + DIFFERENT_LINKS[DIFFERENT_LINKS.index("workers:") :]
+    )
+    Path("no-levels.yaml").write_text("version: 1\nmodels: [{name: m}]\nworkers: [{name: w}]\n")
+    Path("aggregated.yaml").write_text(
+        DIFFERENT_LINKS.replace("role: prefill, ", "").replace("role: decode, ", "")
+    )
+    Path("dear.yaml").write_text(DIFFERENT_LINKS.replace("0.02}", "-1}"))
+    files = set(folder.iterdir())
+    assert run(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert set(folder.iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("decisions", "known"),
+    [
+        (50, None),
+        (250, []),
+        (450, ["preferred 1 on zone, kv"]),
+    ],  # 100 requests, two replays of each that are alike
+)
+def test_interrupted_it_leaves_what_is_known(
+    folder: Path,
+    decisions: int,
+    known: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draw, numbers = Simulation.draw, count()
+
+    def interrupt(simulation: Simulation) -> Draw:
+        if next(numbers) == decisions:
+            raise KeyboardInterrupt
+        return draw(simulation)
+
+    monkeypatch.setattr(Simulation, "draw", interrupt)
+    assert run("trace.jsonl", "--fleet", "different.yaml", "--json", "out.json") == 130
+    report = json.loads((folder / "out.json").read_text())
+    assert report["is_whole"] is False
+    assert (report["today"] is None) is (known is None)
+    assert [each["name"] for each in report["alternatives"]] == (known or [])
+    assert (report["advice"] is None) is (not known)
+    output = capsys.readouterr().out
+    assert ("nothing is known" in output) is (known is None)
+    assert "interrupted" in output

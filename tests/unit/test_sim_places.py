@@ -1,0 +1,134 @@
+"""What KV transfers cost, by the prices of links."""
+
+from collections import Counter
+from math import inf, nan
+
+import pytest
+
+from kvrouter.config import FleetFile
+from kvrouter.config.fleet_workers import numbered_workers
+from kvrouter.core.errors import ConfigError
+from kvrouter.sim.places import Places
+from kvrouter.sim.summary import Objective, Summary, summarize
+from kvrouter.sim.timetable import Happening, TimetableEvent
+from kvrouter.topology import Link
+from tests.support.replays import TWO_ZONES, fleet, replayed, row
+
+GB = 10**9
+KV_BYTES = 192 * 131_072
+
+
+def priced(within: str = "", across: str = "", pairs: str = "") -> FleetFile:
+    """Two zones with prices on some links."""
+    text = TWO_ZONES.replace("13107200.0}}", f"13107200.0{within}}}}}").replace(
+        " 1310720.0}", f" 1310720.0{across}}}"
+    )
+    if pairs:
+        text = text.replace(
+            "workers:",
+            f"    pairs: [{{level: zone, latency_s: 0.0, bandwidth_bytes_per_s: 1.0e6, {pairs}}}]\nworkers:",
+        )
+    return fleet(f"kv_transfer: {{domain: zone, enforcement: fallback}}{text}")
+
+
+def figures(file: FleetFile) -> Summary:
+    return summarize(replayed([row(0, 0.0, [1, 2, 3])], file), Objective(), Places(file))
+
+
+def test_without_a_price_nothing_has_a_cost() -> None:
+    assert not Places(priced()).has_prices
+    summary = figures(priced())
+    assert (summary.cost, [pair.cost for pair in summary.carried]) == (None, [None])
+
+
+def test_a_transfer_costs_what_its_link_does_also_within_a_domain() -> None:
+    summary = figures(priced(within=", price_per_gb: 0.5"))
+    (pair,) = summary.carried
+    assert (pair.src, pair.bytes) == (pair.dst, KV_BYTES)
+    assert pair.cost == summary.cost == pytest.approx(0.5 * KV_BYTES / GB)
+
+
+def test_links_without_a_price_add_nothing_and_those_that_are_not_used_cost_nothing() -> None:
+    summary = figures(priced(across=", price_per_gb: 0.02"))
+    assert ([pair.cost for pair in summary.carried], summary.cost) == ([None], 0)
+
+
+def test_the_price_of_a_pair_wins_in_either_direction() -> None:
+    file = priced(", price_per_gb: 0", ", price_per_gb: 0.02", "between: [b, a], price_per_gb: 0.09")
+    prefill_a, decode_a, prefill_b, decode_b = [worker_id for worker_id, _ in numbered_workers(file)]
+    places = Places(file)
+    per_token = 0.09 * 131_072 / GB
+    assert places.moved(prefill_a, decode_b)[:3] == ("a", "b", 131_072)
+    assert places.moved(prefill_a, decode_b).cost == pytest.approx(per_token)
+    assert places.moved(prefill_b, decode_a)[:3] == ("b", "a", 131_072)
+    assert places.moved(prefill_b, decode_a).cost == pytest.approx(per_token)
+    assert places.moved(prefill_a, decode_a).cost == 0.0
+    assert [places.moved(prefill_a, to).crosses for to in (decode_a, decode_b)] == [False, True]
+
+
+def test_the_price_is_that_of_the_link_whatever_level_transfers_are_reported_by() -> None:
+    file = fleet(
+        """topology:
+  levels: [zone, rack]
+  links:
+    within:
+      zone: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.5}
+      rack: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9}
+workers:
+- {name: p, role: prefill, domains: {zone: a, rack: r1}}
+- {name: near, role: decode, domains: {zone: a, rack: r1}}
+- {name: far, role: decode, domains: {zone: a, rack: r2}}
+"""
+    )
+    prefill, near, far = [worker_id for worker_id, _ in numbered_workers(file)]
+    places = Places(file)
+    assert (places.level, places.moved(prefill, far).crosses) == ("zone", False)
+    assert Places(file, "rack").moved(prefill, far).crosses
+    assert places.moved(prefill, near).cost is None
+    assert places.moved(prefill, far).cost == pytest.approx(0.5 * 131_072 / GB)
+
+
+def test_the_moves_of_requests_are_what_the_links_carried() -> None:
+    rows = [row(n, 0.1 * n, [n % 3, n % 2, n], output_tokens=40) for n in range(20)]
+    file = fleet(TWO_ZONES.replace("1310720.0", "13107200.0"))
+    result = replayed(rows, file)
+    places = Places(file)
+    found: Counter[tuple[str, str]] = Counter()
+    for move in (move for outcome in result.outcomes for move in outcome.moves):
+        moved = places.moved(move.prefill, move.decode)
+        found[moved.src, moved.dst] += move.tokens * moved.bytes
+    carried = {tuple(pair): each.arrived_bytes for pair, each in result.carried.items()}
+    assert found == carried
+    assert len(carried) > 1
+
+
+def test_every_attempt_moves_its_own_kv() -> None:
+    rows = [row(0, 0.0, [1, 2, 3], output_tokens=2_000)]
+    file = priced(within=", price_per_gb: 1", across=", price_per_gb: 2")
+    (first,) = replayed(rows, file).outcomes
+    home = file.workers[(first.decode or 0) - 1].name
+    result = replayed(rows, file, timetable=[TimetableEvent(6.0, Happening.DIE, group=home)])
+    (outcome,) = result.outcomes
+    assert (outcome.error, outcome.attempts, len(outcome.moves)) == ("", 2, 2)
+    assert outcome.moves[0] == (first.prefill, first.decode, 192)
+    assert outcome.moves[1].tokens > 192
+    places = Places(file)
+    prices = [places.moved(move.prefill, move.decode).cost for move in outcome.moves]
+    cost = sum(move.tokens * (price or 0.0) for move, price in zip(outcome.moves, prices, strict=True))
+    assert summarize(result, Objective(), places).cost == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("price", "must"),
+    [("-1", "must be ≥ 0, not -1"), (".nan", "must be a finite number"), ("cheap", "must be a number")],
+)
+def test_a_price_that_is_none_is_named_with_its_line(price: str, must: str) -> None:
+    with pytest.raises(ConfigError, match=r"fleet.yaml:\d+: topology.links.across.price_per_gb") as wrong:
+        priced(across=f", price_per_gb: {price}")
+    assert must in wrong.value.message
+
+
+@pytest.mark.parametrize("price", [-0.01, nan, inf])
+def test_a_link_takes_no_price_below_nothing(price: float) -> None:
+    with pytest.raises(ConfigError, match="price_per_gb: "):
+        Link(0.0, 1.0, price)
