@@ -65,6 +65,30 @@ def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
     assert "no_eligible_worker" in capsys.readouterr().out
 
 
+def test_what_kv_costs_stands_in_the_table_and_in_the_json(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, path = tmp_path / "fleet.yaml", tmp_path / "out.json"
+    fleet.write_text(
+        "version: 1\nmodels: [{name: m}]\n"
+        "topology:\n  levels: [zone]\n"
+        "  links: {across: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 100}}\n"
+        "workers:\n- {name: p, role: prefill, domains: {zone: a}}\n"
+        "- {name: d, role: decode, domains: {zone: b}}\n"
+    )
+    assert run(str(trace), "--fleet", str(fleet), "--json", str(path)) == 0
+    (summary,) = json.loads(path.read_text())["variants"][0]["summaries"]
+    (pair,) = summary["carried"]
+    assert (pair["src"], pair["dst"], pair["transfers"]) == ("a", "b", 12)
+    assert pair["cost"] == summary["cost"] == pytest.approx(100 * pair["bytes"] / 1e9)
+    output = capsys.readouterr().out
+    assert "cost ┃" in output
+    assert f"{summary['cost']:,.2f}" in output
+    assert run(str(trace), "--json", str(path)) == 0
+    assert json.loads(path.read_text())["variants"][0]["summaries"][0]["cost"] is None
+    assert "cost ┃" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

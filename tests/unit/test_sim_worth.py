@@ -150,6 +150,8 @@ def test_nobody_looks_faster_for_refusing_the_slow_ones() -> None:
     changes = changes_of([rows(ttft_ms=slow)], [refusing], FIGURES, 1)
     assert changes[FigureName.TTFT_MEAN].change == changes[FigureName.TTFT_P99].change == 0.0
     assert changes[FigureName.FAILED].change == 0.5
+    other_way = changes_of([refusing], [rows(ttft_ms=slow)], FIGURES, 1)
+    assert other_way[FigureName.TTFT_MEAN] == Change(100.0, 0.0, 0.0, 0.0, (0.0,) * PARTS)
     nobody = changes_of([rows()], [rows(ttft_ms=np.full(100, np.nan))], FIGURES, 1)
     assert FigureName.TTFT_MEAN not in nobody
     assert FigureName.GOODPUT in nobody
