@@ -19,7 +19,13 @@ def sources() -> dict[str, str]:
 
 def test_only_the_native_doors_import_the_native_core() -> None:
     doors = {name for name, text in sources().items() if IMPORTS_NATIVE.search(text)}
-    assert doors == {"core/hashing.py", "core/json_bounds.py", "index.py", "ledger/port.py", "mock/paged_kv.py"}
+    assert doors == {
+        "core/hashing.py",
+        "core/json_bounds.py",
+        "index.py",
+        "ledger/port.py",
+        "mock/paged_kv.py",
+    }
 
 
 def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -> None:

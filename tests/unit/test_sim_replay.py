@@ -11,7 +11,7 @@ from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.rules.registry import RULES, parse_rule
-from kvrouter.sim.simulation import check_room
+from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
 from kvrouter.sim.timetable import Happening, TimetableEvent
 from kvrouter.sim.traces.request import TraceRequest
@@ -135,9 +135,9 @@ def test_the_time_limit_of_a_request_ends_it() -> None:
 def test_what_no_engine_has_room_for_is_found_before_the_replay() -> None:
     file = fleet("workers: [{name: w, engine: {total_kv_blocks: 4}}]")
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
-    assert check_room([row(0, 0.0, [1, 2, 3])], sim) == 1
+    check_room(row(0, 0.0, [1, 2, 3]), sim)
     with pytest.raises(ConfigError, match="request 1: 256 tokens and 4 more") as refused:
-        check_room([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])], sim)
+        check_room(longest_request([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])])[1], sim)
     assert refused.value.param == "total_kv_blocks"
 
 

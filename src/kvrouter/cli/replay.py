@@ -28,6 +28,11 @@ from kvrouter.cli.replay_options import FILE, Given, replay_options
     metavar="KEY=A,B",
     help="Replay with each value of a key of the fleet file, as kv_transfer.enforcement=required,preferred.",
 )
+@click.option(
+    "--tune",
+    is_flag=True,
+    help="Give every policy the parameters that suit the first half of the trace, and show the second.",
+)
 @replay_options(seeds=1, seeds_help="Replay with so many seeds, and show 95 % intervals.")
 @click.option(
     "--report",
@@ -43,6 +48,7 @@ def replay(
     policies: tuple[str, ...],
     compare: str,
     sweeps: tuple[str, ...],
+    tune: bool,
     given: Given,
     report_path: Path | None,
 ) -> None:
@@ -64,6 +70,7 @@ def replay(
         fleet=fleet,
         policies=named or ("kvrouter",),
         sweeps=sweeps,
+        tune=tune,
         report=report_path,
     )
     console = Console()

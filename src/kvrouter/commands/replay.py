@@ -1,23 +1,39 @@
 """``kvrouter replay``: a trace over a fleet, by one rule or several, and what came of it."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.commands.replay_inputs import INTERRUPTED, InputOptions, open_inputs, replay_progress
+from kvrouter.commands.replay_inputs import (
+    INTERRUPTED,
+    InputOptions,
+    ReplayInputs,
+    open_inputs,
+    replay_progress,
+)
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.problems import Document, parse_document, read_document
 from kvrouter.config.setting import installed_version
+from kvrouter.core.errors import ConfigError
 from kvrouter.sim.comparison import shown_columns
 from kvrouter.sim.page.document import render_page
 from kvrouter.sim.places import Places
-from kvrouter.sim.simulation import Beat
+from kvrouter.sim.simulation import Result
 from kvrouter.sim.summary import ReplayReport, Summary, VariantReport, summarize
-from kvrouter.sim.variant import DEFAULT_FLEET, parse_sweep, variants
+from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.tuning import candidates, first_half, merit, second_half
+from kvrouter.sim.variant import DEFAULT_FLEET, Variant, parse_sweep, variants
+
+TUNED = "parameters tuned on the first half of the trace, figures of the second"
+
+TUNED_ROWS_MIN = 20
+"""Fewer requests are not cut into halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +44,7 @@ class ReplayOptions:
     fleet: Path | None
     policies: tuple[str, ...]
     sweeps: tuple[str, ...]
+    tune: bool = False
     report: Path | None = None
 
 
@@ -42,41 +59,35 @@ def replay(options: ReplayOptions, console: Console) -> int:
         check_folder(path)
     inputs = open_inputs(given)
     document = _document(options.fleet)
-    compared = variants(document, options.policies, [parse_sweep(sweep) for sweep in options.sweeps])
-    seeds = given.all_seeds
-    n_rows = inputs.check(compared)
+    sweeps = [parse_sweep(sweep) for sweep in options.sweeps]
+    compared = (
+        candidates(document, options.policies, sweeps)
+        if options.tune
+        else [[variant] for variant in variants(document, options.policies, sweeps)]
+    )
+    n_rows = inputs.check([chosen_from[0] for chosen_from in compared])
+    if options.tune and n_rows < TUNED_ROWS_MIN:
+        raise ConfigError(
+            f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
+        )
     reports: list[VariantReport] = []
-    is_whole = True
     with replay_progress() as progress:
-        task = progress.add_task("", total=n_rows * len(compared) * len(seeds))
-        for variant in compared:
-            places = Places(variant.fleet)
-            summaries: list[Summary] = []
-            for seed in seeds:
-                done = len(reports) * len(seeds) + len(summaries)
-                progress.update(task, description=variant.name, completed=done * n_rows)
-
-                def show(beat: Beat, done: int = done) -> None:
-                    progress.update(task, completed=done * n_rows + beat.arrived)
-
-                simulation = inputs.simulation(variant, seed)
-                simulation.on_beat = show
-                summaries.append(summarize(simulation.run(), given.objective, places))
-                is_whole = summaries[-1].is_whole
-                if not is_whole:
-                    break
-            reports.append(
-                VariantReport(variant.name, variant.source, seeds[: len(summaries)], tuple(summaries))
-            )
-            if not is_whole:
+        runner = _Runner(inputs, progress, n_rows, tunes=options.tune)
+        runner.expect(compared)
+        for chosen_from in compared:
+            variant = runner.chosen(chosen_from)
+            if variant is not None:
+                reports.append(runner.report(variant))
+            if not runner.is_whole:
                 break
+    dispatch = inputs.dispatch.name
     report = ReplayReport(
         installed_version(),
         str(given.trace),
         inputs.trace.info.format,
-        inputs.dispatch.name,
+        f"{dispatch}; {TUNED}" if options.tune else dispatch,
         given.objective,
-        is_whole,
+        runner.is_whole,
         tuple(reports),
     )
     show_report(report, console)
@@ -84,7 +95,68 @@ def replay(options: ReplayOptions, console: Console) -> int:
         write_whole(given.json, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if options.report is not None:
         write_whole(options.report, render_page(report))
-    return 0 if is_whole else INTERRUPTED
+    return 0 if runner.is_whole else INTERRUPTED
+
+
+class _Runner:
+    """Replays of one command, one after the other, and how far they are. ``is_whole``: none was stopped."""
+
+    def __init__(self, inputs: ReplayInputs, progress: Progress, n_rows: int, *, tunes: bool) -> None:
+        self.is_whole = True
+        self._inputs = inputs
+        self._progress = progress
+        self._n_rows = n_rows
+        self._tunes = tunes
+        self._first_half = first_half(inputs.trace, n_rows) if tunes else []
+        self._task = progress.add_task("", total=None)
+        self._done = 0
+
+    def expect(self, compared: Sequence[Sequence[Variant]]) -> None:
+        """Say what is to come."""
+        n_tried = sum(len(chosen_from) for chosen_from in compared if len(chosen_from) > 1)
+        n_seeds = len(self._inputs.options.all_seeds)
+        total = n_tried * len(self._first_half) + len(compared) * n_seeds * self._n_rows
+        self._progress.update(self._task, total=total)
+
+    def chosen(self, chosen_from: Sequence[Variant]) -> Variant | None:
+        """Return the variant that does best on the first half; None when that was stopped."""
+        if len(chosen_from) == 1:
+            return chosen_from[0]
+        merits: list[tuple[tuple[int, float], int]] = []
+        for number, variant in enumerate(chosen_from):
+            rows = self._first_half
+            result = self._run(variant, self._inputs.options.seed, len(rows), f"tuning {variant.name}", rows)
+            if not result.is_whole:
+                return None
+            merits.append((merit(result.outcomes), number))
+        return chosen_from[min(merits)[1]]
+
+    def report(self, variant: Variant) -> VariantReport:
+        """Replay with every seed."""
+        options = self._inputs.options
+        places = Places(variant.fleet)
+        summaries: list[Summary] = []
+        for seed in options.all_seeds:
+            result = self._run(variant, seed, self._n_rows, variant.name, None)
+            if self._tunes:
+                result = second_half(result, self._n_rows)
+            summaries.append(summarize(result, options.objective, places))
+            if not self.is_whole:
+                break
+        seeds = options.all_seeds[: len(summaries)]
+        return VariantReport(variant.name, variant.source, seeds, tuple(summaries))
+
+    def _run(
+        self, variant: Variant, seed: int, n_rows: int, shown: str, rows: Iterable[TraceRequest] | None
+    ) -> Result:
+        progress, task, done = self._progress, self._task, self._done
+        progress.update(task, description=shown, completed=done)
+        simulation = self._inputs.simulation(variant, seed, rows)
+        simulation.on_beat = lambda beat: progress.update(task, completed=done + beat.arrived)
+        result = simulation.run()
+        self._done += n_rows
+        self.is_whole = result.is_whole
+        return result
 
 
 def show_report(report: ReplayReport, console: Console) -> None:

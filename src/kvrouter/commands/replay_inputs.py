@@ -1,7 +1,7 @@
 """What the replays of a command have in common: the trace, its dispatch, timing, events, and what is good."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from kvrouter.config.problems import config_error, problem_of, read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
-from kvrouter.sim.simulation import Simulation, check_room
+from kvrouter.sim.simulation import Simulation, check_room, longest_request
 from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable import TimetableEvent, check_timetable, read_timetable
 from kvrouter.sim.traces.read import Trace, open_trace
+from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.variant import Variant
 
 INTERRUPTED = 130
@@ -62,11 +63,13 @@ class ReplayInputs:
         options = self.options
         return ClosedLoop() if options.dispatch == "closed" else ByTimeStamp(options.speedup)
 
-    def simulation(self, variant: Variant, seed: int) -> Simulation:
-        """Return one replay, from its beginning."""
+    def simulation(
+        self, variant: Variant, seed: int, rows: Iterable[TraceRequest] | None = None
+    ) -> Simulation:
+        """Return one replay, from its beginning; of ``rows`` instead of the whole trace."""
         return Simulation(
             variant.fleet,
-            self.trace,
+            self.trace if rows is None else rows,
             config=variant.fleet.router,
             dispatch=self.dispatch,
             piece_tokens=self.trace.info.piece_tokens,
@@ -86,10 +89,10 @@ class ReplayInputs:
                 "replay it by time stamp",
                 param="dispatch",
             )
-        n_rows = 0
+        n_rows, longest = longest_request(self.trace)
         for variant in compared:
             check_timetable(self.timetable, variant.fleet)
-            n_rows = check_room(self.trace, self.simulation(variant, self.options.seed).fleet)
+            check_room(longest, self.simulation(variant, self.options.seed).fleet)
         return n_rows
 
 

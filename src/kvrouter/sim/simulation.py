@@ -334,27 +334,35 @@ class Simulation:
                 self._due.popleft()()
 
 
-def check_room(trace: Iterable[TraceRequest], fleet: SimFleet) -> int:
-    """Return how many requests a trace has. Raises ConfigError for one that no engine of the fleet has room
-    for, and for a trace without any.
+def longest_request(trace: Iterable[TraceRequest]) -> tuple[int, TraceRequest]:
+    """Return how many requests a trace has, and the first of those with the most tokens. Raises ConfigError
+    for a trace without any.
     """
-    room_tokens, said_tokens = fleet.capacity_tokens, fleet.said_context_tokens
-    n_rows = 0
+    n_rows, most_tokens = 0, -1
+    longest: TraceRequest | None = None
     for row in trace:
         n_rows += 1
         tokens = row.input_tokens + row.output_tokens
-        if tokens > room_tokens:
-            raise ConfigError(
-                f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the smallest "
-                f"engine of the fleet has room for {room_tokens} (total_kv_blocks × block_size)",
-                param="total_kv_blocks",
-            )
-        if said_tokens is not None and tokens > said_tokens:
-            raise ConfigError(
-                f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the model's "
-                f"context_length is {said_tokens}",
-                param="context_length",
-            )
-    if not n_rows:
+        if tokens > most_tokens:
+            most_tokens, longest = tokens, row
+    if longest is None:
         raise ConfigError("trace: it has no requests", param="trace")
-    return n_rows
+    return n_rows, longest
+
+
+def check_room(row: TraceRequest, fleet: SimFleet) -> None:
+    """Raise ConfigError where an engine of the fleet, or the model, has no room for this request."""
+    room_tokens, said_tokens = fleet.capacity_tokens, fleet.said_context_tokens
+    tokens = row.input_tokens + row.output_tokens
+    if tokens > room_tokens:
+        raise ConfigError(
+            f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the smallest "
+            f"engine of the fleet has room for {room_tokens} (total_kv_blocks × block_size)",
+            param="total_kv_blocks",
+        )
+    if said_tokens is not None and tokens > said_tokens:
+        raise ConfigError(
+            f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the model's "
+            f"context_length is {said_tokens}",
+            param="context_length",
+        )

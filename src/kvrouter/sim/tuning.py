@@ -1,0 +1,64 @@
+"""Tuned rules: each with the parameters that suit the trace, so that no rule is compared untuned.
+
+A rule is tried with every point of its grid on the first half of a trace; the point with the least mean TTFT
+is compared on the second half, with caches that the first half filled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from kvrouter.config.problems import Document
+from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.rules.registry import RULES
+from kvrouter.sim.simulation import Result
+from kvrouter.sim.traces.read import Trace
+from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.variant import OURS, Setting, Variant, variants
+
+OURS_GRID = tuple(f"overlap_score_weight={weight:g}" for weight in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
+"""What the router's own rule is tuned over: fewer points than the rules of others may have."""
+
+
+def points(policy: str) -> list[str]:
+    """Return the policy with each point of its grid; alone where it has none or its parameters are given."""
+    if ":" in policy:
+        return [policy]
+    if policy == OURS:
+        return [f"{policy}:{point}" for point in OURS_GRID]
+    grid = RULES[policy].grid if policy in RULES else ()
+    return [f"{policy}:{','.join(f'{key}={value:g}' for key, value in point.items())}" for point in grid] or [
+        policy
+    ]
+
+
+def candidates(document: Document, policies: Sequence[str], sweeps: Sequence[Setting]) -> list[list[Variant]]:
+    """Return, for each policy and combination of swept values, the variants that it is chosen from. Raises
+    ConfigError.
+    """
+    found: list[list[Variant]] = []
+    for policy in policies:
+        tried = points(policy)
+        each = variants(document, tried, sweeps)
+        found += [each[at : at + len(tried)] for at in range(0, len(each), len(tried))]
+    return found
+
+
+def first_half(trace: Trace, n_rows: int) -> list[TraceRequest]:
+    """Return the rows that rules are tuned on."""
+    return list(islice(trace, n_rows // 2))
+
+
+def second_half(result: Result, n_rows: int) -> Result:
+    """Return the result of the rows that rules are compared on; bytes carried are those of the whole."""
+    outcomes = [outcome for outcome in result.outcomes if outcome.number >= n_rows // 2]
+    return Result(
+        outcomes, result.carried, result.ended_s, result.ceiling_known, result.is_whole, result.seed
+    )
+
+
+def merit(outcomes: Sequence[Outcome]) -> tuple[int, float]:
+    """What is least for the best: how many failed, and the mean TTFT in seconds of those that did not."""
+    times = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None and not outcome.error]
+    failed = len(outcomes) - len(times)
+    return failed, sum(times) / len(times) if times else float("inf")

@@ -1,0 +1,81 @@
+"""Rules that are compared get the parameters that suit the trace, from its first half alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrouter.cli import main
+from kvrouter.config import parse_document
+from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.rules.registry import GRID_MAX, RULES
+from kvrouter.sim.simulation import Result
+from kvrouter.sim.tuning import OURS_GRID, candidates, merit, points, second_half
+from kvrouter.sim.variant import DEFAULT_FLEET, OURS, parse_sweep
+
+
+def outcome(number: int, *, ttft_s: float | None = None, error: str = "") -> Outcome:
+    return Outcome(
+        number=number,
+        arrived_s=0.0,
+        input_tokens=1,
+        output_tokens=1,
+        ceiling_tokens=0,
+        first_s=ttft_s,
+        error=error,
+    )
+
+
+def test_every_policy_has_at_most_as_many_points_as_any_other_may_have() -> None:
+    assert len(OURS_GRID) <= GRID_MAX
+    assert {name: len(points(name)) for name in RULES if len(points(name)) > GRID_MAX} == {}
+    assert points("lmetric") == ["lmetric"]
+    assert points("sticky:escape=3") == ["sticky:escape=3"]
+    assert points(OURS)[0] == "kvrouter:overlap_score_weight=0.5"
+
+
+def test_the_published_parameters_are_among_the_points() -> None:
+    for name, rule in RULES.items():
+        assert not rule.grid or rule.parameters in rule.grid, name
+
+
+def test_each_swept_value_is_tuned_apart() -> None:
+    document = parse_document(DEFAULT_FLEET, "fleet")
+    found = candidates(document, ["sticky", "random"], [parse_sweep("workers[0].replicas=2,4")])
+    assert [len(chosen_from) for chosen_from in found] == [5, 5, 1, 1]
+    for chosen_from in found:
+        assert len({variant.fleet.workers[0].replicas for variant in chosen_from}) == 1
+
+
+def test_the_best_fails_least_and_then_answers_soonest() -> None:
+    slow, fast, failed = outcome(0, ttft_s=2.0), outcome(1, ttft_s=1.0), outcome(2, error="no_workers")
+    assert merit([slow]) > merit([fast])
+    assert merit([fast, failed]) > merit([slow, slow])
+    assert merit([]) == (0, float("inf"))
+
+
+def test_halves_share_no_request() -> None:
+    outcomes = [outcome(number, ttft_s=1.0) for number in range(7)]
+    outcomes[3].arrived_s = outcomes[4].arrived_s = outcomes[5].arrived_s = outcomes[6].arrived_s = 10.0
+    half = second_half(Result(outcomes, ended_s=14.0), 7)
+    assert [each.number for each in half.outcomes] == [3, 4, 5, 6]
+    assert half.ended_s == 4.0
+
+
+def test_a_tuned_replay_names_its_parameters_and_says_what_its_figures_are_of(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    path = "data/mooncake-conversation-sample.jsonl"
+    arguments = ("--rows", "60", "--compare", "kvrouter,sticky,lmetric", "--tune", "--json", str(out))
+    assert main(["replay", path, *arguments]) == 0
+    report = json.loads(out.read_text())
+    assert "tuned on the first half" in report["dispatch"]
+    names = [variant["name"] for variant in report["variants"]]
+    assert names[0].startswith("kvrouter:overlap_score_weight=")
+    assert names[1].startswith("sticky:escape=")
+    assert names[2] == "lmetric"
+    assert {variant["summaries"][0]["requests"] for variant in report["variants"]} == {30}
+
+
+def test_a_trace_of_few_requests_is_not_cut_into_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "data/mooncake-conversation-sample.jsonl", "--rows", "19", "--tune"]) != 0
+    assert "tune: the trace has 19 requests; halves need 20" in capsys.readouterr().err
