@@ -6,9 +6,9 @@ from math import inf, nan
 import pytest
 
 from kvrouter.config import FleetFile
-from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.places import Places
+from kvrouter.sim.outcome import Move
+from kvrouter.sim.places import Moved, Places
 from kvrouter.sim.summary import Objective, Summary, summarize
 from kvrouter.sim.timetable import Happening, TimetableEvent
 from kvrouter.topology import Link
@@ -55,15 +55,15 @@ def test_links_without_a_price_add_nothing_and_those_that_are_not_used_cost_noth
 
 def test_the_price_of_a_pair_wins_in_either_direction() -> None:
     file = priced(", price_per_gb: 0", ", price_per_gb: 0.02", "between: [b, a], price_per_gb: 0.09")
-    prefill_a, decode_a, prefill_b, decode_b = [worker_id for worker_id, _ in numbered_workers(file)]
     places = Places(file)
-    per_token = 0.09 * 131_072 / GB
-    assert places.moved(prefill_a, decode_b)[:3] == ("a", "b", 131_072)
-    assert places.moved(prefill_a, decode_b).cost == pytest.approx(per_token)
-    assert places.moved(prefill_b, decode_a)[:3] == ("b", "a", 131_072)
-    assert places.moved(prefill_b, decode_a).cost == pytest.approx(per_token)
-    assert places.moved(prefill_a, decode_a).cost == 0.0
-    assert [places.moved(prefill_a, to).crosses for to in (decode_a, decode_b)] == [False, True]
+
+    def moved(src: str, dst: str) -> Moved:
+        return places.moved(Move({"zone": src}, {"zone": dst}, GB))
+
+    assert moved("a", "b") == ("a", "b", 0.09)
+    assert moved("b", "a") == ("b", "a", 0.09)
+    assert (moved("a", "a").cost, moved("a", "c").cost) == (0.0, 0.02)
+    assert (moved("a", "a").crosses, moved("a", "c").crosses) == (False, True)
 
 
 def test_the_price_is_that_of_the_link_whatever_level_transfers_are_reported_by() -> None:
@@ -74,18 +74,15 @@ def test_the_price_is_that_of_the_link_whatever_level_transfers_are_reported_by(
     within:
       zone: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.5}
       rack: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9}
-workers:
-- {name: p, role: prefill, domains: {zone: a, rack: r1}}
-- {name: near, role: decode, domains: {zone: a, rack: r1}}
-- {name: far, role: decode, domains: {zone: a, rack: r2}}
+workers: [{name: w}]
 """
     )
-    prefill, near, far = [worker_id for worker_id, _ in numbered_workers(file)]
+    here, far = {"zone": "a", "rack": "r1"}, {"zone": "a", "rack": "r2"}
     places = Places(file)
-    assert (places.level, places.moved(prefill, far).crosses) == ("zone", False)
-    assert Places(file, "rack").moved(prefill, far).crosses
-    assert places.moved(prefill, near).cost is None
-    assert places.moved(prefill, far).cost == pytest.approx(0.5 * 131_072 / GB)
+    assert places.level == "zone"
+    assert places.moved(Move(here, here, GB)) == ("a", "a", None)
+    assert places.moved(Move(here, far, GB)) == ("a", "a", 0.5)
+    assert Places(file, "rack").moved(Move(here, far, GB)) == ("r1", "r2", 0.5)
 
 
 def test_the_moves_of_requests_are_what_the_links_carried() -> None:
@@ -95,8 +92,8 @@ def test_the_moves_of_requests_are_what_the_links_carried() -> None:
     places = Places(file)
     found: Counter[tuple[str, str]] = Counter()
     for move in (move for outcome in result.outcomes for move in outcome.moves):
-        moved = places.moved(move.prefill, move.decode)
-        found[moved.src, moved.dst] += move.tokens * moved.bytes
+        moved = places.moved(move)
+        found[moved.src, moved.dst] += move.bytes
     carried = {tuple(pair): each.arrived_bytes for pair, each in result.carried.items()}
     assert found == carried
     assert len(carried) > 1
@@ -110,11 +107,11 @@ def test_every_attempt_moves_its_own_kv() -> None:
     result = replayed(rows, file, timetable=[TimetableEvent(6.0, Happening.DIE, group=home)])
     (outcome,) = result.outcomes
     assert (outcome.error, outcome.attempts, len(outcome.moves)) == ("", 2, 2)
-    assert outcome.moves[0] == (first.prefill, first.decode, 192)
-    assert outcome.moves[1].tokens > 192
+    one, other = outcome.moves
+    assert (one.src, one.dst, one.bytes) == (one.src, one.src, KV_BYTES)
+    assert other.bytes > KV_BYTES
     places = Places(file)
-    prices = [places.moved(move.prefill, move.decode).cost for move in outcome.moves]
-    cost = sum(move.tokens * (price or 0.0) for move, price in zip(outcome.moves, prices, strict=True))
+    cost = sum(places.moved(move).cost or 0.0 for move in outcome.moves)
     assert summarize(result, Objective(), places).cost == pytest.approx(cost)
 
 

@@ -1,5 +1,6 @@
 """What became of one replayed request."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -8,11 +9,11 @@ from kvrouter.core.ids import WorkerId
 
 
 class Move(NamedTuple):
-    """The KV of so many tokens went from a prefill worker to a decode worker."""
+    """KV that went from a prefill worker to a decode worker: the domains where they were then, and bytes."""
 
-    prefill: WorkerId
-    decode: WorkerId
-    tokens: int
+    src: Mapping[str, str]
+    dst: Mapping[str, str]
+    bytes: int
 
 
 class Outcome(msgspec.Struct, kw_only=True):

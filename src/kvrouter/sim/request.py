@@ -16,6 +16,7 @@ from kvrouter.core.requests import (
     Leg,
     TokenBuffer,
 )
+from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Fault
 from kvrouter.journey import (
     Abandon,
@@ -94,6 +95,8 @@ class SimRequest:
         "_prefill",
         "_prompt",
         "_sent_s",
+        "_sink",
+        "_source",
         "_tail_tokens",
         "_ticket",
         "_unnoted_tokens",
@@ -125,6 +128,8 @@ class SimRequest:
         self._placement: Placement | None = None
         self._prefill: Party | None = None
         self._decode: Party | None = None
+        self._source: WorkerCard | None = None
+        self._sink: WorkerCard | None = None
         self._sent_s = 0.0
         self._tail_tokens = 0
         self._unnoted_tokens = 0
@@ -184,9 +189,7 @@ class SimRequest:
             return
         if chunk.cached_tokens is not None:
             if placement.decision.prefill is not None:
-                source, sink = placement.prefill_pick.rank, placement.decision.decode.rank
-                tokens = placement.prompt.isl_tokens - chunk.cached_tokens
-                outcome.moves.append(Move(source.worker_id, sink.worker_id, tokens))
+                self._note_move(placement.prompt.isl_tokens - chunk.cached_tokens)
             elif not outcome.first_s:
                 outcome.cached_tokens = chunk.cached_tokens
         n_tokens = len(chunk.token_ids)
@@ -205,6 +208,16 @@ class SimRequest:
         if chunk.finish is not None:
             self._decode = None
             self._perform(self.journey.handle(Finished(chunk.finish)))
+
+    def _note_move(self, tokens: int) -> None:
+        """The KV of so many tokens came from the prefill worker."""
+        source, sink = self._source, self._sink
+        if source is not None and sink is not None:
+            config = source.runtime_config
+            kv_bytes = tokens * (config.kv_bytes_per_token or 0)
+            self.outcome.moves.append(
+                Move(config.topology_domains, sink.runtime_config.topology_domains, kv_bytes)
+            )
 
     def _take_prefill(self, chunk: EngineChunk) -> None:
         placement = self._held()
@@ -304,6 +317,8 @@ class SimRequest:
             outcome.placed_s = host.now_s
             pick = decision.decode if decision.prefill is None else decision.prefill
             outcome.predicted_tokens = pick.overlap_blocks * placement.block_size
+        prefill = decision.prefill
+        self._source = None if prefill is None else host.placer.fleet.card(prefill.rank.worker_id)
         host.booked(placement)
         return self.journey.handle(Placed(placement.shape))
 
@@ -364,7 +379,9 @@ class SimRequest:
                 kv_transfer_params=params,
                 time_left_s=None,
             )
-            self._decode = self._submit(placement.decision.decode.rank.worker_id, leg)
+            worker_id = placement.decision.decode.rank.worker_id
+            self._sink = self._host.placer.fleet.card(worker_id)
+            self._decode = self._submit(worker_id, leg)
         except (InvalidRequest, Unavailable) as error:
             return self._not_sent(
                 placement.decision.decode.leg, placement.decision.decode.rank.worker_id, error

@@ -221,10 +221,9 @@ def _costs(outcomes: Sequence[Outcome], places: Places) -> dict[tuple[str, str],
     costs: dict[tuple[str, str], float] = {}
     for outcome in outcomes:
         for move in outcome.moves:
-            moved = places.moved(move.prefill, move.decode)
-            if moved.cost is not None:
-                pair = moved.src, moved.dst
-                costs[pair] = costs.get(pair, 0.0) + move.tokens * moved.cost
+            src, dst, cost = places.moved(move)
+            if cost is not None:
+                costs[src, dst] = costs.get((src, dst), 0.0) + cost
     return costs
 
 

@@ -56,10 +56,10 @@ def rows_of(outcomes: Sequence[Outcome], objective: Objective, places: Places) -
     cost = np.zeros(len(ordered))
     for at, outcome in enumerate(ordered):
         for move in outcome.moves:
-            moved = places.moved(move.prefill, move.decode)
-            cost[at] += move.tokens * (moved.cost or 0.0)
+            moved = places.moved(move)
+            cost[at] += moved.cost or 0.0
             if moved.crosses:
-                crossing[at] += move.tokens * moved.bytes / BYTES_PER_GB
+                crossing[at] += move.bytes / BYTES_PER_GB
     ttft_s = [np.nan if o.ttft_s is None else o.ttft_s for o in ordered]
     return Rows(
         ttft_ms=np.array(ttft_s) * 1e3,
