@@ -2,6 +2,7 @@
 
 from collections import Counter
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.outcome import Move
 from kvrouter.sim.places import Moved, Places
 from kvrouter.sim.summary import Objective, Summary, summarize
-from kvrouter.sim.timetable import Happening, TimetableEvent
+from kvrouter.sim.timetable import read_timetable
 from kvrouter.topology import Link
 from tests.support.replays import TWO_ZONES, fleet, replayed, row
 
@@ -99,12 +100,14 @@ def test_the_moves_of_requests_are_what_the_links_carried() -> None:
     assert len(carried) > 1
 
 
-def test_every_attempt_moves_its_own_kv() -> None:
+def test_every_attempt_moves_its_own_kv(tmp_path: Path) -> None:
     rows = [row(0, 0.0, [1, 2, 3], output_tokens=2_000)]
     file = priced(within=", price_per_gb: 1", across=", price_per_gb: 2")
     (first,) = replayed(rows, file).outcomes
     home = file.workers[(first.decode or 0) - 1].name
-    result = replayed(rows, file, timetable=[TimetableEvent(6.0, Happening.DIE, group=home)])
+    events = tmp_path / "events.yaml"
+    events.write_text(f"events: [{{at_s: 6, what: die, group: {home}}}]")
+    result = replayed(rows, file, timetable=read_timetable(events))
     (outcome,) = result.outcomes
     assert (outcome.error, outcome.attempts, len(outcome.moves)) == ("", 2, 2)
     one, other = outcome.moves

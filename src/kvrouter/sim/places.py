@@ -21,7 +21,7 @@ class Moved(NamedTuple):
 
 
 class Places:
-    """The domains of one ``level`` of a fleet file, and its links. By default that is the level which transfers
+    """The domains of one ``level`` of a fleet file, and its links. By default it is the level that transfers
     are reported by.
 
     The price of a transfer is that of the link which decisions weigh, whatever the level.
