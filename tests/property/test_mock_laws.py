@@ -20,6 +20,7 @@ from kvrouter.mock import (
     Party,
 )
 from kvrouter.topology.links import Link
+from tests.support.mock_links import zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)
 ROLES = {PREFILL: Role.PREFILL, DECODE: Role.DECODE, BOTH: Role.BOTH}
@@ -95,7 +96,7 @@ class MockFleetMachine(RuleBasedStateMachine):
         plans_ahead: bool,
     ) -> None:
         self.now = 0.0
-        self.fabric = Fabric(Links(same=Link(0.0, 1e6), cross=Link(0.01, 1e5)))
+        self.fabric = Fabric(zone_links(same=Link(0.0, 1e6), cross=Link(0.01, 1e5)))
         self.configs = {
             worker_id: MockConfig(
                 role=role,
@@ -128,7 +129,7 @@ class MockFleetMachine(RuleBasedStateMachine):
         self.n_submitted = 0
 
     def add(self, worker_id: WorkerId) -> None:
-        self.fabric.add(self.configs[worker_id], worker_id=worker_id, domain=DOMAINS[worker_id])
+        self.fabric.add(self.configs[worker_id], worker_id=worker_id, domains={"zone": DOMAINS[worker_id]})
         self.caches[WorkerRank(worker_id, DpRank(0))] = Cache()
 
     def submit(self, worker_id: WorkerId, request: EngineRequest, credit_tokens: int = 1_000) -> None:
@@ -256,7 +257,7 @@ def generate(
 ) -> tuple[int, ...]:
     """Run one request among ``others``, looking every ``chunks_s`` seconds; return its tokens."""
     fabric = Fabric(Links())
-    fabric.add(MockConfig(**sizes), worker_id=BOTH, domain="a")  # type: ignore[arg-type]
+    fabric.add(MockConfig(**sizes), worker_id=BOTH, domains={"zone": "a"})  # type: ignore[arg-type]
     for n in range(others):
         fabric.submit(0.0, BOTH, asked(f"other{n}", Leg.AGGREGATED, [n] * 9, max_tokens=20))
     fabric.submit(0.0, BOTH, asked("x", Leg.AGGREGATED, prompt, max_tokens=max_tokens))

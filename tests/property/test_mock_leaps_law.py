@@ -14,6 +14,7 @@ from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, S
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import EngineHashing, Fabric, KvLoadFailurePolicy, Links, MockConfig, Party, Timing
 from kvrouter.topology.links import Link
+from tests.support.mock_links import zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)
 ROLES = {PREFILL: Role.PREFILL, DECODE: Role.DECODE, BOTH: Role.BOTH}
@@ -92,7 +93,7 @@ def lived(
     """Do the steps, moment by moment, until all is idle. ``moments`` are those of the steps: it is filled
     where they are not known yet.
     """
-    fabric = Fabric(Links(same=Link(0.0, 1e6), cross=Link(0.01, 1e5)), leaps=leaps)
+    fabric = Fabric(zone_links(same=Link(0.0, 1e6), cross=Link(0.01, 1e5)), leaps=leaps)
     for worker_id, role in ROLES.items():
         is_prefill = role is Role.PREFILL
         config = MockConfig(
@@ -114,7 +115,7 @@ def lived(
             bootstrap_host="10.0.0.1" if is_prefill else None,
             bootstrap_port=99 if is_prefill else None,
         )
-        fabric.add(config, worker_id=worker_id, domain="b" if worker_id == DECODE else "a")
+        fabric.add(config, worker_id=worker_id, domains={"zone": "b" if worker_id == DECODE else "a"})
     seen = Seen()
     parties: list[Party] = []
     now = 0.0
@@ -246,7 +247,7 @@ def test_a_long_answer_takes_a_few_leaps(plans_ahead: bool) -> None:
     counts = []
     for leaps in (False, True):
         fabric = Fabric(Links(), leaps=leaps)
-        fabric.add(config, worker_id=BOTH, domain="")
+        fabric.add(config, worker_id=BOTH, domains={})
         request = EngineRequest(
             request_id=RequestId("r"),
             attempt=0,

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.mock.handoff import Links, Network
+from kvrouter.mock import Network
 from kvrouter.topology.links import Link
+from tests.support.mock_links import zone, zone_links
 
 BANDWIDTH = 1_000.0
 STARTS = st.lists(st.tuples(st.floats(0.0, 50.0), st.integers(0, 5_000)), min_size=1, max_size=12).map(sorted)
@@ -12,7 +13,7 @@ STARTS = st.lists(st.tuples(st.floats(0.0, 50.0), st.integers(0, 5_000)), min_si
 
 def run(starts: list[tuple[float, int]], every_s: float | None = None) -> dict[int, float]:
     """Start all over one link; return when each ended, looking only at events or every so often."""
-    network = Network(Links(same=Link(0.0, BANDWIDTH)))
+    network = Network(zone_links(same=Link(0.0, BANDWIDTH)))
     ended: dict[int, float] = {}
     now = 0.0
     for index, (at, kv_bytes) in enumerate(starts):
@@ -20,7 +21,7 @@ def run(starts: list[tuple[float, int]], every_s: float | None = None) -> dict[i
             now += every_s
             ended.update({int(each.key): each.at_s for each in network.advance(now)})
         ended.update({int(each.key): each.at_s for each in network.advance(at)})
-        network.start(at, str(index), "a", "a", kv_bytes)
+        network.start(at, str(index), zone("a"), zone("a"), kv_bytes)
     ended.update({int(each.key): each.at_s for each in network.advance(1e9)})
     return ended
 
@@ -62,9 +63,9 @@ def test_smaller_of_two_that_start_together_ends_first(
 
 @given(st.integers(1, 8), st.integers(1, 5_000))
 def test_cancelled_ones_free_their_share(n_cancelled: int, kv_bytes: int) -> None:
-    network = Network(Links(same=Link(0.0, BANDWIDTH)))
+    network = Network(zone_links(same=Link(0.0, BANDWIDTH)))
     for index in range(n_cancelled + 1):
-        network.start(0.0, str(index), "a", "a", kv_bytes)
+        network.start(0.0, str(index), zone("a"), zone("a"), kv_bytes)
     half_s = 0.5 * kv_bytes * (n_cancelled + 1) / BANDWIDTH
     assert network.advance(half_s) == []
     for index in range(n_cancelled):

@@ -19,7 +19,6 @@ from kvrouter.mock import (
     Fabric,
     Failed,
     KvLoadFailurePolicy,
-    Links,
     MockConfig,
     Party,
     Peer,
@@ -33,11 +32,12 @@ from kvrouter.mock.sequence import sequence_key
 from kvrouter.topology.links import Link
 from tests.support.mock_engine import TIMING
 from tests.support.mock_fabric import leg
+from tests.support.mock_links import zone_links
 
 PREFILL, DECODE, FAR_DECODE = WorkerId(1), WorkerId(2), WorkerId(3)
 HERE = Peer("10.0.0.1", 99)
 # Odd latencies keep a transfer's end off the moments at which steps end: of one moment, any order is right.
-LINKS = Links(same=Link(0.00712345, 5_000.0), cross=Link(0.10198765, 900.0))
+LINKS = zone_links(same=Link(0.00712345, 5_000.0), cross=Link(0.10198765, 900.0))
 EXPIRY_S = 7.7
 FOREVER_S = 1_000.0
 
@@ -126,7 +126,7 @@ class World:
 
     def begin(self, worker_id: WorkerId) -> None:
         domain = "b" if worker_id == FAR_DECODE else "a"
-        self.fabric_of(worker_id).add(self.configs[worker_id], worker_id=worker_id, domain=domain)
+        self.fabric_of(worker_id).add(self.configs[worker_id], worker_id=worker_id, domains={"zone": domain})
 
     def die(self, worker_id: WorkerId) -> None:
         self.fabric_of(worker_id).remove(self.now, worker_id)

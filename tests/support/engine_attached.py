@@ -212,7 +212,7 @@ class MockKind:
     def _one(
         self, cluster: MockCluster, worker_id: int, of: MockConfig
     ) -> AbstractAsyncContextManager[AttachedEngine]:
-        handle = cluster.add(of, worker_id=WorkerId(worker_id), domain="a")
+        handle = cluster.add(of, worker_id=WorkerId(worker_id), domains={"zone": "a"})
         return _started(handle, of.block_size, CONTEXT_TOKENS)
 
 

@@ -118,7 +118,9 @@ class SmallEngine:
         self._tongue = tongue
         self._cluster = cluster
         self.rank = WorkerRank(WorkerId(next(_worker_ids)), R0)
-        self._handle: MockEngineHandle = cluster.add(config, worker_id=self.rank.worker_id, domain="a")
+        self._handle: MockEngineHandle = cluster.add(
+            config, worker_id=self.rank.worker_id, domains={"zone": "a"}
+        )
         self._model = TokenModel(
             model_seed=config.model_seed,
             token_ids=config.token_ids,

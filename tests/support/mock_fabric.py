@@ -8,15 +8,16 @@ from kvrouter.core.events import Stored, count_hashes
 from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import Fabric, KvLoadFailurePolicy, Links, MockConfig, Party
+from kvrouter.mock import Fabric, KvLoadFailurePolicy, MockConfig, Party
 from kvrouter.topology.links import Link
 from tests.support.mock_engine import TIMING
+from tests.support.mock_links import zone_links
 
 P, D, D2 = WorkerId(1), WorkerId(2), WorkerId(3)
 PROMPT = list(range(10))
 PREFILL_S = 0.110
 # 10 tokens of 100 bytes: 1 s inside a domain, 10 s and 1 s latency between domains.
-LINKS = Links(same=Link(0.0, 1_000.0), cross=Link(1.0, 100.0))
+LINKS = zone_links(same=Link(0.0, 1_000.0), cross=Link(1.0, 100.0))
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Fleet:
                     bootstrap_port=99 if role is Role.PREFILL else None,
                 ),
                 worker_id=worker_id,
-                domain=domain,
+                domains={"zone": domain},
             )
 
     def until(self, now: float) -> None:

@@ -24,7 +24,7 @@ async def main() -> None:
     cluster = MockCluster(speedup=SPEEDUP, links=SLOW_LINKS, transfers=SETTINGS)
     await cluster.listen("127.0.0.1")
     role, leg = (Role.DECODE, Leg.DECODE) if params else (Role.PREFILL, Leg.PREFILL)
-    engine = cluster.add(MockConfig(role=role), worker_id=WorkerId(7), domain="far")
+    engine = cluster.add(MockConfig(role=role), worker_id=WorkerId(7), domains={"zone": "far"})
     await start(engine)
     stream = await engine.submit(
         EngineRequest(

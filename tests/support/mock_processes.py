@@ -14,6 +14,7 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
 from kvrouter.mock import KvLoadFailurePolicy, Links, MockConfig, Peer
 from kvrouter.topology.links import Link
+from tests.support.mock_links import zone_links
 from tests.support.waits import until
 
 IN_TIME_S = 20.0
@@ -22,7 +23,7 @@ N_PROMPT = 100
 # Quick engines: what a test waits for is the link, where it says so.
 SPEEDUP = 100.0
 SETTINGS = TransferSettings(token=TOKEN)
-SLOW_LINKS = Links(same=Link(0.0, 1.0), cross=Link(0.0, 1.0))
+SLOW_LINKS = zone_links(same=Link(0.0, 1.0), cross=Link(0.0, 1.0))
 """Over which no transfer ends while a test runs."""
 
 
@@ -87,14 +88,14 @@ async def processes(
     decode_blocks: int = 1_000,
 ) -> AsyncIterator[Pair]:
     """A prefill process that listens, and a decode process."""
-    prefill_cluster = MockCluster(speedup=speedup, links=links, transfers=prefill_settings)
-    decode_cluster = MockCluster(speedup=speedup, links=links, transfers=decode_settings)
+    prefill_cluster = MockCluster(speedup=speedup, links=links or zone_links(), transfers=prefill_settings)
+    decode_cluster = MockCluster(speedup=speedup, links=links or zone_links(), transfers=decode_settings)
     peer = await prefill_cluster.listen("127.0.0.1")
     both = MockConfig(block_size=16, kv_load_failure_policy=policy, kv_wait_expiry_s=expiry_s)
     prefills = replace(both, role=Role.PREFILL, bootstrap_host=peer.host, bootstrap_port=peer.port)
     decodes = replace(both, role=Role.DECODE, total_kv_blocks=decode_blocks)
-    prefill = prefill_cluster.add(prefills, worker_id=WorkerId(1), domain="a")
-    decode = decode_cluster.add(decodes, worker_id=WorkerId(2), domain="b")
+    prefill = prefill_cluster.add(prefills, worker_id=WorkerId(1), domains={"zone": "a"})
+    decode = decode_cluster.add(decodes, worker_id=WorkerId(2), domains={"zone": "b"})
     await start(prefill)
     await start(decode)
     try:
@@ -110,7 +111,7 @@ async def processes(
 async def another_decode_process(pair: Pair) -> AsyncIterator[Pair]:
     """Another decode process next to the same prefill process, with quick links."""
     cluster = MockCluster(speedup=SPEEDUP, transfers=SETTINGS)
-    decode = cluster.add(pair.decode.config, worker_id=WorkerId(3), domain="b")
+    decode = cluster.add(pair.decode.config, worker_id=WorkerId(3), domains={"zone": "b"})
     await start(decode)
     try:
         yield Pair(pair.prefill_cluster, cluster, pair.prefill, decode, pair.peer)

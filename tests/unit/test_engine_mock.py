@@ -16,6 +16,7 @@ from kvrouter.mock import KvLoadFailurePolicy, MockConfig, Timing
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.engine_legs import leg
+from tests.support.mock_links import zone_links
 
 IN_TIME_S = 60.0
 
@@ -42,7 +43,7 @@ class Listener:
 async def started(
     cluster: MockCluster, config: MockConfig, worker_id: int = 1, domain: str = "a"
 ) -> tuple[MockEngineHandle, Listener]:
-    handle = cluster.add(config, worker_id=WorkerId(worker_id), domain=domain)
+    handle = cluster.add(config, worker_id=WorkerId(worker_id), domains={"zone": domain})
     listener = Listener()
     engine: Engine = handle
     await engine.start(listener.on_events, listener.on_load)
@@ -105,7 +106,7 @@ async def test_a_speedup_changes_when_things_happen_not_what(speedup: float) -> 
 
 @pytest.mark.parametrize("bootstrap", [True, False])
 async def test_both_handoffs(bootstrap: bool) -> None:
-    cluster = MockCluster(speedup=200.0)
+    cluster = MockCluster(speedup=200.0, links=zone_links())
     prefill, _ = await started(
         cluster, MockConfig(role=Role.PREFILL, bootstrap_host="10.0.0.1", bootstrap_port=99)
     )
@@ -223,7 +224,7 @@ async def test_a_decode_leg_outlives_its_prefill_engine_as_its_policy_says(
 
 async def test_refusals() -> None:
     cluster = MockCluster()
-    idle = cluster.add(MockConfig(), worker_id=WorkerId(9), domain="a")
+    idle = cluster.add(MockConfig(), worker_id=WorkerId(9), domains={"zone": "a"})
     with pytest.raises(WorkerUnreachable, match="not serving"):
         await idle.submit(a_leg())
     handle, _ = await started(cluster, MockConfig(total_kv_blocks=2, max_waiting_seqs=1))

@@ -10,7 +10,7 @@ from kvrouter.core.requests import Bootstrap, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import MockConfig, MockEngine, Outputs, Timing
 from kvrouter.mock.engine import KvWanted
-from kvrouter.mock.handoff import Arrived
+from kvrouter.mock.network import Arrived
 from tests.support.mock_engine import cached_tokens_of, config, engine, request, tokens_of
 
 

@@ -156,7 +156,7 @@ def test_unknown_transfer_params_fail() -> None:
 def test_a_worker_is_in_the_fabric_once() -> None:
     fleet = Fleet()
     with pytest.raises(InvalidRequest):
-        fleet.fabric.add(MockConfig(), worker_id=P, domain="a")
+        fleet.fabric.add(MockConfig(), worker_id=P, domains={"zone": "a"})
 
 
 def test_advance_stops_after_so_many_moments() -> None:

@@ -129,7 +129,9 @@ def test_a_restarted_prefill_engine_does_not_answer_for_its_earlier_life() -> No
     fleet.until(1.0)
     params = fleet.params(prefill)
     fleet.fabric.remove(fleet.now, P)
-    fleet.fabric.add(MockConfig(role=Role.PREFILL, block_size=4, timing=TIMING), worker_id=P, domain="a")
+    fleet.fabric.add(
+        MockConfig(role=Role.PREFILL, block_size=4, timing=TIMING), worker_id=P, domains={"zone": "a"}
+    )
     decode = fleet.decode(params=params)
     fleet.until(9.0)
     assert fleet.last(decode).finish is FinishReason.ERROR

@@ -226,7 +226,7 @@ async def test_a_prefill_process_does_not_answer_for_the_one_before_it_at_its_ad
         await pair.prefill_cluster.close()
         reborn = MockCluster(transfers=SETTINGS)
         assert await reborn.listen(*pair.peer) == pair.peer
-        engine = reborn.add(pair.prefill.config, worker_id=pair.prefill.worker_id, domain="a")
+        engine = reborn.add(pair.prefill.config, worker_id=pair.prefill.worker_id, domains={"zone": "a"})
         await start(engine)
         decode = await pair.send(Leg.DECODE, params=last.kv_transfer_params)
         await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.UNKNOWN, "no KV waits")

@@ -23,6 +23,7 @@ from kvrouter.engines.mock.transfer import (
 )
 from kvrouter.mock import Done, Failed, GiveUp, Join, MockConfig, Peer, Ready, SinkWord, Want
 from kvrouter.wiring.mock_fleet import mock_account
+from tests.support.mock_links import zone
 from tests.support.mock_processes import (
     IN_TIME_S,
     SETTINGS,
@@ -83,7 +84,7 @@ STRANGERS = {
         PeerRefusal.TOO_LARGE,
     ),
     "the largest length": (hello() + b"\xff" * 4, PeerRefusal.TOO_LARGE),
-    "a word of a source": (hello() + encode_word(Ready(1, 1, "a")), PeerRefusal.MALFORMED),
+    "a word of a source": (hello() + encode_word(Ready(1, 1, zone("a"))), PeerRefusal.MALFORMED),
     "no expiry": (
         hello() + packed(type="Join", meeting="x/y", expiry_s=NAN, may_follow=True),
         PeerRefusal.MALFORMED,
@@ -152,7 +153,7 @@ async def test_a_silent_decode_process_is_lost() -> None:
         await pair.send(Leg.PREFILL, room=5)
         words = await answers(pair, hello(), joins(pair), encode_word(Want(100)))
         assert isinstance(words[0], Ready)
-        assert words[0].src_domain == "a"
+        assert words[0].src.domains == {"zone": "a"}
         assert isinstance(words[-1], Failed)
         assert pair.prefill_cluster.transfer_counts().refused == {PeerRefusal.SILENT: 1}
         await pair.until_idle()
@@ -204,7 +205,7 @@ FALSE_SOURCES = {
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", PeerRefusal.TOO_LARGE),
     "garbage": (frame(b"\xc1"), PeerRefusal.MALFORMED),
     "a word of a sink": (encode_word(Done()), PeerRefusal.MALFORMED),
-    "ready twice": (encode_word(Ready(1, 1_000_000, "a")) * 2, PeerRefusal.OUT_OF_ORDER),
+    "ready twice": (encode_word(Ready(1, 1_000_000, zone("a"))) * 2, PeerRefusal.OUT_OF_ORDER),
 }
 
 
@@ -237,7 +238,7 @@ async def test_what_cannot_be_listened_at_is_said_at_the_start() -> None:
         await cluster.listen("127.0.0.1")
     config = MockConfig(role=Role.PREFILL, bootstrap_host="127.0.0.1", bootstrap_port=peer.port)
     with pytest.raises(ConfigError, match="bootstrap_host"):
-        await start(cluster.add(config, worker_id=WorkerId(1), domain="a"))
+        await start(cluster.add(config, worker_id=WorkerId(1), domains={"zone": "a"}))
     await cluster.close()
 
 

@@ -12,7 +12,6 @@ from kvrouter.commands.worker_process import WorkerProcess, logger
 from kvrouter.config import FleetFile, MockEngineSpec, Settings, WorkerGroup
 from kvrouter.config.fleet_workers import (
     bootstraps,
-    link_level,
     mock_engine,
     mock_links,
     numbered_workers,
@@ -154,7 +153,7 @@ async def mock_worker(
         engine = cluster.add(
             text_mock_config(fleet, group, spec.worker_id, text, bootstrap=bootstrap),
             worker_id=spec.worker_id,
-            domain=domains.get(link_level(fleet) or "", ""),
+            domains=domains,
         )
         async with open_worker_transports(
             settings,

@@ -121,7 +121,7 @@ def mock_config(
 
 
 def link_level(fleet: FleetFile) -> str | None:
-    """The level that mock links are between: that of the transfer policy, else the broadest."""
+    """The level that transfers are reported by: that of the transfer policy, else the broadest."""
     if fleet.kv_transfer is not None:
         return fleet.kv_transfer.domain
     return fleet.topology.levels[0] if fleet.topology.levels else None
@@ -129,16 +129,7 @@ def link_level(fleet: FleetFile) -> str | None:
 
 def mock_links(fleet: FleetFile) -> Links:
     """The links that mock transfers share."""
-    table, level = fleet.topology.link_table, link_level(fleet)
-    across = _link(table.across)
-    same = table.within.get(level or "")
-    return Links(
-        same=across if same is None else _link(same),
-        cross=across,
-        pairs={
-            (pair.between[0], pair.between[1]): _link(pair) for pair in table.pairs if pair.level == level
-        },
-    )
+    return Links(table=link_table(fleet), levels=tuple(fleet.topology.levels), report_level=link_level(fleet))
 
 
 def link_table(fleet: FleetFile) -> LinkTable:

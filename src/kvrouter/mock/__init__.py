@@ -3,7 +3,9 @@
 from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig, Timing
 from kvrouter.mock.engine import EngineFull, MockEngine, Outputs
 from kvrouter.mock.fabric import Fabric, FabricOutputs
-from kvrouter.mock.handoff import Carried, DomainPair, Links, Network, Party, RemoteSink
+from kvrouter.mock.handoff import Party, RemoteSink
+from kvrouter.mock.links import DomainPair, LinkChange, LinkName, Links, Place
+from kvrouter.mock.network import Carried, Network
 from kvrouter.mock.remote import (
     Done,
     Failed,
@@ -34,6 +36,8 @@ __all__ = [
     "GiveUp",
     "Join",
     "KvLoadFailurePolicy",
+    "LinkChange",
+    "LinkName",
     "Links",
     "MockConfig",
     "MockEngine",
@@ -41,6 +45,7 @@ __all__ = [
     "Outputs",
     "Party",
     "Peer",
+    "Place",
     "PullId",
     "Ready",
     "RemoteOutput",

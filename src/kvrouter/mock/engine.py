@@ -14,7 +14,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
-from kvrouter.mock.handoff import Arrived
+from kvrouter.mock.network import Arrived
 from kvrouter.mock.paged_kv import TableId
 from kvrouter.mock.scheduler import RankScheduler
 from kvrouter.mock.sequence import (

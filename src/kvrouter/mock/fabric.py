@@ -6,6 +6,7 @@ Legs of other processes take part by messages: those from them are delivered her
 from here and sent.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -17,16 +18,11 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.mock.config import MockConfig
 from kvrouter.mock.engine import KvReady, KvWanted, LegEnded, MockEngine, Outputs
 from kvrouter.mock.handoff import (
-    Arrived,
-    Carried,
     Command,
     Deliver,
-    DomainPair,
     HandoffFailed,
     Handoffs,
-    Links,
     MeetingName,
-    Network,
     Party,
     Pull,
     Release,
@@ -34,6 +30,8 @@ from kvrouter.mock.handoff import (
     Sink,
     StopPull,
 )
+from kvrouter.mock.links import DomainPair, LinkChange, Links, Place
+from kvrouter.mock.network import Arrived, Carried, Network
 from kvrouter.mock.remote import (
     REASON_CHARS_MAX,
     Done,
@@ -66,7 +64,7 @@ class FabricOutputs:
 @dataclass(slots=True)
 class _Member:
     engine: MockEngine
-    domain: str
+    place: Place
     order: int
     scheduled_s: float | None = None
     dirty: bool = True
@@ -89,6 +87,7 @@ class Fabric:
         self._members: dict[WorkerId, _Member] = {}
         self._ids: dict[str, WorkerId] = {}
         self._due: list[tuple[float, int, WorkerId]] = []
+        self._links = links
         self._network = Network(links)
         self._handoffs = Handoffs()
         self._pulls = Pulls()
@@ -96,18 +95,31 @@ class Fabric:
         self._next_s: float | None = None
         self._is_next_known = True
 
-    def add(self, config: MockConfig, *, worker_id: WorkerId, domain: str) -> MockEngine:
-        """Add an engine that sits in ``domain``. InvalidRequest when the worker is here already."""
+    def add(self, config: MockConfig, *, worker_id: WorkerId, domains: Mapping[str, str]) -> MockEngine:
+        """Add an engine that sits in ``domains``. InvalidRequest when the worker is here already."""
         if worker_id in self._members:
             raise InvalidRequest(f"worker {worker_id} is in the fabric already", param="worker_id")
         self._added += 1
         engine_id = f"mock-{worker_id}-{self._life}{self._added}"
         engine = MockEngine(config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps)
         engine.kv_address = self.address
-        member = self._members[worker_id] = _Member(engine, domain, self._added)
+        member = self._members[worker_id] = _Member(
+            engine, self._links.place(domains, worker_id), self._added
+        )
         self._dirty.append(member)
         self._ids[engine.engine_id] = worker_id
         return engine
+
+    def move(self, now: float, worker_id: WorkerId, domains: Mapping[str, str]) -> None:
+        """A worker sits in other ``domains`` from now on: transfers that begin later go from and to there."""
+        self.advance_before(now)
+        self._members[worker_id].place = self._links.place(domains, worker_id)
+
+    def change_link(self, now: float, change: LinkChange) -> None:
+        """Change a link, under the transfers that are on it too; see :meth:`Network.change`."""
+        self.advance_before(now)
+        self._is_next_known = False
+        self._network.change(now, change)
 
     def engine(self, worker_id: WorkerId) -> MockEngine:
         """Return the engine of a worker. KeyError when it is not here."""
@@ -189,12 +201,12 @@ class Fabric:
         if pull is None:
             return
         match word:
-            case Ready(_, kv_bytes, src_domain):
+            case Ready(_, kv_bytes, src):
                 if not pull.moving:
                     pull.moving = True
-                    dst_domain = self._members[pull.sink.worker_id].domain
+                    dst = self._members[pull.sink.worker_id].place
                     self._is_next_known = False
-                    self._network.start(now, pull.key, src_domain, dst_domain, kv_bytes)
+                    self._network.start(now, pull.key, src, dst, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
                 self._do(now, [HandoffFailed(pull.sink, loss, reason)])
@@ -387,10 +399,10 @@ class Fabric:
                     src = self._members[source.worker_id]
                     kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
                     if isinstance(sink, RemoteSink):
-                        self._pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.domain))
+                        self._pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
                     else:
-                        dst_domain = self._members[sink.worker_id].domain
-                        self._network.start(now, name, src.domain, dst_domain, kv_bytes)
+                        dst = self._members[sink.worker_id]
+                        self._network.start(now, name, src.place, dst.place, kv_bytes)
                 case StopPull(name):
                     self._network.cancel(now, name)
                 case Release(party):

@@ -30,6 +30,7 @@ from msgspec import Meta
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest, KvLoss, Leg
 from kvrouter.mock.handoff import Party, RemoteSink
+from kvrouter.mock.links import Place
 
 PullId = NewType("PullId", int)
 """A pull of a sink of this process, from a source of another one."""
@@ -83,11 +84,11 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The KV of ``kv_tokens`` tokens may be pulled: ``kv_bytes`` bytes, out of ``src_domain``."""
+    """The KV of ``kv_tokens`` tokens may be pulled: ``kv_bytes`` bytes, from a worker at ``src``."""
 
     kv_tokens: Count
     kv_bytes: Count
-    src_domain: Annotated[str, Meta(max_length=500)]
+    src: Place
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.mock.batch_step import BatchStep, Work, count_planned, settle, steps_s
 from kvrouter.mock.config import EngineHashing, MockConfig
-from kvrouter.mock.handoff import Arrived
+from kvrouter.mock.network import Arrived
 from kvrouter.mock.paged_kv import PagedKv, TableId
 from kvrouter.mock.sequence import EngineSequence, SequenceState
 from kvrouter.mock.tokens import MASK

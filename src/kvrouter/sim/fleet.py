@@ -11,7 +11,6 @@ from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.fleet_workers import (
     BOOTSTRAP_PORT,
     bootstraps,
-    link_level,
     link_table,
     mock_config,
     mock_links,
@@ -162,8 +161,7 @@ class SimFleet:
             address=f"replay://{worker_id}",
             bootstrap=bootstrap,
         )
-        domain = group.domains.get(link_level(self.file) or "", "")
-        self.fabric.add(self._config(worker_id, group, bootstrap), worker_id=worker_id, domain=domain)
+        self.fabric.add(self._config(worker_id, group, bootstrap), worker_id=worker_id, domains=group.domains)
         self._apply(card, now_s=now_s)
 
     def leave(self, worker_id: WorkerId, *, now_s: float) -> None:

@@ -91,11 +91,17 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
 
     def link(self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) -> Link:
         """Return the link between the workers whose domain values are ``a`` and ``b``."""
+        return self.decided(a, b, levels)[0]
+
+    def decided(
+        self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]
+    ) -> tuple[Link, str | None]:
+        """Return the link, and the level that decides it: None where it is ``otherwise``."""
         for (domain, one, other), link in self.pairs.items():
             if (a.get(domain), b.get(domain)) in ((one, other), (other, one)):
-                return link
+                return link, domain
         shared = distance(a, b, levels).depth
         for level in reversed(levels[:shared]):
             if level in self.by_level:
-                return self.by_level[level]
-        return self.otherwise
+                return self.by_level[level], level
+        return self.otherwise, None

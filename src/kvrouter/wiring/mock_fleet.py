@@ -10,7 +10,6 @@ from kvrouter.config import FleetFile, WorkerGroup
 from kvrouter.config.fleet_workers import (
     BOOTSTRAP_PORT,
     bootstraps,
-    link_level,
     mock_links,
     mock_workers,
     worker_card,
@@ -135,11 +134,10 @@ class MockFleet:
         model = self.fleet.model_of(group)
         bootstrap = Peer(f"mock-{worker_id}", BOOTSTRAP_PORT) if bootstraps(group) else None
         incarnation = new_incarnation()
-        domain = domains.get(link_level(self.fleet) or "", "")
         config = text_mock_config(
             self.fleet, group, worker_id, self.texts[ModelName(model.name)], bootstrap=bootstrap
         )
-        engine = self._engines[worker_id] = self.cluster.add(config, worker_id=worker_id, domain=domain)
+        engine = self._engines[worker_id] = self.cluster.add(config, worker_id=worker_id, domains=domains)
         return Worker(
             engine,
             worker_card(

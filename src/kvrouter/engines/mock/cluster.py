@@ -10,7 +10,7 @@ the engine leaves it out of its steps until the reader goes on, and takes its me
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite
 from secrets import token_hex
@@ -114,9 +114,11 @@ class MockEngineHandle:
     Every start begins a new life: an empty cache, and none of the requests from before.
     """
 
-    def __init__(self, cluster: "MockCluster", config: MockConfig, worker_id: WorkerId, domain: str) -> None:
+    def __init__(
+        self, cluster: "MockCluster", config: MockConfig, worker_id: WorkerId, domains: Mapping[str, str]
+    ) -> None:
         self.worker_id = worker_id
-        self.domain = domain
+        self.domains = domains
         self.config = config
         self._cluster = cluster
         self._engine: MockEngine | None = None
@@ -206,9 +208,9 @@ class MockCluster:
         self._turn_at_s = 0.0
         self._rested_at_s = 0.0
 
-    def add(self, config: MockConfig, *, worker_id: WorkerId, domain: str) -> MockEngineHandle:
-        """Return an engine in ``domain`` (a value of the level that links are between), not started yet."""
-        return MockEngineHandle(self, config, worker_id, domain)
+    def add(self, config: MockConfig, *, worker_id: WorkerId, domains: Mapping[str, str]) -> MockEngineHandle:
+        """Return an engine in ``domains``, by level, not started yet."""
+        return MockEngineHandle(self, config, worker_id, domains)
 
     @property
     def advertise(self) -> Peer | None:
@@ -264,7 +266,7 @@ class MockCluster:
                 f"bootstrap_host: {given[0]}:{given[1]} is not {address.host}:{address.port}",
                 param="bootstrap_host",
             )
-        engine = self._fabric.add(handle.config, worker_id=handle.worker_id, domain=handle.domain)
+        engine = self._fabric.add(handle.config, worker_id=handle.worker_id, domains=handle.domains)
         self._sinks[handle.worker_id] = (on_events, on_load)
         self._turn_soon()
         return engine

@@ -45,7 +45,7 @@ from kvrouter.mock import (
 from kvrouter.mock.remote import REASON_CHARS_MAX
 
 HELLO = b"kvrouter mock kv "
-VERSION = b"2"
+VERSION = b"3"
 HELLO_BYTES_MAX = 1_024
 FRAME_BYTES_MAX = 16_384
 LENGTH_BYTES = 4
