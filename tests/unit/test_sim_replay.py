@@ -13,7 +13,7 @@ from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.rules.registry import RULES, parse_rule
 from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
-from kvrouter.sim.timetable import Happening, TimetableEvent
+from kvrouter.sim.timetable import DieEvent, JoinEvent
 from kvrouter.sim.traces.request import TraceRequest
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
@@ -52,8 +52,8 @@ def test_a_pair_waits_for_its_kv_on_the_link() -> None:
 def test_a_zone_without_decoders_is_left_alone_or_crossed_as_the_policy_says() -> None:
     rows = [row(0, 0.0, [1, 2, 3]), row(1, 20.0, [1, 2, 3])]
     dies = [
-        TimetableEvent(10.0, Happening.DIE, group="da"),
-        TimetableEvent(10.0, Happening.DIE, group="pb"),
+        DieEvent(at_s=10.0, group="da"),
+        DieEvent(at_s=10.0, group="pb"),
     ]
     required = replayed(rows, fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}"), timetable=dies)
     assert [outcome.error for outcome in by_number(required)] == ["", "no_eligible_worker"]
@@ -69,13 +69,13 @@ def test_a_zone_without_decoders_is_left_alone_or_crossed_as_the_policy_says() -
 
 def test_a_worker_that_dies_takes_its_requests_to_another_and_back_it_is_empty() -> None:
     rows = [row(0, 0.0, [1, 2], output_tokens=400), row(1, 30.0, [1, 2])]
-    dies = [TimetableEvent(1.0, Happening.DIE), TimetableEvent(1.0, Happening.JOIN)]
+    dies = [DieEvent(at_s=1.0), JoinEvent(at_s=1.0)]
     one = replayed(rows, fleet("workers: [{name: w}]"), timetable=dies)
     assert [outcome.error for outcome in by_number(one)] == ["no_eligible_worker", ""]
     assert by_number(one)[1].cached_tokens == 0
     two = fleet("workers: [{name: w1}, {name: w2}]")
     moved = [
-        by_number(replayed(rows, two, timetable=[TimetableEvent(1.0, Happening.DIE, group=group)]))[0]
+        by_number(replayed(rows, two, timetable=[DieEvent(at_s=1.0, group=group)]))[0]
         for group in ("w1", "w2")
     ]
     assert [(outcome.error, outcome.generated_tokens) for outcome in moved] == [("", 400), ("", 400)]
@@ -85,9 +85,9 @@ def test_a_worker_that_dies_takes_its_requests_to_another_and_back_it_is_empty()
 def test_a_prefill_worker_that_comes_back_does_not_carry_what_it_did_before() -> None:
     # Its prefill is done and its KV fetched when it dies; the answer goes on without it.
     rows = [row(0, 0.0, [1, 2], output_tokens=2_000)]
-    again = [TimetableEvent(5.0, Happening.DIE, group="pa"), TimetableEvent(6.0, Happening.JOIN, group="pa")]
+    again = [DieEvent(at_s=5.0, group="pa"), JoinEvent(at_s=6.0, group="pa")]
     file = fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}".replace("{zone: b}", "{zone: a}"))
-    both = [*again, *(TimetableEvent(event.at_s + 0.1, event.what, group="pb") for event in again)]
+    both = [*again, *(type(event)(at_s=event.at_s + 0.1, group="pb") for event in again)]
     (outcome,) = replayed(rows, file, timetable=both).outcomes
     assert (outcome.error, outcome.generated_tokens, outcome.attempts) == ("", 2_000, 1)
 

@@ -17,7 +17,8 @@ from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
 from kvrouter.sim.simulation import Simulation, check_room, longest_request
 from kvrouter.sim.summary import Objective
-from kvrouter.sim.timetable import TimetableEvent, check_timetable, read_timetable
+from kvrouter.sim.timetable import TimetableEvent, read_timetable
+from kvrouter.sim.timetable_plan import check_timetable
 from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.variant import Variant

@@ -159,6 +159,19 @@ class Placer:
         self._at_report = self._at_report or self._begin_at_report(now_s)
         self.load_changed()
 
+    def set_routing(self, settings: RoutingSettings, *, now_s: float) -> None:
+        """Decide by these from now on; requests that wait may try again. What bookings depend on stays as it
+        is: whether blocks are tracked, and whether the prefill leg is all that is decided.
+        """
+        self.settings = structs.replace(
+            settings,
+            prefill_alone=self.settings.prefill_alone,
+            track_active_blocks=self.settings.track_active_blocks,
+        )
+        self._at_report = self._at_report or self._begin_at_report(now_s)
+        self.waiting.domain.pulse()
+        self.load_changed()
+
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
         running answer.

@@ -1,6 +1,6 @@
 """The fleet of a replay: mock engines on their links, and the placer that routes to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, RouterId, Slot, WorkerId
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import Fault, Fleet
@@ -30,6 +29,9 @@ from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCache
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import SlotRule
 from kvrouter.sim.cache import EventCacheView
+from kvrouter.sim.fleet_check import check_fleet
+from kvrouter.sim.timetable import WorkersEvent
+from kvrouter.sim.timetable_plan import Step, relabelled
 
 VOCABULARY = 32_000
 """Nobody reads the tokens of a replay."""
@@ -88,8 +90,8 @@ class SlotLoads:
 class SimFleet:
     """The workers of a fleet file, as mock engines that leap over steps in which nothing changes.
 
-    ``rule`` picks instead of the router's own costs. Raises ConfigError for what a replay cannot run: other
-    engines than mock ones, and more than one model.
+    ``rule`` picks instead of the router's own costs. ``steps`` is what will happen to it. Raises ConfigError
+    for what a replay cannot run: other engines than mock ones, and more than one model.
     """
 
     def __init__(
@@ -101,15 +103,18 @@ class SimFleet:
         seed: int,
         call_soon: Callable[[Callable[[], None]], object],
         timing: Timing | None = None,
+        steps: Sequence[Step] = (),
     ) -> None:
-        _check(file)
+        check_fleet(file)
         model = file.models[0]
         self.file = file
         self.block_size = model.mock_block_size
         self.fabric = Fabric(mock_links(file), leaps=True)
         self.fleet = Fleet(ModelName(model.name), self.block_size)
         self.loads = SlotLoads()
-        self.cache = _cache_view(config, needs_overlap=rule is not None)
+        self.cache = _cache_view(
+            [config, *(step.file.router for step in steps)], needs_overlap=rule is not None
+        )
         self.placer = Placer(
             fleet=self.fleet,
             cache=self.cache,
@@ -128,13 +133,18 @@ class SimFleet:
         self._timing = timing
         self._groups: dict[WorkerId, WorkerGroup] = {}
         self._incarnations = 0
+        self._awaited: set[WorkerId] = set()
+        """Workers that will be added, and are not there yet."""
         for worker_id, group in numbered_workers(file):
             self._groups[worker_id] = group
             self.join(worker_id, now_s=0.0)
+        for worker_id, group in (worker for step in steps for worker in step.added):
+            self._groups[worker_id] = group
+            self._awaited.add(worker_id)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of prompt and answer together that each of its engines has room for."""
+        """Tokens of prompt and answer together that each of its engines has room for, at any time."""
         specs = [self._config(worker_id, group, None) for worker_id, group in self._groups.items()]
         return min(spec.total_kv_blocks * spec.block_size for spec in specs)
 
@@ -145,24 +155,42 @@ class SimFleet:
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """The workers of the file."""
-        return tuple(self._groups)
+        """The workers that are or were here."""
+        return tuple(worker_id for worker_id in self._groups if worker_id not in self._awaited)
+
+    def selected(self, event: WorkersEvent) -> list[WorkerId]:
+        """The workers that an event happens to, dead ones too."""
+        return [worker_id for worker_id in self.workers if event.selects(self._groups[worker_id])]
 
     def join(self, worker_id: WorkerId, *, now_s: float) -> None:
-        """A worker of the file joins, with an empty cache."""
+        """A worker joins, with an empty cache."""
         group = self._groups[worker_id]
+        self._awaited.discard(worker_id)
         self._incarnations += 1
-        bootstrap = Peer(f"mock-{worker_id}", BOOTSTRAP_PORT) if bootstraps(group) else None
-        card = worker_card(
-            self.file,
-            group,
-            worker_id,
-            incarnation=Epoch(self._incarnations),
-            address=f"replay://{worker_id}",
-            bootstrap=bootstrap,
-        )
-        self.fabric.add(self._config(worker_id, group, bootstrap), worker_id=worker_id, domains=group.domains)
-        self._apply(card, now_s=now_s)
+        config = self._config(worker_id, group, self._bootstrap(worker_id))
+        self.fabric.add(config, worker_id=worker_id, domains=group.domains)
+        self._apply(self._card(worker_id, Epoch(self._incarnations)), now_s=now_s)
+
+    def label(self, worker_id: WorkerId, labels: Mapping[str, str | None], *, now_s: float) -> None:
+        """The labels of a worker's node change: it publishes its card again. Its engine goes on, and later
+        transfers go from and to where it is now.
+        """
+        group = self._groups[worker_id]
+        self._groups[worker_id] = relabelled(group, labels)
+        if self._groups[worker_id].domains != group.domains and self.fleet.card(worker_id) is not None:
+            self.fabric.move(now_s, worker_id, self._groups[worker_id].domains)
+            self._publish_again(worker_id, now_s=now_s)
+
+    def switch(self, file: FleetFile, *, now_s: float) -> None:
+        """The transfer policy and the router's settings are those of ``file`` from now on: workers publish
+        their cards again, and the router decides by the new settings.
+        """
+        before, self.file = self.file, file
+        if file.router != before.router:
+            self.placer.set_routing(routing_settings(file.router, link_table(file)), now_s=now_s)
+        if file.kv_transfer != before.kv_transfer:
+            for card in tuple(self.fleet):
+                self._publish_again(card.worker_id, now_s=now_s)
 
     def leave(self, worker_id: WorkerId, *, now_s: float) -> None:
         """A worker dies: its engine is gone at once, and the router knows."""
@@ -180,6 +208,24 @@ class SimFleet:
         if slot is not None:
             self.loads.reported(slot, report)
             self.placer.reported(report, slot, now_s=now_s)
+
+    def _publish_again(self, worker_id: WorkerId, *, now_s: float) -> None:
+        card = self.fleet.card(worker_id)
+        if card is not None:
+            self._apply(self._card(worker_id, card.incarnation), now_s=now_s)
+
+    def _card(self, worker_id: WorkerId, incarnation: Epoch) -> WorkerCard:
+        return worker_card(
+            self.file,
+            self._groups[worker_id],
+            worker_id,
+            incarnation=incarnation,
+            address=f"replay://{worker_id}",
+            bootstrap=self._bootstrap(worker_id),
+        )
+
+    def _bootstrap(self, worker_id: WorkerId) -> Peer | None:
+        return Peer(f"mock-{worker_id}", BOOTSTRAP_PORT) if bootstraps(self._groups[worker_id]) else None
 
     def _apply(self, card: WorkerCard, *, now_s: float) -> None:
         change = self.fleet.join(card)
@@ -210,10 +256,11 @@ class SimFleet:
         return config if self._timing is None else replace(config, timing=self._timing)
 
 
-def _cache_view(config: KvRouterConfig, *, needs_overlap: bool) -> CacheView:
-    """As the live router's: no index where overlap weighs nothing, else events, or predictions."""
-    is_idle = config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV
-    if is_idle and not needs_overlap:
+def _cache_view(configs: Sequence[KvRouterConfig], *, needs_overlap: bool) -> CacheView:
+    """As the live router's: no index where overlap never weighs anything, else events, or predictions."""
+    config = configs[0]
+    weighs = any(each.overlap_score_weight > 0.0 and each.router_mode is RouterMode.KV for each in configs)
+    if not weighs and not needs_overlap:
         return NoCacheView()
     if config.kv_events:
         return EventCacheView(NativeBlockIndex())
@@ -224,22 +271,3 @@ def _cache_view(config: KvRouterConfig, *, needs_overlap: bool) -> CacheView:
             prune_target_ratio=config.router_prune_target_ratio,
         )
     )
-
-
-def _check(file: FleetFile) -> None:
-    if len(file.models) > 1:
-        names = ", ".join(model.name for model in file.models)
-        raise ConfigError(f"models: a replay has one model, not {names}", param="models")
-    for position, group in enumerate(file.workers):
-        field = f"workers[{position}]"
-        if group.engine.kind != "mock":
-            raise ConfigError(
-                f"{field}.engine.kind: a replay runs mock engines, not {group.engine.kind}; give the sizes "
-                "and the timing of such an engine to a mock one",
-                param=f"{field}.engine.kind",
-            )
-        if group.topology_env:
-            raise ConfigError(
-                f"{field}.topology_env: a replay reads no files of nodes; say domains instead",
-                param=f"{field}.topology_env",
-            )

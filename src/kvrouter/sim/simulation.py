@@ -35,7 +35,16 @@ from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.request import NO_TOKENS, SimRequest
 from kvrouter.sim.rules.rule import Rule, RuleInput
-from kvrouter.sim.timetable import Happening, TimetableEvent
+from kvrouter.sim.timetable import (
+    AddEvent,
+    DieEvent,
+    JoinEvent,
+    LabelEvent,
+    LinkEvent,
+    PolicyEvent,
+    TimetableEvent,
+)
+from kvrouter.sim.timetable_plan import Step, plan_timetable
 from kvrouter.sim.traces.request import TraceRequest
 
 CEILING_BLOCKS_MAX = 1 << 23
@@ -116,6 +125,7 @@ class Simulation:
         self.session = ""
         self.result = Result(seed=seed)
         self._due: deque[Callable[[], None]] = deque()
+        steps = plan_timetable(timetable, file)
         self.fleet = SimFleet(
             file,
             config=config,
@@ -123,6 +133,7 @@ class Simulation:
             seed=seed,
             call_soon=self._due.append,
             timing=timing,
+            steps=steps,
         )
         check_block_size(piece_tokens, self.fleet.block_size)
         self.placer: Placer = self.fleet.placer
@@ -142,13 +153,11 @@ class Simulation:
             ttl_s=1e12, max_blocks=CEILING_BLOCKS_MAX, prune_target_ratio=0.5
         )
         self._held_by_ceiling = np.zeros(1, np.uint32)
-        settings = self.placer.settings
-        thresholds = settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
-        self._reads_reports = rule is not None or thresholds != (None, None)
+        self._reads_reports = rule is not None or self._has_thresholds()
         self._deadlines: deque[tuple[float, SimRequest]] = deque()
         self._deadline_is_set = False
-        for event in timetable:
-            self.call_at(event.at_s, partial(self._happen, event))
+        for step in steps:
+            self.call_at(step.event.at_s, partial(self._happen, step))
 
     def run(self) -> Result:
         """Replay to the end; KeyboardInterrupt leaves what is known so far in ``result``."""
@@ -247,19 +256,45 @@ class Simulation:
         while self._deadlines and self._deadlines[0][0] <= self.now_s:
             self._deadlines.popleft()[1].time_is_up(self._config.request_timeout_s)
 
-    def _happen(self, event: TimetableEvent) -> None:
+    def _happen(self, step: Step) -> None:
+        fleet, event, now_s = self.fleet, step.event, self.now_s
+        match event:
+            case DieEvent():
+                for worker_id in fleet.selected(event):
+                    self._die(worker_id)
+            case JoinEvent():
+                for worker_id in fleet.selected(event):
+                    if fleet.fleet.card(worker_id) is None:
+                        fleet.join(worker_id, now_s=now_s)
+            case LabelEvent():
+                for worker_id in fleet.selected(event):
+                    fleet.label(worker_id, event.set, now_s=now_s)
+            case LinkEvent() if step.link is not None:
+                fleet.fabric.change_link(now_s, step.link)
+            case PolicyEvent():
+                fleet.switch(step.file, now_s=now_s)
+                self._reads_reports = self._reads_reports or self._has_thresholds()
+            case AddEvent():
+                for worker_id, _ in step.added:
+                    fleet.join(worker_id, now_s=now_s)
+
+    def _die(self, worker_id: WorkerId) -> None:
         fleet = self.fleet
-        for worker_id in event.workers(fleet.file):
-            is_here = fleet.fleet.card(worker_id) is not None
-            if event.what is Happening.JOIN and not is_here:
-                fleet.join(worker_id, now_s=self.now_s)
-            elif event.what is Happening.DIE and is_here:
-                fleet.fabric.catch_up(self.now_s, worker_id)
-                self._deliver()
-                fleet.leave(worker_id, now_s=self.now_s)
-                legs = [party for party in self._runs if party.worker_id == worker_id]
-                for run in [self._runs.pop(party) for party in legs]:
-                    run.worker_died(worker_id)
+        if fleet.fleet.card(worker_id) is None:
+            return
+        fleet.fabric.catch_up(self.now_s, worker_id)
+        self._deliver()
+        fleet.leave(worker_id, now_s=self.now_s)
+        legs = [party for party in self._runs if party.worker_id == worker_id]
+        for run in [self._runs.pop(party) for party in legs]:
+            run.worker_died(worker_id)
+
+    def _has_thresholds(self) -> bool:
+        settings = self.placer.settings
+        return (settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold) != (
+            None,
+            None,
+        )
 
     def _arrive(self, row: TraceRequest, at_s: float) -> None:
         block_size = self.fleet.block_size

@@ -1,67 +1,201 @@
-"""What happens to a fleet during a replay: workers die, and come back with empty caches."""
+"""What happens to a fleet during a replay: workers die, come back, are added and get other labels; links and
+policies change.
+"""
 
 from collections.abc import Mapping
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from pathlib import Path as FilePath
+from types import MappingProxyType
+from typing import Annotated, NamedTuple, Self
 
-import msgspec
-from msgspec import Meta
+from annotated_types import Interval, MaxLen, MinLen
+from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_workers import numbered_workers
-from kvrouter.config.problems import read_document
+from kvrouter.config.fleet import REPLICAS_MAX, DomainName, DomainValue, Name, WorkerGroup
+from kvrouter.config.problems import (
+    Document,
+    Path,
+    Problem,
+    config_error,
+    did_you_mean,
+    dotted,
+    problem_of,
+    raise_problems,
+    read_document,
+)
+from kvrouter.config.setting import Finite, FleetPart, NonNegative, Positive, Whole
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import WorkerId
+
+BandwidthFactor = Annotated[Finite, Interval(ge=1e-6, le=1e6)]
+LatencyFactor = Annotated[Finite, Interval(ge=0, le=1e6)]
 
 
-class Happening(StrEnum):
-    """What becomes of the workers."""
+class Standing(NamedTuple):
+    """Where an event stands: at which path of which file; None where it was made in Python."""
 
-    DIE = "die"
+    document: Document | None = None
+    at: Path = ()
+
+    def place(self, path: Path) -> str:
+        """Return where one of its fields stands, as people look for it."""
+        return dotted(path) if self.document is None else self.document.place((*self.at, *path))
+
+
+class TimetableEvent(FleetPart):
+    """Something that happens ``at_s`` seconds after the beginning."""
+
+    at_s: Annotated[Finite, Interval(ge=0, le=1e9)]
+
+    _standing: Standing = PrivateAttr(default=Standing())
+
+    def standing(self, standing: Standing) -> Self:
+        """Return it as an event of a file."""
+        self._standing = standing
+        return self
+
+    def wrong(self, *problems: Problem) -> ConfigError:
+        """Return the error for what cannot happen to a fleet: paths are those of its own fields."""
+        return config_error(problems, self._standing.place)
+
+
+class WorkersEvent(TimetableEvent):
+    """It happens to the workers of ``group`` that are in all of ``domains``; without either to all."""
+
+    group: Name | None = None
+    domains: Mapping[DomainName, DomainValue] = {}
+
+    def selects(self, group: WorkerGroup) -> bool:
+        """Whether it happens to workers of this group, with these domains."""
+        return self.group in (None, group.name) and self.domains.items() <= group.domains.items()
+
+
+class DieEvent(WorkersEvent):
     """They are gone at once, with their KV and their requests."""
-    JOIN = "join"
+
+
+class JoinEvent(WorkersEvent):
     """They come back, with empty caches."""
 
 
-class TimetableEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At ``at_s`` seconds this happens to the workers of ``group`` that are in all of ``domains``; without
-    either to all workers.
+class LabelEvent(WorkersEvent):
+    """Their nodes' labels change: ``set`` has new values of levels, None takes one away."""
+
+    set: Annotated[Mapping[DomainName, DomainValue | None], MinLen(1)]
+
+
+class LinkEvent(TimetableEvent):
+    """The link between two values of ``level`` changes, in both directions, also under what is on its way.
+
+    Factors are of what the fleet file says. ``level`` may be left out: that of the transfer policy, else the
+    broadest.
     """
 
-    at_s: Annotated[float, Meta(ge=0, le=1e9)]
-    what: Happening
-    group: str | None = None
-    domains: Mapping[str, str] = {}
+    between: Annotated[tuple[DomainValue, ...], MinLen(2), MaxLen(2)]
+    level: DomainName | None = None
+    bandwidth_factor: BandwidthFactor | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+    latency_factor: LatencyFactor | None = None
+    latency_s: NonNegative | None = None
 
-    def workers(self, fleet: FleetFile) -> list[WorkerId]:
-        """The workers that it is about."""
-        return [
-            worker_id
-            for worker_id, group in numbered_workers(fleet)
-            if self.group in (None, group.name)
-            and all(group.domains.get(domain) == value for domain, value in self.domains.items())
+    @model_validator(mode="after")
+    def _says_what_becomes_of_it(self) -> Self:
+        pairs = (("bandwidth_bytes_per_s", "bandwidth_factor"), ("latency_s", "latency_factor"))
+        for amount, factor in pairs:
+            if getattr(self, amount) is not None and getattr(self, factor) is not None:
+                raise PydanticCustomError(
+                    "set_twice",
+                    "contradicts {factor}: give one of the two",
+                    {"key": amount, "factor": factor},
+                )
+        if all(getattr(self, key) is None for pair in pairs for key in pair):
+            names = ", ".join(key for pair in pairs for key in pair)
+            raise PydanticCustomError("no_change", "must change something: {names}", {"names": names})
+        return self
+
+
+class PolicyEvent(TimetableEvent):
+    """The transfer policy, or how the router decides, changes: values by key of the fleet file."""
+
+    set: Annotated[Mapping[str, object], MinLen(1)]
+
+
+class AddEvent(TimetableEvent):
+    """Workers join that the fleet had not: ``replicas`` more of a ``group``, or new groups in the form of
+    the fleet file.
+    """
+
+    group: Name | None = None
+    replicas: Annotated[Whole, Interval(ge=1, le=REPLICAS_MAX)] | None = None
+    workers: Annotated[tuple[WorkerGroup, ...], MaxLen(1024)] = ()
+
+    @model_validator(mode="after")
+    def _says_who(self) -> Self:
+        if self.group is None and not self.workers:
+            raise PydanticCustomError("nobody", "must have group, or workers")
+        if self.group is not None and self.workers:
+            key = {"key": "workers"}
+            raise PydanticCustomError("set_twice", "contradicts group: give one of the two", key)
+        if self.replicas is not None and self.group is None:
+            key = {"key": "replicas"}
+            raise PydanticCustomError("no_effect", "is of group: say it of each of workers", key)
+        return self
+
+
+KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
+    {
+        "die": DieEvent,
+        "join": JoinEvent,
+        "link": LinkEvent,
+        "label": LabelEvent,
+        "policy": PolicyEvent,
+        "add": AddEvent,
+    }
+)
+"""What may happen, by the value of ``what``."""
+
+
+def read_timetable(path: FilePath) -> tuple[TimetableEvent, ...]:
+    """Read the events of a YAML file, which stand in the order of time. Raises ConfigError that names file,
+    line and field of every mistake.
+    """
+    document = read_document(path)
+    problems = [
+        Problem((key,), f"unknown key{did_you_mean(key, ['events'])}")
+        for key in document.content
+        if key != "events"
+    ]
+    entries = document.content.get("events")
+    if not isinstance(entries, list):
+        problems.append(Problem(("events",), "is required" if entries is None else "must be a list"))
+        entries = []
+    events: list[TimetableEvent] = []
+    for number, entry in enumerate(entries):
+        event, mistakes = _read(entry)
+        at: Path = ("events", number)
+        problems += [Problem((*at, *mistake.path), mistake.must) for mistake in mistakes]
+        if event is None:
+            continue
+        if events and event.at_s < events[-1].at_s:
+            must = f"must be ≥ {events[-1].at_s:g}, as events stand in the order of time, not {event.at_s:g}"
+            problems.append(Problem((*at, "at_s"), must))
+        events.append(event.standing(Standing(document, at)))
+    raise_problems(sorted(problems, key=lambda problem: document.line_of(problem.path)), document.place)
+    return tuple(events)
+
+
+def _read(entry: object) -> tuple[TimetableEvent | None, list[Problem]]:
+    if not isinstance(entry, dict):
+        return None, [Problem((), "must be a mapping of keys to values")]
+    what = entry.get("what")
+    kind = KINDS.get(what) if isinstance(what, str) else None
+    if kind is None:
+        listed = ", ".join(KINDS)
+        if what is None:
+            return None, [Problem(("what",), f"is required: {listed}")]
+        return None, [
+            Problem(("what",), f"must be one of {listed}, not {what!r}{did_you_mean(str(what), KINDS)}")
         ]
-
-
-class _Timetable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    events: list[TimetableEvent]
-
-
-def read_timetable(path: Path) -> tuple[TimetableEvent, ...]:
-    """Read the events of a YAML file, by time. Raises ConfigError that names the field."""
     try:
-        timetable = msgspec.convert(read_document(path).content, _Timetable)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}", param=str(path)) from error
-    return tuple(sorted(timetable.events, key=lambda event: event.at_s))
-
-
-def check_timetable(events: tuple[TimetableEvent, ...], fleet: FleetFile) -> None:
-    """Raise ConfigError for an event that is about nobody."""
-    for position, event in enumerate(events):
-        if not event.workers(fleet):
-            raise ConfigError(
-                f"events[{position}]: no worker of the fleet is in this group and these domains",
-                param="events",
-            )
+        return kind.model_validate({key: value for key, value in entry.items() if key != "what"}), []
+    except ValidationError as error:
+        return None, [problem_of(item, kind) for item in error.errors()]

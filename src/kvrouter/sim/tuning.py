@@ -50,11 +50,12 @@ def first_half(trace: Trace, n_rows: int) -> list[TraceRequest]:
 
 
 def second_half(result: Result, n_rows: int) -> Result:
-    """Return the result of the rows that rules are compared on; bytes carried are those of the whole."""
+    """Return the result of the rows that rules are compared on; it lasts from their first arrival on. Bytes
+    carried are those of the whole.
+    """
     outcomes = [outcome for outcome in result.outcomes if outcome.number >= n_rows // 2]
-    return Result(
-        outcomes, result.carried, result.ended_s, result.ceiling_known, result.is_whole, result.seed
-    )
+    begins_s = min((outcome.arrived_s for outcome in outcomes), default=0.0)
+    return replace(result, outcomes=outcomes, ended_s=max(0.0, result.ended_s - begins_s))
 
 
 def merit(outcomes: Sequence[Outcome]) -> tuple[int, float]:
