@@ -37,9 +37,9 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     served = Served()
-    module = ModuleType("kvrouter.commands")
+    module = ModuleType("kvrouter.commands.up")
     module.serve = served  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvrouter.commands", module)
+    monkeypatch.setitem(sys.modules, "kvrouter.commands.up", module)
     return served
 
 

@@ -256,7 +256,7 @@ def test_an_engine_that_is_added_has_room_for_every_request_too() -> None:
         steps=plan_timetable([small], file),
     )
     with pytest.raises(ConfigError, match="room for 256"):
-        check_room([row(0, 0.0, [1, 2, 3, 4])], sim)
+        check_room(row(0, 0.0, [1, 2, 3, 4]), sim)
 
 
 # Laws
@@ -338,7 +338,11 @@ def test_what_happens_at_the_very_beginning_is_as_if_the_file_said_it(
 # Mistakes
 
 WRONG = {
-    "a word that is none": ("{at_s: 1, what: dye}", "yaml:2: events[0].what: must be one of", "did you mean die?"),
+    "a word that is none": (
+        "{at_s: 1, what: dye}",
+        "yaml:2: events[0].what: must be one of",
+        "did you mean die?",
+    ),
     "nothing": ("{at_s: 1}", "events[0].what: is required", "policy"),
     "no mapping": ("5", "events[0]: must be a mapping", ""),
     "no time": ("{what: die}", "events[0].at_s: is required", ""),
