@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
+.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,12 @@ bench: setup ## Our own figures
 
 bench-peers: setup ## Our figures and the peers' in one run, with ratios
 	$(BIN)/python -m benchmarks.peers
+
+bench-replay: setup ## Our replay of a whole trace and Dynamo's own, in one run
+	$(BIN)/python -m benchmarks.offline_replay
+
+bench-policies: setup ## What replays say of policies over links and loads: two hours on two cores
+	$(BIN)/python -m benchmarks.replay --form short
 
 bench-recovery: setup ## How long a router that starts needs to know a million blocks, for each event transport
 	$(BIN)/python -m benchmarks.recovery

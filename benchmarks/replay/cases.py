@@ -1,0 +1,105 @@
+"""Fleets, traces and loads that policies are compared on."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import yaml
+
+from kvrouter.config import Document, parse_document
+from kvrouter.sim.traces.read import Trace, open_trace
+from kvrouter.sim.traces.request import TraceRequest
+
+HERE = Path(__file__).parent
+DATA = HERE.parents[1] / "data"
+
+NEAR_BYTES_PER_S = 12.5e9
+"""100 Gbit/s within a zone; between zones it is a ratio of that."""
+
+RATIOS = (1, 4, 20)
+BLOCK = 512
+BLOCKS = 4096
+
+
+class Case(NamedTuple):
+    """One trace; its arrivals are as many times as fast as it says, for each load."""
+
+    name: str
+    path: Path
+    loads: tuple[float, ...]
+
+
+CASES = (
+    Case("conversation", DATA / "mooncake-conversation.jsonl.gz", (1.0, 2.0, 3.0)),
+    Case("many tenants", HERE / "tenants.yaml", (1.0, 2.0, 3.0)),
+    Case("long sessions", HERE / "sessions.yaml", (1.0, 2.0, 3.0)),
+)
+
+
+class Rows:
+    """The first rows of a trace, held, so that every replay has the same."""
+
+    def __init__(self, path: Path, rows_max: int) -> None:
+        trace: Trace = open_trace(path, rows_max=rows_max)
+        self.info = trace.info
+        self.rows = list(islice(trace, rows_max))
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.rows)
+
+    def share(self, number: int, of: int) -> list[TraceRequest]:
+        """Return every ``of``-th row from ``number`` on, as a gateway that takes turns would send them."""
+        return self.rows[number::of]
+
+
+def fleet(zones: str, ratio: float, *, policy: str | None, workers: int = 2) -> Document:
+    """A fleet file: in each zone so many prefill and so many decode workers."""
+    engine = {"total_kv_blocks": BLOCKS}
+    content: dict[str, object] = {
+        "version": 1,
+        "models": [{"name": "m", "block_size": BLOCK, "context_length": 1_000_000}],
+        "topology": {
+            "levels": ["zone"],
+            "links": {
+                "within": {"zone": {"latency_s": 1e-4, "bandwidth_bytes_per_s": NEAR_BYTES_PER_S}},
+                "across": {
+                    "latency_s": 1e-3 if ratio > 1 else 1e-4,
+                    "bandwidth_bytes_per_s": NEAR_BYTES_PER_S / ratio,
+                },
+            },
+        },
+        "workers": [
+            {
+                "name": f"{role}-{zone}",
+                "role": role,
+                "replicas": workers,
+                "domains": {"zone": zone},
+                "engine": engine,
+            }
+            for zone in zones
+            for role in ("prefill", "decode")
+        ],
+    }
+    if policy is not None:
+        content["kv_transfer"] = {"domain": "zone", "enforcement": policy}
+        if policy == "preferred":
+            content["kv_transfer"] = {"domain": "zone", "enforcement": policy, "preferred_weight": 0.85}
+    return parse_document(yaml.safe_dump(content), f"{len(zones)} zones")
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """The figures of one policy in one case: of every seed, in the order of seeds."""
+
+    policy: str
+    case: str
+    load: float
+    ratio: float
+    ttft_ms: tuple[float, ...]
+    ttft_p99_ms: tuple[float, ...]
+    good: tuple[float, ...]
+    cached: tuple[float, ...]
+    failed: tuple[int, ...]
+    crossing_gb: tuple[float, ...]
+    is_tuned: bool = False
