@@ -28,6 +28,7 @@ from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 TIMING = Timing()
 PREFILL_S = TIMING.prefill_ms(192) / 1e3
 KV_BYTES = 192 * 131_072
+THRESHOLDS = "router: {active_decode_blocks_threshold: 0.0005, active_prefill_tokens_threshold: 500}"
 PAIRS = f"kv_transfer: {{domain: zone}}{TWO_ZONES}"
 """Inside a zone a prompt of 192 tokens moves in 1.92 s; between zones it takes ten times as long, and 1 s."""
 
@@ -213,6 +214,28 @@ def test_thresholds_that_are_set_later_hold() -> None:
     assert {outcome.error for outcome in replayed(rows, file).outcomes} == {""}
 
 
+@pytest.mark.parametrize(
+    ("router", "change"),
+    [
+        (
+            "active_prefill_tokens_threshold: 64, admission_queue_max: 8, admission_wait_s: 60",
+            {"active_prefill_tokens_threshold": None},
+        ),
+        (
+            "kv_transfer_topology_level: zone, kv_transfer_mismatch_policy: fail, router_domain_wait_s: 60",
+            {"kv_transfer_mismatch_policy": "fallback"},
+        ),
+    ],
+)
+def test_requests_that_wait_try_again_under_the_new_settings(router: str, change: dict[str, object]) -> None:
+    rows = [row(number, 0.001 * number, [10 * number, 10 * number + 1]) for number in range(4)]
+    file = fleet(f"router: {{{router}}}{ACROSS}")
+    change_s = 0.01
+    outcomes = by_number(replayed(rows, file, timetable=[PolicyEvent(at_s=change_s, set=change)]))
+    assert [outcome.error for outcome in outcomes] == [""] * 4
+    assert outcomes[-1].placed_s == change_s
+
+
 # Workers that are added
 
 
@@ -310,6 +333,15 @@ def test_what_happens_at_the_very_beginning_is_as_if_the_file_said_it(
                 + PAIRS.replace("zone}", "zone, enforcement: fallback}", 1)
             ),
             [PolicyEvent(at_s=0.0, set={"kv_transfer.enforcement": "fallback", "overlap_score_weight": 3.0})],
+        ),
+        "thresholds": (
+            fleet(f"{THRESHOLDS}\n{PAIRS}"),
+            [
+                PolicyEvent(
+                    at_s=0.0,
+                    set={"active_decode_blocks_threshold": 0.0005, "active_prefill_tokens_threshold": 500},
+                )
+            ],
         ),
         "add": (
             fleet(PAIRS.replace("- {name: db, role: decode, ", "- {name: db, role: decode, replicas: 3, ")),
