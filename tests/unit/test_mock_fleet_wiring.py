@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
 from kvrouter.config.fleet_workers import link_table, mock_links, numbered_workers, worker_card
-from kvrouter.core.ids import Epoch
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.mock import MockConfig, Timing
 from kvrouter.text.model import TextModel
@@ -83,3 +83,26 @@ def test_links_of_the_file_are_those_of_the_mock_and_of_the_decision() -> None:
     ):
         assert links.between(one, other) == link
         assert table.link({"zone": one}, {"zone": other}, ["zone"]) == link
+
+
+def test_mock_transfers_have_the_links_of_every_level_and_are_reported_by_the_policys() -> None:
+    fleet = fleet_of(
+        "version: 1\nmodels: [{name: mock}]\n"
+        "topology:\n"
+        "  levels: [zone, rack]\n"
+        "  links:\n"
+        "    within:\n"
+        "      zone: {latency_s: 0.1, bandwidth_bytes_per_s: 100.0}\n"
+        "      rack: {latency_s: 0.0, bandwidth_bytes_per_s: 900.0}\n"
+        "kv_transfer: {domain: rack, enforcement: fallback}\n"
+        "workers: [{name: w, domains: {zone: a, rack: r}}]\n"
+    )
+    links, table = mock_links(fleet), link_table(fleet)
+    here, near, far = (
+        links.place({"zone": "a", "rack": rack, "label": "x"}, WorkerId(1)) for rack in ("r", "r", "s")
+    )
+    for other, bandwidth in ((near, 900.0), (far, 100.0)):
+        _, link = links.shared(here, other)
+        assert link.bandwidth_bytes_per_s == bandwidth
+        assert link == table.link(here.domains, other.domains, ["zone", "rack"])
+    assert links.pair(here, far) == ("r", "s")
