@@ -19,11 +19,11 @@ SHARED_BLOCKS_KEPT = 4096
 
 
 @lru_cache(maxsize=SHARED_BLOCKS_KEPT)
-def block_word_numbers(block_id: BlockId, vocabulary: int) -> tuple[int, ...]:
+def block_word_numbers(block_id: BlockId, vocabulary: int, *, n_words: int = BLOCK_WORDS) -> tuple[int, ...]:
     """Which words of a vocabulary of that size stand for the block; the same on every machine."""
-    drawn = hashlib.shake_128(str(block_id).encode()).digest(4 * BLOCK_WORDS)
+    drawn = hashlib.shake_128(str(block_id).encode()).digest(4 * n_words)
     return tuple(
-        int.from_bytes(drawn[4 * word : 4 * word + 4], "little") % vocabulary for word in range(BLOCK_WORDS)
+        int.from_bytes(drawn[4 * word : 4 * word + 4], "little") % vocabulary for word in range(n_words)
     )
 
 

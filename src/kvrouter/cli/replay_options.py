@@ -80,7 +80,7 @@ def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]
             "--events",
             type=FILE,
             metavar="FILE",
-            help="When workers die and come back during the replay, in YAML.",
+            help="What happens to workers, links and policies meanwhile, in YAML.",
         ),
         click.option(
             "--slo-ttft",

@@ -21,7 +21,7 @@ from kvrouter.mock.remote import (
     ToSource,
     Want,
 )
-from kvrouter.mock.sequence import UNLIMITED_CREDIT, SequenceKey
+from kvrouter.mock.sequence import UNLIMITED_CREDIT, LegSink, LegStamps, SequenceKey
 
 __all__ = [
     "UNLIMITED_CREDIT",
@@ -36,6 +36,8 @@ __all__ = [
     "GiveUp",
     "Join",
     "KvLoadFailurePolicy",
+    "LegSink",
+    "LegStamps",
     "LinkChange",
     "LinkName",
     "Links",

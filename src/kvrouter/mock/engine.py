@@ -21,6 +21,8 @@ from kvrouter.mock.sequence import (
     UNLIMITED_CREDIT,
     Content,
     EngineSequence,
+    LegSink,
+    LegStamps,
     SequenceKey,
     TokenContent,
     sequence_key,
@@ -97,6 +99,8 @@ class MockEngine:
         self.worker_id = worker_id
         self.engine_id = engine_id
         self.kv_address: tuple[str, int] | None = None
+        self.on_leg_ended: LegSink | None = None
+        """Is given the stamps of each leg that generated all of its tokens."""
         self._model = TokenModel(
             model_seed=config.model_seed,
             token_ids=config.token_ids,
@@ -133,7 +137,7 @@ class MockEngine:
         scheduler.catch_up(now)
         if content is None:
             content = TokenContent(request, self.config, self._model)
-        sequence = EngineSequence(request, content, credit_tokens=credit_tokens)
+        sequence = EngineSequence(request, content, credit_tokens=credit_tokens, came_s=now)
         self._sequences[sequence.key] = sequence
         scheduler.waiting.append(sequence)
         scheduler.wake(now)
@@ -335,6 +339,8 @@ class MockEngine:
             del self._sequences[sequence.key]
             table, sequence.table = sequence.table, None
             request = sequence.request
+            if self.on_leg_ended is not None:
+                self.on_leg_ended(self._stamps(sequence, scheduler.step_ended_s))
             if request.leg is Leg.PREFILL and table is not None:
                 self._pinned[sequence.key] = PinnedKv(scheduler, table)
                 self._notices.append(KvReady(sequence.key))
@@ -343,6 +349,20 @@ class MockEngine:
             else:
                 scheduler.free(table)
         scheduler.ended.clear()
+
+    def _stamps(self, sequence: EngineSequence, now: float) -> LegStamps:
+        request = sequence.request
+        return LegStamps(
+            worker_id=self.worker_id,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            leg=request.leg,
+            came_s=sequence.came_s,
+            first_s=now if sequence.first_s is None else sequence.first_s,
+            last_s=now,
+            output_tokens=sequence.output_tokens,
+            cached_tokens=sequence.cached_tokens or 0,
+        )
 
     def _transfer_params(self, sequence: EngineSequence) -> dict[str, object]:
         """Return how a decode engine gets the KV that waits here, in the format of vLLM's NixlConnector."""

@@ -49,7 +49,7 @@ from kvrouter.mock.remote import (
     Want,
     source_peer,
 )
-from kvrouter.mock.sequence import UNLIMITED_CREDIT, Content, sequence_key
+from kvrouter.mock.sequence import UNLIMITED_CREDIT, Content, LegSink, sequence_key
 
 
 @dataclass(slots=True)
@@ -80,6 +80,7 @@ class Fabric:
 
     def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "", leaps: bool = False) -> None:
         self.address: Peer | None = None
+        self._on_leg_ended: LegSink | None = None
         self._expiry_scale = max(1.0, clock_rate)
         self._life = life
         self._leaps = leaps
@@ -103,6 +104,7 @@ class Fabric:
         engine_id = f"mock-{worker_id}-{self._life}{self._added}"
         engine = MockEngine(config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps)
         engine.kv_address = self.address
+        engine.on_leg_ended = self._on_leg_ended
         member = self._members[worker_id] = _Member(
             engine, self._links.place(domains, worker_id), self._added
         )
@@ -120,6 +122,12 @@ class Fabric:
         self.advance_before(now)
         self._is_next_known = False
         self._network.change(now, change)
+
+    def watch_legs(self, on_leg_ended: LegSink) -> None:
+        """Give ``on_leg_ended`` the stamps of each leg that generates all of its tokens, from now on."""
+        self._on_leg_ended = on_leg_ended
+        for member in self._members.values():
+            member.engine.on_leg_ended = on_leg_ended
 
     def engine(self, worker_id: WorkerId) -> MockEngine:
         """Return the engine of a worker. KeyError when it is not here."""

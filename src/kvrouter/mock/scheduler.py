@@ -60,6 +60,8 @@ class RankScheduler:
         self.n_parked = 0
         self.preemptions = 0
         self.steps = 0
+        self.step_ended_s = 0.0
+        """When the last step ended. First and last tokens come at such moments, leaping or not."""
         self.kv_transfers: KvTransfers | None = None
         self._config = config
         self._leaps = leaps
@@ -100,6 +102,7 @@ class RankScheduler:
         step = self._step
         if step is not None and step.last_ends_at_s <= now:
             self._step = None
+            self.step_ended_s = now
             if self._config.async_scheduling:
                 settle(step.work)
             self._compute(step.work, len(step.steps_s))
@@ -428,6 +431,8 @@ class RankScheduler:
     def _generate(self, sequence: EngineSequence, n_tokens: int) -> bool:
         """Generate so many tokens; True when the last of them ends the sequence."""
         token_ids = sequence.content.next_tokens(n_tokens)
+        if sequence.first_s is None:
+            sequence.first_s = self.step_ended_s
         sequence.prefilling = False
         sequence.n_tokens += n_tokens
         sequence.output_tokens += n_tokens

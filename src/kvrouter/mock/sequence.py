@@ -1,12 +1,13 @@
 """One leg inside an engine: what it says, the KV it holds, and its output that was not read yet."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from kvrouter.core.events import HashColumn, count_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
+from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, KvTransferParams, Leg
 from kvrouter.mock.config import MockConfig
 from kvrouter.mock.paged_kv import TableId
@@ -21,6 +22,25 @@ UNLIMITED_CREDIT = 1 << 62
 def sequence_key(request: EngineRequest) -> SequenceKey:
     """Return the key of ``request``: both legs of one attempt may be at one engine."""
     return SequenceKey(f"{request.engine_key}/{request.leg}")
+
+
+class LegStamps(NamedTuple):
+    """One leg that generated all of its tokens, by its engine's clock: when it came, and when its first and
+    its last token were generated. ``cached_tokens`` are those of its prompt that the engine had.
+    """
+
+    worker_id: WorkerId
+    request_id: RequestId
+    attempt: int
+    leg: Leg
+    came_s: float
+    first_s: float
+    last_s: float
+    output_tokens: int
+    cached_tokens: int
+
+
+LegSink = Callable[[LegStamps], None]
 
 
 class SequenceState(Enum):
@@ -134,11 +154,13 @@ class EngineSequence:
 
     __slots__ = (
         "cached_tokens",
+        "came_s",
         "computed_tokens",
         "content",
         "credit_tokens",
         "error",
         "finish",
+        "first_s",
         "is_dirty",
         "key",
         "kv_lost",
@@ -158,12 +180,16 @@ class EngineSequence:
         "wants_remote_kv",
     )
 
-    def __init__(self, request: EngineRequest, content: Content, *, credit_tokens: int) -> None:
+    def __init__(
+        self, request: EngineRequest, content: Content, *, credit_tokens: int, came_s: float
+    ) -> None:
         self.key = sequence_key(request)
         self.request = request
         self.content = content
         self.n_tokens = content.prompt_tokens
         self.credit_tokens = credit_tokens
+        self.came_s = came_s
+        self.first_s: float | None = None
         self.max_tokens = request.sampling.max_tokens
         self.state = SequenceState.WAITING
         self.wants_remote_kv = request.leg is Leg.DECODE

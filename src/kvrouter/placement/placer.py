@@ -5,6 +5,7 @@ No step waits between the reading and the booking. ``now_s`` is a moment of one 
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from msgspec import structs
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
-from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId
+from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
@@ -29,6 +30,19 @@ from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettin
 from kvrouter.routing.route import route, route_decode
 
 U32 = npt.NDArray[np.uint32]
+
+
+class DecisionSink(Protocol):
+    """Who is given each decision that a placer books, with what it was made from."""
+
+    def __call__(
+        self, wanted: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+    ) -> None:
+        """``view``'s columns are reused by the next reading. ``prefill``: where the KV of a request waits
+        whose decode was picked again; None where all of it was decided.
+        """
+
+
 ROOM_LIMIT = 2**63 - 1
 """A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
 
@@ -127,6 +141,7 @@ class Placer:
         rule: SlotRule | None = None,
     ) -> None:
         self.rule = rule
+        self.on_decided: DecisionSink | None = None
         self.fleet = fleet
         self.cache = cache
         self.ledger: Ledger = ledger
@@ -284,16 +299,17 @@ class Placer:
         Raises the :class:`RoutingRefused` of the usual option when all are refused; nothing is booked then.
         """
         refusals: dict[RetryPlan, RoutingRefused] = {}
-        last_resort: tuple[RouteRequest, Decision] | None = None
+        last_resort: tuple[RouteRequest, View, Decision] | None = None
         for plan, wanted in request.options.items():
+            view = self.view(request.prompt, draw, now_s=now_s, has_media=wanted.has_media)
             try:
-                decision = self.decide(wanted, request.prompt, draw, now_s=now_s)
+                decision = route(wanted, view)
             except RoutingRefused as refused:
                 refusals[plan] = refused
                 continue
             if not decision.last_resort:
-                return self._book(wanted, decision, request, draw, now_s)
-            last_resort = last_resort or (wanted, decision)
+                return self._book(wanted, view, decision, request, draw, now_s)
+            last_resort = last_resort or (wanted, view, decision)
         if last_resort is None:
             raise refusals[RetryPlan.USUAL]
         return self._book(*last_resort, request, draw, now_s)
@@ -337,15 +353,32 @@ class Placer:
             with suppress(RoutingRefused):
                 kept = route_decode(keep, view, old.constraint, prefill=sender)
                 if not kept.fallback_used:
-                    return kept
-        return route_decode(wanted, view, old.constraint, prefill=sender)
+                    return self._picked_again(keep, view, kept, sender)
+        return self._picked_again(
+            wanted, view, route_decode(wanted, view, old.constraint, prefill=sender), sender
+        )
+
+    def _picked_again(
+        self, wanted: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
+    ) -> Decision:
+        if self.on_decided is not None:
+            self.on_decided(wanted, view, decision, prefill=sender)
+        return decision
 
     # Booking
 
     def _book(
-        self, wanted: RouteRequest, decision: Decision, request: AttemptRequest, draw: Draw, now_s: float
+        self,
+        wanted: RouteRequest,
+        view: View,
+        decision: Decision,
+        request: AttemptRequest,
+        draw: Draw,
+        now_s: float,
     ) -> Placement:
         """Claim the picked ranks. The two legs of an attempt hold leases 2·attempt and 2·attempt + 1."""
+        if self.on_decided is not None:
+            self.on_decided(wanted, view, decision, prefill=None)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
         prefill_lease: LeaseId | None = None
         if prefill is not None:

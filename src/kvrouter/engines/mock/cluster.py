@@ -23,7 +23,17 @@ from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, merge_chunks
 from kvrouter.engines.mock.transfer import TransferCounts, Transfers, TransferSettings
 from kvrouter.engines.port import EventsSink, LoadSink
-from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party, Peer
+from kvrouter.mock import (
+    Carried,
+    DomainPair,
+    EngineFull,
+    Fabric,
+    LegSink,
+    Links,
+    MockConfig,
+    Party,
+    Peer,
+)
 from kvrouter.mock.engine import MockEngine
 from kvrouter.mock.sequence import sequence_key
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
@@ -246,6 +256,12 @@ class MockCluster:
         puller counts, wherever the KV was kept.
         """
         return self._fabric.carried()
+
+    def watch_legs(self, on_leg_ended: LegSink) -> None:
+        """Give ``on_leg_ended`` the stamps of each leg that generates all of its tokens, in simulated
+        seconds, which no delay of this process changes.
+        """
+        self._fabric.watch_legs(on_leg_ended)
 
     def check_integrity(self) -> list[str]:
         """Return what is wrong with anyone's books; see :meth:`Fabric.check_integrity`."""

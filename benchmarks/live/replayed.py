@@ -1,0 +1,33 @@
+"""The replay of the rows that were sent live."""
+
+from collections.abc import Sequence
+
+from benchmarks.live.observe import Observed, Observer
+from kvrouter.config import FleetFile
+from kvrouter.core.errors import ConfigError
+from kvrouter.sim.dispatch import ByTimeStamp
+from kvrouter.sim.simulation import Simulation
+from kvrouter.sim.traces.request import TraceRequest
+
+
+def simulation_of(rows: Sequence[TraceRequest], fleet: FleetFile, *, speedup: float) -> Simulation:
+    """Return the replay of ``rows`` over ``fleet``, from its beginning. Raises ConfigError."""
+    if not rows:
+        raise ConfigError("trace: it has no requests", param="trace")
+    return Simulation(
+        fleet,
+        rows,
+        config=fleet.router,
+        dispatch=ByTimeStamp(speedup),
+        piece_tokens=rows[0].piece_tokens,
+    )
+
+
+def observe_replay(rows: Sequence[TraceRequest], fleet: FleetFile, *, speedup: float) -> Observed:
+    """Replay ``rows``. Raises ConfigError for what cannot be replayed."""
+    simulation = simulation_of(rows, fleet, speedup=speedup)
+    observer = Observer()
+    observer.watch(simulation.placer)
+    simulation.fleet.fabric.watch_legs(observer.leg_ended)
+    simulation.run()
+    return observer.observed
