@@ -80,6 +80,13 @@ class FleetProcess:
         self._stop_limit_s = stop_limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process. Raises ``FleetFailed`` where it was not started."""
+        if self._process is None:
+            raise FleetFailed("the fleet was not started")
+        return self._process.pid
+
     def __enter__(self) -> Self:
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)

@@ -11,8 +11,8 @@ from kvrouter.routing.request import Decision, RouteRequest, View
 
 
 class Observed(msgspec.Struct):
-    """What was seen of one side. ``slipped_s``: how long the live engines' clock stood still, because the
-    machine was too slow. ``engines_s``: how long this process was busy with its engines.
+    """What was seen of one side. ``settings`` are those of its decisions. ``slipped_s``: how long the live
+    engines' clock stood still, because the machine was too slow for them.
     """
 
     settings: str = ""
