@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
+.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-recovery bench-herd bench-limits bench-hostile bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,10 @@ bench-limits: setup ## How many events, requests and workers one router takes
 
 bench-hostile: setup ## How long others wait while a body of 59 MB is refused
 	$(BIN)/python -m benchmarks.refused_bodies
+
+bench-live-replay: setup ## The same requests live, over HTTP, and replayed: times by the engines' clock, and choices
+	$(BIN)/python -m benchmarks.live_replay mooncake=data/mooncake-conversation-sample.jsonl
+	$(BIN)/python -m benchmarks.live_replay --fleet benchmarks/live/pairs.yaml mooncake=data/mooncake-conversation-sample.jsonl
 
 replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
 	$(BIN)/python -m benchmarks.replay_sample

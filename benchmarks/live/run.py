@@ -59,7 +59,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Prepared:
-    """A slice, ready to be sent: its rows and its requests. Raises ConfigError for what cannot be replayed."""
+    """A slice, ready to be sent: its rows and requests. Raises ConfigError for what cannot be replayed."""
 
     def __init__(self, of: Slice, fleet_path: Path) -> None:
         self.of = of

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.live.server``: all of ``kvrouter up``, which notes its decisions and its engines' stamps.
+"""``python -m benchmarks.live.server``: all of ``kvrouter up``, and it notes decisions and engines' stamps.
 
 It serves until SIGTERM, and then writes what it noted to a file.
 """
