@@ -16,9 +16,9 @@ import click
 from rich.console import Console
 
 from benchmarks.frontend.client import AnswerFailed
+from benchmarks.http_replay.fleet import FleetFailed
+from benchmarks.http_replay.machine import ROOT
 from benchmarks.live.run import Prepared, Run, Slice
-from benchmarks.replay.fleet import FleetFailed
-from benchmarks.replay.machine import ROOT
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, Measured, measured
 from kvrouter.core.errors import ConfigError

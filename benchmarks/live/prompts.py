@@ -2,8 +2,8 @@
 
 from itertools import chain
 
-from benchmarks.replay.synthesis import block_word_numbers
-from benchmarks.replay.trace import BlockId
+from benchmarks.http_replay.synthesis import block_word_numbers
+from benchmarks.http_replay.trace import BlockId
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.frontend.processes import Server
+from benchmarks.http_replay.fleet import FleetProcess, free_port
 from benchmarks.live.client import Planned, plan, send
 from benchmarks.live.compare import Choices, Latencies, cached_share, compare_choices, compare_latencies
 from benchmarks.live.observe import Observed
 from benchmarks.live.replayed import observe_replay, simulation_of
 from benchmarks.measure import quantile
-from benchmarks.replay.fleet import FleetProcess, free_port
 from kvrouter.config import FleetFile, load_fleet, read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.files import recording_files

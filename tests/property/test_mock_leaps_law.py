@@ -10,9 +10,18 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
+from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import EngineHashing, Fabric, KvLoadFailurePolicy, Links, MockConfig, Party, Timing
+from kvrouter.mock import (
+    EngineHashing,
+    Fabric,
+    KvLoadFailurePolicy,
+    LegStamps,
+    Links,
+    MockConfig,
+    Party,
+    Timing,
+)
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone_links
 
@@ -23,6 +32,9 @@ MEASURED = Timing(
     prefill_attention=1e-3, decode_linear=0.0, decode_sequence=0.3, decode_kv_token=0.07, mixed_kv_token=0.011
 )
 """No two of its steps are alike."""
+
+
+ANSWERED = frozenset({FinishReason.LENGTH, FinishReason.STOP})
 
 
 class Step(NamedTuple):
@@ -63,6 +75,7 @@ class Seen:
         self.ended: dict[Party, tuple[float, EngineChunk]] = {}
         self.cached: dict[Party, int] = {}
         self.loads: dict[WorkerRank, LoadReport] = {}
+        self.legs: list[LegStamps] = []
 
     def take(self, fabric: Fabric, now: float) -> None:
         outputs = fabric.take_outputs()
@@ -117,6 +130,7 @@ def lived(
         )
         fabric.add(config, worker_id=worker_id, domains={"zone": "b" if worker_id == DECODE else "a"})
     seen = Seen()
+    fabric.watch_legs(seen.legs.append)
     parties: list[Party] = []
     now = 0.0
     alive = set(ROLES)
@@ -239,6 +253,11 @@ def test_leaping_is_stepping_bit_for_bit(
     assert leapt.tokens == stepped.tokens
     assert leapt.cached == stepped.cached
     assert leapt.loads == stepped.loads
+    assert leapt.legs == stepped.legs
+    answered = {party: at for party, (at, last) in stepped.ended.items() if last.finish in ANSWERED}
+    assert {(leg.worker_id, leg.first_s, leg.last_s) for leg in stepped.legs} == {
+        (party.worker_id, stepped.first_s[party], at) for party, at in answered.items()
+    }
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True])
