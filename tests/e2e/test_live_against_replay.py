@@ -107,6 +107,7 @@ async def test_one_after_another_everything_is_equal(shape: str) -> None:
     choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).placer)
     assert choices.broken == choices.not_again == ()
     assert choices.equal_views == choices.decisions == len(live.decisions) == len(replay.decisions)
+    assert choices.decisions == len(rows) * (2 if shape == "synchronous" else 1)
     ours, theirs = by_leg(live), by_leg(replay)
     assert ours.keys() == theirs.keys()
     for (_, leg), seen in ours.items():
