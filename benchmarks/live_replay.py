@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import click
+from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.frontend.client import AnswerFailed
@@ -50,6 +51,8 @@ def _parse_slice(text: str) -> Slice:
         speedup = float(numbers[1]) if len(numbers) > 1 else SPEEDUP
     except ValueError as error:
         raise click.BadParameter(f"{text!r}: {error}") from None
+    if rows < 1 or not 0.0 < speedup < float("inf"):
+        raise click.BadParameter(f"{text!r}: rows and speedup are above 0")
     return Slice(name, path, rows, speedup)
 
 
@@ -123,9 +126,13 @@ def _ratio(live: Measured, replay: Measured) -> float | None:
     "--fleet", "fleet_path", default=FLEET, show_default=True, help="Fleet file, with mock engines.",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )  # fmt: skip
+@click.option(
+    "--apart-ms", type=click.FloatRange(min=0), default=100.0, show_default=True,
+    help="How far apart requests arrive at least, on both sides; 0 keeps those of one time stamp together.",
+)  # fmt: skip
 @click.option("--runs", type=click.IntRange(min=1), default=RUNS, show_default=True, help="Runs of each.")
 @click.option("--keep/--no-keep", default=True, help="Whether the result file is written.")
-def main(*, slices: tuple[Slice, ...], fleet_path: Path, runs: int, keep: bool) -> None:
+def main(*, slices: tuple[Slice, ...], fleet_path: Path, apart_ms: float, runs: int, keep: bool) -> None:
     """Measure, print, write, judge."""
     load_average = os.getloadavg()
     console, notes = open_console(), Console(stderr=True)
@@ -133,7 +140,7 @@ def main(*, slices: tuple[Slice, ...], fleet_path: Path, runs: int, keep: bool) 
     wrong: list[str] = []
     try:
         for each in slices:
-            prepared = Prepared(each, fleet_path)
+            prepared = Prepared(replace(each, apart_s=apart_ms / 1e3), fleet_path)
             done = []
             for number in range(runs):
                 notes.print(f"{each.name}: run {number + 1} of {runs}, {len(prepared.rows)} requests")

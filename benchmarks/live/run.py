@@ -6,10 +6,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from benchmarks.frontend.processes import Server
 from benchmarks.http_replay.fleet import FleetProcess, free_port
@@ -21,18 +22,21 @@ from benchmarks.measure import quantile
 from kvrouter.config import FleetFile, load_fleet, read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.files import recording_files
-from kvrouter.sim.simulation import check_room
+from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.request import TraceRequest
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """The first ``rows`` of a trace, whose requests arrive ``speedup`` times as fast as in it."""
+    """The first ``rows`` of a trace, whose requests arrive ``speedup`` times as fast as in it, and at least
+    ``apart_s`` one after the other.
+    """
 
     name: str
     path: str
     rows: int
     speedup: float
+    apart_s: float = 0.0
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -58,6 +62,17 @@ class Run(msgspec.Struct, frozen=True):
     lasted_s: float
 
 
+def apart(rows: Iterable[TraceRequest], least_s: float) -> Iterator[TraceRequest]:
+    """Yield the rows, each at least so long after the one before it. A trace does not say in which order
+    requests of one time stamp are decided; live, the shortest body is read first.
+    """
+    earliest_s = 0.0
+    for row in rows:
+        at_s = max(row.at_s, earliest_s)
+        yield row if at_s == row.at_s else replace(row, at_s=at_s)
+        earliest_s = at_s + least_s
+
+
 class Prepared:
     """A slice, ready to be sent: its rows and requests. Raises ConfigError for what cannot be replayed."""
 
@@ -67,8 +82,11 @@ class Prepared:
         self.fleet: FleetFile = load_fleet(read_document(fleet_path)).fleet
         if self.fleet.speedup != 1.0:
             raise ConfigError("speedup: the engines run on the real clock here", param="speedup")
-        self.rows: Sequence[TraceRequest] = [*open_trace(Path(of.path), rows_max=of.rows)]
-        check_room(self.rows, simulation_of(self.rows, self.fleet, speedup=of.speedup).fleet)
+        rows = open_trace(Path(of.path), rows_max=of.rows)
+        self.rows: Sequence[TraceRequest] = [*apart(rows, of.apart_s * of.speedup)]
+        check_room(
+            longest_request(self.rows)[1], simulation_of(self.rows, self.fleet, speedup=of.speedup).fleet
+        )
         self.requests: Sequence[Planned] = plan(
             self.rows, model=self.fleet.models[0].name, speedup=of.speedup
         )

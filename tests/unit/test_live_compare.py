@@ -14,7 +14,7 @@ from benchmarks.live.decisions import SeenDecision, decide_again, have_equal_vie
 from benchmarks.live.observe import Observed, figures
 from benchmarks.live.prompts import prompt_tokens
 from benchmarks.live.replayed import observe_replay, simulation_of
-from benchmarks.live.run import Load, Prepared, Run
+from benchmarks.live.run import Load, Prepared, Run, apart
 from benchmarks.live_replay import lines_of, parse_slices, problems, remarks
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
@@ -204,7 +204,19 @@ def test_a_slice_is_prepared_and_its_lines_are_medians(tmp_path: Path) -> None:
         Prepared(of, fast)
 
 
-@pytest.mark.parametrize("text", ["m", "=x", "m=", "m=x,a", "m=x,1,b", "m=x,1,2,3"])
+@given(st.lists(st.floats(0.0, 100.0), max_size=20), st.floats(0.0, 10.0))
+def test_rows_are_so_far_apart_and_no_further_than_they_must(times: list[float], least_s: float) -> None:
+    rows = [row(at, at_s, [at]) for at, at_s in enumerate(sorted(times))]
+    moved = [*apart(rows, least_s)]
+    assert [(each.number, each.pieces) for each in moved] == [(each.number, each.pieces) for each in rows]
+    for at, each in enumerate(moved):
+        before_s = moved[at - 1].at_s + least_s if at else 0.0
+        assert each.at_s == max(rows[at].at_s, before_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["m", "=x", "m=", "m=x,a", "m=x,1,b", "m=x,1,2,3", "m=x,0", "m=x,1,0", "m=x,1,inf", "m=x,1,nan"]
+)
 def test_a_slice_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         parse_slices(click.Context(click.Command("")), click.Argument(["of"]), [text])
