@@ -132,6 +132,9 @@ def block_hashes(
     Raises what Prompt raises.
     """
 
+def salted_hashes(hashes: HashColumn, key: bytes) -> HashColumn:
+    """Return SipHash-2-4 of each hash, as 8 bytes little-endian, under a key of 16 bytes."""
+
 def sequence_hashes(block_hashes: bytes) -> bytes:
     """The chained column: s0 = h0, si = xxh3_64(s(i-1) LE, then hi LE; seed 1337).
 

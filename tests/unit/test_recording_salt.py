@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.recording.salt import Salt, siphash
+from kvrouter.core.events import pack_hashes, unpack_hashes
+from kvrouter.core.hashing import salted_hashes
+from kvrouter.recording.salt import Salt
 
 MASK = (1 << 64) - 1
 NUMBERS = st.integers(min_value=0, max_value=MASK)
@@ -49,19 +50,24 @@ def scalar_siphash(number: int, key: bytes) -> int:
 
 def test_the_published_vector_of_siphash() -> None:
     """The ninth vector of the reference implementation: the message 00 01 … 07."""
-    numbers = np.frombuffer(bytes(range(8)), dtype="<u8")
-    assert siphash(numbers, bytes(range(16))).tolist() == [0x93F5F5799A932462]
+    column = salted_hashes(bytes(range(8)), bytes(range(16)))
+    assert unpack_hashes(column) == (0x93F5F5799A932462,)
 
 
 @given(st.lists(NUMBERS, max_size=20), st.binary(min_size=16, max_size=16))
 def test_all_at_once_is_one_by_one(numbers: list[int], key: bytes) -> None:
-    found = siphash(np.array(numbers, dtype=np.uint64), key).tolist()
-    assert found == [scalar_siphash(number, key) for number in numbers]
+    found = unpack_hashes(salted_hashes(pack_hashes(numbers), key))
+    assert found == tuple(scalar_siphash(number, key) for number in numbers)
+
+
+def test_a_key_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="key: 16 bytes, not 15"):
+        salted_hashes(b"", bytes(15))
 
 
 def test_one_salt_gives_one_name_and_another_salt_another() -> None:
     one, same, other = Salt(b"a" * 32), Salt(b"a" * 32), Salt(b"b" * 32)
-    hashes = np.arange(9, dtype="<u8").tobytes()
+    hashes = pack_hashes(range(9))
     assert one.blocks(hashes) == same.blocks(hashes) != other.blocks(hashes)
     assert one.blocks(hashes[8:16]) == one.blocks(hashes)[8:16]
     assert one.session("x") == same.session("x") != other.session("x")

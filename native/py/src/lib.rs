@@ -27,6 +27,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(hashing::salted_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(json::token_ids, module)?)?;
     Ok(())
 }

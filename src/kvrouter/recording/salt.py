@@ -5,17 +5,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hashing import salted_hashes
 
 SALT_BYTES = 32
 SALT_FILE_MAX_BYTES = 4096
 
 _NAME_BYTES = 8
-
-U64 = npt.NDArray[np.uint64]
 
 
 class Salt:
@@ -64,7 +60,7 @@ class Salt:
 
     def blocks(self, hashes: bytes) -> bytes:
         """Return the names of blocks, by their sequence hashes: unsigned 64 bits each, little-endian."""
-        return siphash(np.frombuffer(hashes, dtype="<u8"), self._block_key).astype("<u8").tobytes()
+        return salted_hashes(hashes, self._block_key)
 
 
 def _derived(secret: bytes, purpose: bytes, n_bytes: int) -> bytes:
@@ -74,51 +70,3 @@ def _derived(secret: bytes, purpose: bytes, n_bytes: int) -> bytes:
 
 def _named(text: str, key: bytes) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_NAME_BYTES, key=key).hexdigest()
-
-
-_LANES = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
-_LENGTH = np.uint64(8 << 56)
-_END = np.uint64(0xFF)
-_SHIFTS = {bits: (np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32)}
-
-
-def siphash(numbers: npt.NDArray[np.uint64], key: bytes) -> U64:
-    """Return SipHash-2-4 of each number, as 8 bytes little-endian, under a key of 16 bytes.
-
-    All at once: numpy's cost for a call is that of some hundred numbers.
-    """
-    keys = (int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"))
-    lanes = [np.full(len(numbers), lane ^ keys[at % 2], dtype=np.uint64) for at, lane in enumerate(_LANES)]
-    spare = np.empty(len(numbers), dtype=np.uint64)
-    v0, _, v2, v3 = lanes
-    for word in (numbers, _LENGTH):
-        np.bitwise_xor(v3, word, out=v3)
-        _rounds(lanes, spare, 2)
-        np.bitwise_xor(v0, word, out=v0)
-    np.bitwise_xor(v2, _END, out=v2)
-    _rounds(lanes, spare, 4)
-    return lanes[0] ^ lanes[1] ^ lanes[2] ^ lanes[3]
-
-
-def _rounds(lanes: list[U64], spare: U64, times: int) -> None:
-    v0, v1, v2, v3 = lanes
-    for _ in range(times):
-        _mix(v0, v1, 13, spare)
-        _rotate(v0, 32, spare)
-        _mix(v2, v3, 16, spare)
-        _mix(v0, v3, 21, spare)
-        _mix(v2, v1, 17, spare)
-        _rotate(v2, 32, spare)
-
-
-def _mix(into: U64, other: U64, bits: int, spare: U64) -> None:
-    np.add(into, other, out=into)
-    _rotate(other, bits, spare)
-    np.bitwise_xor(other, into, out=other)
-
-
-def _rotate(lane: U64, bits: int, spare: U64) -> None:
-    left, right = _SHIFTS[bits]
-    np.right_shift(lane, right, out=spare)
-    np.left_shift(lane, left, out=lane)
-    np.bitwise_or(lane, spare, out=lane)
