@@ -235,6 +235,8 @@ def test_documents_tell_lines_and_refuse_what_yaml_would_hide(tmp_path: Path) ->
         ("- 1", "f.yaml:1: must be a mapping"),
         ("", "f.yaml:1: must be a mapping"),
         ("a: 1\n---\nb: 1", "f.yaml:2: not YAML"),
+        ("a: 1\nb: \x01", r"f.yaml:2: not YAML: '\x01': special characters are not allowed"),
+        ("a: !!bool maybe", "f.yaml: not YAML: a value does not fit its tag"),
         ("a: !!python/object:os.system x", "f.yaml:1: not YAML"),
         (
             "\n".join(

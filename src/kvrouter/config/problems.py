@@ -255,25 +255,41 @@ def read_document(path: FilePath) -> Document:
 
 def parse_document(text: str, name: str) -> Document:
     """Parse YAML; raise ConfigError that names the line for bad syntax and for keys given twice."""
-    loader = _Loader(text)
+    lines: dict[Path, int] = {}
+    try:
+        content = _content(text, name, lines)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{name}:{line}: not YAML: {error.problem}", param=name) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{name}:{line}: not YAML: {text[error.position]!r}: {error.reason}", param=name
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not YAML: {error}", param=name) from error
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML's own, for a scalar that is not what its tag says
+        raise ConfigError(f"{name}: not YAML: a value does not fit its tag", param=name) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}:1: must be a mapping of keys to values", param=name)
+    return Document(name, content, lines)
+
+
+def _content(text: str, name: str, lines: dict[Path, int]) -> object:
+    """Return what a document says, and note the line of everything in it. Raises what PyYAML raises, and
+    ConfigError for keys given twice.
+    """
+    loader = _Loader(text)  # reads the first characters, and refuses wrong ones
     try:
         node = loader.get_single_node()
-        lines: dict[Path, int] = {}
         problems: list[Problem] = []
         if node is not None:
             _walk(node, (), lines, problems)
         raise_problems(problems, lambda path: f"{name}:{lines[path]}: {dotted(path)}")
-        content = loader.construct_document(node) if node is not None else None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{name}:{line}: not YAML: {error.problem}", param=name) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: not YAML: {error}", param=name) from error
+        return loader.construct_document(node) if node is not None else None
     finally:
         loader.dispose()
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name}:1: must be a mapping of keys to values", param=name)
-    return Document(name, content, lines)
 
 
 def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Problem]) -> None:
