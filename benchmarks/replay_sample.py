@@ -43,7 +43,7 @@ from kvrouter.text.model import MOCK_FOLDER, mock_words
 from kvrouter.text.tokenizer import Tokenizer
 
 SAMPLE = ROOT / "data" / "mooncake-conversation-sample.jsonl"
-FLEET = ROOT / "benchmarks" / "replay" / "fleet.yaml"
+FLEET = ROOT / "benchmarks" / "http_replay" / "fleet.yaml"
 RESULTS = ROOT / "benchmarks" / "results"
 SPEEDUP = 2.0
 COMPRESSION = 100.0
