@@ -33,7 +33,7 @@ from kvrouter.sim.fleet_check import check_fleet
 from kvrouter.sim.timetable import WorkersEvent
 from kvrouter.sim.timetable_plan import Step, relabelled
 
-VOCABULARY = 32_000
+VOCABULARY = 16
 """Nobody reads the tokens of a replay."""
 
 

@@ -123,7 +123,7 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
             tenant = int(np.searchsorted(reached, chance.random()))
             salt = finish64((tenant + 1) * _SPREAD & _MASK)
             n_system = spec.system_tokens // PIECE_TOKENS
-            system = array("Q", [(salt + at * _SPREAD) & _MASK for at in range(n_system)])
+            system = array("Q", _names(salt, n_system))
             session = _Session(f"s{key}", system, 0, number)
             tokens = spec.system_tokens + _length(spec.input, chance)
             if spec.turn_share:
@@ -132,9 +132,9 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
                     del sessions[next(iter(sessions))]
         n_pieces = -(-tokens // PIECE_TOKENS)
         pieces = session.pieces[:]
-        while len(pieces) < n_pieces:
-            own = (own + _SPREAD) & _MASK
-            pieces.append(own)
+        n_new = max(0, n_pieces - len(pieces))
+        pieces.frombytes(_names(own + _SPREAD & _MASK, n_new))
+        own = own + n_new * _SPREAD & _MASK
         yield TraceRequest(
             number=number,
             at_s=at_s,
@@ -152,6 +152,11 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
             session.last = number
             if session.tokens < spec.input.max:
                 heappush(idle, (at_s + spec.think_s, key))
+
+
+def _names(first: int, n_names: int) -> bytes:
+    """Return so many names of pieces, each 64 bits, as the machine orders them."""
+    return (np.uint64(first) + np.arange(n_names, dtype=np.uint64) * np.uint64(_SPREAD)).tobytes()
 
 
 def _gap_s(spec: Generator, chance: np.random.Generator, at_s: float) -> float:
