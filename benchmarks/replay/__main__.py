@@ -35,7 +35,7 @@ FORMS = {
     "short": Form(3_000, 5, RATIOS, range(len(CASES)), 3),
     "long": Form(20_000, 5, RATIOS, range(len(CASES)), 3),
 }
-"""On two cores: about half an hour, two hours, a night."""
+"""On two cores: about ten minutes, two hours, a night."""
 
 
 @click.command()
