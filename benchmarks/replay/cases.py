@@ -89,17 +89,22 @@ def fleet(zones: str, ratio: float, *, policy: str | None, workers: int = 2) -> 
     return parse_document(yaml.safe_dump(content), f"{len(zones)} zones")
 
 
-class Cell(msgspec.Struct, frozen=True):
-    """The figures of one policy in one case: of every seed, in the order of seeds."""
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of replays: of every seed, in the order of seeds."""
 
-    policy: str
-    case: str
-    load: float
-    ratio: float
     ttft_ms: tuple[float, ...]
     ttft_p99_ms: tuple[float, ...]
     good: tuple[float, ...]
     cached: tuple[float, ...]
     failed: tuple[int, ...]
+
+
+class Cell(Figures, frozen=True, kw_only=True):
+    """The figures of one policy in one case."""
+
+    policy: str
+    case: str
+    load: float
+    ratio: float
     crossing_gb: tuple[float, ...]
     is_tuned: bool = False

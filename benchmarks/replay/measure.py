@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
-from benchmarks.replay.cases import CASES, RATIOS, Case, Cell, Rows, fleet
+from benchmarks.replay.cases import CASES, RATIOS, Case, Cell, Figures, Rows, fleet
 from kvrouter.config import FleetFile, load_fleet
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.places import Places
@@ -37,24 +38,25 @@ class Job(msgspec.Struct, frozen=True):
     rows: int
     seeds: int
 
-    @property
-    def name(self) -> str:
-        """What the page calls it."""
-        return self.policy if self.enforcement is None else f"{self.policy}, {self.enforcement}"
 
-
-class ZoneCell(msgspec.Struct, frozen=True):
+class ZoneCell(Figures, frozen=True, kw_only=True):
     """One deployment over all zones, or one for each behind a gateway that takes turns."""
 
     zones: int
     setup: str
     loses_decoders: bool
     ratio: float
-    ttft_ms: tuple[float, ...]
-    ttft_p99_ms: tuple[float, ...]
-    good: tuple[float, ...]
-    cached: tuple[float, ...]
-    failed: tuple[int, ...]
+
+
+def figures(rows: Sequence[Summary]) -> dict[str, Any]:
+    """Return what :class:`Figures` has, of each seed."""
+    return {
+        "ttft_ms": tuple(row.ttft_ms.mean or 0.0 for row in rows),
+        "ttft_p99_ms": tuple(row.ttft_ms.p99 or 0.0 for row in rows),
+        "good": tuple(row.good_share for row in rows),
+        "cached": tuple(row.cached_share for row in rows),
+        "failed": tuple(sum(row.errors.values()) for row in rows),
+    }
 
 
 @lru_cache(maxsize=1)
@@ -117,17 +119,15 @@ def cell(job: Job) -> Cell:
         seen.append(summarize(result, OBJECTIVE, Places(chosen.fleet)))
     name = chosen.name if job.enforcement is None else f"{chosen.name}, {job.enforcement}"
     return Cell(
-        name,
-        case.name,
-        job.load,
-        job.ratio,
-        tuple(row.ttft_ms.mean or 0.0 for row in seen),
-        tuple(row.ttft_ms.p99 or 0.0 for row in seen),
-        tuple(row.good_share for row in seen),
-        tuple(row.cached_share for row in seen),
-        tuple(sum(row.errors.values()) for row in seen),
-        tuple(sum(pair.bytes for pair in row.carried if pair.src != pair.dst) / 1e9 for row in seen),
-        job.tune,
+        **figures(seen),
+        policy=name,
+        case=case.name,
+        load=job.load,
+        ratio=job.ratio,
+        crossing_gb=tuple(
+            sum(pair.bytes for pair in row.carried if pair.src != pair.dst) / 1e9 for row in seen
+        ),
+        is_tuned=job.tune,
     )
 
 
@@ -156,15 +156,11 @@ def zone_cells(rows_max: int, seeds: int, tell: Callable[[str], None]) -> list[Z
                     ]
                     found.append(
                         ZoneCell(
-                            n_zones,
-                            setup,
-                            events is not None,
-                            ratio,
-                            tuple(row.ttft_ms.mean or 0.0 for row in summaries),
-                            tuple(row.ttft_ms.p99 or 0.0 for row in summaries),
-                            tuple(row.good_share for row in summaries),
-                            tuple(row.cached_share for row in summaries),
-                            tuple(sum(row.errors.values()) for row in summaries),
+                            **figures(summaries),
+                            zones=n_zones,
+                            setup=setup,
+                            loses_decoders=events is not None,
+                            ratio=ratio,
                         )
                     )
     return found
