@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
+from kvrouter.core.allocator import map_large_blocks
 from kvrouter.core.errors import KvrouterError
 from kvrouter.telemetry import Event, log_event
 
@@ -141,7 +142,9 @@ def descriptors_for(connections_max: int | None) -> Descriptors:
 
 
 def settle_memory() -> None:
-    """What was loaded stays: the collector need not walk tokenizers and tables again and again."""
+    """What was loaded stays: the collector need not walk tokenizers and tables again and again. What is large
+    and comes and goes (a request's body) is mapped on its own."""
+    map_large_blocks()
     gc.collect()
     gc.freeze()
 

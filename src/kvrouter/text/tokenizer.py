@@ -1,7 +1,6 @@
 """The tokenizer of ``tokenizer.json``, and a pool of threads that encodes within a memory budget."""
 
 import asyncio
-import ctypes
 import json
 import sys
 from array import array
@@ -10,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
+from kvrouter.core import allocator
 from kvrouter.core.errors import BodyTooLarge, ConfigError, InvalidRequest, Unavailable
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.token_lengths import TokenPieces, longest_token_chars, normal_forms, normalized_bytes
@@ -348,17 +348,4 @@ def _then_trim(encode: Callable[[str], TokenBuffer], need_bytes: int, text: str)
         return encode(text)
     finally:
         if need_bytes >= TRIMMED_BYTES:
-            _trim()
-
-
-def _trim() -> None:
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's own; other allocators give memory back by themselves."""
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found
+            allocator.trim()
