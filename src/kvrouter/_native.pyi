@@ -13,7 +13,7 @@ get it back. Big batches and ``dump`` give it up.
 """
 
 from collections.abc import Sequence
-from typing import Self, final
+from typing import Protocol, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -236,6 +236,116 @@ class ApproximateIndex:
         """Forget the slot; return how many blocks it was thought to hold."""
     def stats(self) -> ApproximateStats:
         """Sizes now."""
+
+class EngineRanks:
+    """The schedulers of mock engines' ranks, on one clock that the caller advances; see kvrouter.mock.engine.
+
+    A rank and a sequence are called by the numbers that :meth:`add` and :meth:`submit` return; a sequence's
+    has its rank's in its upper 32 bits. Times are in seconds. Raises KeyError for one that is not here, and
+    passes on what a leg's content raises.
+    """
+
+    def __new__(cls) -> Self: ...
+    def add(
+        self,
+        *,
+        block_size: int,
+        total_blocks: int,
+        seqs_max: int,
+        tokens_max: int,
+        chunked_prefill: bool,
+        plans_ahead: bool,
+        prefix_caching: bool,
+        opaque: bool,
+        seed: int,
+        timing: Sequence[float],
+        leaps: bool,
+    ) -> int:
+        """Add a rank whose steps compute up to ``tokens_max`` tokens of ``seqs_max`` sequences.
+
+        ``timing`` has the figures of kvrouter.mock.Timing in their order. With ``leaps`` only what cannot
+        wait ends a :meth:`run`.
+        """
+    def remove(self, rank: int) -> None:
+        """Take a rank away with all that it holds."""
+    def submit(
+        self,
+        now: float,
+        rank: int,
+        *,
+        block_hashes: HashColumn,
+        prompt_tokens: int,
+        max_tokens: int,
+        credit_tokens: int,
+        may_stop: bool,
+        wants_remote_kv: bool,
+        pins_kv: bool,
+        content: EngineContent | None = None,
+        salt: int = 0,
+    ) -> int:
+        """Hand a leg to a rank. ``content`` names its further blocks, and says whether its output stops;
+        without one they are drawn from ``salt``. With ``pins_kv`` its KV stays when it ends, until
+        :meth:`release`.
+        """
+    def drop(self, now: float, sequence: int) -> None:
+        """End a sequence early; its last chunk says so."""
+    def release(self, now: float, sequence: int) -> None:
+        """The KV that stayed of a sequence is no longer needed."""
+    def give_credit(self, now: float, sequence: int, tokens: int) -> None:
+        """Its reader made room for ``tokens`` more."""
+    def receive(self, now: float, sequence: int, arrived: bool) -> None:
+        """The KV that it waits for arrived; or it never will, and is computed here."""
+    def catch_up(self, now: float, rank: int) -> None:
+        """Do what the rank leapt over and ended before ``now``, and report all that readers lack."""
+    def next_time(self) -> float | None:
+        """When the first step ends or may begin."""
+    def run(self, until: float, *, through: bool) -> float | None:
+        """Live all that is due before ``until`` (``through``: and at it), up to the first moment in which
+        something happens at a rank that cannot wait; return that moment. At other ranks more may be due then.
+        """
+    def take_notices(self) -> tuple[list[tuple[int, float, float, int, int]], list[tuple[int, int]]]:
+        """Return the sequences that generated their last token (with the seconds of their first and last,
+        their output tokens and their cached tokens), and those that have memory for the KV of so many tokens.
+        """
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any rank did something since the last :meth:`take_outputs`."""
+    def take_outputs(
+        self, *, with_loads: bool
+    ) -> list[
+        tuple[
+            int,
+            list[tuple[int | None, HashColumn, HashColumn | None]],
+            tuple[int, int, int, int] | None,
+            list[tuple[int, int, int | None, int]],
+            list[tuple[int, float]],
+        ]
+    ]:
+        """Return what each rank did since the last call: its number; its KV events (see
+        ``PagedKv.take_rows``); if it changed, its active blocks, tokens to prefill, running and waiting
+        requests; the sequences with news: tokens, cached tokens where they are new, and how it ended (0 not
+        yet, 1 length, 2 stop, 3 dropped); and those that were given a place in a step, and when.
+        """
+    def n_waiting(self, rank: int) -> int:
+        """Sequences that wait for memory or a seat."""
+    def n_preemptions(self, rank: int) -> int:
+        """How often a sequence gave way so far."""
+    def active_blocks(self, rank: int) -> int:
+        """Blocks that somebody holds."""
+    def cached_blocks(self, rank: int) -> int:
+        """Blocks whose content others can use, idle or held."""
+    def snapshot_rows(self, rank: int) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
+        """Return all cached blocks as stores, parents first."""
+    def check_integrity(self, rank: int) -> list[str]:
+        """Return what is wrong with the books of its memory."""
+
+class EngineContent(Protocol):
+    """What :class:`EngineRanks` asks of a leg."""
+
+    def hash_blocks(self, known: int, n_blocks: int) -> HashColumn:
+        """Return the hashes of its full blocks from ``known`` to ``n_blocks``."""
+    def stops(self, n_output: int) -> bool:
+        """Whether the output ends with its token number ``n_output``, counted from 1."""
 
 class PagedKv:
     """The KV memory of a mock engine's rank; see kvrouter.mock.paged_kv, which makes events of the rows.

@@ -80,7 +80,7 @@ def test_a_step_that_is_planned_ahead_has_no_place_for_what_comes_after_the_plan
         while (time := mock.next_time()) is not None:
             mock.advance(time)
             outputs = mock.take_outputs()
-            scheduled_s += [time for key in outputs.scheduled if key.startswith("y-")]
+            scheduled_s += [at_s for key, at_s in outputs.scheduled if key.startswith("y-")]
             if tokens_of(outputs, "y"):
                 first_s.append(time)
     assert scheduled_s == [pytest.approx(0.128), pytest.approx(0.128)]

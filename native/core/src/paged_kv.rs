@@ -10,7 +10,7 @@ use std::collections::BinaryHeap;
 
 use hashbrown::HashMap;
 
-use crate::hashing::chain;
+use crate::hashing::{chain, finish64};
 
 /// Entries of blocks that are in use again, above twice the idle blocks, before the heap is swept.
 const STALE_ENTRIES_MAX: usize = 1_024;
@@ -107,7 +107,7 @@ impl PagedKv {
             evicted: 0,
             caching,
             opaque,
-            next_name: finish(seed),
+            next_name: finish64(seed),
             clock: 0,
             n_offers: 0,
             blocks: vec![root],
@@ -367,7 +367,7 @@ impl PagedKv {
             let engine_hash = if self.opaque {
                 let name = self.next_name;
                 self.next_name = name.wrapping_add(1);
-                finish(name)
+                finish64(name)
             } else {
                 sequence_hash ^ SPREAD
             };
@@ -417,10 +417,11 @@ impl PagedKv {
         if n_blocks > self.idle {
             return Err(NoRoom { wanted: n_blocks, evictable: self.idle });
         }
+        let mut next = None;
         for _ in 0..n_blocks {
-            let id = self.least_recent_leaf();
+            let id = next.take().unwrap_or_else(|| self.least_recent_leaf());
             let block = &mut self.blocks[id as usize];
-            block.released = NEVER;
+            let released = std::mem::replace(&mut block.released, NEVER);
             let (parent, before, after, hash) = (block.parent, block.before, block.after, block.block_hash);
             self.gone.push(block.engine_hash);
             self.children.remove(&(parent, hash));
@@ -435,8 +436,15 @@ impl PagedKv {
             self.spare.push(id);
             let left = &self.blocks[parent as usize];
             if parent != ROOT && left.first_child == NONE && left.holders == 0 {
-                self.offer(parent);
+                if left.released == released {
+                    next = Some(parent); // what one table gave up is one path: nothing comes between
+                } else {
+                    self.offer(parent);
+                }
             }
+        }
+        if let Some(leaf) = next {
+            self.offer(leaf);
         }
         self.idle -= n_blocks;
         self.free += n_blocks;
@@ -486,11 +494,4 @@ impl PagedKv {
             block_hashes: of_run(|block| block.block_hash),
         }
     }
-}
-
-/// What splitmix64's finisher makes of 64 bits.
-fn finish(bits: u64) -> u64 {
-    let bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    bits ^ (bits >> 31)
 }

@@ -44,6 +44,14 @@ pub fn isl_tokens(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     Ok(whole("isl_tokens", value, TOKENS_MAX)? as usize)
 }
 
+/// Tokens of one leg of a mock engine, of which it has at least one.
+pub fn n_tokens(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    match whole("tokens", value, TOKENS_MAX)? {
+        0 => Err(PyValueError::new_err("tokens: at least 1")),
+        n_tokens => Ok(n_tokens),
+    }
+}
+
 pub fn seed(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     whole("seed", value, u64::MAX)
 }

@@ -3,6 +3,7 @@
 mod approximate;
 mod buffers;
 mod checked;
+mod engine_ranks;
 mod events;
 mod hashing;
 mod index;
@@ -17,6 +18,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hashing::Prompt>()?;
     module.add_class::<approximate::ApproximateIndex>()?;
     module.add_class::<approximate::ApproximateStats>()?;
+    module.add_class::<engine_ranks::EngineRanks>()?;
     module.add_class::<index::Applied>()?;
     module.add_class::<index::BlockIndex>()?;
     module.add_class::<index::IndexStats>()?;

@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 use crate::buffers::to_column;
 use crate::checked;
 
-type Row<'py> = (Option<u64>, Bound<'py, PyBytes>, Option<Bound<'py, PyBytes>>);
+pub type Row<'py> = (Option<u64>, Bound<'py, PyBytes>, Option<Bound<'py, PyBytes>>);
 
 #[pyclass(frozen, subclass, module = "kvrouter._native")]
 pub struct PagedKv(Mutex<paged_kv::PagedKv>);
@@ -128,7 +128,7 @@ fn hashes(column: &[u8]) -> PyResult<impl Iterator<Item = u64> + '_> {
     Ok(column.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))))
 }
 
-fn rows(py: Python<'_>, events: Vec<Event>) -> PyResult<Vec<Row<'_>>> {
+pub fn rows(py: Python<'_>, events: Vec<Event>) -> PyResult<Vec<Row<'_>>> {
     let row = |event| {
         Ok(match event {
             Event::Stored { parent, engine_hashes, block_hashes } => {

@@ -21,11 +21,19 @@ from kvrouter.mock.remote import (
     ToSource,
     Want,
 )
-from kvrouter.mock.sequence import UNLIMITED_CREDIT, LegSink, LegStamps, SequenceKey
+from kvrouter.mock.sequence import (
+    UNLIMITED_CREDIT,
+    Content,
+    LegSink,
+    LegStamps,
+    NamedContent,
+    SequenceKey,
+)
 
 __all__ = [
     "UNLIMITED_CREDIT",
     "Carried",
+    "Content",
     "DomainPair",
     "Done",
     "EngineFull",
@@ -43,6 +51,7 @@ __all__ = [
     "Links",
     "MockConfig",
     "MockEngine",
+    "NamedContent",
     "Network",
     "Outputs",
     "Party",

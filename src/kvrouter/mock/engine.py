@@ -5,6 +5,7 @@ when the engine wants to be called again, and advances it to that second. What i
 inputs and their times alone.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,17 +13,19 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Unavaila
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
-from kvrouter.core.workers import LoadReport, Role
+from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.mock.network import Arrived
-from kvrouter.mock.paged_kv import TableId
-from kvrouter.mock.scheduler import RankScheduler
+from kvrouter.mock.paged_kv import to_events, to_stores
+from kvrouter.mock.ranks import FINISHES, ChunkRow, EndedRow, EngineRanks, LoadRow, WantingRow
 from kvrouter.mock.sequence import (
     UNLIMITED_CREDIT,
     Content,
     EngineSequence,
     LegSink,
     LegStamps,
+    NamedContent,
+    SequenceHandle,
     SequenceKey,
     TokenContent,
     sequence_key,
@@ -68,20 +71,13 @@ Notice = KvReady | KvWanted | LegEnded
 @dataclass(slots=True)
 class Outputs:
     """What an engine did: events come before the chunks that they explain. ``scheduled`` are the legs that
-    were given a place in a step.
+    were given a place in a step, and when.
     """
 
     events: list[tuple[DpRank, tuple[KvEvent, ...]]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     chunks: list[tuple[SequenceKey, EngineChunk]] = field(default_factory=list)
-    scheduled: list[SequenceKey] = field(default_factory=list)
-
-
-class PinnedKv(NamedTuple):
-    """The KV of an ended prefill leg."""
-
-    scheduler: RankScheduler
-    table: TableId
+    scheduled: list[tuple[SequenceKey, float]] = field(default_factory=list)
 
 
 class MockEngine:
@@ -89,11 +85,18 @@ class MockEngine:
 
     ``kv_address`` (host, port) is where other processes come for the KV of its prefill legs, if they may.
     With ``leaps`` it asks to be called only when something changes but the number of tokens: its outputs are
-    those of an engine that makes every step, in fewer chunks.
+    those of an engine that makes every step, in fewer chunks. Its ranks may be among those of other engines,
+    in ``ranks``: who gives them runs them.
     """
 
     def __init__(
-        self, config: MockConfig, *, worker_id: WorkerId, engine_id: str, leaps: bool = False
+        self,
+        config: MockConfig,
+        *,
+        worker_id: WorkerId,
+        engine_id: str,
+        leaps: bool = False,
+        ranks: EngineRanks | None = None,
     ) -> None:
         self.config = config
         self.worker_id = worker_id
@@ -107,14 +110,21 @@ class MockEngine:
             eos_token_id=config.eos_token_id,
             eos_every=config.eos_every,
         )
+        self._core = EngineRanks() if ranks is None else ranks
         first = config.dp_start
         self._ranks = {
-            DpRank(rank): RankScheduler(config, WorkerRank(worker_id, DpRank(rank)), leaps=leaps)
+            DpRank(rank): self._core.add_rank(config, DpRank(rank), leaps=leaps)
             for rank in range(first, first + config.dp_size)
         }
-        self._schedulers = tuple(self._ranks.values())
+        self.rank_numbers: Mapping[int, WorkerRank] = {
+            number: WorkerRank(worker_id, rank) for rank, number in self._ranks.items()
+        }
+        """Its ranks, by their numbers in the native core."""
         self._sequences: dict[SequenceKey, EngineSequence] = {}
-        self._pinned: dict[SequenceKey, PinnedKv] = {}
+        self._by_handle: dict[int, EngineSequence] = {}
+        """Those with a chunk to come."""
+        self._pinned: dict[SequenceKey, SequenceHandle] = {}
+        self._transfers: dict[int, KvTransfers] = {}
         self._notices: list[Notice] = []
 
     def submit(
@@ -131,17 +141,30 @@ class MockEngine:
         Raises InvalidRequest for a leg that this engine can never serve, EngineFull when too many wait.
         """
         n_tokens = len(request.token_ids) if content is None else content.prompt_tokens
-        scheduler = self._check(request, n_tokens)
-        if len(scheduler.waiting) >= self.config.max_waiting_seqs:
-            raise EngineFull(f"worker {scheduler.rank}: {len(scheduler.waiting)} requests wait already")
-        scheduler.catch_up(now)
+        rank = self._check(request, n_tokens)
+        n_waiting = self._core.n_waiting(rank)
+        if n_waiting >= self.config.max_waiting_seqs:
+            raise EngineFull(f"worker {self.rank_numbers[rank]}: {n_waiting} requests wait already")
         if content is None:
             content = TokenContent(request, self.config, self._model)
-        sequence = EngineSequence(request, content, credit_tokens=credit_tokens, came_s=now)
-        self._sequences[sequence.key] = sequence
-        scheduler.waiting.append(sequence)
-        scheduler.wake(now)
-        return sequence.key
+        handle = SequenceHandle(
+            self._core.submit(
+                now,
+                rank,
+                block_hashes=content.block_hashes,
+                prompt_tokens=n_tokens,
+                max_tokens=request.sampling.max_tokens,
+                credit_tokens=credit_tokens,
+                may_stop=content.may_stop,
+                wants_remote_kv=request.leg is Leg.DECODE,
+                pins_kv=request.leg is Leg.PREFILL,
+                content=content if isinstance(content, TokenContent) else None,
+                salt=content.salt if isinstance(content, NamedContent) else 0,
+            )
+        )
+        key = sequence_key(request)
+        self._sequences[key] = self._by_handle[handle] = EngineSequence(key, handle, request, content, now)
+        return key
 
     def is_source_for(self, request: EngineRequest) -> bool:
         """Whether the KV that a decode leg comes for is or will be here, in this life of the engine."""
@@ -162,69 +185,83 @@ class MockEngine:
         """The reader of ``key`` made room for ``tokens`` more; nothing when the leg has ended."""
         sequence = self._sequences.get(key)
         if sequence is not None:
-            scheduler = self._ranks[sequence.request.dp_rank]
-            scheduler.catch_up(now)
-            scheduler.give_credit(now, sequence, tokens)
+            self._core.give_credit(now, sequence.handle, tokens)
 
     def kv_arrived(self, now: float, key: SequenceKey, arrived: Arrived) -> None:
         """The KV that a decode leg wanted is in its memory."""
         sequence = self._sequences.get(key)
         if sequence is not None:
-            scheduler = self._ranks[sequence.request.dp_rank]
-            scheduler.catch_up(now)
-            scheduler.count_transfer(arrived)
-            scheduler.receive(now, sequence, arrived=True)
+            self._count_transfer(sequence, arrived)
+            sequence.wants_remote_kv = False
+            self._core.receive(now, sequence.handle, arrived=True)
 
     def kv_failed(self, now: float, key: SequenceKey, loss: KvLoss, reason: str) -> None:
         """The KV that a decode leg waits for will never come: fail, or compute it here, by the policy."""
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.wants_remote_kv:
             return
-        scheduler = self._ranks[sequence.request.dp_rank]
-        scheduler.catch_up(now)
-        scheduler.count_transfer(None)
+        self._count_transfer(sequence, None)
+        sequence.wants_remote_kv = False
         if self.config.kv_load_failure_policy is KvLoadFailurePolicy.RECOMPUTE:
-            scheduler.receive(now, sequence, arrived=False)
+            self._core.receive(now, sequence.handle, arrived=False)
         else:
-            sequence.wants_remote_kv = False
             sequence.kv_lost = loss
             self._end(now, sequence, FinishReason.ERROR, f"KV transfer failed: {reason}")
 
     def release_kv(self, now: float, key: SequenceKey) -> None:
         """The KV of an ended prefill leg is no longer needed; nothing when it was released before."""
-        pinned = self._pinned.pop(key, None)
-        if pinned is not None:
-            pinned.scheduler.catch_up(now)
-            pinned.scheduler.kv.release(pinned.table)
-            pinned.scheduler.wake(now)
+        handle = self._pinned.pop(key, None)
+        if handle is not None:
+            self._core.release(now, handle)
 
     def catch_up(self, now: float) -> None:
         """Do what was leapt over and ended before ``now``, so that :meth:`take_outputs` has it."""
-        for scheduler in self._schedulers:
-            scheduler.catch_up(now)
-            scheduler.report_pending()
+        for rank in self.rank_numbers:
+            self._core.catch_up(now, rank)
+
+    def leave(self) -> None:
+        """Take its ranks out of those of other engines, with all that they hold."""
+        for rank in self.rank_numbers:
+            self._core.remove(rank)
 
     def next_time(self) -> float | None:
         """When to call :meth:`advance`; None when nothing happens until someone calls."""
-        if len(self._schedulers) == 1:
-            return self._schedulers[0].next_time()
-        earliest: float | None = None
-        for scheduler in self._schedulers:
-            time = scheduler.next_time()
-            if time is not None and (earliest is None or time < earliest):
-                earliest = time
-        return earliest
+        return self._core.next_time()
 
     def advance(self, now: float) -> None:
         """Do everything that is due up to ``now``, each thing at its own second."""
-        while (time := self.next_time()) is not None and time <= now:
-            for scheduler in self._schedulers:
-                scheduler.end_step(time)
-                if scheduler.ended:
-                    self._finish(scheduler)
-                scheduler.begin_step(time)
-                if scheduler.admitted_remote:
-                    self._want_kv(scheduler)
+        while self._core.run(now, through=True) is not None:
+            self.note(*self._core.take_notices())
+
+    def note(self, ended: Iterable[EndedRow], wanting: Iterable[WantingRow]) -> None:
+        """Settle what the native core says of legs here: those that generated their last token, and those
+        that have memory for so many tokens' KV from elsewhere.
+        """
+        for handle, first_s, last_s, output_tokens, cached_tokens in ended:
+            sequence = self._by_handle[handle]
+            request = sequence.request
+            del self._sequences[sequence.key]
+            if self.on_leg_ended is not None:
+                self.on_leg_ended(
+                    LegStamps(
+                        worker_id=self.worker_id,
+                        request_id=request.request_id,
+                        attempt=request.attempt,
+                        leg=request.leg,
+                        came_s=sequence.came_s,
+                        first_s=first_s,
+                        last_s=last_s,
+                        output_tokens=output_tokens,
+                        cached_tokens=cached_tokens,
+                    )
+                )
+            if request.leg is Leg.PREFILL:
+                self._pinned[sequence.key] = sequence.handle
+                self._notices.append(KvReady(sequence.key))
+                if request.bootstrap is None:
+                    sequence.kv_transfer_params = self._transfer_params(sequence)
+        for handle, kv_tokens in wanting:
+            self._notices.append(KvWanted(self._by_handle[handle].key, kv_tokens))
 
     def take_notices(self) -> list[Notice]:
         """Return what happened to handoffs since the last call."""
@@ -236,27 +273,41 @@ class MockEngine:
     def take_outputs(self, *, with_loads: bool = True) -> Outputs:
         """Return what happened since the last call; the tokens of several steps are one chunk a sequence."""
         outputs = Outputs()
-        for rank, scheduler in self._ranks.items():
-            events = scheduler.kv.take_events()
+        for rank, events, load, chunks, scheduled in self._core.take_outputs(with_loads=with_loads):
             if events:
-                outputs.events.append((rank, events))
-            if with_loads and (load := scheduler.load_report()) is not None:
-                outputs.loads.append(load)
-            if scheduler.dirty:
-                outputs.chunks += [(sequence.key, sequence.take_chunk()) for sequence in scheduler.dirty]
-                scheduler.dirty.clear()
-            if scheduler.scheduled:
-                outputs.scheduled += [sequence.key for sequence in scheduler.scheduled]
-                scheduler.scheduled.clear()
+                outputs.events.append((self.rank_numbers[rank].dp_rank, to_events(events)))
+            if load is not None:
+                outputs.loads.append(self.load_report(rank, load))
+            outputs.scheduled += [(self._by_handle[handle].key, at_s) for handle, at_s in scheduled]
+            outputs.chunks += [self.chunk(row) for row in chunks]
         return outputs
+
+    def chunk(self, row: ChunkRow) -> tuple[SequenceKey, EngineChunk]:
+        """Return what the native core says that a leg's reader has not been given yet."""
+        handle, n_tokens, cached_tokens, finish = row
+        sequence = self._by_handle.pop(handle) if finish else self._by_handle[handle]
+        return sequence.key, sequence.chunk(n_tokens, cached_tokens, FINISHES[finish])
+
+    def load_report(self, rank: int, load: LoadRow) -> LoadReport:
+        """Return what the native core says of a rank's load."""
+        active_blocks, prefill_tokens, running, waiting = load
+        return LoadReport(
+            rank=self.rank_numbers[rank],
+            active_blocks=active_blocks,
+            total_blocks=self.config.total_kv_blocks,
+            active_prefill_tokens=prefill_tokens,
+            running_requests=running,
+            waiting_requests=waiting,
+            kv_transfers=self._transfers.get(rank),
+        )
 
     def snapshot(self, dp_rank: DpRank) -> tuple[Stored, ...]:
         """Return the blocks that the rank holds now, as stores with parents first."""
-        return self._ranks[dp_rank].kv.snapshot()
+        return to_stores(self._core.snapshot_rows(self._ranks[dp_rank]))
 
     def held_blocks(self, dp_rank: DpRank) -> int:
         """Return how many blocks the rank holds now."""
-        return self._ranks[dp_rank].kv.cached_blocks
+        return self._core.cached_blocks(self._ranks[dp_rank])
 
     @property
     def idle(self) -> bool:
@@ -266,23 +317,18 @@ class MockEngine:
     def check_integrity(self) -> list[str]:
         """Return what is wrong with the books: empty lists are good ones. Idle engines hold nothing."""
         problems: list[str] = []
-        for rank, scheduler in self._ranks.items():
-            tables = [
-                sequence.table
-                for sequence in self._sequences.values()
-                if sequence.request.dp_rank == rank and sequence.table is not None
-            ]
-            tables += [pinned.table for pinned in self._pinned.values() if pinned.scheduler is scheduler]
-            problems += [f"rank {rank}: {problem}" for problem in scheduler.kv.check_integrity(tables)]
-            if self.idle and scheduler.kv.active_blocks:
-                problems.append(f"rank {rank}: idle, and {scheduler.kv.active_blocks} blocks are held")
+        for dp_rank, rank in self._ranks.items():
+            problems += [f"rank {dp_rank}: {problem}" for problem in self._core.check_integrity(rank)]
+            active_blocks = self._core.active_blocks(rank)
+            if self.idle and active_blocks:
+                problems.append(f"rank {dp_rank}: idle, and {active_blocks} blocks are held")
         return problems
 
-    def _check(self, request: EngineRequest, n_tokens: int) -> RankScheduler:
-        """Refuse what can never be served, with the field that is to blame."""
+    def _check(self, request: EngineRequest, n_tokens: int) -> int:
+        """Refuse what can never be served, with the field that is to blame; return the rank's number."""
         config, sampling = self.config, request.sampling
-        scheduler = self._ranks.get(request.dp_rank)
-        if scheduler is None:
+        rank = self._ranks.get(request.dp_rank)
+        if rank is None:
             raise InvalidRequest(f"worker {self.worker_id} has no rank {request.dp_rank}", param="dp_rank")
         if request.leg not in SERVED_LEGS[config.role]:
             raise InvalidRequest(f"a {config.role} engine serves no {request.leg} leg", param="leg")
@@ -307,7 +353,7 @@ class MockEngine:
                 param="token_ids",
             )
         self._check_handoff(request)
-        return scheduler
+        return rank
 
     def _check_handoff(self, request: EngineRequest) -> None:
         config, bootstrap = self.config, request.bootstrap
@@ -326,44 +372,6 @@ class MockEngine:
                 param="bootstrap",
             )
 
-    def _want_kv(self, scheduler: RankScheduler) -> None:
-        """Say which sequences have memory for KV from elsewhere."""
-        for sequence in scheduler.admitted_remote:
-            lacking = sequence.content.prompt_tokens - (sequence.cached_tokens or 0)
-            self._notices.append(KvWanted(sequence.key, lacking))
-        scheduler.admitted_remote.clear()
-
-    def _finish(self, scheduler: RankScheduler) -> None:
-        """Settle the sequences that generated their last token."""
-        for sequence in scheduler.ended:
-            del self._sequences[sequence.key]
-            table, sequence.table = sequence.table, None
-            request = sequence.request
-            if self.on_leg_ended is not None:
-                self.on_leg_ended(self._stamps(sequence, scheduler.step_ended_s))
-            if request.leg is Leg.PREFILL and table is not None:
-                self._pinned[sequence.key] = PinnedKv(scheduler, table)
-                self._notices.append(KvReady(sequence.key))
-                if request.bootstrap is None:
-                    sequence.kv_transfer_params = self._transfer_params(sequence)
-            else:
-                scheduler.free(table)
-        scheduler.ended.clear()
-
-    def _stamps(self, sequence: EngineSequence, now: float) -> LegStamps:
-        request = sequence.request
-        return LegStamps(
-            worker_id=self.worker_id,
-            request_id=request.request_id,
-            attempt=request.attempt,
-            leg=request.leg,
-            came_s=sequence.came_s,
-            first_s=now if sequence.first_s is None else sequence.first_s,
-            last_s=now,
-            output_tokens=sequence.output_tokens,
-            cached_tokens=sequence.cached_tokens or 0,
-        )
-
     def _transfer_params(self, sequence: EngineSequence) -> dict[str, object]:
         """Return how a decode engine gets the KV that waits here, in the format of vLLM's NixlConnector."""
         host, port = self.kv_address or (None, None)
@@ -378,17 +386,22 @@ class MockEngine:
             "remote_num_tokens": sequence.content.prompt_tokens,
         }
 
+    def _count_transfer(self, sequence: EngineSequence, arrived: Arrived | None) -> None:
+        """KV was fetched for a sequence here; None: that failed."""
+        rank = self._ranks[sequence.request.dp_rank]
+        so_far = self._transfers.get(rank) or KvTransfers(transfers=0, bytes=0, seconds=0.0)
+        self._transfers[rank] = KvTransfers(
+            transfers=so_far.transfers + (arrived is not None),
+            bytes=so_far.bytes + (0 if arrived is None else arrived.kv_bytes),
+            seconds=so_far.seconds + (0.0 if arrived is None else arrived.seconds),
+            failed=so_far.failed + (arrived is None),
+        )
+
     def _end(self, now: float, sequence: EngineSequence, finish: FinishReason, reason: str) -> None:
         """End a sequence early."""
-        scheduler = self._ranks[sequence.request.dp_rank]
-        scheduler.catch_up(now)
-        scheduler.drop(sequence)
-        scheduler.free(sequence.table)
-        sequence.table = None
+        self._core.drop(now, sequence.handle)
         sequence.finish = finish
         sequence.error = reason if finish is FinishReason.ERROR else None
         del self._sequences[sequence.key]
-        scheduler.report(sequence)
         if sequence.wants_remote_kv or sequence.request.leg is Leg.PREFILL:
             self._notices.append(LegEnded(sequence.key, f"the {sequence.request.leg} leg ended: {reason}"))
-        scheduler.wake(now)

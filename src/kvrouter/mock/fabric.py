@@ -8,7 +8,6 @@ from here and sent.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import KvEvent
@@ -16,7 +15,7 @@ from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.mock.config import MockConfig
-from kvrouter.mock.engine import KvReady, KvWanted, LegEnded, MockEngine, Outputs
+from kvrouter.mock.engine import KvReady, KvWanted, LegEnded, MockEngine
 from kvrouter.mock.handoff import (
     Command,
     Deliver,
@@ -32,6 +31,8 @@ from kvrouter.mock.handoff import (
 )
 from kvrouter.mock.links import DomainPair, LinkChange, Links, Place
 from kvrouter.mock.network import Arrived, Carried, Network
+from kvrouter.mock.paged_kv import to_events
+from kvrouter.mock.ranks import EngineRanks, rank_of
 from kvrouter.mock.remote import (
     REASON_CHARS_MAX,
     Done,
@@ -65,9 +66,6 @@ class FabricOutputs:
 class _Member:
     engine: MockEngine
     place: Place
-    order: int
-    scheduled_s: float | None = None
-    dirty: bool = True
 
 
 class Fabric:
@@ -84,17 +82,16 @@ class Fabric:
         self._expiry_scale = max(1.0, clock_rate)
         self._life = life
         self._leaps = leaps
-        self._dirty: list[_Member] = []
+        self._ranks = EngineRanks()
+        self._by_rank: dict[int, _Member] = {}
+        """Members by the numbers of their ranks."""
         self._members: dict[WorkerId, _Member] = {}
         self._ids: dict[str, WorkerId] = {}
-        self._due: list[tuple[float, int, WorkerId]] = []
         self._links = links
         self._network = Network(links)
         self._handoffs = Handoffs()
         self._pulls = Pulls()
         self._added = 0
-        self._next_s: float | None = None
-        self._is_next_known = True
 
     def add(self, config: MockConfig, *, worker_id: WorkerId, domains: Mapping[str, str]) -> MockEngine:
         """Add an engine that sits in ``domains``. InvalidRequest when the worker is here already."""
@@ -102,13 +99,13 @@ class Fabric:
             raise InvalidRequest(f"worker {worker_id} is in the fabric already", param="worker_id")
         self._added += 1
         engine_id = f"mock-{worker_id}-{self._life}{self._added}"
-        engine = MockEngine(config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps)
+        engine = MockEngine(
+            config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps, ranks=self._ranks
+        )
         engine.kv_address = self.address
         engine.on_leg_ended = self._on_leg_ended
-        member = self._members[worker_id] = _Member(
-            engine, self._links.place(domains, worker_id), self._added
-        )
-        self._dirty.append(member)
+        member = self._members[worker_id] = _Member(engine, self._links.place(domains, worker_id))
+        self._by_rank.update(dict.fromkeys(engine.rank_numbers, member))
         self._ids[engine.engine_id] = worker_id
         return engine
 
@@ -120,7 +117,6 @@ class Fabric:
     def change_link(self, now: float, change: LinkChange) -> None:
         """Change a link, under the transfers that are on it too; see :meth:`Network.change`."""
         self.advance_before(now)
-        self._is_next_known = False
         self._network.change(now, change)
 
     def watch_legs(self, on_leg_ended: LegSink) -> None:
@@ -136,9 +132,11 @@ class Fabric:
     def remove(self, now: float, worker_id: WorkerId) -> None:
         """Take an engine away at once, as if its machine had died; legs that exchange KV with it fail."""
         self.advance_before(now)
-        self._is_next_known = False
         member = self._members.pop(worker_id)
         del self._ids[member.engine.engine_id]
+        member.engine.leave()
+        for rank in member.engine.rank_numbers:
+            del self._by_rank[rank]
         for party in self._handoffs.parties_of(worker_id):
             self._do(now, self._handoffs.leg_ended(now, party, f"worker {worker_id} is gone", lost=True))
         for pull in self._pulls.of_worker(worker_id):
@@ -166,7 +164,6 @@ class Fabric:
         if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
         member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
-        self._touch(member)
         if name is not None:
             self._meet(now, member, party, request, name, source_at)
         return party
@@ -213,7 +210,6 @@ class Fabric:
                 if not pull.moving:
                     pull.moving = True
                     dst = self._members[pull.sink.worker_id].place
-                    self._is_next_known = False
                     self._network.start(now, pull.key, src, dst, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
@@ -226,9 +222,7 @@ class Fabric:
     def catch_up(self, now: float, worker_id: WorkerId) -> None:
         """Do what an engine leapt over and ended before ``now``."""
         self.advance_before(now)
-        member = self._members[worker_id]
-        member.engine.catch_up(now)
-        self._touch(member)
+        self._members[worker_id].engine.catch_up(now)
 
     def cancel(self, now: float, party: Party, reason: str) -> None:
         """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
@@ -247,21 +241,34 @@ class Fabric:
         if member is not None:
             self.advance_before(now)
             member.engine.give_credit(now, party.key, tokens)
-            self._touch(member)
 
     def next_time(self) -> float | None:
         """When :meth:`advance` has something to do; None when nothing happens until someone calls."""
-        if not self._is_next_known:
-            self._next_s = self._find_next()
-            self._is_next_known = True
-        return self._next_s
-
-    def _find_next(self) -> float | None:
-        earliest = self._network.next_time()
-        for time in (self._handoffs.next_time(), self._next_due()):
+        earliest = self._ranks.next_time()
+        for time in (self._network.next_time(), self._handoffs.next_time()):
             if time is not None and (earliest is None or time < earliest):
                 earliest = time
         return earliest
+
+    def run(self, until: float) -> float | None:
+        """Do what is due before ``until``, up to the first moment in which something happens that cannot
+        wait: a first or a last token, or KV on its way. Return that moment; None when there is none.
+
+        Blocks that fill are no such thing: :meth:`take_outputs` has them.
+        """
+        limit, is_handoff = until, False
+        for time in (self._network.next_time(), self._handoffs.next_time()):
+            if time is not None and time < limit:
+                limit, is_handoff = time, True
+        time = self._ranks.run(limit, through=False)
+        if time is not None:
+            self._settle_ranks(time)
+            self._run_ranks(time)
+            return time
+        if not is_handoff:
+            return None
+        self._live(limit)
+        return limit
 
     def advance(self, now: float, *, moments_max: int | None = None) -> float:
         """Do what is due up to ``now``, in order; return the second up to which everything is done.
@@ -283,24 +290,21 @@ class Fabric:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether any engine was called since the last :meth:`take_outputs`."""
-        return bool(self._dirty)
+        """Whether any engine did something since the last :meth:`take_outputs`."""
+        return self._ranks.has_outputs
 
     def take_outputs(self, *, with_loads: bool = True) -> FabricOutputs:
         """Return what happened since the last call; engines' loads only ``with_loads``."""
         collected = FabricOutputs()
-        dirty, self._dirty = self._dirty, []
-        if len(dirty) > 1:
-            dirty.sort(key=_order)
-        for member in dirty:
-            member.dirty = False
-            worker_id = member.engine.worker_id
-            if self._members.get(worker_id) is not member:
-                continue
-            outputs: Outputs = member.engine.take_outputs(with_loads=with_loads)
-            collected.events += [(WorkerRank(worker_id, rank), events) for rank, events in outputs.events]
-            collected.loads += outputs.loads
-            collected.chunks += [(Party(worker_id, key), chunk) for key, chunk in outputs.chunks]
+        for rank, events, load, chunks, _ in self._ranks.take_outputs(with_loads=with_loads):
+            engine = self._by_rank[rank].engine
+            if events:
+                collected.events.append((engine.rank_numbers[rank], to_events(events)))
+            if load is not None:
+                collected.loads.append(engine.load_report(rank, load))
+            for row in chunks:
+                key, chunk = engine.chunk(row)
+                collected.chunks.append((Party(engine.worker_id, key), chunk))
         return collected
 
     def carried(self) -> dict[DomainPair, Carried]:
@@ -330,7 +334,6 @@ class Fabric:
 
     def _live(self, time: float) -> None:
         """Do all that is due at ``time``."""
-        self._is_next_known = False
         for arrived in self._network.advance(time) if len(self._network) else ():
             pull = self._pulls.of_key(arrived.key)
             if pull is None:
@@ -341,15 +344,24 @@ class Fabric:
                 self._do(time, [Deliver(pull.sink)], arrived)
         if expired := self._handoffs.expire(time):
             self._do(time, expired)
-        while (due := self._next_due()) is not None and due <= time:
-            member = self._members[heappop(self._due)[2]]
-            member.scheduled_s = None
-            member.engine.advance(time)
+        self._run_ranks(time)
+
+    def _run_ranks(self, time: float) -> None:
+        """Do what is due at engines at ``time``."""
+        while self._ranks.run(time, through=True) is not None:
+            self._settle_ranks(time)
+
+    def _settle_ranks(self, time: float) -> None:
+        """Settle what happened at one rank that cannot wait."""
+        ended, wanting = self._ranks.take_notices()
+        if ended or wanting:
+            handle = ended[0][0] if ended else wanting[0][0]
+            member = self._by_rank[rank_of(handle)]
+            member.engine.note(ended, wanting)
             self._settle(time, member)
 
     def _settle(self, now: float, member: _Member) -> None:
-        """Take an engine's notices to the handoffs, and note when it wants to be called again."""
-        self._touch(member)
+        """Take an engine's notices to the handoffs."""
         for notice in member.engine.take_notices():
             party = Party(member.engine.worker_id, notice.key)
             pull = self._pulls.of_sink(party)
@@ -376,7 +388,6 @@ class Fabric:
         source_at: Peer | None,
     ) -> None:
         """A leg that was accepted takes its side of the handoff."""
-        self._is_next_known = False
         expiry_s = member.engine.config.kv_wait_expiry_s
         may_follow = request.bootstrap is not None
         if request.leg is Leg.PREFILL:
@@ -395,12 +406,10 @@ class Fabric:
         )
 
     def _end_pull(self, now: float, pull: RemotePull) -> None:
-        self._is_next_known = False
         self._network.cancel(now, pull.key)
         self._pulls.close(pull)
 
     def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
-        self._is_next_known = False
         for command in commands:
             match command:
                 case Pull(name, source, sink, kv_tokens):
@@ -416,7 +425,6 @@ class Fabric:
                 case Release(party):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.release_kv(now, party.key)
-                        self._touch(member)
                 case Deliver(RemoteSink()):
                     pass  # its own process said so
                 case HandoffFailed(RemoteSink() as sink, loss, reason):
@@ -424,31 +432,10 @@ class Fabric:
                 case Deliver(Party() as party):
                     if (member := self._members.get(party.worker_id)) is not None and arrived is not None:
                         member.engine.kv_arrived(now, party.key, arrived)
-                        self._touch(member)
                 case HandoffFailed(Party() as party, loss, reason):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.kv_failed(now, party.key, loss, reason)
                         self._settle(now, member)
-
-    def _touch(self, member: _Member) -> None:
-        self._is_next_known = False
-        if not member.dirty:
-            member.dirty = True
-            self._dirty.append(member)
-        time = member.engine.next_time()
-        if time is not None and time != member.scheduled_s:
-            heappush(self._due, (time, member.order, member.engine.worker_id))
-        member.scheduled_s = time
-
-    def _next_due(self) -> float | None:
-        """When the first engine is due; entries that no longer hold are dropped."""
-        while self._due:
-            time, order, worker_id = self._due[0]
-            member = self._members.get(worker_id)
-            if member is not None and member.order == order and member.scheduled_s == time:
-                return time
-            heappop(self._due)
-        return None
 
     def _meeting_name(self, engine: MockEngine, request: EngineRequest) -> MeetingName | None:
         """Under which name the two legs of a request meet; None for an aggregated one."""
@@ -461,7 +448,3 @@ class Fabric:
             return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
         params = request.kv_transfer_params or {}
         return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")
-
-
-def _order(member: _Member) -> int:
-    return member.order

@@ -1,20 +1,21 @@
-"""One leg inside an engine: what it says, the KV it holds, and its output that was not read yet."""
+"""One leg inside an engine: what it says, and how it ends."""
 
 from array import array
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
-from typing import NamedTuple, NewType, Protocol
+from typing import NamedTuple, NewType
 
-from kvrouter.core.events import HashColumn, count_hashes
+from kvrouter.core.events import HashColumn
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, KvTransferParams, Leg
 from kvrouter.mock.config import MockConfig
-from kvrouter.mock.paged_kv import TableId
 from kvrouter.mock.tokens import TokenModel
 
 SequenceKey = NewType("SequenceKey", str)
 """What an engine calls one leg of one attempt."""
+
+SequenceHandle = NewType("SequenceHandle", int)
+"""What :class:`kvrouter._native.EngineRanks` calls it."""
 
 UNLIMITED_CREDIT = 1 << 62
 
@@ -43,38 +44,26 @@ class LegStamps(NamedTuple):
 LegSink = Callable[[LegStamps], None]
 
 
-class SequenceState(Enum):
-    """Where a sequence is. Only ``RUNNING`` ones take part in steps."""
+class NamedContent:
+    """A leg that is known by its length and the hashes of its prompt's blocks. Its output is nobody else's:
+    the blocks that it fills have names of their own, drawn from ``salt``.
+    """
 
-    WAITING = auto()
-    """For memory, or for a seat."""
-    RECEIVING = auto()
-    """It has memory, and waits for KV from its prefill engine."""
-    READY = auto()
-    """Its KV arrived; it waits for a seat."""
-    RUNNING = auto()
-    PARKED = auto()
-    """It gave up its memory while its reader was slow; it waits for credit."""
-    ENDED = auto()
+    __slots__ = ("block_hashes", "prompt_tokens", "salt")
 
+    may_stop = False
 
-class Content(Protocol):
-    """What a leg says: its prompt, and then its output, which no one but the content can know."""
-
-    prompt_tokens: int
-    """How many tokens the prompt has, those included that were generated elsewhere before."""
-
-    block_hashes: HashColumn
-    """The hashes of the leading full blocks, as far as they were asked for."""
-
-    stop_token_ids: frozenset[int]
-    """What ends the output before its length does."""
-
-    def hash_blocks(self, n_blocks: int) -> None:
-        """Make sure that the first ``n_blocks`` blocks, all of them full, have their hashes."""
+    def __init__(self, block_hashes: HashColumn, *, prompt_tokens: int, salt: int) -> None:
+        self.block_hashes = block_hashes
+        self.prompt_tokens = prompt_tokens
+        self.salt = salt
 
     def next_tokens(self, n_tokens: int) -> Sequence[int]:
-        """Generate so many tokens."""
+        """Generate so many tokens; nobody reads which."""
+        return _NO_WORDS[:n_tokens] if n_tokens <= len(_NO_WORDS) else (0,) * n_tokens
+
+
+_NO_WORDS = (0,) * 1024
 
 
 class TokenContent:
@@ -85,16 +74,17 @@ class TokenContent:
     __slots__ = (
         "_block_size",
         "_chain",
-        "_drawn",
-        "_drawn_used",
         "_eos_from",
         "_left",
+        "_min_tokens",
         "_model",
+        "_n_read",
         "_seed",
+        "_stop_token_ids",
         "_tokens",
         "block_hashes",
+        "may_stop",
         "prompt_tokens",
-        "stop_token_ids",
     )
 
     def __init__(self, request: EngineRequest, config: MockConfig, model: TokenModel) -> None:
@@ -104,128 +94,99 @@ class TokenContent:
         self._seed = hash_seed(lora_name=request.lora_name, cache_namespace=request.cache_namespace)
         self._block_size = config.block_size
         self.block_hashes = block_hashes(self._tokens, block_size=config.block_size, seed=self._seed)
-        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._eos_from: int | None = None
         if config.eos_every is not None and not sampling.ignore_eos:
-            self.stop_token_ids |= {config.eos_token_id}
+            self._stop_token_ids |= {config.eos_token_id}
             self._eos_from = sampling.min_tokens
+        self.may_stop = bool(self._stop_token_ids)
         self._left = sampling.max_tokens
         self._model = model
         self._chain = model.state(request.token_ids, sampling)
-        self._drawn: list[int] = []
-        self._drawn_used = 0
+        self._n_read = self.prompt_tokens
 
-    def hash_blocks(self, n_blocks: int) -> None:
-        """Make sure that the first ``n_blocks`` blocks have their hashes."""
-        known, block_size = count_hashes(self.block_hashes), self._block_size
-        if n_blocks > known:
-            tokens = self._tokens[known * block_size : n_blocks * block_size]
-            self.block_hashes += block_hashes(tokens, block_size=block_size, seed=self._seed)
+    def hash_blocks(self, known: int, n_blocks: int) -> HashColumn:
+        """Return the hashes of its full blocks from ``known`` to ``n_blocks``."""
+        begin, end = known * self._block_size, n_blocks * self._block_size
+        self._draw_to(end)
+        return block_hashes(self._tokens[begin:end], block_size=self._block_size, seed=self._seed)
+
+    def stops(self, n_output: int) -> bool:
+        """Whether the output ends with its token number ``n_output``, counted from 1."""
+        if n_output <= self._min_tokens:
+            return False
+        n_tokens = self.prompt_tokens + n_output
+        self._draw_to(n_tokens)
+        return self._tokens[n_tokens - 1] in self._stop_token_ids
 
     def next_tokens(self, n_tokens: int) -> Sequence[int]:
-        """Generate so many tokens."""
-        token_ids: list[int] = []
-        while len(token_ids) < n_tokens:
-            if self._drawn_used == len(self._drawn):
-                self._draw()
-            wanted = self._drawn_used + n_tokens - len(token_ids)
-            taken = self._drawn[self._drawn_used : wanted]
-            self._drawn_used += len(taken)
-            token_ids += taken
-        self._tokens.extend(token_ids)
-        return token_ids
+        """Return the next so many tokens of the output."""
+        begin, self._n_read = self._n_read, self._n_read + n_tokens
+        self._draw_to(self._n_read)
+        return self._tokens[begin : self._n_read]
 
-    def _draw(self) -> None:
-        eos_from = self._eos_from
-        self._drawn, self._chain = self._model.draw(
-            self._chain, min(self._block_size, self._left), eos_from=eos_from
-        )
-        self._drawn_used = 0
-        self._left -= len(self._drawn)
-        if eos_from is not None:
-            self._eos_from = max(0, eos_from - len(self._drawn))
+    def _draw_to(self, n_tokens: int) -> None:
+        """Have so many tokens, the prompt's included."""
+        while len(self._tokens) < n_tokens:
+            eos_from = self._eos_from
+            drawn, self._chain = self._model.draw(
+                self._chain, min(self._block_size, self._left), eos_from=eos_from
+            )
+            self._tokens.extend(drawn)
+            self._left -= len(drawn)
+            if eos_from is not None:
+                self._eos_from = max(0, eos_from - len(drawn))
+
+
+Content = TokenContent | NamedContent
+"""What a leg says: its prompt, and then its output."""
 
 
 class EngineSequence:
-    """``computed_tokens`` of ``n_tokens`` have KV in ``table``, which has room for ``room_tokens``;
-    ``credit_tokens`` may still be generated. Of steps that are planned and have not ended, it computes
-    ``planned_tokens`` and generates ``planned_outputs``.
+    """One leg at an engine, which it came to at ``came_s``. ``finish`` is None but for a leg that is ended
+    early: that it ended by its length or a stop token is known to the scheduler.
     """
 
     __slots__ = (
-        "cached_tokens",
         "came_s",
-        "computed_tokens",
         "content",
-        "credit_tokens",
         "error",
         "finish",
-        "first_s",
-        "is_dirty",
+        "handle",
         "key",
         "kv_lost",
         "kv_transfer_params",
-        "max_tokens",
-        "n_tokens",
-        "output_tokens",
-        "pending",
-        "planned_outputs",
-        "planned_tokens",
-        "prefilling",
         "request",
-        "room_tokens",
-        "sent_cached",
-        "state",
-        "table",
         "wants_remote_kv",
     )
 
     def __init__(
-        self, request: EngineRequest, content: Content, *, credit_tokens: int, came_s: float
+        self,
+        key: SequenceKey,
+        handle: SequenceHandle,
+        request: EngineRequest,
+        content: Content,
+        came_s: float,
     ) -> None:
-        self.key = sequence_key(request)
+        self.key = key
+        self.handle = handle
         self.request = request
         self.content = content
-        self.n_tokens = content.prompt_tokens
-        self.credit_tokens = credit_tokens
         self.came_s = came_s
-        self.first_s: float | None = None
-        self.max_tokens = request.sampling.max_tokens
-        self.state = SequenceState.WAITING
         self.wants_remote_kv = request.leg is Leg.DECODE
-        self.prefilling = True
-        self.table: TableId | None = None
-        self.room_tokens = 0
-        self.computed_tokens = 0
-        self.planned_tokens = 0
-        self.planned_outputs = 0
-        self.output_tokens = 0
-        self.cached_tokens: int | None = None
-        self.sent_cached = False
-        self.pending: list[int] = []
-        self.is_dirty = False
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.kv_lost: KvLoss | None = None
         self.kv_transfer_params: KvTransferParams | None = None
 
-    @property
-    def remaining_tokens(self) -> int:
-        """Tokens whose KV is still to be computed."""
-        return self.n_tokens - self.computed_tokens
-
-    def take_chunk(self) -> EngineChunk:
-        """Return what the reader has not been given yet, as one chunk."""
-        cached_tokens = None if self.sent_cached else self.cached_tokens
-        self.sent_cached = self.sent_cached or cached_tokens is not None
-        chunk = EngineChunk(
-            token_ids=tuple(self.pending),
-            finish=self.finish,
+    def chunk(self, n_tokens: int, cached_tokens: int | None, finish: FinishReason | None) -> EngineChunk:
+        """Return what the reader has not been given yet: the next ``n_tokens`` tokens, and the ending."""
+        return EngineChunk(
+            token_ids=tuple(self.content.next_tokens(n_tokens)) if n_tokens else (),
+            finish=self.finish or finish,
             cached_tokens=cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             error=self.error,
             kv_lost=self.kv_lost,
         )
-        self.pending.clear()
-        self.is_dirty = False
-        return chunk

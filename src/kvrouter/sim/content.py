@@ -1,20 +1,16 @@
-"""What replayed requests say: block hashes made of a trace's names for pieces of prompts."""
+"""The block hashes of replayed prompts, made of a trace's names for pieces of them."""
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.events import HashColumn, count_hashes, pack_hashes
-from kvrouter.fleet import finish64
 
 U64 = npt.NDArray[np.uint64]
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _STEP = np.uint64(0xD1342543DE82EF95)
-_MASK = (1 << 64) - 1
 
 
 def check_block_size(piece_tokens: int, block_size: int) -> None:
@@ -52,32 +48,3 @@ def _mixed(names: U64) -> U64:
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MIX
     return mixed ^ (mixed >> np.uint64(29))
-
-
-class NamedContent:
-    """A leg whose prompt is known by the names of its blocks alone. Its output is nobody else's: the blocks
-    that it fills have names of their own, drawn from ``salt``.
-    """
-
-    __slots__ = ("_salt", "block_hashes", "prompt_tokens", "stop_token_ids")
-
-    def __init__(self, column: HashColumn, *, prompt_tokens: int, salt: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.block_hashes = column
-        self.stop_token_ids: frozenset[int] = frozenset()
-        self._salt = salt
-
-    def hash_blocks(self, n_blocks: int) -> None:
-        """Make sure that the first ``n_blocks`` blocks have their hashes."""
-        known = count_hashes(self.block_hashes)
-        if n_blocks > known:
-            self.block_hashes += pack_hashes(
-                finish64((self._salt + at * 0xD1342543DE82EF95) & _MASK) for at in range(known, n_blocks)
-            )
-
-    def next_tokens(self, n_tokens: int) -> Sequence[int]:
-        """Generate so many tokens; nobody reads which."""
-        return _NO_WORDS[:n_tokens] if n_tokens <= len(_NO_WORDS) else (0,) * n_tokens
-
-
-_NO_WORDS = (0,) * 1024

@@ -1,35 +1,16 @@
 """The requests of a measured run on a mock engine: what their stamps would be."""
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
-from kvrouter.mock import MockConfig, MockEngine, SequenceKey
+from kvrouter.mock import MockConfig, MockEngine, NamedContent, SequenceKey
 from kvrouter.sim.measured_run import F64, MeasuredRun, Stamps
 
 WAITING_WEIGHT = 4
 """How many running requests one waits for counts as, where a rank is picked: as in vLLM."""
-
-
-class LengthContent:
-    """A leg of which nothing is known but its length; it shares nothing with others."""
-
-    __slots__ = ("block_hashes", "prompt_tokens", "stop_token_ids")
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.block_hashes = b""
-        self.stop_token_ids: frozenset[int] = frozenset()
-
-    def hash_blocks(self, n_blocks: int) -> None:
-        """Nobody asks: the engine caches nothing."""
-
-    def next_tokens(self, n_tokens: int) -> Sequence[int]:
-        """Generate so many tokens; nobody reads which."""
-        return (0,) * n_tokens
 
 
 def engine_config(run: MeasuredRun, kv_tokens: int) -> MockConfig:
@@ -94,7 +75,9 @@ class _EngineRun:
             sampling=Sampling(max_tokens=int(self._run.output_tokens[number])),
             dp_rank=DpRank(rank),
         )
-        key = self._engine.submit(now, request, content=LengthContent(n_tokens))
+        key = self._engine.submit(
+            now, request, content=NamedContent(b"", prompt_tokens=n_tokens, salt=number)
+        )
         self._numbers[key] = number
         self._rank_of[number] = rank
         self._ranks[rank].waiting += 1
@@ -105,10 +88,10 @@ class _EngineRun:
         """Take what the engine did at ``time``; return how many of the ``first`` requests ended."""
         ended = 0
         outputs = self._engine.take_outputs()
-        for key in outputs.scheduled:
+        for key, at_s in outputs.scheduled:
             number = self._numbers[key]
             if np.isnan(self._scheduled[number]):
-                self._scheduled[number] = time
+                self._scheduled[number] = at_s
                 load = self._ranks[self._rank_of[number]]
                 load.waiting -= 1
                 load.running += 1

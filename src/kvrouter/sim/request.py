@@ -40,8 +40,7 @@ from kvrouter.journey import (
     Shape,
     State,
 )
-from kvrouter.mock import EngineFull, Party
-from kvrouter.mock.sequence import Content
+from kvrouter.mock import Content, EngineFull, Party
 from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request

@@ -23,13 +23,12 @@ from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Leg, Sampling
 from kvrouter.fleet import SlotColumn, mix64
 from kvrouter.index import NativeApproximateIndex
-from kvrouter.mock import Carried, DomainPair, Party, Timing
-from kvrouter.mock.sequence import Content
+from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party, Timing
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import RouteRequest, View
 from kvrouter.sim.cache import EventCacheView
-from kvrouter.sim.content import NamedContent, block_names, check_block_size
+from kvrouter.sim.content import block_names, check_block_size
 from kvrouter.sim.dispatch import Dispatch
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.outcome import Outcome
@@ -48,7 +47,7 @@ from kvrouter.sim.timetable_plan import Step, plan_timetable
 from kvrouter.sim.traces.request import TraceRequest
 
 CEILING_BLOCKS_MAX = 1 << 23
-"""Distinct blocks of a trace up to which its ceiling is known; more of them are not kept in mind."""
+"""Distinct blocks or pieces of a trace up to which its ceiling is known; more are not kept in mind."""
 
 _SALT = 0x9E3779B97F4A7C15
 
@@ -226,18 +225,19 @@ class Simulation:
             arrival_s = inf if arrival is None else arrival[0]
             self._note_deadlines()
             call_s = calls[0][0] if calls else inf
-            engine_s = fabric.next_time()
             input_s = min(arrival_s, call_s)
-            if engine_s is not None and engine_s < input_s:
+            engine_s = fabric.run(input_s)
+            if engine_s is not None:
                 self.now_s = engine_s
-                fabric.advance(engine_s)
-            elif input_s == inf:
+                self._deliver()
+                continue
+            if input_s == inf:
                 break
-            elif call_s <= arrival_s:
-                self.now_s = call_s
+            self.now_s = input_s
+            self._deliver()  # what filled meanwhile, which a decision sees
+            if call_s <= arrival_s:
                 heappop(calls)[2]()
             elif arrival is not None:
-                self.now_s = arrival_s
                 self._arrive(arrival[1], arrival_s)
                 arrival = next(arrivals, None)
             self._deliver()
@@ -308,7 +308,7 @@ class Simulation:
             arrived_s=at_s,
             input_tokens=input_tokens,
             output_tokens=row.output_tokens,
-            ceiling_tokens=self._reach_ceiling(prompt),
+            ceiling_tokens=self._reach_ceiling(row, prompt),
         )
 
         def prompt_after(n_generated: int) -> Prompt:
@@ -340,15 +340,24 @@ class Simulation:
             self.on_beat(Beat(self.now_s, self._n_arrived, len(self.result.outcomes)))
         run.begin()
 
-    def _reach_ceiling(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that an endless cache shared by all holds; from now on, all of them."""
+    def _reach_ceiling(self, row: TraceRequest, prompt: Prompt) -> int:
+        """Tokens of the prompt, in full blocks, that an endless cache shared by all holds; from now on, all
+        of them. Where pieces are larger than blocks the cache knows pieces: their blocks come together.
+        """
         if not self.result.ceiling_known:
             return 0
+        unit_tokens = block_size = self.fleet.block_size
+        if row.piece_tokens > block_size and row.pieces:
+            unit_tokens = row.piece_tokens
+            prompt = Prompt.from_blocks(
+                row.pieces.tobytes(), isl_tokens=len(row.pieces) * unit_tokens, block_size=unit_tokens
+            )
         self._ceiling.overlap(prompt, self._held_by_ceiling, 0.0)
         self._ceiling.touch(Slot(0), prompt, 0.0)
         if self._n_arrived % 256 == 0 and self._ceiling.stats().blocks > CEILING_BLOCKS_MAX // 2:
             self.result.ceiling_known = False
-        return int(self._held_by_ceiling[0]) * self.fleet.block_size
+        held_tokens = min(int(self._held_by_ceiling[0]) * unit_tokens, row.input_tokens)
+        return held_tokens // block_size * block_size
 
     def _deliver(self) -> None:
         """Hand on what engines did, and call those who wait, until nothing more comes of it."""
