@@ -48,8 +48,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         status.update("predicting")
         rows = compare(run, calibrated)
     if options.output is not None:
-        write_whole(options.output, timing_document(options.run, run, calibrated).encode())
-    show_comparison(options.run, run, calibrated, rows, console)
+        write_whole(options.output, timing_document(options.run.name, run, calibrated).encode())
+    show_comparison(options.run.name, run, calibrated, rows, console)
     console.print(Text(f"{run.meta.model}: dimensions from {source}"))
     for guess in calibrated.guesses:
         console.print(Text(f"guessed: {guess}"))
@@ -57,8 +57,10 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         console.print(Text(f"{options.output}: for kvrouter replay --timing"))
 
 
-def timing_document(folder: Path, run: MeasuredRun, calibrated: Calibrated) -> str:
-    """Return the fitted timing in YAML; comments say what the engine of a fleet file needs besides."""
+def timing_document(source: str, run: MeasuredRun, calibrated: Calibrated) -> str:
+    """Return the timing fitted to ``source``, in YAML; comments say what the engine of a fleet file needs
+    besides.
+    """
     config = calibrated.fitted
     figures = {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(config.timing).items()}
     seen = f"the first {calibrated.n_seen} requests of" if calibrated.n_seen else "no request of"
@@ -71,7 +73,7 @@ def timing_document(folder: Path, run: MeasuredRun, calibrated: Calibrated) -> s
     }
     said = yaml.safe_dump(engine, default_flow_style=True, sort_keys=False, width=1_000).strip()
     return (
-        f"# kvrouter calibrate {installed_version()}: {run.meta.model} by {seen} {folder.name}\n"
+        f"# kvrouter calibrate {installed_version()}: {run.meta.model} by {seen} {source}\n"
         f"# The engine in a fleet file: {said}\n"
         f"# and the block_size of its model: {config.block_size}\n"
         f"{yaml.safe_dump(figures, sort_keys=False)}"
@@ -79,13 +81,19 @@ def timing_document(folder: Path, run: MeasuredRun, calibrated: Calibrated) -> s
 
 
 def show_comparison(
-    folder: Path, run: MeasuredRun, calibrated: Calibrated, rows: Sequence[Comparison], console: Console
+    source: str, run: MeasuredRun, calibrated: Calibrated, rows: Sequence[Comparison], console: Console
 ) -> None:
-    """Print a row for each quantity and percentile of the requests that were not seen."""
+    """Print a row for each quantity and percentile of the requests that were not seen.
+
+    What is expected of hardware alone has its columns where ``run`` says on what hardware it was measured.
+    """
     seen = calibrated.n_seen
-    table = Table(title=Text(f"{folder.name}: {run.n_requests - seen} requests, predicted from {seen}"))
+    table = Table(title=Text(f"{source}: {run.n_requests - seen} requests, predicted from {seen}"))
     table.add_column("quantity")
-    for column in ("", "measured s", "calibrated s", "error %", "no request seen s", "error %"):
+    expects = run.hardware is not None
+    for column in ("", "measured s", "calibrated s", "error %"):
+        table.add_column(column, justify="right")
+    for column in ("no request seen s", "error %") if expects else ():
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -94,8 +102,7 @@ def show_comparison(
             f"{row.measured_s:.4f}",
             f"{row.calibrated_s:.4f}" if seen else "–",
             _shown(row.error) if seen else "–",
-            f"{row.expected_s:.4f}",
-            _shown(row.expected_error),
+            *((f"{row.expected_s:.4f}", _shown(row.expected_error)) if expects else ()),
             end_section=row is rows[-1] or row.quantity != rows[rows.index(row) + 1].quantity,
         )
     console.print(table)

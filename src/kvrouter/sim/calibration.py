@@ -6,7 +6,7 @@ within its own spread, moved by what the first requests show. Their stamps are c
 requests on a mock engine, to which all requests come; of the later ones only arrivals and lengths are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ DECODE_SPREAD = 0.02
 
 STEP_SPREAD = 0.1
 """How far the time from the schedule to the first token may be, as a logarithm, and that from arrival to the
-first token, as a share of its mean.
+first token, as a share of its mean. Where only a client measured, the first one is from arrival too.
 """
 
 OUTLIER = 1.5
@@ -117,6 +117,33 @@ def calibrate(
     Raises ConfigError where there are too few requests to fit to or none left to predict, and for a model
     that does not fit into its GPUs.
     """
+    check_seen(run, n_seen)
+    return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
+
+
+def calibrate_from(
+    run: MeasuredRun,
+    prior: Roofline,
+    *,
+    n_seen: int,
+    spreads: Mapping[str, float] = SPREADS,
+    on_round: Callable[[int], None] = lambda _: None,
+) -> Calibrated:
+    """Fit a timing to the first ``n_seen`` requests; each figure may be away from that of ``prior`` by its
+    entry in ``spreads``, which has the keys of :data:`SPREADS`.
+
+    Raises ConfigError as :func:`check_seen` does.
+    """
+    check_seen(run, n_seen)
+    expected = replace(engine_config(run, prior.kv_tokens), timing=prior.timing)
+    fitted = expected
+    if n_seen:
+        fitted = replace(expected, timing=_Fit(run, expected, n_seen, prior, spreads).timing(on_round))
+    return Calibrated(expected, fitted, n_seen, prior.guesses)
+
+
+def check_seen(run: MeasuredRun, n_seen: int) -> None:
+    """Raise ConfigError where ``n_seen`` requests are too few to fit to, or leave none to predict."""
     if n_seen and n_seen < REQUESTS_MIN:
         raise ConfigError(
             f"requests: {n_seen} are too few to fit to; take {REQUESTS_MIN} or more, or 0 to see none",
@@ -126,12 +153,6 @@ def calibrate(
         raise ConfigError(
             f"requests: {n_seen} of {run.n_requests} leave none to predict; take fewer", param="requests"
         )
-    prior = roofline(run, shape)
-    expected = replace(engine_config(run, prior.kv_tokens), timing=prior.timing)
-    fitted = expected
-    if n_seen:
-        fitted = replace(expected, timing=_Fit(run, expected, n_seen, prior).timing(on_round))
-    return Calibrated(expected, fitted, n_seen, prior.guesses)
 
 
 def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
@@ -171,8 +192,17 @@ def _percentiles(values: F64) -> list[float]:
 
 
 def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
-    """Return what a request waits for, in seconds, an entry a request; NaN where an answer has one token."""
+    """Return what a request waits for, in seconds, an entry a request; NaN where an answer has one token.
+
+    Where the scheduler's stamps are not known of every request, queue and service are one: TTFT.
+    """
     between = np.where(run.output_tokens > 1, run.output_tokens - 1, np.nan)
+    if not run.knows_scheduler:
+        return {
+            "TTFT": stamps.first - stamps.arrival,
+            "time per output token": (stamps.last - stamps.first) / between,
+            "end to end": stamps.last - stamps.arrival,
+        }
     return {
         "queue": stamps.scheduled - stamps.queued,
         "service TTFT": stamps.first - stamps.scheduled,
@@ -184,15 +214,23 @@ def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
 class _Fit:
     """Least squares by Levenberg and Marquardt, over logarithms of the timing's figures."""
 
-    def __init__(self, run: MeasuredRun, config: MockConfig, n_seen: int, prior: Roofline) -> None:
+    def __init__(
+        self,
+        run: MeasuredRun,
+        config: MockConfig,
+        n_seen: int,
+        prior: Roofline,
+        spreads: Mapping[str, float],
+    ) -> None:
         self._run = run
         self._config = config
         self._n_seen = n_seen
-        self._names = tuple(SPREADS)
+        self._names = tuple(spreads)
         figures = asdict(prior.timing)
         self._expected: F64 = np.log([figures[name] for name in self._names])
-        self._spreads: F64 = np.array(list(SPREADS.values()))
+        self._spreads: F64 = np.array(list(spreads.values()))
         self._measured = _seen(run.stamps, n_seen)
+        self._is_scheduled = ~np.isnan(self._measured.scheduled)
         self._weight = min(1.0, (INDEPENDENT_REQUESTS / n_seen) ** 0.5)
         self._ttft_spread_s = STEP_SPREAD * float((self._measured.first - self._measured.arrival).mean())
 
@@ -250,7 +288,7 @@ class _Fit:
             (
                 np.log((here.last - here.first)[decodes] / (there.last - there.first)[decodes])
                 / DECODE_SPREAD,
-                np.log((here.first - here.scheduled) / (there.first - there.scheduled)) / STEP_SPREAD,
+                np.log((here.first - self._began(here)) / (there.first - self._began(there))) / STEP_SPREAD,
                 (here.first - there.first) / self._ttft_spread_s,
             )
         )
@@ -258,6 +296,10 @@ class _Fit:
         linear = np.sqrt(np.maximum(OUTLIER * (2.0 * size - OUTLIER), 0.0)) * np.sign(differences)
         robust = np.where(size <= OUTLIER, differences, linear)
         return np.concatenate((self._weight * robust, (at - self._expected) / self._spreads))
+
+    def _began(self, stamps: Stamps) -> F64:
+        """When requests came into a step; when they arrived, where no measured stamp says the first."""
+        return np.where(self._is_scheduled, stamps.scheduled, stamps.arrival)
 
 
 def _seen(stamps: Stamps, n_seen: int) -> Stamps:

@@ -130,10 +130,14 @@ class Stamps(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """A run, with its requests by arrival: prompt and answer lengths in tokens, and their stamps."""
+    """A run, with its requests by arrival: prompt and answer lengths in tokens, and their stamps.
+
+    ``hardware`` is None where nobody says on what GPUs it ran. The stamps ``queued`` and ``scheduled`` of
+    requests that only a client measured are NaN.
+    """
 
     meta: RunMeta
-    hardware: RunHardware
+    hardware: RunHardware | None
     input_tokens: I64
     output_tokens: I64
     stamps: Stamps
@@ -142,6 +146,11 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     def n_requests(self) -> int:
         """How many requests it has."""
         return len(self.input_tokens)
+
+    @property
+    def knows_scheduler(self) -> bool:
+        """Whether the scheduler's stamps of every request are known."""
+        return not bool(np.isnan(self.stamps.scheduled).any())
 
 
 def read_run(folder: Path) -> MeasuredRun:

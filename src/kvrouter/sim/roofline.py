@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
-from kvrouter.sim.measured_run import EngineFlags, MeasuredRun
+from kvrouter.sim.measured_run import EngineFlags, MeasuredRun, RunHardware
 from kvrouter.sim.model_shape import ModelShape
 
 PEAK_TFLOPS = {
@@ -76,9 +76,13 @@ class Roofline(NamedTuple):
 def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
     """Return what to expect of ``run`` from its model and hardware alone.
 
-    Raises ConfigError where the model does not fit into the memory of its GPUs.
+    Raises ConfigError where the model does not fit into the memory of its GPUs, and where nothing is known
+    of these.
     """
-    flags, gpu = run.meta.engine_kwargs, run.hardware.gpu
+    if run.hardware is None:
+        raise ConfigError("config.json: is needed: it says on what GPUs the engine runs", param="hardware")
+    flags, hardware = run.meta.engine_kwargs, run.hardware
+    gpu = hardware.gpu
     guesses: list[str] = []
     peak_tflops = gpu.peak_tflops or _peak_tflops(gpu.hardware)
     if peak_tflops is None:
@@ -92,8 +96,8 @@ def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
     kv_bytes = 2 * shape.layers * shape.kv_width * (1 if "fp8" in flags.kv_cache_dtype else 2) / shards
     # Two sums over all shards a layer; each shard sends and receives its part of the hidden states twice.
     link_share = 2 * shape.layers * 2 * (shards - 1) / shards
-    token_link_ms = link_share * shape.hidden * 2 / (run.hardware.link_bw * 1e6)
-    step_link_ms = 2 * shape.layers * run.hardware.link_latency / 1e6 if shards > 1 else 0.0
+    token_link_ms = link_share * shape.hidden * 2 / (hardware.link_bw * 1e6)
+    step_link_ms = 2 * shape.layers * hardware.link_latency / 1e6 if shards > 1 else 0.0
     read = shape.read_params(max(1, flags.max_num_seqs // 2))
     read_bytes = weight_bytes * (shape.dense_params / shards + (read - shape.dense_params) / expert_shards)
     decode_base = read_bytes / bytes_ms + STEP_MS + step_link_ms
@@ -110,7 +114,7 @@ def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
         decode_kv_token=kv_bytes / bytes_ms,
         mixed_kv_token=MIXED_SHARE * kv_bytes / bytes_ms,
     )
-    return Roofline(timing, _kv_tokens(run, shape, weight_bytes, kv_bytes), tuple(guesses))
+    return Roofline(timing, _kv_tokens(flags, hardware, shape, weight_bytes, kv_bytes), tuple(guesses))
 
 
 def _peak_tflops(hardware: str) -> float | None:
@@ -131,8 +135,10 @@ def _weights(flags: EngineFlags, peak_tflops: float) -> tuple[float, float]:
     return (4.0, peak_tflops / 2.0) if flags.dtype == "float32" else (2.0, peak_tflops)
 
 
-def _kv_tokens(run: MeasuredRun, shape: ModelShape, weight_bytes: float, kv_bytes: float) -> int:
-    flags, memory = run.meta.engine_kwargs, run.hardware.gpu.npu_mem
+def _kv_tokens(
+    flags: EngineFlags, hardware: RunHardware, shape: ModelShape, weight_bytes: float, kv_bytes: float
+) -> int:
+    memory = hardware.gpu.npu_mem
     if flags.num_gpu_blocks_override is not None:
         return flags.num_gpu_blocks_override * flags.block_size
     shards = flags.tensor_parallel_size

@@ -1,0 +1,148 @@
+"""``kvrouter calibrate --url``: the timing of a live engine, from requests that are sent to it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from kvrouter.commands.calibrate import show_comparison, timing_document
+from kvrouter.commands.engine_description import EngineDescription, describe_engine
+from kvrouter.commands.engine_measurement import Measurement, MeasurementFailed, measure_engine
+from kvrouter.commands.whole_file import check_folder, write_whole
+from kvrouter.config.fleet_engines import url_mistake
+from kvrouter.core.errors import ConfigError
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.sim.calibration import Calibrated, calibrate_from, compare
+from kvrouter.sim.client_run import client_run
+from kvrouter.sim.engine_load import engine_load
+from kvrouter.sim.lone_requests import LONE_SPREADS, lone_timing
+from kvrouter.sim.measured_run import MeasuredRun
+from kvrouter.sim.model_shape import model_shape
+from kvrouter.sim.roofline import roofline
+
+CACHED_SHARE = 0.02
+"""With a larger share of prompts from the engine's cache the prefill that was measured is too short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateEngineOptions:
+    """What the command was given: ``n_seen`` requests are fitted to, and each may take ``limit_s``.
+
+    ``folder`` has files of a run that say what the engine does not; ``api_key`` is what its server asks for.
+    """
+
+    url: str
+    n_seen: int
+    output: Path | None
+    limit_s: float
+    model: str | None = None
+    folder: Path | None = None
+    api_key: str | None = None
+
+
+def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
+    """Measure the engine, fit, write the timing, and print predicted against measured.
+
+    Nothing is written before all has been measured and fitted. Raises ConfigError for options and files,
+    WorkerUnreachable and MeasurementFailed, with the URL, for what the engine answers.
+    """
+    mistake = url_mistake(options.url)
+    if mistake is not None:
+        raise ConfigError(f"--url: {options.url}: {mistake}", param="url")
+    if options.output is not None:
+        check_folder(options.output)
+    with Console(stderr=True).status("asking the engine") as status:
+        engine, measured = asyncio.run(_measured(options, status.update))
+        try:
+            run = client_run(
+                engine.meta, engine.hardware, measured.requests, round_trip_s=measured.round_trip_s
+            )
+        except ConfigError as error:
+            raise MeasurementFailed(f"{options.url}: {error.message}") from error
+        calibrated = fit_engine(
+            run, options.folder, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
+        )
+        status.update("predicting")
+        rows = compare(run, calibrated)
+    lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
+    if options.output is not None:
+        document = timing_document(options.url, run, calibrated)
+        said = "".join(f"# {line}\n" for line in lines)
+        write_whole(options.output, f"{said}{document}".encode())
+    show_comparison(options.url, run, calibrated, rows, console)
+    for line in lines:
+        console.print(Text(line))
+    if options.output is not None:
+        console.print(Text(f"{options.output}: for kvrouter replay --timing"))
+
+
+def fit_engine(
+    run: MeasuredRun, folder: Path | None, n_seen: int, on_round: Callable[[int], None] = lambda _: None
+) -> Calibrated:
+    """Fit a timing to a live engine's first ``n_seen`` requests. The fit begins where model and GPUs, which
+    ``folder`` says, lead one to expect it; without these, at what the requests that ran alone took.
+    """
+    if run.hardware is not None and folder is not None:
+        shape, _ = model_shape(run.meta.model, folder)
+        return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
+    prior = lone_timing(run, n_seen)
+    return calibrate_from(run, prior, n_seen=n_seen, spreads=LONE_SPREADS, on_round=on_round)
+
+
+async def _measured(
+    options: CalibrateEngineOptions, show: Callable[[str], None]
+) -> tuple[EngineDescription, Measurement]:
+    server = EngineServer(options.url, api_key=options.api_key)
+    await server.open()
+    try:
+        engine = await describe_engine(server, model=options.model, folder=options.folder)
+        load = engine_load(
+            options.n_seen,
+            context_tokens=engine.context_tokens,
+            kv_tokens=engine.kv_tokens,
+            max_num_seqs=engine.meta.engine_kwargs.max_num_seqs,
+        )
+        measured = await measure_engine(
+            server,
+            engine.served_model,
+            load,
+            limit_s=options.limit_s,
+            on_request=lambda n: show(f"measuring, {n} of {load.n_requests} requests"),
+        )
+        return engine, measured
+    finally:
+        await server.close()
+
+
+def _notes(engine: EngineDescription, measured: Measurement, run: MeasuredRun) -> list[str]:
+    """Return lines on what was measured, and on what was not and cannot be separated."""
+    n_known = sum(request.prefill_s is not None for request in measured.requests)
+    times = measured.times
+    lines = [f"{engine.meta.model}: {run.n_requests} requests"]
+    if n_known:
+        lines.append(
+            f"queue and service are separate in {n_known} requests that ran alone, by the engine's metrics; "
+            "in the others only their sum is known"
+        )
+    else:
+        lines.append(
+            "queue and service cannot be separated: the engine has no times of its own; the way to its "
+            f"scheduler was taken for {1e3 * measured.round_trip_s:.1f} ms"
+        )
+    means = [
+        f"{name} {1e3 * of.mean_s:.2f} ms"
+        for name, of in (("queue", times.queue), ("TTFT", times.ttft), ("between tokens", times.token))
+        if of is not None and of.mean_s is not None
+    ]
+    if means:
+        lines.append(f"the engine's own means over all requests: {', '.join(means)}")
+    prompt_tokens = sum(request.prompt_tokens for request in measured.requests)
+    if measured.cached_tokens > CACHED_SHARE * prompt_tokens:
+        lines.append(
+            f"{measured.cached_tokens} of {prompt_tokens} prompt tokens came from the engine's cache, though "
+            "no prompt was sent twice: prefill is taken for faster than it is"
+        )
+    return [*lines, *engine.notes]

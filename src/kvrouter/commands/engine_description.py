@@ -1,0 +1,178 @@
+"""What a live engine says of itself, and a folder adds: its model, its sizes, its flags, its GPUs."""
+
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.engines.openai.request_times import CacheSize, read_cache_size
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.sim.measured_run import EngineFlags, RunHardware, RunMeta, read_json
+
+CONTEXT_TOKENS = 2_048
+"""The context of an engine that does not say how long it is; hardly any model has less."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: Positive | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[_Model, ...]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: str = ""
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    """What SGLang answers to ``/server_info``."""
+
+    page_size: Positive
+    max_total_num_tokens: Positive
+    dp_size: Positive = 1
+    tp_size: Positive = 1
+    chunked_prefill_size: int | None = None
+    max_running_requests: int | None = None
+
+
+class EngineDescription(NamedTuple):
+    """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that says its shape.
+
+    ``sizes_known`` says whether ``max_num_seqs`` and ``max_num_batched_tokens`` were said by anybody;
+    ``notes`` are lines for the user on what was not.
+    """
+
+    served_model: str
+    context_tokens: int
+    meta: RunMeta
+    hardware: RunHardware | None
+    notes: tuple[str, ...]
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens of KV that one rank holds; None where that is unknown."""
+        flags = self.meta.engine_kwargs
+        blocks = flags.num_gpu_blocks_override
+        return None if blocks is None else blocks * flags.block_size
+
+
+async def describe_engine(
+    server: EngineServer, *, model: str | None, folder: Path | None
+) -> EngineDescription:
+    """Ask the engine behind ``server``, and read the files of ``folder`` that are there.
+
+    What the engine says wins. Raises ConfigError for a server of no model or of several, without ``model``,
+    and for files that cannot be read; WorkerUnreachable and ProtocolError as the server's answers do.
+    """
+    page = await server.look("/v1/models")
+    if page is None:
+        raise ConfigError(f"{server.url} has no /v1/models: is it an OpenAI-compatible engine?", param="url")
+    served = _served(_decoded(server, "/v1/models", page, _Models), server.url, model)
+    metrics = await server.look("/metrics")
+    version = await server.look("/version")
+    info = await server.look("/server_info")
+    meta, said_flags = _meta(folder, served)
+    flags, notes = meta.engine_kwargs, []
+    cache = None if metrics is None else read_cache_size(metrics)
+    about = _server_info(info)
+    if cache is not None:
+        flags = _with_cache(flags, cache)
+    elif about is not None:
+        flags = _with_info(flags, about)
+        said_flags = said_flags or about.max_running_requests is not None
+    if not said_flags:
+        notes.append(
+            f"max_num_seqs {flags.max_num_seqs} and max_num_batched_tokens {flags.max_num_batched_tokens}: "
+            "the engine does not say; put them into meta.json of --engine"
+        )
+    if served.max_model_len is None:
+        notes.append(f"max_model_len {CONTEXT_TOKENS}: the engine does not say")
+    # Only vLLM says its version at this path.
+    if version is not None and not meta.vllm_version:
+        meta = replace(meta, vllm_version=_decoded(server, "/version", version, _Version).version)
+    return EngineDescription(
+        served_model=served.id,
+        context_tokens=served.max_model_len or CONTEXT_TOKENS,
+        meta=replace(meta, engine_kwargs=flags),
+        hardware=_hardware(folder),
+        notes=tuple(notes),
+    )
+
+
+def _served(models: _Models, url: str, model: str | None) -> _Model:
+    found = [each for each in models.data if each.parent is None]
+    names = ", ".join(each.id for each in found) or "none"
+    if model is not None:
+        found = [each for each in models.data if each.id == model]
+        if not found:
+            raise ConfigError(f"--model: {url} serves {names}, not {model!r}", param="model")
+    if len(found) != 1:
+        raise ConfigError(f"--model: is required: {url} serves {names}", param="model")
+    return found[0]
+
+
+def _meta(folder: Path | None, served: _Model) -> tuple[RunMeta, bool]:
+    """Return the engine's flags as far as they are known, and whether a file says them."""
+    if folder is not None:
+        if not folder.is_dir():
+            raise ConfigError(f"--engine: {folder} is no folder", param="engine")
+        path = folder / "meta.json"
+        if path.exists():
+            return read_json(path, RunMeta), True
+    return RunMeta(model=served.root or served.id, engine_kwargs=EngineFlags()), False
+
+
+def _hardware(folder: Path | None) -> RunHardware | None:
+    if folder is None or not (folder / "config.json").exists():
+        return None
+    return read_json(folder / "config.json", RunHardware)
+
+
+def _with_cache(flags: EngineFlags, cache: CacheSize) -> EngineFlags:
+    return replace(
+        flags,
+        block_size=cache.block_size,
+        num_gpu_blocks_override=cache.blocks,
+        data_parallel_size=cache.n_ranks,
+    )
+
+
+def _with_info(flags: EngineFlags, info: _ServerInfo) -> EngineFlags:
+    chunk = info.chunked_prefill_size
+    return replace(
+        flags,
+        block_size=info.page_size,
+        num_gpu_blocks_override=max(1, info.max_total_num_tokens // info.page_size),
+        data_parallel_size=info.dp_size,
+        tensor_parallel_size=info.tp_size,
+        max_num_seqs=info.max_running_requests or flags.max_num_seqs,
+        max_num_batched_tokens=chunk if chunk is not None and chunk > 0 else flags.max_num_batched_tokens,
+    )
+
+
+def _server_info(page: bytes | None) -> _ServerInfo | None:
+    """Return what SGLang says; None for another server, which may answer anything there."""
+    if page is None:
+        return None
+    try:
+        return msgspec.json.decode(page, type=_ServerInfo)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+Answer = TypeVar("Answer")
+
+
+def _decoded(server: EngineServer, path: str, page: bytes, kind: type[Answer]) -> Answer:
+    try:
+        return msgspec.json.decode(page, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{server.url}{path}: {error}", param=path) from error

@@ -1,0 +1,109 @@
+"""How long an engine's requests took and what its cache holds, from its metrics page, by each engine's names.
+
+Histograms have a sum and a count: between two pages in which one request ended, the sum grew by its own time.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.engines.openai.server import Samples, read_metrics
+
+QUEUE = ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
+"""From where the scheduler sees a request until it is in a step."""
+
+PREFILL = ("vllm:request_prefill_time_seconds",)
+"""From there to the first token."""
+
+TTFT = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+"""From where the server has the request to its first token."""
+
+TOKEN = (
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
+    "sglang:inter_token_latency_seconds",
+    "sglang:time_per_output_token_seconds",
+)
+"""From one token to the next; the second name of each engine is that of its older versions."""
+
+CACHE = "vllm:cache_config_info"
+
+
+class TimeSum(NamedTuple):
+    """Seconds that ``count`` requests, or tokens, took together."""
+
+    seconds: float
+    count: int
+
+    @property
+    def mean_s(self) -> float | None:
+        """Seconds that one took; None where there is none."""
+        return self.seconds / self.count if self.count else None
+
+
+class RequestTimes(NamedTuple):
+    """Sums since the engine began, or between two pages; None for what the page does not have."""
+
+    queue: TimeSum | None
+    prefill: TimeSum | None
+    ttft: TimeSum | None
+    token: TimeSum | None
+
+
+class CacheSize(NamedTuple):
+    """Tokens in a block, blocks of one data-parallel rank, and how many ranks there are."""
+
+    block_size: int
+    blocks: int
+    n_ranks: int
+
+
+def read_request_times(page: bytes) -> RequestTimes:
+    """Return the sums of a metrics page; raise ProtocolError for one that cannot be read."""
+    wanted = [f"{name}{end}" for names in (QUEUE, PREFILL, TTFT, TOKEN) for name in names for end in _ENDS]
+    samples = read_metrics(page, wanted)
+    return RequestTimes(*(_sum(samples, names) for names in (QUEUE, PREFILL, TTFT, TOKEN)))
+
+
+def times_between(before: RequestTimes, after: RequestTimes) -> RequestTimes:
+    """Return what the sums grew by; None where one of the pages has none."""
+    return RequestTimes(*(_grown(*each) for each in zip(before, after, strict=True)))
+
+
+def read_cache_size(page: bytes) -> CacheSize | None:
+    """Return the sizes that a vLLM's metrics page says; None for other engines' pages.
+
+    Raises ProtocolError for sizes that are no numbers.
+    """
+    samples = read_metrics(page, (CACHE,)).get(CACHE, ())
+    if not samples:
+        return None
+    labels = samples[0].labels
+    return CacheSize(
+        _number(labels.get("block_size", ""), "block_size"),
+        _number(labels.get("num_gpu_blocks", ""), "num_gpu_blocks"),
+        len(samples),
+    )
+
+
+_ENDS = ("_sum", "_count")
+
+
+def _sum(samples: Samples, names: Sequence[str]) -> TimeSum | None:
+    for name in names:
+        seconds, counts = (samples.get(f"{name}{end}", ()) for end in _ENDS)
+        if seconds and counts:
+            return TimeSum(sum(each.value for each in seconds), int(sum(each.value for each in counts)))
+    return None
+
+
+def _grown(before: TimeSum | None, after: TimeSum | None) -> TimeSum | None:
+    if before is None or after is None:
+        return None
+    return TimeSum(after.seconds - before.seconds, after.count - before.count)
+
+
+def _number(text: str, field: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ProtocolError(f"{CACHE}: {field} must be a number above 0, not {text!r}", param=field)
+    return int(text)
