@@ -59,7 +59,7 @@ def lone_timing(run: MeasuredRun, n_seen: int) -> Roofline:
         decode_linear=0.0,
         decode_base=step_ms,
         decode_min=min(1.0, step_ms),
-        decode_sequence=SMALL_SHARE * step_ms / 4,
+        decode_sequence=SMALL_SHARE * step_ms / 16,
         decode_kv_token=kv_token_ms,
         mixed_kv_token=MIXED_SHARE * kv_token_ms,
     )
