@@ -47,7 +47,9 @@ def client_requests(
     return sorted(found, key=lambda request: request.sent_s)
 
 
-def _closed_loop(phase: LoadPhase, timing: Timing, began_s: float, way_s: float) -> tuple[list[float], Stamps]:
+def _closed_loop(
+    phase: LoadPhase, timing: Timing, began_s: float, way_s: float
+) -> tuple[list[float], Stamps]:
     """Return when each request of a phase reaches the engine, and the stamps of all."""
     arrivals = [began_s] * min(phase.concurrency, len(phase.requests))
     while True:

@@ -73,3 +73,24 @@ def test_a_wrong_row_is_named_by_file_line_and_field(run: Path, capsys: pytest.C
     assert "requests.jsonl:5: first_token_ts: must be a finite number" in capsys.readouterr().err
     assert main(["calibrate", str(run / "nowhere")]) == 2
     assert "nowhere/requests.jsonl: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--url", "http://127.0.0.1:1"], "give either RUN or --url"),
+        ([], "give either RUN or --url"),
+        (["run", "--model", "m"], "only with --url"),
+        (["run", "--engine", "folder"], "only with --url"),
+        (["--url", "ftp://host"], "--url: ftp://host: must be http://HOST:PORT"),
+        (["--url", "http://host:80/v1"], "without /v1"),
+        (["--url", "http://name:secret@host:80"], "KVROUTER_ENGINE_API_KEY"),
+        (["--url", "http://host:80", "-o", "no/such/timing.yaml"], "is no folder"),
+        (["--url", "http://host:80", "--request-limit-s", "0"], "--request-limit-s"),
+    ],
+)
+def test_mistakes_about_a_live_engine_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err

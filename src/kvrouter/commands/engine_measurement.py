@@ -1,6 +1,7 @@
 """Requests sent to a live engine: what a client sees of each, and what the engine's metrics say of it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from kvrouter.engines.openai.streams import DONE, EventCutter
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
 from kvrouter.text.model import mock_words
+
+Clock = Callable[[], float]
+"""Seconds that never go back."""
 
 COMPLETIONS = "/v1/completions"
 
@@ -52,17 +56,19 @@ async def measure_engine(
     *,
     limit_s: float,
     on_request: Callable[[int], None] = lambda _: None,
+    clock: Clock = time.monotonic,
 ) -> Measurement:
-    """Send ``load``, and return what was measured; ``on_request`` hears how many requests have ended.
+    """Send ``load``, and return what was measured, by ``clock``; ``on_request`` hears how many requests have
+    ended.
 
     Each request, its connection included, may take ``limit_s``. Raises MeasurementFailed, which names the URL
     and what the server said, for the first request that fails, and where the engine served others meanwhile.
     """
-    sender = _Sender(server, model, limit_s)
+    sender = _Sender(server, model, limit_s, clock)
     for request in load.warm_up:
         await sender.send(request)
     sender.cached_tokens = 0
-    round_trip_s = await _round_trip_s(server)
+    round_trip_s = await _round_trip_s(server, clock)
     began = await _settled(server, None, 0)
     before = began
     measured: list[ClientRequest] = []
@@ -137,9 +143,8 @@ async def _settled(server: EngineServer, before: RequestTimes | None, n_ended: i
     return times
 
 
-async def _round_trip_s(server: EngineServer) -> float:
+async def _round_trip_s(server: EngineServer, clock: Clock) -> float:
     """Return how long the fastest of a few small questions took."""
-    clock = asyncio.get_running_loop().time
     took: list[float] = []
     for _ in range(ROUND_TRIPS):
         began = clock()
@@ -151,11 +156,12 @@ async def _round_trip_s(server: EngineServer) -> float:
 class _Sender:
     """Sends requests with prompts that no request had before."""
 
-    def __init__(self, server: EngineServer, model: str, limit_s: float) -> None:
+    def __init__(self, server: EngineServer, model: str, limit_s: float, clock: Clock) -> None:
         self.cached_tokens = 0
         self._server = server
         self._model = model
         self._limit_s = limit_s
+        self._clock = clock
         self._words = mock_words()
         self._draws = np.random.default_rng()  # no seed: a second run must not find the first one's blocks
         self._sent_words = 0
@@ -175,12 +181,11 @@ class _Sender:
                 "stream_options": {"include_usage": True},
             }
         )
-        clock = asyncio.get_running_loop().time
-        sent_s = clock()
+        sent_s = self._clock()
         where = f"{self._server.url}{COMPLETIONS}"
         try:
             async with asyncio.timeout(self._limit_s):
-                stream = await _read_stream(self._server, body, clock)
+                stream = await _read_stream(self._server, body, self._clock)
         except TimeoutError as error:
             raise MeasurementFailed(f"{where}: a request did not end within {self._limit_s:g} s") from error
         except KvrouterError as error:
@@ -213,7 +218,7 @@ class _Stream(NamedTuple):
     usage: AnswerUsage | None
 
 
-async def _read_stream(server: EngineServer, body: bytes, clock: Callable[[], float]) -> _Stream:
+async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stream:
     """Send a request and read its events to the end. Raises as :meth:`EngineServer.post` does, and
     ProtocolError or MeasurementFailed for a stream that breaks off.
     """

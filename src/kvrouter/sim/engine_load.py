@@ -91,8 +91,10 @@ def engine_load(
 
     The first quarter of the ``n_fitted`` requests runs one at a time: these have the longest prompts, and no
     other request makes them wait. In the second quarter four run at once, in the others up to 32, with short
-    prompts of which many fit into one step. ``context_tokens`` bounds a request, ``kv_tokens`` all that run at once, and
-    ``max_num_seqs`` how many these are. Raises ConfigError for too few requests, or too short a context.
+    prompts of which many fit into one step. ``context_tokens`` bounds a request, ``kv_tokens`` all that run
+    at once, and ``max_num_seqs`` how many these are.
+
+    Raises ConfigError for too few or too many requests, and for too short a context.
     """
     if n_fitted < FITTED_LEAST:
         raise ConfigError(

@@ -4,6 +4,7 @@ Histograms have a sum and a count: between two pages in which one request ended,
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvrouter.core.errors import ProtocolError
@@ -29,7 +30,8 @@ TOKEN = (
 CACHE = "vllm:cache_config_info"
 
 
-class TimeSum(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TimeSum:
     """Seconds that ``count`` requests, or tokens, took together."""
 
     seconds: float

@@ -1,0 +1,119 @@
+"""An engine's HTTP server whose clock moves only as it says: what a client measures of it is exact."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from aiohttp import web
+
+from tests.support.engine_server import event_of
+
+MODEL = "timed"
+TOKENS_PER_WORD = 2
+QUEUE_S, PREFILL_S, WAY_S, TOKEN_S = 0.05, 0.25, 0.2, 0.125
+
+
+class Fault(Enum):
+    """What is wrong with the answers."""
+
+    NONE = auto()
+    REFUSED = auto()
+    IN_STREAM = auto()
+    NO_USAGE = auto()
+    BROKEN_OFF = auto()
+    SILENT = auto()
+
+
+@dataclass
+class TimedEngine:
+    """``others`` requests of other clients end with each of ours; ``calls`` are the bodies that came."""
+
+    has_metrics: bool = True
+    others: int = 0
+    fault: Fault = Fault.NONE
+    now_s: float = 1_000.0
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
+    most_at_once: int = 0
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._read = asyncio.Event()
+        self._running = 0
+        self._ended = 0
+
+    def clock(self) -> float:
+        """The client's clock. That it reads it says that it got what was written."""
+        self._read.set()
+        return self.now_s
+
+    async def models(self, request: web.Request) -> web.Response:
+        self.headers.append(request.headers)
+        return web.json_response({"data": [{"id": MODEL, "max_model_len": 4_096}]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        if not self.has_metrics:
+            raise web.HTTPNotFound
+        n = self._ended
+        lines = [
+            'vllm:cache_config_info{block_size="16",num_gpu_blocks="2000"} 1',
+            f"vllm:request_queue_time_seconds_sum {QUEUE_S * n}",
+            f"vllm:request_queue_time_seconds_count {n}",
+            f"vllm:request_prefill_time_seconds_sum {PREFILL_S * n}",
+            f"vllm:request_prefill_time_seconds_count {n}",
+        ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append(body)
+        if self.fault is Fault.REFUSED:
+            return web.json_response({"error": {"message": "no such parameter"}}, status=400)
+        if self.fault is Fault.SILENT:
+            await asyncio.Event().wait()
+        self._running += 1
+        self.most_at_once = max(self.most_at_once, self._running)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        self.now_s += WAY_S + QUEUE_S + PREFILL_S
+        n_tokens = body["max_tokens"]
+        for number in range(n_tokens):
+            self.now_s += TOKEN_S if number else 0.0
+            finish = "length" if number == n_tokens - 1 else None
+            self._read.clear()
+            await response.write(event_of({"choices": [{"index": 0, "text": " x", "finish_reason": finish}]}))
+            await self._read.wait()
+        self._running -= 1
+        self._ended += 1 + self.others
+        await response.write(self._end(body))
+        return response
+
+    def _end(self, body: Mapping[str, Any]) -> bytes:
+        if self.fault is Fault.IN_STREAM:
+            return event_of({"error": {"message": "out of memory", "code": 500}})
+        if self.fault is Fault.BROKEN_OFF:
+            return b""
+        words = len(body["prompt"].split())
+        usage = {"prompt_tokens": TOKENS_PER_WORD * words, "completion_tokens": body["max_tokens"]}
+        end = event_of("[DONE]")
+        return end if self.fault is Fault.NO_USAGE else event_of({"choices": [], "usage": usage}) + end
+
+
+@asynccontextmanager
+async def timed_engine(engine: TimedEngine) -> AsyncIterator[TimedEngine]:
+    """The engine, listening."""
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_get("/v1/models", engine.models)
+    app.router.add_get("/metrics", engine.metrics)
+    app.router.add_post("/v1/completions", engine.completions)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield engine
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,69 @@
+"""What metrics pages say of requests' times and of the cache, under each engine's names."""
+
+import pytest
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.engines.openai.request_times import (
+    CacheSize,
+    TimeSum,
+    read_cache_size,
+    read_request_times,
+    times_between,
+)
+from tests.support.engine_server import page
+
+VLLM = page("vllm-0.32.0-metrics.txt")
+
+
+def test_a_page_of_vllms_has_every_time_and_the_cache() -> None:
+    times = read_request_times(VLLM)
+    assert times.queue is not None
+    assert times.queue.count == 10
+    assert times.queue.seconds == pytest.approx(0.000273698)
+    assert times.prefill == TimeSum(pytest.approx(0.25485368), 10)  # type: ignore[arg-type]
+    assert times.ttft == TimeSum(pytest.approx(0.51563215), 10)  # type: ignore[arg-type]
+    assert times.token == TimeSum(pytest.approx(2.55301728), 110)  # type: ignore[arg-type]
+    assert times.token is not None
+    assert times.token.mean_s == pytest.approx(2.55301728 / 110)
+    assert read_cache_size(VLLM) == CacheSize(block_size=32, blocks=200, n_ranks=1)
+
+
+def test_other_names_are_read_and_ranks_are_added_up() -> None:
+    text = b"""
+sglang:queue_time_seconds_sum{dp_rank="0"} 1.5
+sglang:queue_time_seconds_sum{dp_rank="1"} 0.5
+sglang:queue_time_seconds_count{dp_rank="0"} 3
+sglang:queue_time_seconds_count{dp_rank="1"} 1
+vllm:time_per_output_token_seconds_sum 4
+vllm:time_per_output_token_seconds_count 2
+"""
+    times = read_request_times(text)
+    assert times.queue == TimeSum(2.0, 4)
+    assert times.token == TimeSum(4.0, 2)
+    assert times.prefill is None
+    assert times.ttft is None
+    assert read_cache_size(text) is None
+
+
+def test_between_two_pages_is_what_the_sums_grew_by() -> None:
+    before = read_request_times(VLLM)
+    grown = VLLM.replace(
+        b'vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 0.2548536799986323',
+        b'vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 0.3548536799986323',
+    ).replace(
+        b'vllm:request_prefill_time_seconds_count{engine="0",model_name="tiny"} 10.0',
+        b'vllm:request_prefill_time_seconds_count{engine="0",model_name="tiny"} 11.0',
+    )
+    between = times_between(before, read_request_times(grown))
+    assert between.prefill == TimeSum(pytest.approx(0.1), 1)  # type: ignore[arg-type]
+    assert between.queue == TimeSum(0.0, 0)
+    assert between.queue is not None
+    assert between.queue.mean_s is None
+    assert times_between(before, read_request_times(b"")).queue is None
+
+
+def test_sizes_that_are_no_numbers_are_refused() -> None:
+    for wrong in ("None", "0", "many"):
+        text = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{wrong}"}} 1\n'.encode()
+        with pytest.raises(ProtocolError, match="num_gpu_blocks must be a number above 0"):
+            read_cache_size(text)
