@@ -223,6 +223,7 @@ WHERE = {
     "how long an engine": "engines",
     "KV events of an engine": "engines.kv_events engines.trtllm",
     "an answer that `kvrouter`": "cli",
+    "a request that `kvrouter calibrate": "cli.calibrate sim.engine_load",
     "a fleet file": "config",
     "a leg in a worker": "worker.worker",
     "words of the API server": "operator.reconcile.dry_run operator.status",

@@ -85,7 +85,7 @@ def calibrate(
                 limit_s=request_limit_s,
                 model=model,
                 folder=engine,
-                api_key=os.environ.get(ENGINE_KEY_VARIABLE),
+                api_key=os.environ.get(ENGINE_KEY_VARIABLE) or None,
             ),
             console,
         )
