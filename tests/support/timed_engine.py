@@ -42,12 +42,13 @@ class TimedEngine:
 
     def __post_init__(self) -> None:
         self._read = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._running = 0
         self._ended = 0
 
     def clock(self) -> float:
-        """The client's clock. That it reads it says that it got what was written."""
-        self._read.set()
+        """The client's clock, in any thread. That it reads it says that it got what was written."""
+        self._loop.call_soon_threadsafe(self._read.set)
         return self.now_s
 
     async def models(self, request: web.Request) -> web.Response:

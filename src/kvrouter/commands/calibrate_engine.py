@@ -1,6 +1,7 @@
 """``kvrouter calibrate --url``: the timing of a live engine, from requests that are sent to it."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from kvrouter.commands.calibrate import show_comparison, timing_document
 from kvrouter.commands.engine_description import EngineDescription, describe_engine
-from kvrouter.commands.engine_measurement import Measurement, MeasurementFailed, measure_engine
+from kvrouter.commands.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.fleet_engines import url_mistake
 from kvrouter.core.errors import ConfigError
@@ -41,6 +42,7 @@ class CalibrateEngineOptions:
     model: str | None = None
     folder: Path | None = None
     api_key: str | None = None
+    clock: Clock = time.monotonic
 
 
 def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
@@ -110,6 +112,7 @@ async def _measured(
             engine.served_model,
             load,
             limit_s=options.limit_s,
+            clock=options.clock,
             on_request=lambda n: show(f"measuring, {n} of {load.n_requests} requests"),
         )
         return engine, measured

@@ -1,0 +1,91 @@
+"""``kvrouter calibrate --url``: what it writes and says of an engine, and where its fit begins."""
+
+import asyncio
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvrouter.commands.calibrate_engine import CalibrateEngineOptions, calibrate_engine, fit_engine
+from kvrouter.commands.engine_measurement import MeasurementFailed
+from kvrouter.commands.replay_inputs import read_timing
+from kvrouter.core.errors import ConfigError
+from kvrouter.mock import Timing
+from kvrouter.sim.client_run import client_run
+from kvrouter.sim.engine_load import engine_load
+from kvrouter.sim.measured_run import RunHardware, read_json
+from kvrouter.sim.model_shape import model_shape
+from kvrouter.sim.roofline import roofline
+from tests.support.client_measured import META, client_requests
+from tests.support.measured_runs import HARDWARE, MODEL
+from tests.support.timed_engine import Fault, TimedEngine, timed_engine
+
+
+def options(engine: TimedEngine, path: Path, **others: object) -> CalibrateEngineOptions:
+    given: dict[str, object] = {"n_seen": 12, "limit_s": 60.0, **others}
+    return CalibrateEngineOptions(url=engine.url, output=path, clock=engine.clock, **given)  # type: ignore[arg-type]
+
+
+async def calibrated(engine: TimedEngine, path: Path, **others: object) -> str:
+    """What the command prints."""
+    output = io.StringIO()
+    console = Console(file=output, width=200, no_color=True)
+    async with timed_engine(engine):
+        await asyncio.to_thread(calibrate_engine, options(engine, path, **others), console)
+    return output.getvalue()
+
+
+async def test_what_the_engine_says_is_written_and_what_is_not_known_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "timing.yaml"
+    engine = TimedEngine()
+    output = await calibrated(engine, path)
+    assert read_timing(path).decode_base > 0.0
+    comments = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    for words in (
+        "queue and service are separate in 3 requests that ran alone",
+        "max_num_seqs 256 and max_num_batched_tokens 8192: the engine does not say",
+        "the engine's own means over all requests: queue 50.00 ms",
+    ):
+        assert words in output
+        assert words in comments
+    assert f"by the first 12 requests of {engine.url}" in comments
+    assert "total_kv_blocks: 2000" in comments
+    assert "block_size of its model: 16" in comments
+
+
+async def test_without_metrics_it_says_that_queue_and_service_are_one(tmp_path: Path) -> None:
+    output = await calibrated(TimedEngine(has_metrics=False), tmp_path / "timing.yaml")
+    assert "queue and service cannot be separated: the engine has no times of its own" in output
+    assert "guessed: the engine's KV blocks" in output
+
+
+async def test_a_measurement_that_fails_writes_nothing_and_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "timing.yaml"
+    path.write_text("before")
+    with pytest.raises(MeasurementFailed, match="no such parameter"):
+        await calibrated(TimedEngine(fault=Fault.REFUSED), path)
+    assert await asyncio.to_thread(os.listdir, tmp_path) == ["timing.yaml"]
+    assert path.read_text() == "before"
+
+
+async def test_too_few_requests_are_refused_before_any_is_sent(tmp_path: Path) -> None:
+    engine = TimedEngine()
+    with pytest.raises(ConfigError, match="9 are too few to measure"):
+        await calibrated(engine, tmp_path / "timing.yaml", n_seen=9)
+    assert engine.calls == []
+
+
+def test_a_known_gpu_is_where_the_fit_begins(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
+    hardware = read_json(tmp_path / "config.json", RunHardware)
+    load = engine_load(12, context_tokens=2_048)
+    truth = Timing(prefill_quadratic=0.0, decode_quadratic=0.0, decode_linear=0.0, decode_base=12.0)
+    meta = type(META)(model=MODEL, vllm_version="0.19.0", engine_kwargs=META.engine_kwargs)
+    run = client_run(meta, hardware, client_requests(load, truth), round_trip_s=0.0)
+    shape, _ = model_shape(MODEL, tmp_path)
+    assert fit_engine(run, tmp_path, 12).expected.timing == roofline(run, shape).timing
+    unknown = client_run(meta, None, client_requests(load, truth), round_trip_s=0.0)
+    assert fit_engine(unknown, tmp_path, 12).expected.timing != roofline(run, shape).timing
