@@ -46,8 +46,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 class EngineDescription(NamedTuple):
     """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that says its shape.
 
-    ``sizes_known`` says whether ``max_num_seqs`` and ``max_num_batched_tokens`` were said by anybody;
-    ``notes`` are lines for the user on what was not.
+    ``notes`` are lines for the user on what neither the engine nor a file says.
     """
 
     served_model: str
