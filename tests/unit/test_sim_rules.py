@@ -80,6 +80,8 @@ def test_dynamos_cost_is_prefill_and_decode_blocks() -> None:
 def test_lmetric_is_new_prefill_tokens_times_the_batch() -> None:
     assert parse_rule("lmetric").pick(asked(overlap=[8, 0, 0], in_flight=[3, 0, 1])) == 0
     assert parse_rule("lmetric").pick(asked(overlap=[8, 0, 0], in_flight=[5, 0, 1])) == 1
+    queued = asked(overlap=[8, 0, 0], prefill_tokens=[9 * BLOCK_SIZE, 0, 0], in_flight=[0, 0, 1])
+    assert parse_rule("lmetric").pick(queued) == 1
     assert parse_rule("lmetric").pick(asked(in_flight=[5, 2, 1], leg=Leg.DECODE)) == 2
 
 
@@ -99,10 +101,31 @@ def test_llm_ds_scores_are_weighted() -> None:
 
 def test_aibrix_takes_the_longest_prefix_that_is_not_overloaded() -> None:
     rule = parse_rule("aibrix")
-    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 3, 1])) == 1
-    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 30, 1])) == 2
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 3, 3])) == 1
     assert rule.pick(asked(in_flight=[2, 3, 1])) == 2
-    assert parse_rule("aibrix:deviations=0").pick(asked(overlap=[4, 8, 0], in_flight=[2, 9, 4])) == 0
+    # the mean is 5, the deviation 2.94: the longest match is over both, then the next one is taken
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[2, 9, 4])) == 0
+    assert parse_rule("aibrix:deviations=2").pick(asked(overlap=[4, 8, 0], in_flight=[2, 9, 4])) == 1
+
+
+def test_aibrix_looks_at_those_with_the_fewest_requests_while_load_is_uneven() -> None:
+    rule = parse_rule("aibrix:deviations=2")
+    # 30 is over 2 · ((1 + 1) / 2 + 1), and 29 more than the fewest: of the two others the match is taken
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[1, 30, 1], draw=1)) == 0
+    assert rule.pick(asked(overlap=[0, 8, 0], in_flight=[2, 30, 1])) == 2
+    # 8 more than the fewest, and just 2 · ((0 + 6) / 2 + 1): not uneven
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[0, 8, 6])) == 1
+    assert rule.pick(asked(overlap=[4, 8, 0], in_flight=[0, 9, 6])) == 0
+    assert parse_rule("aibrix:deviations=2,factor=3").pick(asked(overlap=[4, 8, 0], in_flight=[0, 9, 6])) == 1
+    assert (
+        parse_rule("aibrix:deviations=2,imbalance=10").pick(asked(overlap=[4, 8, 0], in_flight=[0, 9, 6]))
+        == 1
+    )
+
+
+def test_aibrix_compares_prefixes_in_whole_percent() -> None:
+    given = asked(overlap=[801, 802, 0], in_flight=[1, 2, 2], isl_blocks=1_000)
+    assert parse_rule("aibrix").pick(given) == 0
 
 
 def test_sglang_takes_the_longest_prefix_while_load_is_balanced() -> None:
@@ -121,6 +144,13 @@ def test_a_session_stays_until_its_worker_has_twice_the_average() -> None:
     assert rule.pick(asked(in_flight=[1, 9, 0], session="s")) == 2
     assert rule.pick(asked(in_flight=[1, 0, 2], session="s")) == 2
     assert rule.pick(asked(in_flight=[0, 1, 1])) == 0
+
+
+def test_a_session_stays_with_so_many_requests_as_the_floor_says() -> None:
+    for policy, stays in (("sticky", False), ("sticky:floor=1", True)):
+        rule = parse_rule(policy)
+        assert rule.pick(asked(in_flight=[1, 0, 1], session="s")) == 1
+        assert (rule.pick(asked(in_flight=[0, 1, 0], session="s")) == 1) is stays
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -42,7 +42,7 @@ def test_the_published_parameters_are_among_the_points() -> None:
 def test_each_swept_value_is_tuned_apart() -> None:
     document = parse_document(DEFAULT_FLEET, "fleet")
     found = candidates(document, ["sticky", "random"], [parse_sweep("workers[0].replicas=2,4")])
-    assert [len(chosen_from) for chosen_from in found] == [5, 5, 1, 1]
+    assert [len(chosen_from) for chosen_from in found] == [10, 10, 1, 1]
     for chosen_from in found:
         assert len({variant.fleet.workers[0].replicas for variant in chosen_from}) == 1
 

@@ -39,29 +39,43 @@ class LlmdScorers:
 
 
 class AibrixPrefix:
-    """Where some worker has ``imbalance`` requests more than another, the one with the fewest. Else the
-    longest cached prefix among those with at most mean + ``deviations`` · standard deviation requests, and of
-    equals the fewest requests; without any cached prefix the fewest requests.
+    """The longest cached prefix, in whole percent of the prompt, among those with at most mean +
+    ``deviations`` · standard deviation requests, and of equals the fewest requests; where there is none, the
+    fewest requests.
+
+    Where load is uneven, only the workers with the fewest requests are looked at: where the most is at least
+    ``imbalance`` above the fewest and, of three workers or more, over ``factor`` · (mean of the others + 1).
+    So are ``load_balance.go`` and ``prefix_cache.go`` of vllm-project/aibrix in 2026, with these defaults. Up
+    to 0.7 the difference alone counted, and the Helm chart set it to 16 and the deviations to 2.
     """
 
-    source: ClassVar[str] = "AIBrix's prefix-cache router: imbalance 16, 2 standard deviations"
+    source: ClassVar[str] = (
+        "AIBrix's prefix-cache router behind its load gate: difference 8, factor 2, 1 standard deviation"
+    )
 
-    def __init__(self, *, imbalance: float = 16.0, deviations: float = 2.0) -> None:
-        self._imbalance = imbalance
-        self._deviations = deviations
+    def __init__(self, *, imbalance: float = 8.0, factor: float = 2.0, deviations: float = 1.0) -> None:
+        self._imbalance, self._factor, self._deviations = imbalance, factor, deviations
 
     def pick(self, given: RuleInput) -> Slot:
         """Take the best match that is not overloaded."""
-        running = given.loads.in_flight[given.allowed]
-        if running.max() - running.min() > self._imbalance:
-            return lowest(running, given)
-        cached = cached_tokens(given)
+        running: FloatColumn = given.loads.in_flight[given.allowed].astype(np.float64)
         limit = running.mean() + self._deviations * running.std()
+        cached = cached_tokens(given)
         matches = (cached > 0.0) & (running <= limit)
+        if self._is_uneven(running):
+            fewest = running == running.min()
+            matches = (cached > 0.0) & fewest
         if not matches.any():
             return lowest(running, given)
-        longest = cached[matches].max()
-        return lowest(np.where(matches & (cached == longest), running, np.inf), given)
+        percent = np.floor(100.0 * cached / max(1, given.request.isl_tokens))
+        longest = percent[matches].max()
+        return lowest(np.where(matches & (percent == longest), running, np.inf), given)
+
+    def _is_uneven(self, running: FloatColumn) -> bool:
+        most, n = float(running.max()), len(running)
+        if n < 2 or most - running.min() < self._imbalance:
+            return False
+        return n == 2 or most > self._factor * ((float(running.sum()) - most) / (n - 1) + 1.0)
 
 
 class SglangCacheAware:
@@ -89,16 +103,19 @@ class SglangCacheAware:
 
 
 class StickySessions:
-    """A session stays at its worker, unless that has over ``escape`` times the average number of requests:
-    then it moves to the one with the fewest. So does what belongs to no session.
+    """A session stays at its worker, unless that has over ``escape`` times the average number of requests and
+    over ``floor`` of them: then it moves to the one with the fewest. So does what belongs to no session.
+
+    The escape is that of a study of coding agents, agentic-kvc by G. Wang, May 2026, which counted tokens in
+    flight first and requests later. It has no floor: in an idle fleet one request is over twice the average.
     """
 
     source: ClassVar[str] = (
-        "session affinity of gateways; escape at over 2 × the mean, as agentic replays have it"
+        "session affinity of gateways; escape at over 2 × the mean, as in agentic-kvc (coding agents)"
     )
 
-    def __init__(self, *, escape: float = 2.0) -> None:
-        self._escape = escape
+    def __init__(self, *, escape: float = 2.0, floor: float = 0.0) -> None:
+        self._escape, self._floor = escape, floor
         self._at: OrderedDict[tuple[Leg, str], Slot] = OrderedDict()
 
     def pick(self, given: RuleInput) -> Slot:
@@ -107,7 +124,7 @@ class StickySessions:
         key = (given.leg, given.session)
         slot = self._at.get(key) if given.session else None
         if slot is not None and (given.allowed == slot).any():
-            limit = max(1.0, self._escape * float(in_flight.mean()))
+            limit = max(self._floor, self._escape * float(in_flight.mean()))
             if given.loads.in_flight[slot] <= limit:
                 self._at.move_to_end(key)
                 return slot

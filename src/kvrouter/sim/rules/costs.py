@@ -49,9 +49,14 @@ class DynamoCost:
 class LMetric:
     """(prefill tokens queued there and new here) · (requests there, this one included): the least product.
     A decode leg, which prefills nothing, goes to the fewest requests.
+
+    The paper's abstract multiplies the new prefill tokens, if a request went there, by the batch size. Those
+    who implemented it add the tokens that are queued there before: AIBrix's ``l_metric_local.go``, which
+    counts the request itself in the batch, and agentic-kvc, which does not. Where it does not count, all idle
+    workers are equal, whatever they hold.
     """
 
-    source: ClassVar[str] = "LMetric, arXiv 2603.15202"
+    source: ClassVar[str] = "LMetric, arXiv 2603.15202; with queued tokens and batch + 1 as in AIBrix's"
 
     def pick(self, given: RuleInput) -> Slot:
         """Take the least product."""

@@ -57,9 +57,9 @@ RULES: Mapping[str, KnownRule] = MappingProxyType(
         ),
         "aibrix": KnownRule(
             AibrixPrefix,
-            {"imbalance": 16.0, "deviations": 2.0},
+            {"imbalance": 8.0, "factor": 2.0, "deviations": 1.0},
             [
-                {"imbalance": imbalance, "deviations": deviations}
+                {"imbalance": imbalance, "factor": 2.0, "deviations": deviations}
                 for imbalance in (4.0, 8.0, 16.0, 32.0)
                 for deviations in (0.5, 1.0, 2.0)
             ],
@@ -74,7 +74,13 @@ RULES: Mapping[str, KnownRule] = MappingProxyType(
             ],
         ),
         "sticky": KnownRule(
-            StickySessions, {"escape": 2.0}, [{"escape": value} for value in (1.25, 1.5, 2.0, 3.0, 4.0)]
+            StickySessions,
+            {"escape": 2.0, "floor": 0.0},
+            [
+                {"escape": escape, "floor": floor}
+                for escape in (1.25, 1.5, 2.0, 3.0, 4.0)
+                for floor in (0.0, 1.0)
+            ],
         ),
     }
 )
