@@ -1,6 +1,6 @@
 """Fleets, traces and loads that policies are compared on."""
 
-from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -18,40 +18,55 @@ DATA = HERE.parents[1] / "data"
 NEAR_BYTES_PER_S = 12.5e9
 """100 Gbit/s within a zone; between zones it is a ratio of that."""
 
-RATIOS = (1, 4, 20)
+RATIOS = (1.0, 4.0, 20.0)
 BLOCK = 512
 BLOCKS = 4096
 
 
 class Case(NamedTuple):
-    """One trace; its arrivals are as many times as fast as it says, for each load."""
+    """One trace; for each load everything in it but the answers is as many times as fast as it says.
+
+    ``is_closed``: a turn follows the answer before it after its think time. Else requests arrive by time
+    stamp.
+    """
 
     name: str
     path: Path
     loads: tuple[float, ...]
+    is_closed: bool = False
 
 
 CASES = (
     Case("conversation", DATA / "mooncake-conversation.jsonl.gz", (1.0, 2.0, 3.0)),
+    Case("coding agents", DATA / "agentic-coding-sessions.jsonl.gz", (1.0, 3.0, 10.0), is_closed=True),
     Case("many tenants", HERE / "tenants.yaml", (1.0, 2.0, 3.0)),
     Case("long sessions", HERE / "sessions.yaml", (1.0, 2.0, 3.0)),
 )
 
 
 class Rows:
-    """The first rows of a trace, held, so that every replay has the same."""
+    """The first rows of a case's trace at one load, held, so that every replay has the same."""
 
-    def __init__(self, path: Path, rows_max: int) -> None:
-        trace: Trace = open_trace(path, rows_max=rows_max)
-        self.info = trace.info
-        self.rows = list(islice(trace, rows_max))
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        return iter(self.rows)
+    def __init__(self, case: Case, load: float, rows_max: int) -> None:
+        trace: Trace = open_trace(case.path, rows_max=rows_max)
+        self.piece_tokens = trace.info.piece_tokens
+        self.is_closed = case.is_closed
+        self.rows = [
+            msgspec.structs.replace(row, at_s=row.at_s / load, think_s=row.think_s / load)
+            for row in islice(trace, rows_max)
+        ]
+        self.half = len(self.rows) // 2
+        """How many of them rules are tuned on; figures are of the others."""
 
     def share(self, number: int, of: int) -> list[TraceRequest]:
         """Return every ``of``-th row from ``number`` on, as a gateway that takes turns would send them."""
         return self.rows[number::of]
+
+
+@lru_cache(maxsize=2)
+def rows_of(case: Case, load: float, rows_max: int) -> Rows:
+    """Read a case's rows once in a process."""
+    return Rows(case, load, rows_max)
 
 
 def fleet(zones: str, ratio: float, *, policy: str | None, workers: int = 2) -> Document:
@@ -95,16 +110,34 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: tuple[float, ...]
     ttft_p99_ms: tuple[float, ...]
     good: tuple[float, ...]
+    good_per_s: tuple[float, ...]
     cached: tuple[float, ...]
     failed: tuple[int, ...]
 
 
+class Tried(msgspec.Struct, frozen=True):
+    """One point of a policy's grid, on the first half of the rows."""
+
+    policy: str
+    failed: int
+    ttft_ms: float
+
+
 class Cell(Figures, frozen=True, kw_only=True):
-    """The figures of one policy in one case."""
+    """The figures of one policy in one case, with those points that it was chosen from."""
 
     policy: str
     case: str
     load: float
     ratio: float
     crossing_gb: tuple[float, ...]
-    is_tuned: bool = False
+    tried: tuple[Tried, ...] = ()
+
+
+class ZoneCell(Figures, frozen=True, kw_only=True):
+    """One deployment over all zones, or one for each behind a gateway that takes turns."""
+
+    zones: int
+    setup: str
+    loses_decoders: bool
+    ratio: float
