@@ -12,6 +12,7 @@ import msgspec
 
 from benchmarks.replay.cases import CASES, Cell, Tried, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE, figures, over_seeds, replayed
+from kvrouter.core.workers import Role
 from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import GRID_MAX, RULES
 from kvrouter.sim.summary import Summary, summarize
@@ -20,11 +21,6 @@ from kvrouter.sim.variant import OURS, Variant, variants
 
 REQUIRED = "required"
 TUNED = f"{OURS}, tuned"
-
-LINK_WEIGHTS = (0, 10, 30, 100, 300, 1_000, 3_000, 10_000)
-"""What a second of KV transfer costs a decode worker, in blocks: what ours is tuned over. A prefill leg and
-the decode leg of a pair each weigh one kind of blocks only, so the weight between the two changes nothing.
-"""
 
 
 class Entrant(NamedTuple):
@@ -55,7 +51,7 @@ class Job(msgspec.Struct, frozen=True):
 
 OURS_UNTUNED = (Entrant(OURS), Entrant(OURS, "preferred"), Entrant(OURS, REQUIRED))
 OURS_GRID = (
-    *(Entrant(f"{OURS}:kv_transfer_weight={weight}") for weight in LINK_WEIGHTS),
+    *(Entrant(point) for point in points(OURS, (Role.PREFILL, Role.DECODE))),
     *OURS_UNTUNED[1:],
 )
 

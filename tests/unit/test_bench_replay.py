@@ -13,7 +13,7 @@ from benchmarks.replay.cases import CASES, RATIOS, Case, Cell, Rows, Tried, Zone
 from benchmarks.replay.kept import Done, Head, KeptRun
 from benchmarks.replay.page import Study, markdown, rule, tables
 from benchmarks.replay.plots import Bar, Group, plot
-from benchmarks.replay.policies import LINK_WEIGHTS, OURS_GRID, Contest, Job, jobs, published
+from benchmarks.replay.policies import OURS_GRID, Contest, Job, jobs, published
 from benchmarks.replay.replays import over_seeds, replayed
 from benchmarks.replay.zones import ONE, SPLIT, ZoneJob, zone_cell, zone_jobs
 from kvrouter.config import load_fleet
@@ -77,7 +77,8 @@ def test_the_short_form_has_every_policy_in_every_case_at_three_loads_and_three_
 
 
 def test_ours_and_a_peers_rule_have_the_same_budget() -> None:
-    assert len(set(OURS_GRID)) == len(LINK_WEIGHTS) + 2 <= GRID_MAX
+    assert len(set(OURS_GRID)) == len(OURS_GRID) <= GRID_MAX
+    assert {entrant.enforcement for entrant in OURS_GRID} == {None, "preferred", "required"}
     for job in jobs(24, 2, (1.0, 20.0), [0], 1):
         if job.policy in ("sglang", "lmetric"):
             for found in Contest(job).cells():

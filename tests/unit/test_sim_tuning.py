@@ -7,10 +7,11 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.config import parse_document
+from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.rules.registry import GRID_MAX, RULES
 from kvrouter.sim.simulation import Result
-from kvrouter.sim.tuning import OURS_GRID, candidates, merit, points, second_half
+from kvrouter.sim.tuning import candidates, merit, ours_grid, points, second_half
 from kvrouter.sim.variant import DEFAULT_FLEET, OURS, parse_sweep
 
 
@@ -27,11 +28,30 @@ def outcome(number: int, *, ttft_s: float | None = None, error: str = "") -> Out
 
 
 def test_every_policy_has_at_most_as_many_points_as_any_other_may_have() -> None:
-    assert len(OURS_GRID) <= GRID_MAX
     assert {name: len(points(name)) for name in RULES if len(points(name)) > GRID_MAX} == {}
     assert points("lmetric") == ["lmetric"]
     assert points("sticky:escape=3") == ["sticky:escape=3"]
     assert points(OURS)[0] == "kvrouter:overlap_score_weight=0.5"
+    for roles in ((Role.BOTH,), (Role.PREFILL, Role.DECODE), (Role.BOTH, Role.PREFILL, Role.DECODE)):
+        assert len(set(ours_grid(roles))) == len(ours_grid(roles)) <= GRID_MAX
+
+
+def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart() -> None:
+    workers = "workers: [{name: p, role: prefill}, {name: d, role: decode}]"
+    apart = parse_document(f"version: 1\nmodels: [{{name: m}}]\n{workers}\n", "fleet")
+    ((*weights,),) = candidates(apart, [OURS], [])
+    assert [variant.fleet.router.kv_transfer_weight for variant in weights] == [
+        0,
+        10,
+        30,
+        100,
+        300,
+        1_000,
+        3_000,
+    ]
+    ((*weights,),) = candidates(parse_document(DEFAULT_FLEET, "fleet"), [OURS], [])
+    assert {variant.fleet.router.kv_transfer_weight for variant in weights} == {0}
+    assert [variant.fleet.router.overlap_score_weight for variant in weights] == [0.5, 1, 2, 4, 8, 16]
 
 
 def test_the_published_parameters_are_among_the_points() -> None:

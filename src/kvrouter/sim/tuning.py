@@ -4,11 +4,13 @@ A rule is tried with every point of its grid on the first half of a trace; the p
 is compared on the second half, with caches that the first half filled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import Document
+from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.rules.registry import RULES
 from kvrouter.sim.simulation import Result
@@ -16,16 +18,28 @@ from kvrouter.sim.traces.read import Trace
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.variant import OURS, Setting, Variant, variants
 
-OURS_GRID = tuple(f"overlap_score_weight={weight:g}" for weight in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
-"""What the router's own rule is tuned over: fewer points than the rules of others may have."""
+_OVERLAP = tuple(f"overlap_score_weight={weight:g}" for weight in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
+_LINKS = tuple(f"kv_transfer_weight={weight}" for weight in (10, 30, 100, 300, 1_000, 3_000))
 
 
-def points(policy: str) -> list[str]:
+def ours_grid(roles: Collection[Role]) -> tuple[str, ...]:
+    """Return what the router's own rule is tuned over, in a fleet with these roles: at most as many points as
+    the rules of others may have.
+
+    Who prefills alone, and who decodes for another, weighs one kind of blocks only, so that the weight
+    between the two changes nothing; what a second of KV transfer costs the pair does.
+    """
+    if Role.PREFILL not in roles:
+        return _OVERLAP
+    return (*_OVERLAP, *_LINKS) if Role.BOTH in roles else ("kv_transfer_weight=0", *_LINKS)
+
+
+def points(policy: str, roles: Collection[Role] = (Role.BOTH,)) -> list[str]:
     """Return the policy with each point of its grid; alone where it has none or its parameters are given."""
     if ":" in policy:
         return [policy]
     if policy == OURS:
-        return [f"{policy}:{point}" for point in OURS_GRID]
+        return [f"{policy}:{point}" for point in ours_grid(roles)]
     grid = RULES[policy].grid if policy in RULES else ()
     return [f"{policy}:{','.join(f'{key}={value:g}' for key, value in point.items())}" for point in grid] or [
         policy
@@ -36,9 +50,10 @@ def candidates(document: Document, policies: Sequence[str], sweeps: Sequence[Set
     """Return, for each policy and combination of swept values, the variants that it is chosen from. Raises
     ConfigError.
     """
+    roles = {workers.role for workers in load_fleet(document).fleet.workers}
     found: list[list[Variant]] = []
     for policy in policies:
-        tried = points(policy)
+        tried = points(policy, roles)
         each = variants(document, tried, sweeps)
         found += [each[at : at + len(tried)] for at in range(0, len(each), len(tried))]
     return found
