@@ -103,7 +103,10 @@ def test_what_kv_costs_stands_in_the_table_and_in_the_json(
         (["--report", "no/such/folder/out.html"], "is no folder"),
         (["--timing", "timing.yaml"], "prefill_base"),
         (["--events", "events.yaml"], "no worker of the fleet"),
-        (["--fleet", "small.yaml"], "the smallest engine of the fleet has room for 512"),
+        (
+            ["--fleet", "small.yaml"],
+            "trace.jsonl:1: request 0: 600 tokens and 4 more; the smallest engine",
+        ),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(

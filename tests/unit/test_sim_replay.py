@@ -136,9 +136,18 @@ def test_what_no_engine_has_room_for_is_found_before_the_replay() -> None:
     file = fleet("workers: [{name: w, engine: {total_kv_blocks: 4}}]")
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
     check_room(row(0, 0.0, [1, 2, 3]), sim)
-    with pytest.raises(ConfigError, match="request 1: 256 tokens and 4 more") as refused:
+    with pytest.raises(ConfigError, match=r"^request 1: 256 tokens and 4 more") as refused:
         check_room(longest_request([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])])[1], sim)
     assert refused.value.param == "total_kv_blocks"
+
+
+def test_a_prompt_beyond_the_context_is_named_with_the_length_that_it_needs() -> None:
+    file = fleet("workers: [{name: w}]")
+    file = file.model_copy(update={"models": (file.models[0].model_copy(update={"context_length": 200}),)})
+    sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
+    with pytest.raises(ConfigError, match=r"models\[0\]\.context_length .* to 260 or more") as refused:
+        check_room(row(0, 0.0, [1, 2, 3, 4]), sim)
+    assert refused.value.param == "context_length"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -186,7 +187,27 @@ def test_dynamos_records_by_arrival(written: Callable[[bytes], Path]) -> None:
 def test_dynamos_records_in_the_envelopes_of_its_file_sinks(written: Callable[[bytes], Path]) -> None:
     plain = list(open_trace(written(lines(*DYNAMO))))
     assert list(open_trace(written(lines(*map(in_envelope, DYNAMO))))) == plain
-    assert list(open_trace(written(lines(in_envelope(DYNAMO[0]), *DYNAMO)))) == plain
+    later = [msgspec.structs.replace(row, line=row.line + 1) for row in plain]
+    assert list(open_trace(written(lines(in_envelope(DYNAMO[0]), *DYNAMO)))) == later
+
+
+@pytest.mark.parametrize(
+    ("content", "numbers"),
+    [
+        (lines(GOOD, GOOD), [1, 2]),
+        (lines(GOOD) + b"\n" + lines(GOOD), [1, 3]),
+        (AZURE, [2, 3]),
+        (lines(session(turn(0.0), turn(20.0)), session(turn(1.0))), [1, 2, 1]),
+        (lines(ended(8), ended(7)), [2, 1]),
+    ],
+)
+def test_requests_name_the_lines_that_they_stand_in(
+    written: Callable[[bytes], Path], content: bytes, numbers: list[int]
+) -> None:
+    path = written(content)
+    assert [row.place for row in open_trace(path)] == [
+        f"{path}:{line}: request {number}" for number, line in enumerate(numbers)
+    ]
 
 
 @given(arrivals=st.lists(st.integers(0, 6), min_size=1, max_size=12))

@@ -398,15 +398,16 @@ def check_room(row: TraceRequest, fleet: SimFleet) -> None:
     """Raise ConfigError where an engine of the fleet, or the model, has no room for this request."""
     room_tokens, said_tokens = fleet.capacity_tokens, fleet.said_context_tokens
     tokens = row.input_tokens + row.output_tokens
+    what = f"{row.place}: {row.input_tokens} tokens and {row.output_tokens} more"
     if tokens > room_tokens:
         raise ConfigError(
-            f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the smallest "
-            f"engine of the fleet has room for {room_tokens} (total_kv_blocks × block_size)",
+            f"{what}; the smallest engine of the fleet has room for {room_tokens} "
+            "(total_kv_blocks × block_size): give the engines of the fleet file more total_kv_blocks",
             param="total_kv_blocks",
         )
     if said_tokens is not None and tokens > said_tokens:
         raise ConfigError(
-            f"request {row.number}: {row.input_tokens} tokens and {row.output_tokens} more; the model's "
-            f"context_length is {said_tokens}",
+            f"{what}; the model's context_length is {said_tokens}: set models[0].context_length of the "
+            f"fleet file to {tokens} or more",
             param="context_length",
         )

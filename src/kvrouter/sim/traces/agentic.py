@@ -74,6 +74,7 @@ class _SessionTimes(msgspec.Struct):
 class _Row(msgspec.Struct):
     """A request that waits for its turn in the trace. ``number`` is its place there, once it has one."""
 
+    line: int
     at_s: float
     input_tokens: int
     output_tokens: int
@@ -132,10 +133,10 @@ class AgenticReader:
                 heappush(waiting, (row.at_s, n_read, row))
                 n_read += 1
             while waiting and waiting[0][0] <= (index + 1) * SESSION_GAP_S:
-                yield _given(heappop(waiting)[2], n_given)
+                yield _given(self._path, heappop(waiting)[2], n_given)
                 n_given += 1
         while waiting:
-            yield _given(heappop(waiting)[2], n_given)
+            yield _given(self._path, heappop(waiting)[2], n_given)
             n_given += 1
 
     def _rows(self, line: int, index: int, session: _Session) -> Iterator[_Row]:
@@ -172,6 +173,7 @@ class AgenticReader:
                 )
                 continue
             row = _Row(
+                line=line,
                 at_s=at_s,
                 input_tokens=turn.input_tokens,
                 output_tokens=max(1, turn.output_tokens),
@@ -241,7 +243,7 @@ def _think_s(turn: _Turn, at_s: float, before: _Row | None, *, is_new: bool) -> 
     return passed_s if turn.think_time is None or is_new else min(turn.think_time, passed_s)
 
 
-def _given(row: _Row, number: int) -> TraceRequest:
+def _given(path: Path, row: _Row, number: int) -> TraceRequest:
     """Return a request with its place in the trace, and forget what it follows."""
     after = None if row.before is None else row.before.number
     row.number, row.before = number, None
@@ -255,4 +257,6 @@ def _given(row: _Row, number: int) -> TraceRequest:
         session=row.session,
         after=after,
         think_s=row.think_s,
+        path=path,
+        line=row.line,
     )

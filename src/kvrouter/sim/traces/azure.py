@@ -88,6 +88,8 @@ def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[Trace
             output_tokens=output_tokens,
             piece_tokens=PIECE_TOKENS,
             pieces=pieces,
+            path=path,
+            line=line,
         )
 
 

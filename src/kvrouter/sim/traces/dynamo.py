@@ -76,6 +76,7 @@ class _Record(msgspec.Struct):
 class _Row(msgspec.Struct):
     """A request that waits for those that came before it."""
 
+    line: int
     at_ms: float
     ends_ms: float
     input_tokens: int
@@ -133,6 +134,8 @@ class DynamoReader:
                 session=row.session,
                 after=None if before is None else before[0],
                 think_s=0.0 if before is None else max(0.0, row.at_ms - before[1]) / 1e3,
+                path=self._path,
+                line=row.line,
             )
 
     def _by_arrival(self) -> Iterator[_Row]:
@@ -159,6 +162,7 @@ class DynamoReader:
             )
         hashes = f"{field}.input_sequence_hashes"
         return _Row(
+            line=line,
             at_ms=request.request_received_ms,
             ends_ms=request.request_received_ms + (request.total_time_ms or 0.0),
             input_tokens=replay.input_length,

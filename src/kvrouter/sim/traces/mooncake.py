@@ -61,4 +61,6 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
             output_tokens=max(1, row.output_length),
             piece_tokens=PIECE_TOKENS,
             pieces=named_pieces(path, line, "hash_ids", row.hash_ids),
+            path=path,
+            line=line,
         )

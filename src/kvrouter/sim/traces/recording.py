@@ -31,6 +31,8 @@ class _Row(msgspec.Struct):
     ends_s: float
     request: RequestRecord
     pieces: Pieces
+    path: Path
+    line: int
 
 
 class Recording:
@@ -75,6 +77,8 @@ class Recording:
                 session=request.session or "",
                 after=None if before is None else before[0],
                 think_s=0.0 if before is None else max(0.0, row.at_s - before[1]),
+                path=row.path,
+                line=row.line,
             )
 
     def _rows(self) -> list[_Row]:
@@ -172,4 +176,4 @@ def _row(path: Path, line: int, record: RequestRecord, started_s: float) -> _Row
         pieces.byteswap()
     at_s = started_s + record.at_s
     bare = msgspec.structs.replace(record, blocks="", attempts=())
-    return _Row(at_s, at_s + record.ended_s, bare, pieces)
+    return _Row(at_s, at_s + record.ended_s, bare, pieces, path, line)

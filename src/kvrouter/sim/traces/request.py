@@ -1,6 +1,7 @@
 """One request of a trace, whatever its format."""
 
 from array import array
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +20,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     the trace's first. Each of ``pieces`` stands for ``piece_tokens`` tokens, the last one for what is left;
     a tail may have no name.
     ``after`` is the request whose answer comes before this one in a closed loop, ``think_s`` the seconds
-    between the two.
+    between the two. It stands in ``line`` of the file at ``path``, which is None
+    where it was generated.
     """
 
     number: int
@@ -31,6 +33,14 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     after: int | None = None
     think_s: float = 0.0
+    path: Path | None = None
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where it stands, and which request it is: ``trace.jsonl:12: request 11``."""
+        standing = "" if self.path is None else f"{self.path}:{self.line}: "
+        return f"{standing}request {self.number}"
 
 
 class TraceInfo(msgspec.Struct, frozen=True):
