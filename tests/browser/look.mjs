@@ -29,6 +29,7 @@ function seen() {
       label: svg.getAttribute("aria-label"),
       box: box(svg),
       frame: box(svg.querySelector(".frame")),
+      marks: all(svg, ".mark").map(box),
       texts: all(svg, "text").map((node) => ({ text: node.textContent, box: box(node) })),
       lines: all(svg, ".line, .dot, .band").map((node) => ({
         name: node.parentNode.firstChild.textContent,

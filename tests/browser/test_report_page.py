@@ -24,6 +24,28 @@ TITLES = (
     "Where the policies are from",
     "What the figures mean",
 )
+EVENTS = """\
+events:
+- {at_s: 300, what: link, between: [a, b], bandwidth_factor: 0.1}
+- {at_s: 1500, what: die, group: decode-b}
+- {at_s: 1502, what: policy, set: {kv_transfer.enforcement: fallback}}
+- {at_s: 2600, what: join}
+- {at_s: 9000, what: label, group: prefill-b, set: {zone: a}}
+"""
+"""The second and the third are too near to each other for two labels; the last comes after the trace."""
+PRICED = """\
+version: 1
+models: [{name: m}]
+topology:
+  levels: [zone]
+  links: {across: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.02}}
+kv_transfer: {domain: zone, enforcement: preferred, preferred_weight: 0.1}
+workers:
+- {name: prefill-a, role: prefill, domains: {zone: a}}
+- {name: prefill-b, role: prefill, domains: {zone: b}}
+- {name: decode-a, role: decode, domains: {zone: a}}
+- {name: decode-b, role: decode, domains: {zone: b}}
+"""
 EVIL = "<img src=x onerror=alert(1)>.jsonl"
 """A trace's name that would run a script and ask for a picture, if it came to be markup."""
 
@@ -38,10 +60,31 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Look:
     return look(page, folder, WIDTHS)
 
 
-@pytest.fixture(params=VIEWS)
-def view(seen: Look, request: pytest.FixtureRequest) -> View:
+@pytest.fixture(scope="module")
+def seen_with_events(tmp_path_factory: pytest.TempPathFactory) -> Look:
+    folder = tmp_path_factory.mktemp("events")
+    page, events, fleet = (folder / name for name in ("out.html", "events.yaml", "fleet.yaml"))
+    events.write_text(EVENTS)
+    fleet.write_text(PRICED)
+    files = ["--fleet", str(fleet), "--events", str(events), "--report", str(page)]
+    arguments = ["replay", str(SAMPLE), "--compare", "kvrouter,random", *files]
+    subprocess.run([sys.executable, "-m", "kvrouter.cli", *arguments], check=True)
+    return look(page, folder, WIDTHS)
+
+
+def view_of(seen: Look, request: pytest.FixtureRequest) -> View:
     (found,) = [each for each in seen.views if f"{each.scheme}-{each.width}" == request.param]
     return found
+
+
+@pytest.fixture(params=VIEWS)
+def view(seen: Look, request: pytest.FixtureRequest) -> View:
+    return view_of(seen, request)
+
+
+@pytest.fixture(params=VIEWS)
+def view_with_events(seen_with_events: Look, request: pytest.FixtureRequest) -> View:
+    return view_of(seen_with_events, request)
 
 
 def test_the_browser_complains_of_nothing_and_asks_for_nothing(view: View) -> None:
@@ -117,3 +160,23 @@ def test_parts_do_not_cover_each_other(view: View) -> None:
 
 def test_pictures_of_all_views_are_taken_and_not_blank(view: View) -> None:
     assert Path(view.picture).stat().st_size > 20_000
+
+
+def test_events_stand_in_the_plots_over_time_and_in_a_table(view_with_events: View) -> None:
+    over_time = [plot for plot in view_with_events.plots if " over time: " in plot.label]
+    assert len(over_time) >= 9
+    for plot in over_time:
+        over = [text for text in plot.texts if text.box.y < plot.frame.y and text.box.x > plot.frame.x]
+        assert [text.text for text in over] == ["1", "2–3", "4"]
+        assert len(plot.marks) == 4
+        for mark in plot.marks:
+            assert plot.frame.holds(mark), plot.label
+        for label in plot.texts:
+            assert plot.box.holds(label.box), f"{plot.label}: {label.text}"
+        for one, other in combinations(plot.texts, 2):
+            assert not one.box.meets(other.box), f"{plot.label}: {one.text} and {other.text}"
+    (table,) = [table for table in view_with_events.tables if table.label == "events"]
+    for text in ("link", "a – b", "bandwidth × 0.1", "group decode-b", "fallback", "all workers", "9,000 s"):
+        assert text in table.text
+    assert view_with_events.scroll_width <= view_with_events.inner_width
+    assert table.box.x + table.box.width <= view_with_events.width

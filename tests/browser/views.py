@@ -57,11 +57,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Plot(msgspec.Struct, frozen=True):
-    """A plot; ``frame`` is where its axes are."""
+    """A plot; ``frame`` is where its axes are, ``marks`` are its vertical lines."""
 
     label: str
     box: Box
     frame: Box
+    marks: list[Box]
     texts: list[Label]
     lines: list[Shape]
 

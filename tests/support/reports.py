@@ -13,6 +13,7 @@ from kvrouter.sim.summary import (
     Summary,
     VariantReport,
 )
+from kvrouter.sim.timetable_entry import TimetableEntry
 
 NOTHING = Spread(None, None, None, None, None)
 
@@ -94,6 +95,11 @@ def variant(name: str, summaries: Sequence[Summary], source: str = "a paper") ->
     return VariantReport(name, source, tuple(range(len(summaries))), tuple(summaries))
 
 
-def report(*variants: VariantReport, trace: str = "traces/day.jsonl", is_whole: bool = True) -> ReplayReport:
+def report(
+    *variants: VariantReport,
+    trace: str = "traces/day.jsonl",
+    is_whole: bool = True,
+    events: tuple[TimetableEntry, ...] = (),
+) -> ReplayReport:
     """A report of these variants."""
-    return ReplayReport("9.9", trace, "Mooncake", "by time stamp", Objective(), is_whole, variants)
+    return ReplayReport("9.9", trace, "Mooncake", "by time stamp", Objective(), is_whole, variants, events)

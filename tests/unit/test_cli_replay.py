@@ -58,7 +58,12 @@ def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
     path = tmp_path / "out.json"
     arguments = ("--fleet", str(fleet), "--sweep", "workers[0].replicas=1,3", "--seeds", "2")
     assert run(str(trace), *arguments, "--events", str(events), "--json", str(path)) == 0
-    one, three = json.loads(path.read_text())["variants"]
+    report = json.loads(path.read_text())
+    assert report["events"] == [
+        {"at_s": 0.5, "what": "die", "which": "all workers", "change": ""},
+        {"at_s": 0.6, "what": "join", "which": "group w", "change": ""},
+    ]
+    one, three = report["variants"]
     assert (one["name"], one["seeds"]) == ("kvrouter [workers[0].replicas=1]", [0, 1])
     assert three["name"] == "kvrouter [workers[0].replicas=3]"
     assert one["summaries"][0]["errors"]

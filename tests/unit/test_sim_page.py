@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrouter.sim.comparison import COLUMNS, COST
 from kvrouter.sim.page.document import render_page
 from kvrouter.sim.page.markup import Markup, element, escaped
-from kvrouter.sim.page.plot import HEIGHT, WIDTH, Line, Point, plot
+from kvrouter.sim.page.plot import HEIGHT, WIDTH, Line, Mark, Point, plot
 from kvrouter.sim.page.scale import (
     Scale,
     clock,
@@ -25,6 +25,7 @@ from kvrouter.sim.page.scale import (
 )
 from kvrouter.sim.page.style import BACKGROUNDS, PALETTES
 from kvrouter.sim.summary import Carriage, ReplayReport
+from kvrouter.sim.timetable_entry import TimetableEntry
 from kvrouter.sim.variant import VARIANTS_MAX
 from tests.support.reports import NOTHING, empty_summary, part, report, spread, summary, variant
 
@@ -285,6 +286,78 @@ def test_the_cost_of_a_policy_stands_in_the_comparison_where_one_has_a_price() -
         assert len(shown) == len(COLUMNS) + (free is not None)
         assert "Cost of KV transfers" not in figures(section(page, "At a glance"))
     assert COLUMNS[-1] is COST
+
+
+def test_what_kv_costs_stands_over_time_and_by_pair_where_there_are_several() -> None:
+    def over_time(*carried: Carriage) -> dict[str, Element]:
+        parts = tuple(part(at, carried=carried if at == 1 else ()) for at in range(24))
+        page = parsed(report(variant("kvrouter", [summary(carried=carried, parts=parts)])))
+        return {
+            title: plot
+            for title, plot in figures(section(page, "Over time")).items()
+            if title.startswith("Cost")
+        }
+
+    dear, cheap, free = (
+        Carriage("a", "b", 1, 10**9, cost=0.5),
+        Carriage("b", "a", 1, 10**9, cost=0.25),
+        Carriage("b", "b", 1, 10**9),
+    )
+    assert over_time(free) == {}
+    assert list(over_time(dear, free)) == ["Cost of KV transfers"]
+    found = over_time(cheap, dear, free)
+    assert list(found) == ["Cost of KV transfers", "Cost of KV from a to b", "Cost of KV from b to a"]
+    ticks = [[text.text for text in plot.iter("text")][-1] for plot in found.values()]
+    assert ticks == ["300", "200", "100"]  # 0.75, 0.5 and 0.25 in one part of 10 s
+    many = [Carriage("a", str(n), 1, 1, cost=float(n)) for n in range(20)]
+    assert list(over_time(*many))[1:] == [f"Cost of KV from a to {n}" for n in range(19, 13, -1)]
+
+
+def test_events_are_numbered_lines_over_time_and_rows_of_a_table() -> None:
+    events = (
+        TimetableEntry(30.0, "die", "group d"),
+        TimetableEntry(31.0, "link", "zone a – b", "bandwidth × 0.1"),
+        TimetableEntry(200.0, "join", "all workers"),
+        TimetableEntry(1_000.0, "add", "group <d>", "2 workers more"),
+    )
+    page = parsed(report(variant("kvrouter", [summary()]), events=events))
+    over_time = section(page, "Over time")
+    for svg in over_time.iter("svg"):
+        if svg.get("class") == "plot":
+            lines = [each for each in svg.iter("line") if each.get("class") == "mark"]
+            assert len(lines) == 3
+            places = [float(line.get("x1", "0")) for line in lines]
+            assert places == sorted(places)
+            labels = [each.text for each in svg.iter("text") if each.get("class") == "mark-label"]
+            assert labels == ["1–2", "3"]
+    assert rows(over_time) == [
+        ["1", "30 s", "die", "group d", "–"],
+        ["2", "31 s", "link", "zone a – b", "bandwidth × 0.1"],
+        ["3", "200 s", "join", "all workers", "–"],
+        ["4", "1,000 s", "add", "group <d>", "2 workers more"],
+    ]
+    assert "numbered lines" in words(over_time)
+    calm = section(parsed(TWO), "Over time")
+    assert "numbered lines" not in words(calm)
+    assert rows(calm) == []
+
+
+@given(st.lists(st.floats(0.0, 240.0), min_size=1, max_size=40))
+def test_labels_of_marks_never_meet_and_leave_none_out(values: list[float]) -> None:
+    marks = [Mark(value, str(number)) for number, value in enumerate(sorted(values), 1)]
+    lines = [Line("a", "v0", [[Point(0.0, 0.5), Point(240.0, 0.5)]])]
+    made = ElementTree.fromstring(plot("a", clock(240.0), shares(), lines, marks))
+    labels = [each for each in made.iter("text") if each.get("class") == "mark-label"]
+    texts = [label.text or "" for label in labels]
+    ends = [[int(end) for end in text.split("–")] for text in texts]
+    assert [ends[0][0], ends[-1][-1]] == [1, len(marks)]
+    assert all(before[-1] + 1 == after[0] for before, after in pairwise(ends))
+    spans = [
+        (float(label.get("x", "0")) - 3 * len(text), float(label.get("x", "0")) + 3 * len(text))
+        for label, text in zip(labels, texts, strict=True)
+    ]
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert all(low >= 0.0 and high <= WIDTH for low, high in spans)
 
 
 def test_errors_and_refusals_stand_by_reason() -> None:

@@ -1,6 +1,7 @@
 """What KV transfers cost, by the prices of links."""
 
 from collections import Counter
+from collections.abc import Sequence
 from math import inf, nan
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvrouter.sim.outcome import Move
 from kvrouter.sim.places import Moved, Places
 from kvrouter.sim.summary import Objective, Summary, summarize
 from kvrouter.sim.timetable import read_timetable
+from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.topology import Link
 from tests.support.replays import TWO_ZONES, fleet, replayed, row
 
@@ -33,7 +35,11 @@ def priced(within: str = "", across: str = "", pairs: str = "") -> FleetFile:
 
 
 def figures(file: FleetFile) -> Summary:
-    return summarize(replayed([row(0, 0.0, [1, 2, 3])], file), Objective(), Places(file))
+    return figures_of([row(0, 0.0, [1, 2, 3])], file)
+
+
+def figures_of(rows: Sequence[TraceRequest], file: FleetFile) -> Summary:
+    return summarize(replayed(rows, file), Objective(), Places(file))
 
 
 def test_without_a_price_nothing_has_a_cost() -> None:
@@ -98,6 +104,22 @@ def test_the_moves_of_requests_are_what_the_links_carried() -> None:
     carried = {tuple(pair): each.arrived_bytes for pair, each in result.carried.items()}
     assert found == carried
     assert len(carried) > 1
+
+
+def test_the_parts_of_the_time_carry_what_all_of_it_does_and_cost_as_much() -> None:
+    rows = [row(n, 2.0 * n, [n % 3, n % 2, n], output_tokens=40) for n in range(20)]
+    file = priced(within=", price_per_gb: 1", across=", price_per_gb: 20")
+    far = file.model_copy(update={"kv_transfer": None})
+    for each in (file, far):
+        summary = figures_of(rows, each)
+        parts = [pair for part in summary.parts for pair in part.carried]
+        assert len([part for part in summary.parts if part.carried]) > 5
+        for total in summary.carried:
+            own = [pair for pair in parts if (pair.src, pair.dst) == (total.src, total.dst)]
+            assert sum(pair.transfers for pair in own) == total.transfers
+            assert sum(pair.bytes for pair in own) == total.bytes
+            assert sum(pair.cost or 0.0 for pair in own) == pytest.approx(total.cost)
+    assert all(not part.carried for part in summarize(replayed(rows, file), Objective()).parts)
 
 
 def test_every_attempt_moves_its_own_kv(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kvrouter.sim.page.document import render_page
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.summary import ReplayReport, Summary, VariantReport, summarize
+from kvrouter.sim.timetable_entry import entry_of
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.tuning import candidates, first_half, merit, second_half
 from kvrouter.sim.variant import DEFAULT_FLEET, Variant, parse_sweep, variants
@@ -89,6 +90,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
         given.objective,
         runner.is_whole,
         tuple(reports),
+        tuple(map(entry_of, inputs.timetable)),
     )
     show_report(report, console)
     if given.json is not None:

@@ -27,6 +27,7 @@ from kvrouter.sim.comparison import NOTHING
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Beat
 from kvrouter.sim.summary import Objective
+from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
 from kvrouter.sim.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
 from kvrouter.sim.variant import Variant
 from kvrouter.sim.worth import (
@@ -65,7 +66,7 @@ class WorthReport(msgspec.Struct, frozen=True):
     """All of a comparison, as it is written to JSON. KV crosses between domains of ``level``.
 
     Interrupted, ``today`` is None where it was not replayed to its end, and ``alternatives`` are those that
-    were; ``advice`` is about them, None where there are none.
+    were; ``events`` happened in all of them. ``advice`` is about them, None where there are none.
     """
 
     version: str
@@ -78,6 +79,7 @@ class WorthReport(msgspec.Struct, frozen=True):
     threshold: float
     level: str
     is_whole: bool
+    events: tuple[TimetableEntry, ...]
     today: Today | None
     alternatives: tuple[Alternative, ...]
     advice: Advice | None
@@ -131,6 +133,7 @@ def worth(options: WorthOptions, console: Console) -> int:
         threshold=options.threshold,
         level=places.level,
         is_whole=len(alternatives) == len(others),
+        events=tuple(map(entry_of, inputs.timetable)),
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
         advice=advise(choice, alternatives, options.threshold) if alternatives else None,

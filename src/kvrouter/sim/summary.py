@@ -1,7 +1,7 @@
 """What a replay comes to: a row of figures, their spread over seeds, and their course over time."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import sqrt
 
 import msgspec
@@ -12,6 +12,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
+from kvrouter.sim.timetable_entry import TimetableEntry
 
 PARTS = 24
 """Into so many parts of equal length a replay's time is cut."""
@@ -58,11 +59,22 @@ class Spread(msgspec.Struct, frozen=True):
     quantiles: tuple[float, ...] = ()
 
 
+class Carriage(msgspec.Struct, frozen=True):
+    """KV that went from one domain to another, and what that cost, None where it has no price."""
+
+    src: str
+    dst: str
+    transfers: int
+    bytes: int
+    cost: float | None = None
+
+
 class Part(msgspec.Struct, frozen=True):
     """One part of the time, by the requests that arrived in it.
 
     ``failed`` of them ended with an error, the KV of ``crossing`` left its domain. ``imbalance`` is over the
-    workers that computed anything in the whole replay.
+    workers that computed anything in the whole replay. ``carried`` is the KV that their answers began with,
+    by pair of domains.
     """
 
     begins_s: float
@@ -76,16 +88,7 @@ class Part(msgspec.Struct, frozen=True):
     failed: int
     crossing: int
     imbalance: float | None
-
-
-class Carriage(msgspec.Struct, frozen=True):
-    """KV that went from one domain to another, and what that cost, None where it has no price."""
-
-    src: str
-    dst: str
-    transfers: int
-    bytes: int
-    cost: float | None = None
+    carried: tuple[Carriage, ...] = ()
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +123,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(result: Result, objective: Objective, places: Places | None = None) -> Summary:
-    """Return the figures of ``result``; without ``places`` whose links have prices nothing has a cost."""
-    costs = None if places is None or not places.has_prices else _costs(result.outcomes, places)
+    """Return the figures of ``result``; without ``places`` it is not known what parts of the time carried,
+    and nothing has a cost.
+    """
+    outcomes = sorted(result.outcomes, key=lambda outcome: outcome.number)
+    parts = _parts(outcomes, objective, places, ceiling_known=result.ceiling_known)
+    costs = None if places is None or not places.has_prices else _costs(parts)
     carried = tuple(
         Carriage(
             pair.src_domain,
@@ -132,7 +139,6 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
         )
         for pair, carried in sorted(result.carried.items())
     )
-    outcomes = sorted(result.outcomes, key=lambda outcome: outcome.number)
     input_tokens = sum(outcome.input_tokens for outcome in outcomes)
     good = sum(map(objective.is_met, outcomes))
     duration_s = result.ended_s
@@ -158,7 +164,7 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
         imbalance=_imbalance(outcomes, len(_computed(outcomes))),
         carried=carried,
         cost=None if costs is None else sum(costs.values()),
-        parts=_parts(outcomes, objective, ceiling_known=result.ceiling_known),
+        parts=parts,
     )
 
 
@@ -195,7 +201,7 @@ class VariantReport(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """All of a replay, as it is written to JSON."""
+    """All of a replay, as it is written to JSON. ``events`` happened in every one of them."""
 
     version: str
     trace: str
@@ -204,6 +210,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     objective: Objective
     is_whole: bool
     variants: tuple[VariantReport, ...]
+    events: tuple[TimetableEntry, ...] = ()
 
 
 def _spread(seconds: Sequence[float | None]) -> Spread:
@@ -216,14 +223,31 @@ def _spread(seconds: Sequence[float | None]) -> Spread:
     )
 
 
-def _costs(outcomes: Sequence[Outcome], places: Places) -> dict[tuple[str, str], float]:
-    """What went between each pair of domains cost, where any of it had a price."""
-    costs: dict[tuple[str, str], float] = {}
+def _carried(outcomes: Iterable[Outcome], places: Places) -> tuple[Carriage, ...]:
+    """What went between each pair of domains, and cost where any of it had a price."""
+    found: dict[tuple[str, str], Carriage] = {}
     for outcome in outcomes:
         for move in outcome.moves:
             src, dst, cost = places.moved(move)
-            if cost is not None:
-                costs[src, dst] = costs.get((src, dst), 0.0) + cost
+            before = found.get((src, dst), Carriage(src, dst, 0, 0))
+            costs = [each for each in (before.cost, cost) if each is not None]
+            found[src, dst] = Carriage(
+                src,
+                dst,
+                before.transfers + 1,
+                before.bytes + move.bytes,
+                sum(costs) if costs else None,
+            )
+    return tuple(found[pair] for pair in sorted(found))
+
+
+def _costs(parts: Sequence[Part]) -> dict[tuple[str, str], float]:
+    """What went between each pair of domains cost, where any of it had a price."""
+    costs: dict[tuple[str, str], float] = {}
+    for part in parts:
+        for pair in part.carried:
+            if pair.cost is not None:
+                costs[pair.src, pair.dst] = costs.get((pair.src, pair.dst), 0.0) + pair.cost
     return costs
 
 
@@ -248,7 +272,9 @@ def _imbalance(outcomes: Sequence[Outcome], workers: int) -> float | None:
     return max(computed.values()) * workers / total if total else None
 
 
-def _parts(outcomes: Sequence[Outcome], objective: Objective, *, ceiling_known: bool) -> tuple[Part, ...]:
+def _parts(
+    outcomes: Sequence[Outcome], objective: Objective, places: Places | None, *, ceiling_known: bool
+) -> tuple[Part, ...]:
     if not outcomes:
         return ()
     last_s = max(outcome.arrived_s for outcome in outcomes)
@@ -258,12 +284,18 @@ def _parts(outcomes: Sequence[Outcome], objective: Objective, *, ceiling_known: 
         groups[min(PARTS - 1, int(outcome.arrived_s / length_s))].append(outcome)
     workers = len(_computed(outcomes))
     return tuple(
-        _part(group, at * length_s, objective, workers, ceiling_known) for at, group in enumerate(groups)
+        _part(group, at * length_s, objective, places, workers, ceiling_known)
+        for at, group in enumerate(groups)
     )
 
 
 def _part(
-    group: Sequence[Outcome], begins_s: float, objective: Objective, workers: int, ceiling_known: bool
+    group: Sequence[Outcome],
+    begins_s: float,
+    objective: Objective,
+    places: Places | None,
+    workers: int,
+    ceiling_known: bool,
 ) -> Part:
     input_tokens = sum(outcome.input_tokens for outcome in group)
     return Part(
@@ -278,4 +310,5 @@ def _part(
         failed=sum(bool(o.error) for o in group),
         crossing=sum(o.crosses for o in group),
         imbalance=_imbalance(group, workers),
+        carried=() if places is None else _carried(group, places),
     )

@@ -19,6 +19,10 @@ from kvrouter.sim.page.scale import (
 )
 from kvrouter.sim.page.series import Figure, course, distribution, ends_s, references, style
 from kvrouter.sim.summary import Objective, Part, Spread, Summary, VariantReport
+from kvrouter.sim.timetable_entry import TimetableEntry
+
+PAIRS_SHOWN = 6
+"""So many pairs of domains have a plot of what KV between them cost over time."""
 
 
 class _Latency(NamedTuple):
@@ -68,6 +72,16 @@ def _arrivals_per_s(part: Part, length_s: float) -> float:
     return part.requests / length_s
 
 
+def _cost_an_hour(src: str | None = None, dst: str | None = None) -> Figure:
+    """Return what KV that moved in a part cost an hour, of all pairs of domains or of one."""
+
+    def figure(part: Part, length_s: float) -> float | None:
+        pairs = part.carried if src is None else [p for p in part.carried if (p.src, p.dst) == (src, dst)]
+        return sum(pair.cost or 0.0 for pair in pairs) * 3_600.0 / length_s
+
+    return figure
+
+
 _CHARTS = (
     _Chart("Time to first token", "mean", lambda part, _: part.ttft_ms, latencies_over_time),
     _Chart("Between tokens", "mean", lambda part, _: part.itl_ms, latencies_over_time),
@@ -101,6 +115,13 @@ _CHARTS = (
         is_rare=True,
     ),
     _Chart(
+        "Cost of KV transfers",
+        "an hour, by the prices of the links",
+        _cost_an_hour(),
+        _from_zero,
+        is_rare=True,
+    ),
+    _Chart(
         "Failed",
         "share of requests that ended with an error",
         lambda part, _: part.failed / part.requests,
@@ -115,9 +136,30 @@ def distributions(variants: Sequence[VariantReport], objective: Objective) -> li
     return [_distribution(variants, latency, objective) for latency in _LATENCIES]
 
 
-def courses(variants: Sequence[VariantReport]) -> list[Markup]:
-    """Return a plot for each figure over time, by when requests arrived."""
-    return [found for chart in _CHARTS if (found := _course(variants, chart)) is not None]
+def courses(variants: Sequence[VariantReport], events: Sequence[TimetableEntry] = ()) -> list[Markup]:
+    """Return a plot for each figure over time, by when requests arrived; each event is a numbered line."""
+    marks = [Mark(event.at_s, str(number)) for number, event in enumerate(events, 1)]
+    charts = (*_CHARTS, *_pair_charts(variants))
+    return [found for chart in charts if (found := _course(variants, chart, marks)) is not None]
+
+
+def _pair_charts(variants: Sequence[VariantReport]) -> list[_Chart]:
+    """Return a chart for the cost of each pair of domains, the costliest ones where there are many; none for
+    one pair alone, whose cost is that of all.
+    """
+    costs: dict[tuple[str, str], float] = {}
+    for pair in (pair for each in variants for summary in each.summaries for pair in summary.carried):
+        if pair.cost:
+            costs[pair.src, pair.dst] = costs.get((pair.src, pair.dst), 0.0) + pair.cost
+    if len(costs) < 2:
+        return []
+    costliest = sorted(costs, key=lambda pair: (-costs[pair], pair))[:PAIRS_SHOWN]
+    return [
+        _Chart(
+            f"Cost of KV from {src} to {dst}", "an hour", _cost_an_hour(src, dst), _from_zero, is_rare=True
+        )
+        for src, dst in costliest
+    ]
 
 
 def legend(variants: Sequence[VariantReport]) -> Markup:
@@ -147,18 +189,18 @@ def _distribution(variants: Sequence[VariantReport], latency: _Latency, objectiv
         return _figure(latency.title, about, _nothing())
     values = _coordinates(lines, 0)
     objective_s = latency.objective_s(objective)
-    mark = None
+    marks: list[Mark] = []
     if objective_s is not None:
         limit_ms = objective_s * 1e3
-        mark = Mark(limit_ms, f"objective {milliseconds(limit_ms)}")
+        marks.append(Mark(limit_ms, f"objective {milliseconds(limit_ms)}"))
         if min(values) / 10 <= limit_ms <= max(values) * 10:
             values.append(limit_ms)
     x = latencies(values)
     label = f"{latency.title}: {about}"
-    return _figure(latency.title, _about(about, x), plot(label, x, shares(), lines, mark))
+    return _figure(latency.title, _about(about, x), plot(label, x, shares(), lines, marks))
 
 
-def _course(variants: Sequence[VariantReport], chart: _Chart) -> Markup | None:
+def _course(variants: Sequence[VariantReport], chart: _Chart, marks: Sequence[Mark]) -> Markup | None:
     found = [course(variant, index, chart.figure) for index, variant in enumerate(variants)]
     lines = [line for line in found if line is not None]
     if chart.is_rare and not any(_coordinates(lines, 1)):
@@ -171,7 +213,7 @@ def _course(variants: Sequence[VariantReport], chart: _Chart) -> Markup | None:
     x = clock(max(ends_s(summary) for variant in variants for summary in variant.summaries))
     y = chart.scale(_coordinates(lines, 1))
     label = f"{chart.title} over time: {chart.about}"
-    return _figure(chart.title, _about(chart.about, y), plot(label, x, y, lines))
+    return _figure(chart.title, _about(chart.about, y), plot(label, x, y, lines, marks))
 
 
 def _about(about: str, scale: Scale) -> str:

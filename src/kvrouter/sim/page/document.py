@@ -10,7 +10,7 @@ from kvrouter.sim.page.charts import courses, distributions, legend
 from kvrouter.sim.page.markup import Markup, element
 from kvrouter.sim.page.series import style
 from kvrouter.sim.page.style import sheet
-from kvrouter.sim.page.tables import carried, reasons
+from kvrouter.sim.page.tables import carried, reasons, timetable
 from kvrouter.sim.page.tables import comparison as comparison_table
 from kvrouter.sim.summary import PARTS, ReplayReport, VariantReport
 
@@ -97,7 +97,8 @@ def _sections(report: ReplayReport) -> list[Markup]:
     variants = report.variants
     if not variants:
         return [_section("Nothing was replayed", "")]
-    over_time = courses(variants)
+    over_time = courses(variants, report.events)
+    events = timetable(report.events)
     seeds = max(len(variant.seeds) for variant in variants)
     intervals = (
         f"Means over {seeds} seeds with 95 % intervals."
@@ -106,6 +107,7 @@ def _sections(report: ReplayReport) -> list[Markup]:
     )
     bold = " Bold: the best, and all whose interval meets its own." if len(variants) > 1 else ""
     covered = " Shaded: what the seeds cover." if seeds > 1 else ""
+    numbered = " The numbered lines are events, which stand in the table." if report.events else ""
     return [
         _section("At a glance", intervals, element("div", *_panels(variants), class_="grid-of")),
         _section(
@@ -121,8 +123,9 @@ def _sections(report: ReplayReport) -> list[Markup]:
         ),
         _section(
             "Over time",
-            f"By when requests arrived, in {PARTS} parts of equal length.{covered}",
+            f"By when requests arrived, in {PARTS} parts of equal length.{covered}{numbered}",
             legend(variants),
+            *(() if events is None else (events,)),
             element("div", *over_time, class_="grid-of"),
         ),
         _section(

@@ -10,6 +10,7 @@ from kvrouter.sim.page.scale import Scale
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 18, 28
 DOT_RADIUS = 2.0
+LABEL_CHAR_WIDTH = 6.6
 
 
 class Point(NamedTuple):
@@ -36,13 +37,34 @@ class Mark(NamedTuple):
     label: str
 
 
-def plot(label: str, x: Scale, y: Scale, lines: Sequence[Line], mark: Mark | None = None) -> Markup:
-    """Return the plot; ``label`` says to who does not see it what it shows. The first line is on top."""
+class _MarkLabel(NamedTuple):
+    """The text over one mark, or over several whose own would meet: from the first to the last. ``at`` is its
+    middle.
+    """
+
+    first: str
+    last: str
+    at: float
+
+    @property
+    def text(self) -> str:
+        return self.first if self.first == self.last else f"{self.first}–{self.last}"
+
+    @property
+    def half(self) -> float:
+        """Half of its width, about."""
+        return len(self.text) * LABEL_CHAR_WIDTH / 2 + 2
+
+
+def plot(label: str, x: Scale, y: Scale, lines: Sequence[Line], marks: Sequence[Mark] = ()) -> Markup:
+    """Return the plot; ``label`` says to who does not see it what it shows. The first line is on top, and
+    ``marks`` are in the order of their values; those beyond the axis are left out.
+    """
     return element(
         "svg",
         element("title", label),
         *_grid(x, y),
-        *(() if mark is None else _marked(x, y, mark)),
+        *_marked(x, marks),
         *(_series(x, y, line) for line in reversed(lines)),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
@@ -79,15 +101,25 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
     return found
 
 
-def _marked(x: Scale, y: Scale, mark: Mark) -> tuple[Markup, ...]:
-    if not x.low <= mark.x <= x.high:
-        return ()
-    at, _ = _place(x, y, Point(mark.x, y.low))
-    placed = "mark-label end" if x.share(mark.x) > 0.6 else "mark-label"
-    return (
-        element("line", x1=at, x2=at, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark"),
-        element("text", mark.label, x=at, y=TOP - 6, class_=placed),
-    )
+def _marked(x: Scale, marks: Sequence[Mark]) -> list[Markup]:
+    shapes: list[Markup] = []
+    labels: list[_MarkLabel] = []
+    for mark in marks:
+        if not x.low <= mark.x <= x.high:
+            continue
+        at = LEFT + x.share(mark.x) * (WIDTH - LEFT - RIGHT)
+        shapes.append(element("line", x1=at, x2=at, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark"))
+        labels.append(_within(_MarkLabel(mark.label, mark.label, at)))
+        while len(labels) > 1 and labels[-1].at - labels[-1].half < labels[-2].at + labels[-2].half:
+            last, first = labels.pop(), labels.pop()
+            labels.append(_within(_MarkLabel(first.first, last.last, (first.at + last.at) / 2)))
+    shapes += [element("text", label.text, x=label.at, y=TOP - 6, class_="mark-label") for label in labels]
+    return shapes
+
+
+def _within(label: _MarkLabel) -> _MarkLabel:
+    """Move a label so that no part of it is outside of the plot."""
+    return label._replace(at=min(WIDTH - label.half, max(label.half, label.at)))
 
 
 def _series(x: Scale, y: Scale, line: Line) -> Markup:

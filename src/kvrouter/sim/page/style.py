@@ -40,7 +40,7 @@ figure{margin:0;min-width:0;max-width:560px;display:flex;flex-direction:column;j
 .frame{fill:none;stroke:var(--rule)}
 .grid{stroke:var(--rule);stroke-width:.8}
 .tick,.mark-label{font-size:11.5px;fill:var(--soft);text-anchor:middle}
-.tick.end,.mark-label.end{text-anchor:end}
+.tick.end{text-anchor:end}
 .mark{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3}
 .series{transition:opacity .12s}
 .line{fill:none;stroke:var(--own);stroke-width:1.9;stroke-linejoin:round;stroke-linecap:round;
@@ -60,6 +60,7 @@ stroke-dasharray:var(--dash)}
 .bars .of b{white-space:nowrap;font-variant-numeric:tabular-nums;font-weight:600}
 .bars svg{display:block;width:100%;height:11px;margin-top:3px}
 .scroll{overflow-x:auto}
+.scroll+.grid-of{margin-top:22px}
 section>.about{margin:0 0 14px}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;min-width:100%}
 th,td{padding:6px 7px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap;
@@ -69,6 +70,7 @@ thead th[colspan]{text-align:center}
 .begins{border-left:1px solid var(--rule)}
 tbody th,.left{text-align:left}
 tbody th{position:relative;padding-left:20px}
+tbody th.number{padding-left:7px;min-width:0}
 tbody th,td.left{white-space:normal;min-width:90px;max-width:300px;overflow-wrap:break-word}
 tbody tr:last-child th,tbody tr:last-child td{border-bottom:0}
 .best{font-weight:700}

@@ -7,6 +7,7 @@ from kvrouter.sim.comparison import NOTHING, Better, Column, shown, shown_column
 from kvrouter.sim.page.markup import Markup, element
 from kvrouter.sim.page.series import style
 from kvrouter.sim.summary import Carriage, Interval, Summary, VariantReport, interval
+from kvrouter.sim.timetable_entry import TimetableEntry
 
 
 def comparison(variants: Sequence[VariantReport]) -> Markup:
@@ -39,6 +40,25 @@ def comparison(variants: Sequence[VariantReport]) -> Markup:
         for index, variant in enumerate(variants)
     ]
     return _table("figures of each policy", head, rows)
+
+
+def timetable(entries: Sequence[TimetableEntry]) -> Markup | None:
+    """Return a row for each event, by the number that it has in the plots over time; None without any."""
+    rows = [
+        element(
+            "tr",
+            element("th", str(number), scope="row", class_="number"),
+            element("td", f"{entry.at_s:,g} s", class_="left"),
+            *(
+                element("td", text or NOTHING, class_="left")
+                for text in (entry.what, entry.which, entry.change)
+            ),
+        )
+        for number, entry in enumerate(entries, 1)
+    ]
+    names = ("number", "time", "what", "which", "change")
+    heads = (element("th", name, scope="col", class_="left") for name in names)
+    return _table("events", [element("tr", *heads)], rows) if rows else None
 
 
 def carried(variants: Sequence[VariantReport]) -> Markup | None:
