@@ -15,6 +15,11 @@ def mooncake(at_ms: float, tokens: int, ids: list[int], output: int = 5) -> dict
     return {"timestamp": at_ms, "input_length": tokens, "output_length": output, "hash_ids": ids}
 
 
+def dialogue(session: str, tokens: int, ids: list[int], **times: float) -> dict[str, Any]:
+    """A row of Mooncake's with a session; ``times`` are its timestamp and its delay."""
+    return {"session_id": session, "input_length": tokens, "output_length": 5, "hash_ids": ids, **times}
+
+
 SESSIONS: Rows = [
     {
         "id": "one",

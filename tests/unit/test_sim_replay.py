@@ -14,7 +14,7 @@ from kvrouter.sim.rules.registry import RULES, parse_rule
 from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
 from kvrouter.sim.timetable import DieEvent, JoinEvent
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 TIMING = Timing()
@@ -108,7 +108,14 @@ def test_turns_follow_answers_in_a_closed_loop() -> None:
 
 def test_a_closed_loop_without_sessions_is_refused() -> None:
     with pytest.raises(ConfigError, match="no sessions"):
-        replayed([row(0, 0.0, [1])], dispatch=ClosedLoop())
+        ClosedLoop().check(TraceInfo("Mooncake", 512, has_sessions=False))
+    ClosedLoop().check(TraceInfo("Mooncake with sessions", 512, has_sessions=True, has_times=False))
+
+
+def test_requests_without_a_time_of_arrival_have_no_time_stamp_to_follow() -> None:
+    with pytest.raises(ConfigError, match="--dispatch closed"):
+        ByTimeStamp().check(TraceInfo("Mooncake with sessions", 512, has_sessions=True, has_times=False))
+    ByTimeStamp().check(TraceInfo("Mooncake", 512, has_sessions=False))
 
 
 def test_requests_that_wait_are_let_in_when_load_falls_or_their_time_is_up() -> None:

@@ -22,6 +22,7 @@ from tests.support.traces import (
     GENERATOR,
     GOOD,
     SESSIONS,
+    dialogue,
     in_envelope,
     lines,
     mooncake,
@@ -63,6 +64,36 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
         (lines(GOOD, mooncake(1, 700, [7])), r":2: hash_ids: 1 of them.* 2 blocks"),
         (lines(GOOD, {"timestamp": 1, "input_length": 5}), r":2: .*output_length"),
         (lines(GOOD, mooncake(1, 0, [])), r":2: .*input_length"),
+        (lines(GOOD, {**GOOD, "session_id": "s"}), r":2: session_id: is there, and was not in the first row"),
+        (
+            lines(dialogue("s", 700, [7, 8], timestamp=1), dialogue("t", 700, [7, 8], delay=1)),
+            r":2: timestamp: is missing in the first row of 't'",
+        ),
+        (
+            lines(dialogue("s", 700, [7, 8], timestamp=5), dialogue("s", 700, [7, 8], timestamp=4)),
+            r":2: timestamp: 4 is before 5 of the turn before",
+        ),
+        (
+            lines(dialogue("s", 700, [7, 8], timestamp=5), dialogue("t", 70, [7, 8], timestamp=6)),
+            r":2: hash_ids: 2 of them, where input_length 70 has 1 blocks of 512",
+        ),
+        (
+            lines(dialogue("s", 700, [7, 8], timestamp=5), dialogue("s", 700, [9, 10], delay=6)),
+            r":2: hash_ids: .*mooncake-delta",
+        ),
+        (
+            lines(dialogue("s", 300, [7], timestamp=5), dialogue("s", 200, [8], delay=6)),
+            r":2: hash_ids: .*mooncake-delta",
+        ),
+        (lines({"schema": "dynamo.agentic_mooncake", "version": 2}), r":1: schema: dynamo.agentic_"),
+        (lines({"request_id": "a", "not_before_ms": 0.0}), r":1: request_id: dynamo.agentic_"),
+        (
+            lines(
+                dialogue("s", 700, [7, 8], timestamp=5),
+                {**dialogue("s", 700, [7, 8], delay=6), "wait_for": ["a"]},
+            ),
+            r":2: wait_for: dynamo.agentic_mooncake is not read",
+        ),
         (lines({**SESSIONS[0], "requests": [{"t": 1, "in": 640, "hash_ids": [1]}]}), r":1: .*hash_ids: 1 of"),
         (
             lines({"id": "x", "block_size": 4, "requests": [
@@ -123,6 +154,12 @@ def test_what_is_wrong_in_a_generators_file(
 
 WHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "mooncake": (GOOD, "timestamp", "hash_ids", "input_length"),
+    "mooncake with sessions": (
+        dialogue("s", 700, [7, 8], timestamp=3.0),
+        "timestamp",
+        "hash_ids",
+        "input_length",
+    ),
     "agentic": (session(turn(1.0)), "requests[0].t", "requests[0].hash_ids", "requests[0].in"),
     "sub-agents": (
         session(turn(0.0), sub_agent(0.0, turn(1.0))),

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from kvrouter.config.fleet_engines import MockTiming
 from kvrouter.config.problems import config_error, problem_of, read_document
-from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
 from kvrouter.sim.simulation import Simulation, check_room, longest_request
@@ -84,12 +83,7 @@ class ReplayInputs:
         """Return how many requests the trace has. Find what cannot be replayed before anything is: in its
         rows, in each fleet, in the timetable.
         """
-        if self.options.dispatch == "closed" and not self.trace.info.has_sessions:
-            raise ConfigError(
-                f"dispatch: {self.trace.info.format} has no sessions, so no turn follows an answer; "
-                "replay it by time stamp",
-                param="dispatch",
-            )
+        self.dispatch.check(self.trace.info)
         n_rows, longest = longest_request(self.trace)
         for variant in compared:
             check_timetable(self.timetable, variant.fleet)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 Arrival = tuple[float, TraceRequest]
 """The second of an arrival, and the request."""
@@ -18,6 +18,9 @@ class Dispatch(Protocol):
 
     name: str
     """What reports call it."""
+
+    def check(self, info: TraceInfo) -> None:
+        """Raise ConfigError for a trace that cannot be sent like this."""
 
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield the arrivals that wait for nobody, in the order of time."""
@@ -34,6 +37,15 @@ class ByTimeStamp:
             raise ConfigError(f"speedup: {speedup} is not a number above 0", param="speedup")
         self.name = "by time stamp" if speedup == 1.0 else f"by time stamp, {speedup:g} times as fast"
         self._speedup = speedup
+
+    def check(self, info: TraceInfo) -> None:
+        """Raise ConfigError where some requests have no time of arrival."""
+        if not info.has_times:
+            raise ConfigError(
+                f"dispatch: some requests of {info.format} have a delay after the answer before them and no "
+                "time stamp; replay it with --dispatch closed",
+                param="dispatch",
+            )
 
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield every request."""
@@ -54,6 +66,15 @@ class ClosedLoop:
     def __init__(self) -> None:
         self._followers: dict[int, list[TraceRequest]] = {}
 
+    def check(self, info: TraceInfo) -> None:
+        """Raise ConfigError where no turn follows an answer."""
+        if not info.has_sessions:
+            raise ConfigError(
+                f"dispatch: {info.format} has no sessions, so no turn follows an answer; replay it by time "
+                "stamp",
+                param="dispatch",
+            )
+
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield the requests that follow no other."""
         first: list[Arrival] = []
@@ -62,11 +83,6 @@ class ClosedLoop:
                 first.append((row.at_s, row))
             else:
                 self._followers.setdefault(row.after, []).append(row)
-        if not self._followers:
-            raise ConfigError(
-                "dispatch: the trace has no sessions, so no turn follows an answer; replay it by time stamp",
-                param="dispatch",
-            )
         return iter(first)
 
     def ended(self, number: int, now_s: float) -> Iterable[Arrival]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
@@ -30,6 +30,7 @@ class _Row(msgspec.Struct):
     input_length: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
     output_length: Tokens
     hash_ids: list[Annotated[int, Meta(ge=0)]]
+    session_id: msgspec.Raw | UnsetType = UNSET
 
 
 def read_mooncake(path: Path) -> Iterator[TraceRequest]:
@@ -41,6 +42,10 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
     first_ms = last_ms = None
     for number, (line, text) in enumerate(read_lines(path)):
         row = decode_row(decode, path, line, text)
+        if row.session_id is not UNSET:
+            wrong_row(
+                path, line, "session_id: is there, and was not in the first row: all rows have one, or none"
+            )
         n_pieces = -(-row.input_length // PIECE_TOKENS)
         if len(row.hash_ids) != n_pieces:
             wrong_row(

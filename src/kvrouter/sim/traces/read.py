@@ -9,13 +9,13 @@ import msgspec
 from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.records import SCHEMA as RECORDING
-from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake, recording
+from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake, mooncake_sessions, recording
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 FORMATS = (
-    "Mooncake rows, agentic sessions, Azure CSV, dynamo.request.trace.v1, kvrouter.recording.v1, "
-    "a generator's YAML"
+    "Mooncake rows, with sessions or without, agentic sessions, Azure CSV, dynamo.request.trace.v1, "
+    "kvrouter.recording.v1, a generator's YAML"
 )
 
 Reader = Callable[[], Iterator[TraceRequest]]
@@ -79,6 +79,11 @@ def _rows(path: Path, line: int, text: bytes) -> tuple[TraceInfo, Reader] | None
         return None
     if not isinstance(row, dict):
         return None
+    if mooncake_sessions.is_agentic(row):
+        mooncake_sessions.not_agentic(path, line, "schema" if "schema" in row else "request_id")
+    if mooncake_sessions.KEY in row and "hash_ids" in row:
+        turns = mooncake_sessions.MooncakeSessionsReader(path)
+        return turns.info, turns
     if "hash_ids" in row or row.keys() >= mooncake.KEYS:
         return mooncake.INFO, lambda: mooncake.read_mooncake(path)
     if isinstance(row.get("requests"), list):

@@ -44,8 +44,11 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceInfo(msgspec.Struct, frozen=True):
-    """What a trace is: its format, the tokens of its pieces, and whether turns follow each other."""
+    """What a trace is: its format, the tokens of its pieces, whether turns follow each other, and whether
+    all have times of arrival.
+    """
 
     format: str
     piece_tokens: int
     has_sessions: bool
+    has_times: bool = True
