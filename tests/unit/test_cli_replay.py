@@ -1,6 +1,7 @@
 """``kvrouter replay`` as its user types it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,22 @@ def test_a_page_is_written_next_to_the_json_and_the_same_seed_gives_the_same_byt
         assert quantiles == sorted(quantiles)
         assert quantiles[99] == variant["summaries"][0]["ttft_ms"]["p99"]
     assert "Interrupted" not in page
+
+
+def test_a_traces_name_may_be_no_utf_8(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, figures, page = (
+        tmp_path / os.fsdecode(b"caf\xe9.jsonl"),
+        tmp_path / "out.json",
+        tmp_path / "out.html",
+    )
+    trace.rename(path)
+    assert run(str(path), "--json", str(figures), "--report", str(page)) == 0
+    named = str(tmp_path / r"caf\xe9.jsonl")
+    assert json.loads(figures.read_text())["trace"] == named
+    assert named in page.read_text()
+    assert r"caf\xe9.jsonl: Mooncake" in capsys.readouterr().out
 
 
 def test_an_interrupted_replay_leaves_what_is_known(

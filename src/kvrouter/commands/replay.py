@@ -84,7 +84,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
     dispatch = inputs.dispatch.name
     report = ReplayReport(
         installed_version(),
-        str(given.trace),
+        given.trace_name,
         inputs.trace.info.format,
         f"{dispatch}; {TUNED}" if options.tune else dispatch,
         given.objective,

@@ -43,6 +43,11 @@ class InputOptions:
     json: Path | None
 
     @property
+    def trace_name(self) -> str:
+        """The trace's path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
+        return str(self.trace).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+    @property
     def all_seeds(self) -> tuple[int, ...]:
         """The seeds, in turn."""
         return tuple(range(self.seed, self.seed + self.seeds))

@@ -124,7 +124,7 @@ def worth(options: WorthOptions, console: Console) -> int:
                 alternatives.append(Alternative(other.name, other, len(rows), changes))
     report = WorthReport(
         version=installed_version(),
-        trace=str(given.trace),
+        trace=given.trace_name,
         format=inputs.trace.info.format,
         dispatch=inputs.dispatch.name,
         objective=given.objective,
