@@ -73,6 +73,6 @@ def _apart(names: str, ratio: float, rows: Rows, seed: int, events: Sequence[Tim
         part = replayed(
             file, rows.share(number, len(names)), rows, seed, timetable=events if zone == "a" else ()
         )
-        whole.outcomes += part.outcomes
+        whole.outcomes.extend(part.outcomes)
         whole.ended_s = max(whole.ended_s, part.ended_s)
     return summarize(whole, OBJECTIVE, Places(file))

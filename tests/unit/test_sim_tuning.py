@@ -9,6 +9,7 @@ from kvrouter.cli import main
 from kvrouter.config import parse_document
 from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.rules.registry import GRID_MAX, RULES
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.tuning import candidates, merit, ours_grid, points, second_half
@@ -69,15 +70,15 @@ def test_each_swept_value_is_tuned_apart() -> None:
 
 def test_the_best_fails_least_and_then_answers_soonest() -> None:
     slow, fast, failed = outcome(0, ttft_s=2.0), outcome(1, ttft_s=1.0), outcome(2, error="no_workers")
-    assert merit([slow]) > merit([fast])
-    assert merit([fast, failed]) > merit([slow, slow])
-    assert merit([]) == (0, float("inf"))
+    assert merit(Outcomes([slow])) > merit(Outcomes([fast]))
+    assert merit(Outcomes([fast, failed])) > merit(Outcomes([slow, slow]))
+    assert merit(Outcomes()) == (0, float("inf"))
 
 
 def test_halves_share_no_request() -> None:
     outcomes = [outcome(number, ttft_s=1.0) for number in range(7)]
     outcomes[3].arrived_s = outcomes[4].arrived_s = outcomes[5].arrived_s = outcomes[6].arrived_s = 10.0
-    half = second_half(Result(outcomes, ended_s=14.0), 7)
+    half = second_half(Result(Outcomes(outcomes), ended_s=14.0), 7)
     assert [each.number for each in half.outcomes] == [3, 4, 5, 6]
     assert half.ended_s == 4.0
 

@@ -32,6 +32,7 @@ from kvrouter.sim.content import block_names, check_block_size
 from kvrouter.sim.dispatch import Dispatch
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.request import NO_TOKENS, SimRequest
 from kvrouter.sim.rules.rule import Rule, RuleInput
 from kvrouter.sim.timetable import (
@@ -64,7 +65,7 @@ class Beat(NamedTuple):
 class Result:
     """What came of a replay. ``is_whole``: it was not stopped before its end."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: Outcomes = field(default_factory=Outcomes)
     carried: dict[DomainPair, Carried] = field(default_factory=dict)
     ended_s: float = 0.0
     ceiling_known: bool = True

@@ -1,15 +1,13 @@
 """What a replay comes to: a row of figures, their spread over seeds, and their course over time."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.outcomes import Flags, Floats, OutcomeTable
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.timetable_entry import TimetableEntry
@@ -37,12 +35,11 @@ class Objective(msgspec.Struct, frozen=True):
                     f"slo.{name}: {value} is not a number of seconds above 0", param=f"slo.{name}"
                 )
 
-    def is_met(self, outcome: Outcome) -> bool:
-        """Whether the request ended well and in time."""
-        ttft_s, itl_s = outcome.ttft_s, outcome.itl_s
-        if outcome.error or ttft_s is None:
-            return False
-        return ttft_s <= self.ttft_s and (itl_s is None or itl_s <= self.itl_s)
+    def are_met(self, table: OutcomeTable) -> Flags:
+        """Return which requests ended well and in time; an answer of one token has no ITL."""
+        itl_s = table.itl_s
+        flags: Flags = ~table.failed & (table.ttft_s <= self.ttft_s)
+        return flags & (np.isnan(itl_s) | (itl_s <= self.itl_s))
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -126,8 +123,8 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
     """Return the figures of ``result``; without ``places`` it is not known what parts of the time carried,
     and nothing has a cost.
     """
-    outcomes = sorted(result.outcomes, key=lambda outcome: outcome.number)
-    parts = _parts(outcomes, objective, places, ceiling_known=result.ceiling_known)
+    table = result.outcomes.table()
+    parts = _parts(table, objective, places, ceiling_known=result.ceiling_known)
     costs = None if places is None or not places.has_prices else _costs(parts)
     carried = tuple(
         Carriage(
@@ -139,29 +136,27 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
         )
         for pair, carried in sorted(result.carried.items())
     )
-    input_tokens = sum(outcome.input_tokens for outcome in outcomes)
-    good = sum(map(objective.is_met, outcomes))
+    input_tokens = table.total("input_tokens")
+    good = int(objective.are_met(table).sum())
     duration_s = result.ended_s
     return Summary(
-        requests=len(outcomes),
-        completed=sum(not outcome.error for outcome in outcomes),
-        errors=dict(sorted(Counter(o.error for o in outcomes if o.error).items())),
-        refusals=dict(sorted(Counter(o.reason for o in outcomes if o.reason).items())),
+        requests=len(table),
+        completed=int((~table.failed).sum()),
+        errors=table.counts("error"),
+        refusals=table.counts("reason"),
         duration_s=duration_s,
         is_whole=result.is_whole,
-        ttft_ms=_spread([o.ttft_s for o in outcomes]),
-        itl_ms=_spread([o.itl_s for o in outcomes]),
-        e2e_ms=_spread([o.e2e_s for o in outcomes]),
+        ttft_ms=_spread(table.ttft_s),
+        itl_ms=_spread(table.itl_s),
+        e2e_ms=_spread(table.e2e_s),
         good_per_s=good / duration_s if duration_s else 0.0,
-        good_share=_share(good, len(outcomes)),
-        cached_share=_share(sum(o.cached_tokens for o in outcomes), input_tokens),
-        ceiling_share=(
-            _share(sum(o.ceiling_tokens for o in outcomes), input_tokens) if result.ceiling_known else None
-        ),
-        predicted_share=_share(sum(o.predicted_tokens for o in outcomes), input_tokens),
-        retried=sum(o.attempts > 1 for o in outcomes),
-        crossing=sum(o.crosses for o in outcomes),
-        imbalance=_imbalance(outcomes, len(_computed(outcomes))),
+        good_share=_share(good, len(table)),
+        cached_share=_share(table.total("cached_tokens"), input_tokens),
+        ceiling_share=(_share(table.total("ceiling_tokens"), input_tokens) if result.ceiling_known else None),
+        predicted_share=_share(table.total("predicted_tokens"), input_tokens),
+        retried=int((table.rows["attempts"] > 1).sum()),
+        crossing=table.total("crosses"),
+        imbalance=_imbalance(table, len(table.computed_tokens)),
         carried=carried,
         cost=None if costs is None else sum(costs.values()),
         parts=parts,
@@ -213,8 +208,9 @@ class ReplayReport(msgspec.Struct, frozen=True):
     events: tuple[TimetableEntry, ...] = ()
 
 
-def _spread(seconds: Sequence[float | None]) -> Spread:
-    values: npt.NDArray[np.float64] = np.array([value for value in seconds if value is not None]) * 1e3
+def _spread(seconds: Floats) -> Spread:
+    """Return the distribution of those that are no NaN."""
+    values = seconds[~np.isnan(seconds)] * 1e3
     if not len(values):
         return Spread(None, None, None, None, None)
     quantiles = tuple(float(value) for value in np.percentile(values, range(101)))
@@ -223,21 +219,20 @@ def _spread(seconds: Sequence[float | None]) -> Spread:
     )
 
 
-def _carried(outcomes: Iterable[Outcome], places: Places) -> tuple[Carriage, ...]:
+def _carried(table: OutcomeTable, places: Places) -> tuple[Carriage, ...]:
     """What went between each pair of domains, and cost where any of it had a price."""
     found: dict[tuple[str, str], Carriage] = {}
-    for outcome in outcomes:
-        for move in outcome.moves:
-            src, dst, cost = places.moved(move)
-            before = found.get((src, dst), Carriage(src, dst, 0, 0))
-            costs = [each for each in (before.cost, cost) if each is not None]
-            found[src, dst] = Carriage(
-                src,
-                dst,
-                before.transfers + 1,
-                before.bytes + move.bytes,
-                sum(costs) if costs else None,
-            )
+    for move, transfers in table.moved():
+        src, dst, cost = places.moved(move)
+        before = found.get((src, dst), Carriage(src, dst, 0, 0))
+        costs = [each for each in (before.cost, cost) if each is not None]
+        found[src, dst] = Carriage(
+            src,
+            dst,
+            before.transfers + transfers,
+            before.bytes + move.bytes,
+            sum(costs) if costs else None,
+        )
     return tuple(found[pair] for pair in sorted(found))
 
 
@@ -255,60 +250,48 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _computed(outcomes: Sequence[Outcome]) -> Counter[int]:
-    """Prompt tokens that were computed, by the worker that did."""
-    computed: Counter[int] = Counter()
-    for outcome in outcomes:
-        worker = outcome.prefill if outcome.prefill is not None else outcome.decode
-        if worker is not None:
-            computed[worker] += outcome.input_tokens - outcome.cached_tokens
-    return computed
-
-
-def _imbalance(outcomes: Sequence[Outcome], workers: int) -> float | None:
+def _imbalance(table: OutcomeTable, workers: int) -> float | None:
     """What the busiest worker computed over the mean of so many ``workers``."""
-    computed = _computed(outcomes)
+    computed = table.computed_tokens
     total = sum(computed.values())
     return max(computed.values()) * workers / total if total else None
 
 
 def _parts(
-    outcomes: Sequence[Outcome], objective: Objective, places: Places | None, *, ceiling_known: bool
+    table: OutcomeTable, objective: Objective, places: Places | None, *, ceiling_known: bool
 ) -> tuple[Part, ...]:
-    if not outcomes:
+    if not len(table):
         return ()
-    last_s = max(outcome.arrived_s for outcome in outcomes)
-    length_s = last_s / PARTS or 1.0
-    groups: list[list[Outcome]] = [[] for _ in range(PARTS)]
-    for outcome in outcomes:
-        groups[min(PARTS - 1, int(outcome.arrived_s / length_s))].append(outcome)
-    workers = len(_computed(outcomes))
+    arrived_s = table.rows["arrived_s"]
+    length_s = float(arrived_s.max()) / PARTS or 1.0
+    numbers = np.minimum(PARTS - 1, (arrived_s / length_s).astype(np.int64))
+    workers = len(table.computed_tokens)
     return tuple(
-        _part(group, at * length_s, objective, places, workers, ceiling_known)
-        for at, group in enumerate(groups)
+        _part(table.where(numbers == at), at * length_s, objective, places, workers, ceiling_known)
+        for at in range(PARTS)
     )
 
 
 def _part(
-    group: Sequence[Outcome],
+    table: OutcomeTable,
     begins_s: float,
     objective: Objective,
     places: Places | None,
     workers: int,
     ceiling_known: bool,
 ) -> Part:
-    input_tokens = sum(outcome.input_tokens for outcome in group)
+    input_tokens = table.total("input_tokens")
     return Part(
         begins_s=begins_s,
-        requests=len(group),
-        ttft_ms=_spread([o.ttft_s for o in group]).mean,
-        itl_ms=_spread([o.itl_s for o in group]).mean,
-        good_share=_share(sum(map(objective.is_met, group)), len(group)),
-        cached_share=_share(sum(o.cached_tokens for o in group), input_tokens),
-        e2e_ms=_spread([o.e2e_s for o in group]).mean,
-        ceiling_share=_share(sum(o.ceiling_tokens for o in group), input_tokens) if ceiling_known else None,
-        failed=sum(bool(o.error) for o in group),
-        crossing=sum(o.crosses for o in group),
-        imbalance=_imbalance(group, workers),
-        carried=() if places is None else _carried(group, places),
+        requests=len(table),
+        ttft_ms=_spread(table.ttft_s).mean,
+        itl_ms=_spread(table.itl_s).mean,
+        good_share=_share(int(objective.are_met(table).sum()), len(table)),
+        cached_share=_share(table.total("cached_tokens"), input_tokens),
+        e2e_ms=_spread(table.e2e_s).mean,
+        ceiling_share=_share(table.total("ceiling_tokens"), input_tokens) if ceiling_known else None,
+        failed=int(table.failed.sum()),
+        crossing=table.total("crosses"),
+        imbalance=_imbalance(table, workers),
+        carried=() if places is None else _carried(table, places),
     )

@@ -11,7 +11,7 @@ from itertools import islice
 from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import Document
 from kvrouter.core.workers import Role
-from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.rules.registry import RULES
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.traces.read import Trace
@@ -68,12 +68,12 @@ def second_half(result: Result, n_rows: int) -> Result:
     """Return the result of the rows that rules are compared on; it lasts from their first arrival on. Bytes
     carried are those of the whole.
     """
-    outcomes = [outcome for outcome in result.outcomes if outcome.number >= n_rows // 2]
+    outcomes = Outcomes(outcome for outcome in result.outcomes if outcome.number >= n_rows // 2)
     begins_s = min((outcome.arrived_s for outcome in outcomes), default=0.0)
     return replace(result, outcomes=outcomes, ended_s=max(0.0, result.ended_s - begins_s))
 
 
-def merit(outcomes: Sequence[Outcome]) -> tuple[int, float]:
+def merit(outcomes: Outcomes) -> tuple[int, float]:
     """What is least for the best: how many failed, and the mean TTFT in seconds of those that did not."""
     times = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None and not outcome.error]
     failed = len(outcomes) - len(times)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.comparison import Better
-from kvrouter.sim.outcome import Outcome
+from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.paired import difference
 from kvrouter.sim.places import Places
 from kvrouter.sim.summary import Objective
@@ -49,22 +49,20 @@ class Rows(NamedTuple):
         return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(self, other, strict=True))
 
 
-def rows_of(outcomes: Sequence[Outcome], objective: Objective, places: Places) -> Rows:
+def rows_of(outcomes: Outcomes, objective: Objective, places: Places) -> Rows:
     """Return a replay's requests by number."""
-    ordered = sorted(outcomes, key=lambda outcome: outcome.number)
-    crossing = np.zeros(len(ordered))
-    cost = np.zeros(len(ordered))
-    for at, outcome in enumerate(ordered):
-        for move in outcome.moves:
-            moved = places.moved(move)
-            cost[at] += moved.cost or 0.0
-            if moved.crosses:
-                crossing[at] += move.bytes / BYTES_PER_GB
-    ttft_s = [np.nan if o.ttft_s is None else o.ttft_s for o in ordered]
+    table = outcomes.table()
+    crossing = np.zeros(len(table))
+    cost = np.zeros(len(table))
+    for row, move in table.moves():
+        moved = places.moved(move)
+        cost[row] += moved.cost or 0.0
+        if moved.crosses:
+            crossing[row] += move.bytes / BYTES_PER_GB
     return Rows(
-        ttft_ms=np.array(ttft_s) * 1e3,
-        good=np.array([float(objective.is_met(o)) for o in ordered]),
-        failed=np.array([float(bool(o.error)) for o in ordered]),
+        ttft_ms=table.ttft_s * 1e3,
+        good=objective.are_met(table).astype(np.float64),
+        failed=table.failed.astype(np.float64),
         crossing_gb=crossing,
         cost=cost,
     )
