@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
 from kvrouter.frontend.openai.passthrough import parse_passthrough
-from kvrouter.frontend.origin import origin_of
 from kvrouter.frontend.prepare import Bodies, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
@@ -27,8 +26,14 @@ from kvrouter.frontend.response_writer import (
 from kvrouter.routing.request import Decision
 from kvrouter.service.request_run import ANSWERED, Generation
 from kvrouter.service.router import RouterService
-from kvrouter.service.traffic import NO_ORIGIN
+from kvrouter.service.traffic import NO_ORIGIN, Origin
 from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
+
+SESSION_HEADERS = (b"x-dynamo-session-id", b"x-session-id")
+PARENT_HEADERS = (b"x-dynamo-parent-session-id", b"x-parent-session-id")
+"""Where a call says of which session it is, and of which that one is a part; of two for one thing the first
+wins.
+"""
 
 
 class ChunkReader:
@@ -250,3 +255,15 @@ class _Prepared(NamedTuple):
     generate: GenerateRequest
     text: TextModel
     matcher: StopMatcher | None = None
+
+
+def origin_of(route: str, headers: Iterable[tuple[bytes, bytes]]) -> Origin:
+    """Return a call's route and the sessions that its headers name, for a recording: they change nothing of how
+    how the call is served does not depend on them.
+    """
+    sent = {name: value.decode("latin-1").strip() for name, value in headers}
+    return Origin(route, _first(sent, SESSION_HEADERS), _first(sent, PARENT_HEADERS))
+
+
+def _first(sent: dict[bytes, str], names: Iterable[bytes]) -> str | None:
+    return next((sent[name] for name in names if sent.get(name)), None)
