@@ -85,22 +85,17 @@ def shape_of(dimensions: ModelDimensions) -> ModelShape:
     )
 
 
-def _dense(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, head: int = 128) -> ModelShape:  # fmt: skip  # noqa: E501
-    return shape_of(
-        ModelDimensions(
-            num_hidden_layers=layers,
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            intermediate_size=mlp,
-            vocab_size=vocab,
-            head_dim=head,
-        )
-    )
-
-
-def _experts(
-    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, experts: int, per_token: int
+def _known(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    vocab: int,
+    *,
+    head: int = 128,
+    experts: int | None = None,
+    per_token: int | None = None,
 ) -> ModelShape:
     return shape_of(
         ModelDimensions(
@@ -110,7 +105,7 @@ def _experts(
             num_key_value_heads=kv_heads,
             intermediate_size=mlp,
             vocab_size=vocab,
-            head_dim=128,
+            head_dim=head,
             num_experts=experts,
             num_experts_per_tok=per_token,
         )
@@ -118,30 +113,30 @@ def _experts(
 
 
 KNOWN_MODELS = {
-    "llama-3.2-1b": _dense(16, 2048, 32, 8, 8192, 128_256, 64),
-    "llama-3.2-3b": _dense(28, 3072, 24, 8, 8192, 128_256),
-    "llama-3.1-8b": _dense(32, 4096, 32, 8, 14_336, 128_256),
-    "llama-3-8b": _dense(32, 4096, 32, 8, 14_336, 128_256),
-    "llama-3.1-70b": _dense(80, 8192, 64, 8, 28_672, 128_256),
-    "llama-3.3-70b": _dense(80, 8192, 64, 8, 28_672, 128_256),
-    "llama-3-70b": _dense(80, 8192, 64, 8, 28_672, 128_256),
-    "mistral-7b": _dense(32, 4096, 32, 8, 14_336, 32_768),
-    "qwen2.5-7b": _dense(28, 3584, 28, 4, 18_944, 152_064),
-    "qwen2.5-14b": _dense(48, 5120, 40, 8, 13_824, 152_064),
-    "qwen2.5-32b": _dense(64, 5120, 40, 8, 27_648, 152_064),
-    "qwen2.5-72b": _dense(80, 8192, 64, 8, 29_568, 152_064),
-    "qwen3-0.6b": _dense(28, 1024, 16, 8, 3072, 151_936),
-    "qwen3-1.7b": _dense(28, 2048, 16, 8, 6144, 151_936),
-    "qwen3-4b": _dense(36, 2560, 32, 8, 9728, 151_936),
-    "qwen3-8b": _dense(36, 4096, 32, 8, 12_288, 151_936),
-    "qwen3-14b": _dense(40, 5120, 40, 8, 17_408, 151_936),
-    "qwen3-32b": _dense(64, 5120, 64, 8, 25_600, 151_936),
-    "qwen3-30b-a3b": _experts(48, 2048, 32, 4, 768, 151_936, 128, 8),
-    "qwen3-235b-a22b": _experts(94, 4096, 64, 4, 1536, 151_936, 128, 8),
-    "mixtral-8x7b": _experts(32, 4096, 32, 8, 14_336, 32_000, 8, 2),
-    "mixtral-8x22b": _experts(56, 6144, 48, 8, 16_384, 32_768, 8, 2),
-    "phi-3.5-moe": _experts(32, 4096, 32, 8, 6400, 32_064, 16, 2),
-    "phi-4": _dense(40, 5120, 40, 10, 17_920, 100_352),
+    "llama-3.2-1b": _known(16, 2048, 32, 8, 8192, 128_256, head=64),
+    "llama-3.2-3b": _known(28, 3072, 24, 8, 8192, 128_256),
+    "llama-3.1-8b": _known(32, 4096, 32, 8, 14_336, 128_256),
+    "llama-3-8b": _known(32, 4096, 32, 8, 14_336, 128_256),
+    "llama-3.1-70b": _known(80, 8192, 64, 8, 28_672, 128_256),
+    "llama-3.3-70b": _known(80, 8192, 64, 8, 28_672, 128_256),
+    "llama-3-70b": _known(80, 8192, 64, 8, 28_672, 128_256),
+    "mistral-7b": _known(32, 4096, 32, 8, 14_336, 32_768),
+    "qwen2.5-7b": _known(28, 3584, 28, 4, 18_944, 152_064),
+    "qwen2.5-14b": _known(48, 5120, 40, 8, 13_824, 152_064),
+    "qwen2.5-32b": _known(64, 5120, 40, 8, 27_648, 152_064),
+    "qwen2.5-72b": _known(80, 8192, 64, 8, 29_568, 152_064),
+    "qwen3-0.6b": _known(28, 1024, 16, 8, 3072, 151_936),
+    "qwen3-1.7b": _known(28, 2048, 16, 8, 6144, 151_936),
+    "qwen3-4b": _known(36, 2560, 32, 8, 9728, 151_936),
+    "qwen3-8b": _known(36, 4096, 32, 8, 12_288, 151_936),
+    "qwen3-14b": _known(40, 5120, 40, 8, 17_408, 151_936),
+    "qwen3-32b": _known(64, 5120, 64, 8, 25_600, 151_936),
+    "qwen3-30b-a3b": _known(48, 2048, 32, 4, 768, 151_936, experts=128, per_token=8),
+    "qwen3-235b-a22b": _known(94, 4096, 64, 4, 1536, 151_936, experts=128, per_token=8),
+    "mixtral-8x7b": _known(32, 4096, 32, 8, 14_336, 32_000, experts=8, per_token=2),
+    "mixtral-8x22b": _known(56, 6144, 48, 8, 16_384, 32_768, experts=8, per_token=2),
+    "phi-3.5-moe": _known(32, 4096, 32, 8, 6400, 32_064, experts=16, per_token=2),
+    "phi-4": _known(40, 5120, 40, 10, 17_920, 100_352),
 }
 """Shapes of well-known models, by the beginning of their names without the owner."""
 
