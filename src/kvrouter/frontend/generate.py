@@ -258,8 +258,8 @@ class _Prepared(NamedTuple):
 
 
 def origin_of(route: str, headers: Iterable[tuple[bytes, bytes]]) -> Origin:
-    """Return a call's route and the sessions that its headers name, for a recording: they change nothing of how
-    how the call is served does not depend on them.
+    """Return a call's route and the sessions that its headers name, for a recording: how it is served does
+    not depend on them.
     """
     sent = {name: value.decode("latin-1").strip() for name, value in headers}
     return Origin(route, _first(sent, SESSION_HEADERS), _first(sent, PARENT_HEADERS))
