@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from kvrouter.cli.replay_options import FILE, Given, replay_options
+from kvrouter.cli.replay_options import FILE, replay_options
+from kvrouter.commands.input_options import InputOptions
 
 
 @click.command(short_help="Replay recorded traffic over a fleet, and compare routing rules.")
@@ -42,14 +43,13 @@ from kvrouter.cli.replay_options import FILE, Given, replay_options
     help="Write a page with tables and plots there, in HTML.",
 )
 def replay(
-    trace: Path,
     *,
     fleet: Path | None,
     policies: tuple[str, ...],
     compare: str,
     sweeps: tuple[str, ...],
     tune: bool,
-    given: Given,
+    given: InputOptions,
     report_path: Path | None,
 ) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
@@ -66,7 +66,7 @@ def replay(
 
     named = (*policies, *split_policies(compare))
     options = ReplayOptions(
-        inputs=given.of(trace),
+        inputs=given,
         fleet=fleet,
         policies=named or ("kvrouter",),
         sweeps=sweeps,

@@ -1,51 +1,16 @@
 """The options that every command has which replays traffic."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from kvrouter.commands.replay_inputs import InputOptions
+from kvrouter.commands.input_options import InputOptions
 
 FILE = click.Path(path_type=Path)
-
-
-class Given(NamedTuple):
-    """What was given of them, as the command line has it."""
-
-    model: str | None
-    dispatch: str
-    speedup: float
-    rows: int | None
-    seed: int
-    seeds: int
-    timing: Path | None
-    events: Path | None
-    slo_ttft: float
-    slo_itl: float
-    json_path: Path | None
-
-    def of(self, trace: Path) -> "InputOptions":
-        """Return them with the trace that they are about. Raises ConfigError for no good objective."""
-        from kvrouter.commands.replay_inputs import InputOptions  # noqa: PLC0415
-        from kvrouter.sim.summary import Objective  # noqa: PLC0415
-
-        return InputOptions(
-            trace=trace,
-            model=self.model,
-            dispatch=self.dispatch,
-            speedup=self.speedup,
-            rows=self.rows,
-            seed=self.seed,
-            seeds=self.seeds,
-            timing=self.timing,
-            events=self.events,
-            objective=Objective(ttft_s=self.slo_ttft, itl_s=self.slo_itl),
-            json=self.json_path,
-        )
 
 
 def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]], Callable[..., None]], ...]:
@@ -101,12 +66,12 @@ def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]
 
 
 def replay_options(*, seeds: int, seeds_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options; it takes what was given of them as ``given``."""
+    """Give a command these options; it takes what was given of them and its trace as ``given``."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def collect(*args: object, **values: object) -> None:
-            given = Given._make(values.pop(name) for name in Given._fields)
+        def collect(*args: object, **values: Any) -> None:
+            given = InputOptions(**{field.name: values.pop(field.name) for field in fields(InputOptions)})
             command(*args, given=given, **values)
 
         decorated: Callable[..., None] = collect

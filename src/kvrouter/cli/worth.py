@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from kvrouter.cli.replay_options import FILE, Given, replay_options
+from kvrouter.cli.replay_options import FILE, replay_options
+from kvrouter.commands.input_options import InputOptions
 from kvrouter.core.constraints import RouterMode
 
 
@@ -28,7 +29,7 @@ from kvrouter.core.constraints import RouterMode
     help="No gain below it is worth a change.",
 )
 @replay_options(seeds=5, seeds_help="Replay with so many seeds, where they change anything.")
-def worth(trace: Path, *, fleet: Path, modes: tuple[str, ...], threshold: float, given: Given) -> None:
+def worth(*, fleet: Path, modes: tuple[str, ...], threshold: float, given: InputOptions) -> None:
     """Replay TRACE over the fleet as it is, and with every other enforcement, level and router mode; show
     what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which may
     be "leave it".
@@ -41,7 +42,7 @@ def worth(trace: Path, *, fleet: Path, modes: tuple[str, ...], threshold: float,
     from kvrouter.commands.worth import worth as run  # noqa: PLC0415
 
     options = WorthOptions(
-        inputs=given.of(trace),
+        inputs=given,
         fleet=fleet,
         modes=tuple(dict.fromkeys(map(RouterMode, modes))),
         threshold=threshold / 100.0,

@@ -10,9 +10,9 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.replay_inputs import (
     INTERRUPTED,
-    InputOptions,
     ReplayInputs,
     open_inputs,
     replay_progress,
@@ -56,7 +56,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
     Raises ConfigError, before anything is replayed, for what cannot be.
     """
     given = options.inputs
-    for path in filter(None, (given.json, options.report)):
+    for path in filter(None, (given.json_path, options.report)):
         check_folder(path)
     inputs = open_inputs(given)
     document = _document(options.fleet)
@@ -87,14 +87,14 @@ def replay(options: ReplayOptions, console: Console) -> int:
         given.trace_name,
         inputs.trace.info.format,
         f"{dispatch}; {TUNED}" if options.tune else dispatch,
-        given.objective,
+        inputs.objective,
         runner.is_whole,
         tuple(reports),
         tuple(map(entry_of, inputs.timetable)),
     )
     show_report(report, console)
-    if given.json is not None:
-        write_whole(given.json, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if given.json_path is not None:
+        write_whole(given.json_path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if options.report is not None:
         write_whole(options.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED
@@ -142,7 +142,7 @@ class _Runner:
             result = self._run(variant, seed, self._n_rows, variant.name, None)
             if self._tunes:
                 result = second_half(result, self._n_rows)
-            summaries.append(summarize(result, options.objective, places))
+            summaries.append(summarize(result, self._inputs.objective, places))
             if not self.is_whole:
                 break
         seeds = options.all_seeds[: len(summaries)]

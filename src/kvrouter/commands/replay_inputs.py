@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from kvrouter.commands.input_options import InputOptions
 from kvrouter.config.fleet_engines import MockTiming
 from kvrouter.config.problems import config_error, problem_of, read_document
 from kvrouter.mock import Timing
@@ -27,33 +28,6 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class InputOptions:
-    """What a command that replays was given of the traffic, and where its figures go."""
-
-    trace: Path
-    model: str | None
-    dispatch: str
-    speedup: float
-    rows: int | None
-    seed: int
-    seeds: int
-    timing: Path | None
-    events: Path | None
-    objective: Objective
-    json: Path | None
-
-    @property
-    def trace_name(self) -> str:
-        """The trace's path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
-        return str(self.trace).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-    @property
-    def all_seeds(self) -> tuple[int, ...]:
-        """The seeds, in turn."""
-        return tuple(range(self.seed, self.seed + self.seeds))
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayInputs:
     """What every replay of a command has in common."""
 
@@ -61,6 +35,7 @@ class ReplayInputs:
     trace: Trace
     timing: Timing | None
     timetable: tuple[TimetableEvent, ...]
+    objective: Objective
 
     @property
     def dispatch(self) -> Dispatch:
@@ -109,6 +84,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
         ),
         None if options.timing is None else read_timing(options.timing),
         () if options.events is None else read_timetable(options.events),
+        Objective(ttft_s=options.slo_ttft, itl_s=options.slo_itl),
     )
 
 

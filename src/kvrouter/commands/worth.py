@@ -9,9 +9,9 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.replay_inputs import (
     INTERRUPTED,
-    InputOptions,
     ReplayInputs,
     open_inputs,
     replay_progress,
@@ -96,8 +96,8 @@ def worth(options: WorthOptions, console: Console) -> int:
         raise ConfigError(
             f"threshold: {options.threshold * 100.0:g} % is not from 0 to below 100", param="threshold"
         )
-    if given.json is not None:
-        check_folder(given.json)
+    if given.json_path is not None:
+        check_folder(given.json_path)
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
     others = other_choices(file, options.modes or tuple(RouterMode))
@@ -127,7 +127,7 @@ def worth(options: WorthOptions, console: Console) -> int:
         trace=given.trace_name,
         format=inputs.trace.info.format,
         dispatch=inputs.dispatch.name,
-        objective=given.objective,
+        objective=inputs.objective,
         requests=n_rows,
         parts=PARTS,
         threshold=options.threshold,
@@ -139,8 +139,8 @@ def worth(options: WorthOptions, console: Console) -> int:
         advice=advise(choice, alternatives, options.threshold) if alternatives else None,
     )
     show_worth(report, console)
-    if given.json is not None:
-        write_whole(given.json, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if given.json_path is not None:
+        write_whole(given.json_path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return 0 if report.is_whole else INTERRUPTED
 
 
@@ -172,7 +172,7 @@ class _Replays:
             result = simulation.run()
             if not result.is_whole:
                 return None
-            found.append(rows_of(result.outcomes, options.objective, self.places))
+            found.append(rows_of(result.outcomes, self.inputs.objective, self.places))
             if at and found[-1].is_like(found[-2]):
                 break
         self.n_variants += 1
