@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from kvrouter.sim import comparison
-from kvrouter.sim.comparison import Better, Column
-from kvrouter.sim.page.bars import Bar, bars
 from kvrouter.sim.page.charts import courses, distributions, legend
+from kvrouter.sim.page.glance import panels
 from kvrouter.sim.page.markup import Markup, element
-from kvrouter.sim.page.series import style
 from kvrouter.sim.page.style import sheet
 from kvrouter.sim.page.tables import carried, reasons, timetable
 from kvrouter.sim.page.tables import comparison as comparison_table
-from kvrouter.sim.summary import PARTS, ReplayReport, VariantReport
+from kvrouter.sim.summary import PARTS, ReplayReport
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """What a browser lets the page do: use its own styles, and nothing else."""
@@ -27,17 +25,6 @@ _TERMS = (
     ("KV crossing", "KV cache that went from one domain, such as a zone, to another"),
     ("cost", "what KV transfers cost by the prices of the fleet file's links, in its currency"),
     ("failed", "requests that ended with an error, those that were refused among them"),
-)
-
-_PANELS = (
-    ("Time to first token, mean", "ms", comparison.TTFT_MEAN),
-    ("Time to first token, p99", "ms", comparison.TTFT_P99),
-    ("Between tokens, mean", "ms", comparison.ITL_MEAN),
-    ("Good requests", "%", comparison.GOOD),
-    ("Cached prompt tokens", "%", comparison.CACHED),
-    ("Imbalance", "", comparison.IMBALANCE),
-    ("KV crossing domains", "GB", comparison.CROSSING),
-    ("Cost of KV transfers", "", comparison.COST),
 )
 
 
@@ -109,7 +96,7 @@ def _sections(report: ReplayReport) -> list[Markup]:
     covered = " Shaded: what the seeds cover." if seeds > 1 else ""
     numbered = " The numbered lines are events, which stand in the table." if report.events else ""
     return [
-        _section("At a glance", intervals, element("div", *_panels(variants), class_="grid-of")),
+        _section("At a glance", intervals, element("div", *panels(variants), class_="grid-of")),
         _section(
             "Comparison",
             f"{intervals}{bold}",
@@ -139,34 +126,6 @@ def _sections(report: ReplayReport) -> list[Markup]:
             reasons(variants) or element("p", "Every request was answered to its end."),
         ),
     ]
-
-
-def _panels(variants: Sequence[VariantReport]) -> list[Markup]:
-    found = [_panel(variants, title, unit, column) for title, unit, column in _PANELS]
-    return [panel for panel in found if panel is not None]
-
-
-def _panel(variants: Sequence[VariantReport], title: str, unit: str, column: Column) -> Markup | None:
-    """Bars of one figure; None where no variant has it, or where nothing crosses or costs anything."""
-    rows: list[Bar] = []
-    for index, variant in enumerate(variants):
-        interval = column.over(variant.summaries)
-        if interval is not None:
-            text = f"{column.shown(interval)} {unit}".rstrip()
-            rows.append(Bar(variant.name, style(index), interval, text))
-    may_be_nothing = column in (comparison.CROSSING, comparison.COST)
-    if not rows or (may_be_nothing and not any(row.found.mean for row in rows)):
-        return None
-    about = "lower is better" if column.better is Better.LOWER else "higher is better"
-    mark = None
-    if column is comparison.CACHED:
-        ceilings = {comparison.CEILING.shown(comparison.CEILING.over(v.summaries)) for v in variants}
-        ceiling = comparison.CEILING.over(variants[0].summaries)
-        if len(ceilings) == 1 and ceiling is not None:
-            about, mark = f"higher is better; the line is the ceiling, {ceiling.mean:.1f} %", ceiling.mean
-    whole = 100.0 if unit == "%" else None
-    caption = element("figcaption", element("h3", title), element("p", about, class_="about"))
-    return element("figure", caption, bars(rows, whole=whole, mark=mark))
 
 
 def _section(title: str, about: str, *content: Markup) -> Markup:
