@@ -34,26 +34,10 @@ from tests.support.traces import (
 )
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> Callable[[bytes], Path]:
-    def write(content: bytes) -> Path:
-        path = tmp_path / "trace"
-        path.write_bytes(content)
-        return path
-
-    return write
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for every example of a property."""
-    return tmp_path_factory.mktemp("traces") / "trace"
-
-
-def test_mooncake_rows(written: Callable[[bytes], Path]) -> None:
+def test_mooncake_rows(write_trace: Callable[[bytes], Path]) -> None:
     content = lines(mooncake(500, 700, [7, 8]), mooncake(1_500, 512, [7], output=0))
     for packed in (content, gzip.compress(content)):
-        trace = open_trace(written(packed))
+        trace = open_trace(write_trace(packed))
         assert (trace.info.format, trace.info.piece_tokens, trace.info.has_sessions) == (
             "Mooncake",
             512,
@@ -64,11 +48,11 @@ def test_mooncake_rows(written: Callable[[bytes], Path]) -> None:
         assert (first.pieces, first.number) == (array("Q", [7, 8]), 0)
         assert (second.at_s, second.output_tokens, second.number) == (1.0, 1, 1)
         assert list(trace) == [first, second]
-    assert [row.number for row in open_trace(written(content), rows_max=1)] == [0]
+    assert [row.number for row in open_trace(write_trace(content), rows_max=1)] == [0]
 
 
-def test_sessions_of_agents(written: Callable[[bytes], Path]) -> None:
-    trace = open_trace(written(gzip.compress(lines(*SESSIONS))))
+def test_sessions_of_agents(write_trace: Callable[[bytes], Path]) -> None:
+    trace = open_trace(write_trace(gzip.compress(lines(*SESSIONS))))
     assert (trace.info.piece_tokens, trace.info.has_sessions) == (64, True)
     first, sub_agent, other, last = trace
     assert [row.at_s for row in (first, sub_agent, other, last)] == [0.0, 3.5, 10.0, 30.0]
@@ -79,9 +63,11 @@ def test_sessions_of_agents(written: Callable[[bytes], Path]) -> None:
     assert other.pieces[0] != first.pieces[0]
 
 
-def test_nobody_thinks_for_longer_than_passed_between_two_requests(written: Callable[[bytes], Path]) -> None:
+def test_nobody_thinks_for_longer_than_passed_between_two_requests(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     turns = [{"t": t, "in": 64, "out": 1, "hash_ids": [1], "think_time": 500.0} for t in (0.0, 8.0)]
-    trace = open_trace(written(lines({"id": "x", "block_size": 64, "requests": turns})))
+    trace = open_trace(write_trace(lines({"id": "x", "block_size": 64, "requests": turns})))
     assert [row.think_s for row in trace] == [500.0, 8.0]
 
 
@@ -99,23 +85,23 @@ def test_nobody_thinks_for_longer_than_passed_between_two_requests(written: Call
     ],
 )
 def test_what_a_session_thinks_between_two_requests(
-    written: Callable[[bytes], Path], requests: tuple[dict[str, Any], ...], think_s: float
+    write_trace: Callable[[bytes], Path], requests: tuple[dict[str, Any], ...], think_s: float
 ) -> None:
-    _, last = open_trace(written(lines(session(*requests))))
+    _, last = open_trace(write_trace(lines(session(*requests))))
     assert (last.after, last.think_s) == (0, think_s)
 
 
-def test_a_sub_agent_without_requests_is_passed_over(written: Callable[[bytes], Path]) -> None:
+def test_a_sub_agent_without_requests_is_passed_over(write_trace: Callable[[bytes], Path]) -> None:
     nothing = {"t": 2.0, "type": "subagent", "requests": None}
     content = lines(session(turn(0.0), sub_agent(1.0), nothing, turn(3.0)), session(id="y"))
-    assert [(row.at_s, row.after) for row in open_trace(written(content))] == [(0.0, None), (3.0, 0)]
+    assert [(row.at_s, row.after) for row in open_trace(write_trace(content))] == [(0.0, None), (3.0, 0)]
 
 
-def test_sub_agents_of_sub_agents(written: Callable[[bytes], Path]) -> None:
+def test_sub_agents_of_sub_agents(write_trace: Callable[[bytes], Path]) -> None:
     inner = turn(1.0)
     for _ in range(150):
         inner = sub_agent(1.0, inner)
-    first, last = open_trace(written(lines(session(turn(0.0), inner))))
+    first, last = open_trace(write_trace(lines(session(turn(0.0), inner))))
     assert (last.at_s, last.after) == (151.0, first.number)
     assert last.session.count("/") == 150
 
@@ -138,26 +124,26 @@ SESSION_CLOCK = sub_agent(50.0, turn(50.5), turn(60.0))
     ],
 )
 def test_sub_agents_on_their_own_clock_and_on_the_sessions(
-    written: Callable[[bytes], Path], agents: tuple[dict[str, Any], ...], arrivals: list[float]
+    write_trace: Callable[[bytes], Path], agents: tuple[dict[str, Any], ...], arrivals: list[float]
 ) -> None:
     content = lines(session(*agents))
-    assert [row.at_s for row in open_trace(written(content))] == arrivals
-    assert [row.at_s for row in open_trace(written(lines(session(turn(0.0)), session(*agents))))] == [
+    assert [row.at_s for row in open_trace(write_trace(content))] == arrivals
+    assert [row.at_s for row in open_trace(write_trace(lines(session(turn(0.0)), session(*agents))))] == [
         0.0,
         *(10.0 + at_s for at_s in arrivals),
     ]
 
 
-def test_the_clock_of_sub_agents_is_one_for_the_file(written: Callable[[bytes], Path]) -> None:
-    trace = open_trace(written(lines(session(SESSION_CLOCK), session(OWN_CLOCK))))
+def test_the_clock_of_sub_agents_is_one_for_the_file(write_trace: Callable[[bytes], Path]) -> None:
+    trace = open_trace(write_trace(lines(session(SESSION_CLOCK), session(OWN_CLOCK))))
     for _ in range(2):
         assert [row.at_s for row in trace] == [60.0, 100.5, 110.0, 120.0]
 
 
-def test_names_of_blocks_that_are_global_are_shared_by_sessions(written: Callable[[bytes], Path]) -> None:
+def test_names_of_blocks_that_are_global_are_shared_by_sessions(write_trace: Callable[[bytes], Path]) -> None:
     def pieces(*scopes: str) -> list[int]:
         rows = [session(turn(0.0), hash_id_scope=scope) for scope in scopes]
-        return [row.pieces[0] for row in open_trace(written(lines(*rows)))]
+        return [row.pieces[0] for row in open_trace(write_trace(lines(*rows)))]
 
     assert len(set(pieces("global", "global"))) == 1
     assert len(set(pieces("local", "local"))) == 2
@@ -166,16 +152,16 @@ def test_names_of_blocks_that_are_global_are_shared_by_sessions(written: Callabl
         pieces("file")
 
 
-def test_sessions_are_read_as_they_begin(written: Callable[[bytes], Path]) -> None:
+def test_sessions_are_read_as_they_begin(write_trace: Callable[[bytes], Path]) -> None:
     content = lines(session(turn(0.0), turn(9.0), turn(11.0)), session(turn(0.0)), session(turn(-1.0)))
-    rows = iter(open_trace(written(content)))
+    rows = iter(open_trace(write_trace(content)))
     assert [row.at_s for row in islice(rows, 4)] == [0.0, 9.0, 10.0, 11.0]
     with pytest.raises(ConfigError, match=r":3: requests\[0\].t"):
         next(rows)
 
 
-def test_dynamos_records_by_arrival(written: Callable[[bytes], Path]) -> None:
-    trace = open_trace(written(lines(*DYNAMO)))
+def test_dynamos_records_by_arrival(write_trace: Callable[[bytes], Path]) -> None:
+    trace = open_trace(write_trace(lines(*DYNAMO)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.request.trace.v1", 4)
     first, second = trace
     assert (first.input_tokens, first.at_s, second.at_s) == (6, 0.0, 1.0)
@@ -184,11 +170,11 @@ def test_dynamos_records_by_arrival(written: Callable[[bytes], Path]) -> None:
     assert second.pieces[0] == first.pieces[0]
 
 
-def test_dynamos_records_in_the_envelopes_of_its_file_sinks(written: Callable[[bytes], Path]) -> None:
-    plain = list(open_trace(written(lines(*DYNAMO))))
-    assert list(open_trace(written(lines(*map(in_envelope, DYNAMO))))) == plain
+def test_dynamos_records_in_the_envelopes_of_its_file_sinks(write_trace: Callable[[bytes], Path]) -> None:
+    plain = list(open_trace(write_trace(lines(*DYNAMO))))
+    assert list(open_trace(write_trace(lines(*map(in_envelope, DYNAMO))))) == plain
     later = [msgspec.structs.replace(row, line=row.line + 1) for row in plain]
-    assert list(open_trace(written(lines(in_envelope(DYNAMO[0]), *DYNAMO)))) == later
+    assert list(open_trace(write_trace(lines(in_envelope(DYNAMO[0]), *DYNAMO)))) == later
 
 
 @pytest.mark.parametrize(
@@ -202,20 +188,20 @@ def test_dynamos_records_in_the_envelopes_of_its_file_sinks(written: Callable[[b
     ],
 )
 def test_requests_name_the_lines_that_they_stand_in(
-    written: Callable[[bytes], Path], content: bytes, numbers: list[int]
+    write_trace: Callable[[bytes], Path], content: bytes, numbers: list[int]
 ) -> None:
-    path = written(content)
+    path = write_trace(content)
     assert [row.place for row in open_trace(path)] == [
         f"{path}:{line}: request {number}" for number, line in enumerate(numbers)
     ]
 
 
 @given(arrivals=st.lists(st.integers(0, 6), min_size=1, max_size=12))
-def test_dynamos_records_stand_in_any_order(scratch: Path, arrivals: list[int]) -> None:
-    scratch.write_bytes(
+def test_dynamos_records_stand_in_any_order(scratch_trace: Path, arrivals: list[int]) -> None:
+    scratch_trace.write_bytes(
         lines(*(ended(at * 1e3, output_tokens=index + 1) for index, at in enumerate(arrivals)))
     )
-    trace = open_trace(scratch)
+    trace = open_trace(scratch_trace)
     by_arrival = sorted(range(len(arrivals)), key=lambda index: arrivals[index])
     for _ in range(2):
         assert [(row.at_s, row.output_tokens) for row in trace] == [
@@ -223,19 +209,19 @@ def test_dynamos_records_stand_in_any_order(scratch: Path, arrivals: list[int]) 
         ]
 
 
-def test_dynamos_trace_has_sessions_where_any_request_is_of_one(written: Callable[[bytes], Path]) -> None:
-    assert open_trace(written(lines(ended(1), ended(2, "s"), ended(3)))).info.has_sessions
-    assert not open_trace(written(lines(ended(1), ended(2)))).info.has_sessions
+def test_dynamos_trace_has_sessions_where_any_request_is_of_one(write_trace: Callable[[bytes], Path]) -> None:
+    assert open_trace(write_trace(lines(ended(1), ended(2, "s"), ended(3)))).info.has_sessions
+    assert not open_trace(write_trace(lines(ended(1), ended(2)))).info.has_sessions
 
 
-def test_dynamos_records_that_came_between_two_readings(written: Callable[[bytes], Path]) -> None:
-    trace = open_trace(written(lines(ended(1))))
-    written(lines(ended(1), ended(2)))
+def test_dynamos_records_that_came_between_two_readings(write_trace: Callable[[bytes], Path]) -> None:
+    trace = open_trace(write_trace(lines(ended(1))))
+    write_trace(lines(ended(1), ended(2)))
     with pytest.raises(ConfigError, match=":2: was not there when the file was read before"):
         list(trace)
 
 
-def test_no_more_rows_are_read_than_wanted(written: Callable[[bytes], Path]) -> None:
+def test_no_more_rows_are_read_than_wanted(write_trace: Callable[[bytes], Path]) -> None:
     no_hashes = ended(9)
     no_hashes["request"]["replay"]["input_sequence_hashes"] = []
     for content in (
@@ -244,14 +230,14 @@ def test_no_more_rows_are_read_than_wanted(written: Callable[[bytes], Path]) -> 
         lines(session(turn(0.0), turn(1.0))) + b"?\n",
         lines(ended(8), ended(7), no_hashes),
     ):
-        path = written(content)
+        path = write_trace(content)
         assert [row.number for row in open_trace(path, rows_max=2)] == [0, 1]
         with pytest.raises(ConfigError, match=r":(2|3|4): "):
             list(open_trace(path, rows_max=3))
 
 
-def test_azures_rows_with_contents_of_a_model(written: Callable[[bytes], Path]) -> None:
-    path = written(AZURE)
+def test_azures_rows_with_contents_of_a_model(write_trace: Callable[[bytes], Path]) -> None:
+    path = write_trace(AZURE)
     first, second = open_trace(path)
     assert (first.input_tokens, first.output_tokens, len(first.pieces)) == (374, 44, 6)
     assert second.at_s == pytest.approx(4.314579, abs=1e-6)
@@ -277,14 +263,14 @@ def test_azures_rows_with_contents_of_a_model(written: Callable[[bytes], Path]) 
         ("2023-11-16 20:15:47+0200", 1.0),
     ],
 )
-def test_time_stamps_of_azures_rows(written: Callable[[bytes], Path], stamp: str, at_s: float) -> None:
+def test_time_stamps_of_azures_rows(write_trace: Callable[[bytes], Path], stamp: str, at_s: float) -> None:
     content = f"{AZURE_HEADER}2023-11-16 18:15:46,9,9\r\n{stamp},9,9\r\n".encode()
-    first, second = open_trace(written(content))
+    first, second = open_trace(write_trace(content))
     assert first.at_s == 0.0
     assert second.at_s == pytest.approx(at_s, abs=1e-6)
 
 
-def test_an_answer_of_no_tokens_is_one_of_one_token(written: Callable[[bytes], Path]) -> None:
+def test_an_answer_of_no_tokens_is_one_of_one_token(write_trace: Callable[[bytes], Path]) -> None:
     no_answer = ended(1, output_tokens=0)
     for content in (
         f"{AZURE_HEADER}2023-11-16 18:15:46,9,0\n".encode(),
@@ -292,29 +278,29 @@ def test_an_answer_of_no_tokens_is_one_of_one_token(written: Callable[[bytes], P
         lines(session({**turn(0.0), "out": 0})),
         lines(no_answer),
     ):
-        assert [row.output_tokens for row in open_trace(written(content))] == [1]
+        assert [row.output_tokens for row in open_trace(write_trace(content))] == [1]
 
 
-def test_a_byte_order_mark_is_no_text(written: Callable[[bytes], Path]) -> None:
+def test_a_byte_order_mark_is_no_text(write_trace: Callable[[bytes], Path]) -> None:
     generator = b"generate: {requests: 1, rate_per_s: 1, input: {mean: 9}, output: {mean: 9}}"
     for content in (AZURE, lines(GOOD), lines(*SESSIONS), lines(*DYNAMO), generator):
         marked = b"\xef\xbb\xbf" + content
-        rows = list(open_trace(written(content)))
-        assert list(open_trace(written(marked))) == rows
-        assert list(open_trace(written(gzip.compress(marked)))) == rows
+        rows = list(open_trace(write_trace(content)))
+        assert list(open_trace(write_trace(marked))) == rows
+        assert list(open_trace(write_trace(gzip.compress(marked)))) == rows
 
 
-def test_a_generators_file(written: Callable[[bytes], Path]) -> None:
+def test_a_generators_file(write_trace: Callable[[bytes], Path]) -> None:
     text = (
         b"generate: {requests: 50, rate_per_s: 5, input: {mean: 500}, output: {mean: 9}, turn_share: 0.5}\n"
     )
-    trace = open_trace(written(text))
+    trace = open_trace(write_trace(text))
     assert len(list(trace)) == 50
     assert trace.info.has_sessions
     with pytest.raises(ConfigError, match="rate_per_s"):
-        open_trace(written(text.replace(b"rate_per_s: 5", b"rate_per_s: 0")))
+        open_trace(write_trace(text.replace(b"rate_per_s: 5", b"rate_per_s: 0")))
     with pytest.raises(ConfigError, match="turns"):
-        open_trace(written(text.replace(b"turn_share", b"turns")))
+        open_trace(write_trace(text.replace(b"turn_share", b"turns")))
 
 
 @pytest.mark.parametrize(
@@ -326,9 +312,9 @@ def test_a_generators_file(written: Callable[[bytes], Path]) -> None:
         b"{generate: {requests: 3, rate_per_s: 5, input: {mean: 5.0e2}, output: {mean: 9}}}",
     ],
 )
-def test_a_generators_file_in_json(written: Callable[[bytes], Path], content: bytes) -> None:
-    assert len(list(open_trace(written(content)))) == 3
-    assert len(list(open_trace(written(gzip.compress(content))))) == 3
+def test_a_generators_file_in_json(write_trace: Callable[[bytes], Path], content: bytes) -> None:
+    assert len(list(open_trace(write_trace(content)))) == 3
+    assert len(list(open_trace(write_trace(gzip.compress(content))))) == 3
 
 
 @given(

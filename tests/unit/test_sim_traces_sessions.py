@@ -1,6 +1,7 @@
 """Mooncake's rows with sessions: when turns come, and which blocks they name."""
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.cli import main
-from kvrouter.sim.traces.read import Trace, open_trace
+from kvrouter.sim.traces.read import open_trace
 from tests.support.traces import dialogue, lines
 
 
-def opened(folder: Path, *rows: dict[str, Any]) -> Trace:
-    path = folder / "trace.jsonl"
-    path.write_bytes(lines(*rows))
-    return open_trace(path)
-
-
-def test_a_turn_follows_the_answer_before_it_after_its_delay(tmp_path: Path) -> None:
-    trace = opened(
-        tmp_path,
+def test_a_turn_follows_the_answer_before_it_after_its_delay(write_trace: Callable[[bytes], Path]) -> None:
+    content = lines(
         dialogue("s", 700, [1, 2], timestamp=2_000),
         dialogue("s", 1_100, [1, 3, 4], delay=250),
         dialogue("t", 600, [8, 9], timestamp=1_500),
     )
+    trace = open_trace(write_trace(content))
     assert (trace.info.format, trace.info.piece_tokens) == ("Mooncake with sessions", 512)
     assert (trace.info.has_sessions, trace.info.has_times) == (True, False)
     for _ in range(2):
@@ -38,33 +33,39 @@ def test_a_turn_follows_the_answer_before_it_after_its_delay(tmp_path: Path) -> 
         assert second.pieces == array("Q", [1, 3, 4])
 
 
-def test_a_time_stamp_alone_makes_what_passed_the_think_time(tmp_path: Path) -> None:
-    trace = opened(
-        tmp_path,
+def test_a_time_stamp_alone_makes_what_passed_the_think_time(write_trace: Callable[[bytes], Path]) -> None:
+    content = lines(
         dialogue("s", 700, [1, 2], timestamp=1_000),
         dialogue("s", 700, [1, 2], timestamp=4_000),
         dialogue("s", 700, [1, 2], timestamp=9_000, delay=500),
     )
+    trace = open_trace(write_trace(content))
     assert trace.info.has_times
     assert [(row.at_s, row.think_s) for row in trace] == [(0.0, 0.0), (3.0, 3.0), (8.0, 0.5)]
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 512, 1_024])
-def test_the_block_size_is_one_that_fits_the_rows(tmp_path: Path, block_size: int) -> None:
+def test_the_block_size_is_one_that_fits_the_rows(
+    write_trace: Callable[[bytes], Path], block_size: int
+) -> None:
     sizes = [block_size * 9 + 1, block_size * 20]
     rows = [dialogue(str(n), n, list(range(-(-n // block_size))), timestamp=0) for n in sizes]
-    assert opened(tmp_path, *rows).info.piece_tokens == block_size
+    assert open_trace(write_trace(lines(*rows))).info.piece_tokens == block_size
 
 
-def test_turns_too_short_for_a_common_block_are_read_where_they_grow(tmp_path: Path) -> None:
+def test_turns_too_short_for_a_common_block_are_read_where_they_grow(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     rows = [dialogue("s", n, [n], timestamp=n) for n in (100, 200, 300)]
-    assert [row.after for row in opened(tmp_path, *rows)] == [None, 0, 1]
+    assert [row.after for row in open_trace(write_trace(lines(*rows)))] == [None, 0, 1]
 
 
-def test_one_turn_that_begins_as_the_one_before_shows_whole_prompts(tmp_path: Path) -> None:
+def test_one_turn_that_begins_as_the_one_before_shows_whole_prompts(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     ids = ([1, 2], [8, 9], [8, 9])  # the second begins anew
     rows = [dialogue("s", 700, each, timestamp=at) for at, each in enumerate(ids)]
-    assert len(list(opened(tmp_path, *rows))) == 3
+    assert len(list(open_trace(write_trace(lines(*rows))))) == 3
 
 
 @given(
@@ -77,7 +78,7 @@ def test_one_turn_that_begins_as_the_one_before_shows_whole_prompts(tmp_path: Pa
     )
 )
 def test_turns_come_in_the_order_of_time_and_after_the_one_before(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, int, str]]
+    scratch_trace: Path, rows: list[tuple[str, int, str]]
 ) -> None:
     at_ms: dict[str, float] = {}
     made: list[dict[str, Any]] = []
@@ -87,7 +88,8 @@ def test_turns_come_in_the_order_of_time_and_after_the_one_before(
         if kind != "delay" or not times:
             times["timestamp"] = at_ms[name]
         made.append(dialogue(name, 700, [1, 2], **times))
-    found = list(opened(tmp_path_factory.getbasetemp(), *made))
+    scratch_trace.write_bytes(lines(*made))
+    found = list(open_trace(scratch_trace))
     assert [row.number for row in found] == list(range(len(rows)))
     assert sorted(row.line for row in found) == list(range(1, len(rows) + 1))
     assert [row.at_s for row in found] == sorted(row.at_s for row in found)
@@ -99,10 +101,11 @@ def test_turns_come_in_the_order_of_time_and_after_the_one_before(
             assert (before.session, before.line < row.line) == (row.session, True)
 
 
-def test_delays_without_times_need_a_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "trace.jsonl"
+def test_delays_without_times_need_a_closed_loop(
+    write_trace: Callable[[bytes], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [dialogue("s", 700, [1, 2], timestamp=0), dialogue("s", 1_100, [1, 3, 4], delay=250)]
-    path.write_bytes(lines(*rows))
+    path = write_trace(lines(*rows))
     assert main(["replay", str(path)]) == 2
     assert "--dispatch closed" in capsys.readouterr().err
     assert main(["replay", str(path), "--dispatch", "closed"]) == 0

@@ -31,23 +31,6 @@ from tests.support.traces import (
     turn,
 )
 
-
-@pytest.fixture
-def written(tmp_path: Path) -> Callable[[bytes], Path]:
-    def write(content: bytes) -> Path:
-        path = tmp_path / "trace"
-        path.write_bytes(content)
-        return path
-
-    return write
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for every example of a property."""
-    return tmp_path_factory.mktemp("traces") / "trace"
-
-
 NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
 
 
@@ -112,10 +95,10 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_line(
-    written: Callable[[bytes], Path], content: bytes, message: str
+    write_trace: Callable[[bytes], Path], content: bytes, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(open_trace(written(content)))
+        list(open_trace(write_trace(content)))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -146,10 +129,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_in_a_generators_file(
-    written: Callable[[bytes], Path], content: bytes, message: str
+    write_trace: Callable[[bytes], Path], content: bytes, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_trace(written(content))
+        open_trace(write_trace(content))
 
 
 WHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -217,18 +200,18 @@ def wrong_rows() -> list[tuple[str, dict[str, Any], dict[str, Any], str]]:
 
 @pytest.mark.parametrize(("name", "good", "wrong", "field"), wrong_rows())
 def test_a_wrong_value_is_named_with_line_and_field(
-    written: Callable[[bytes], Path], name: str, good: dict[str, Any], wrong: dict[str, Any], field: str
+    write_trace: Callable[[bytes], Path], name: str, good: dict[str, Any], wrong: dict[str, Any], field: str
 ) -> None:
-    path = written(lines(good, wrong))
+    path = write_trace(lines(good, wrong))
     with pytest.raises(ConfigError) as raised:
         list(open_trace(path))
     assert str(raised.value).startswith(f"{path}:2: {field}: "), name
 
 
 @pytest.mark.parametrize("name", WHERE)
-def test_a_field_that_is_missing_is_named(written: Callable[[bytes], Path], name: str) -> None:
+def test_a_field_that_is_missing_is_named(write_trace: Callable[[bytes], Path], name: str) -> None:
     good, time, *_ = WHERE[name]
-    path = written(lines(good, changed(good, time, ABSENT)))
+    path = write_trace(lines(good, changed(good, time, ABSENT)))
     with pytest.raises(ConfigError) as raised:
         list(open_trace(path))
     assert str(raised.value) == f"{path}:2: {time}: is missing"
@@ -254,9 +237,9 @@ def test_a_field_that_is_missing_is_named(written: Callable[[bytes], Path], name
     ],
 )
 def test_a_wrong_value_of_azures_is_named_with_line_and_field(
-    written: Callable[[bytes], Path], row: str, field: str
+    write_trace: Callable[[bytes], Path], row: str, field: str
 ) -> None:
-    path = written(AZURE + row.encode() + b"\n")
+    path = write_trace(AZURE + row.encode() + b"\n")
     with pytest.raises(ConfigError) as raised:
         list(open_trace(path))
     assert str(raised.value).startswith(f"{path}:4: {field}: ")
@@ -266,10 +249,10 @@ CONTENTS = {name: lines(*[good] * 3) for name, (good, *_) in WHERE.items()} | {"
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_a_gzip_file_that_is_cut_short(written: Callable[[bytes], Path], name: str) -> None:
+def test_a_gzip_file_that_is_cut_short(write_trace: Callable[[bytes], Path], name: str) -> None:
     packed = gzip.compress(CONTENTS[name])
     for end in range(3, len(packed)):
-        path = written(packed[:end])
+        path = write_trace(packed[:end])
         with pytest.raises(ConfigError, match=rf"{path}:[1-4]: the gzip file is cut short here"):
             list(open_trace(path))
 
@@ -296,15 +279,15 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @given(content=damaged() | st.binary(max_size=64) | st.text(max_size=64).map(str.encode))
 @settings(max_examples=500)
-def test_any_bytes_are_a_trace_or_an_error_of_the_user(scratch: Path, content: bytes) -> None:
-    scratch.write_bytes(content)
+def test_any_bytes_are_a_trace_or_an_error_of_the_user(scratch_trace: Path, content: bytes) -> None:
+    scratch_trace.write_bytes(content)
     rows: list[TraceRequest] = []
-    message = str(scratch)
+    message = str(scratch_trace)
     try:
-        rows.extend(islice(open_trace(scratch), 100))
+        rows.extend(islice(open_trace(scratch_trace), 100))
     except ConfigError as error:
         message = str(error)
-    assert message.startswith(str(scratch))
+    assert message.startswith(str(scratch_trace))
     for number, row in enumerate(rows):
         assert row.number == number
         assert row.input_tokens >= 1 <= row.output_tokens
@@ -339,14 +322,14 @@ LAWS = st.fixed_dictionaries(
     )
 )
 def test_any_numbers_are_a_generator_or_an_error_of_the_user(
-    scratch: Path, described: dict[str, Any]
+    scratch_trace: Path, described: dict[str, Any]
 ) -> None:
-    scratch.write_text(json.dumps({"generate": described}))
-    message = f"{scratch}:1: generate."
+    scratch_trace.write_text(json.dumps({"generate": described}))
+    message = f"{scratch_trace}:1: generate."
     rows: list[TraceRequest] = []
     try:
-        rows.extend(islice(open_trace(scratch), 5))
+        rows.extend(islice(open_trace(scratch_trace), 5))
     except ConfigError as error:
         message = str(error)
-    assert message.startswith(f"{scratch}:1: generate.")
+    assert message.startswith(f"{scratch_trace}:1: generate.")
     assert all(one.at_s <= other.at_s < math.inf for one, other in pairwise(rows))
