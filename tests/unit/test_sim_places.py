@@ -9,9 +9,11 @@ import pytest
 
 from kvrouter.config import FleetFile
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.outcome import Move
+from kvrouter.sim.outcome import Move, Outcome
+from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.places import Moved, Places
-from kvrouter.sim.summary import Objective, Summary, summarize
+from kvrouter.sim.simulation import Result
+from kvrouter.sim.summary import Carriage, Objective, Summary, summarize
 from kvrouter.sim.timetable import read_timetable
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.topology import Link
@@ -120,6 +122,24 @@ def test_the_parts_of_the_time_carry_what_all_of_it_does_and_cost_as_much() -> N
             assert sum(pair.bytes for pair in own) == total.bytes
             assert sum(pair.cost or 0.0 for pair in own) == pytest.approx(total.cost)
     assert all(not part.carried for part in summarize(replayed(rows, file), Objective()).parts)
+
+
+def test_places_of_one_domain_are_added_up_at_the_prices_of_their_own_links() -> None:
+    file = fleet(
+        """topology:
+  levels: [zone, rack]
+  links:
+    within:
+      zone: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.5}
+      rack: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9}
+workers: [{name: w}]
+"""
+    )
+    one, two, three = ({"zone": "a", "rack": rack} for rack in ("r1", "r2", "r3"))
+    moves = [Move(one, two, GB), Move(two, three, 2 * GB), Move(one, one, 4 * GB), Move(one, two, GB)]
+    ended = Outcome(number=0, arrived_s=0.0, input_tokens=1, output_tokens=1, ceiling_tokens=0, moves=moves)
+    (part, *_) = summarize(Result(Outcomes([ended])), Objective(), Places(file)).parts
+    assert part.carried == (Carriage("a", "a", 4, 8 * GB, 2.0),)
 
 
 def test_every_attempt_moves_its_own_kv(tmp_path: Path) -> None:
