@@ -57,8 +57,16 @@ def test_every_example_loads_without_a_warning(path: Path) -> None:
     assert load_fleet(read_document(path)).warnings == ()
 
 
-def test_the_example_shows_the_default_fleet() -> None:
-    assert load_fleet(read_document(EXAMPLES / "fleet.yaml")) == load_fleet(default_fleet_document())
+def test_the_example_shows_the_default_fleet_with_a_context_for_the_traces_of_the_repository() -> None:
+    example, default = (
+        load_fleet(read_document(EXAMPLES / "fleet.yaml")),
+        load_fleet(default_fleet_document()),
+    )
+    assert example.warnings == default.warnings
+    (model,) = example.fleet.models
+    assert model.context_length == 131_072
+    alike = model.model_copy(update={"context_length": default.fleet.models[0].context_length})
+    assert example.fleet.model_copy(update={"models": (alike,)}) == default.fleet
 
 
 @pytest.mark.parametrize(
