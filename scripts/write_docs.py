@@ -63,7 +63,7 @@ FLEET_HEAD = f"""# The fleet file
 `kvrouter fleet check fleet.yaml` validates it, its settings and the topology contracts of its groups, reads
 the tokenizers that it names, and starts nothing. Without a file, the fleet of
 [`examples/fleet.yaml`](../examples/fleet.yaml) runs: two zones, one prefill and two decode workers in each,
-and KV that never leaves its zone.
+KV that never leaves its zone, and a context length of 32,768 tokens.
 
 A mistake is named with its line, all mistakes at once:
 
