@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashTable};
 
 use crate::hashing::{chain, finish64};
 
@@ -75,7 +75,8 @@ pub struct PagedKv {
     n_offers: u64,
     blocks: Vec<Block>,
     spare: Vec<u32>,
-    children: HashMap<(u32, u64), u32>,
+    /// Every cached block, found by its parent and its hash.
+    children: HashTable<u32>,
     tables: HashMap<u64, Table>,
     next_table: u64,
     offers: BinaryHeap<Offer>,
@@ -112,7 +113,7 @@ impl PagedKv {
             n_offers: 0,
             blocks: vec![root],
             spare: Vec::new(),
-            children: HashMap::new(),
+            children: HashTable::new(),
             tables: HashMap::new(),
             next_table: 0,
             offers: BinaryHeap::new(),
@@ -214,7 +215,7 @@ impl PagedKv {
         let mut blocks = std::mem::take(&mut table.blocks);
         let mut parent = blocks.last().copied().unwrap_or(ROOT);
         let mut shared = 0;
-        while let Some(&child) = new.get(shared).and_then(|&hash| self.children.get(&(parent, hash))) {
+        while let Some(child) = new.get(shared).and_then(|&hash| self.child(parent, hash)) {
             let block = &mut self.blocks[child as usize];
             if block.holders == 0 {
                 self.idle -= 1;
@@ -333,10 +334,18 @@ impl PagedKv {
     fn path<'a>(&'a self, hashes: impl Iterator<Item = u64> + 'a) -> impl Iterator<Item = u32> + 'a {
         let mut parent = ROOT;
         hashes.map_while(move |hash| {
-            let child = *self.children.get(&(parent, hash))?;
+            let child = self.child(parent, hash)?;
             parent = child;
             Some(child)
         })
+    }
+
+    fn child(&self, parent: u32, hash: u64) -> Option<u32> {
+        let is_it = |&id: &u32| {
+            let block = &self.blocks[id as usize];
+            block.parent == parent && block.block_hash == hash
+        };
+        self.children.find(child_key(parent, hash), is_it).copied()
     }
 
     fn children_of(&self, id: u32) -> impl Iterator<Item = u32> + '_ {
@@ -385,7 +394,11 @@ impl PagedKv {
                 engine_hash,
             };
             let id = self.add(block);
-            self.children.insert((parent, block_hash), id);
+            let blocks_by_id = &self.blocks;
+            self.children.insert_unique(child_key(parent, block_hash), id, |&id| {
+                let block = &blocks_by_id[id as usize];
+                child_key(block.parent, block.block_hash)
+            });
             blocks.push(id);
             parent = id;
         }
@@ -424,7 +437,9 @@ impl PagedKv {
             let released = std::mem::replace(&mut block.released, NEVER);
             let (parent, before, after, hash) = (block.parent, block.before, block.after, block.block_hash);
             self.gone.push(block.engine_hash);
-            self.children.remove(&(parent, hash));
+            if let Ok(entry) = self.children.find_entry(child_key(parent, hash), |&other| other == id) {
+                entry.remove();
+            }
             match before {
                 NONE => self.blocks[parent as usize].first_child = after,
                 _ => self.blocks[before as usize].after = after,
@@ -494,4 +509,8 @@ impl PagedKv {
             block_hashes: of_run(|block| block.block_hash),
         }
     }
+}
+
+fn child_key(parent: u32, hash: u64) -> u64 {
+    finish64(hash ^ u64::from(parent).wrapping_mul(SPREAD))
 }

@@ -36,11 +36,9 @@ def block_names(pieces: "array[int]", piece_tokens: int, *, n_tokens: int, block
         parts = np.arange(piece_tokens // block_size, dtype=np.uint64) * _STEP
         return _mixed((names[:, None] * _MIX + parts).ravel()[:n_blocks])
     ratio = block_size // piece_tokens
-    whole = names[: n_blocks * ratio].reshape(n_blocks, ratio)
-    combined: U64 = np.zeros(n_blocks, np.uint64)
-    for at in range(ratio):
-        combined = _mixed(combined * _MIX + whole[:, at])
-    return combined
+    whole = _mixed(names[: n_blocks * ratio]).reshape(n_blocks, ratio)
+    places = _mixed(np.arange(ratio, dtype=np.uint64)) | np.uint64(1)
+    return _mixed((whole * places).sum(axis=1, dtype=np.uint64))
 
 
 def _mixed(names: U64) -> U64:

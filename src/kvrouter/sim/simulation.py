@@ -4,6 +4,7 @@ The clock goes from moment to moment: an arrival, a step in which some engine ch
 drawn comes from the seed, so that the same inputs give the same outcomes.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -161,10 +162,13 @@ class Simulation:
 
     def run(self) -> Result:
         """Replay to the end; KeyboardInterrupt leaves what is known so far in ``result``."""
+        gc.freeze()  # the fleet stays to the end: the collector need not walk it again and again
         try:
             self._run()
         except KeyboardInterrupt:
             self.result.is_whole = False
+        finally:
+            gc.unfreeze()
         self.result.carried = self.fleet.fabric.carried()
         return self.result
 
