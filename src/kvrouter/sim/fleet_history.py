@@ -1,0 +1,189 @@
+"""What recordings say of a fleet: who was there at the first request, and what became of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from kvrouter.recording.records import FleetChange, FleetRecord, Worker
+
+
+class SeenWorker(NamedTuple):
+    """A worker as a recording has it, and the file and line that say so."""
+
+    worker: Worker
+    path: Path
+    line: int
+
+    @property
+    def place(self) -> str:
+        """Where it stands, as people look for it."""
+        return f"{self.path}:{self.line}"
+
+
+class Move(StrEnum):
+    """What became of one worker."""
+
+    JOINED = "joined"
+    """It is new, or started again: its cache is empty."""
+    CHANGED = "changed"
+    LEFT = "left"
+
+
+class FleetMove(NamedTuple):
+    """A worker's change, ``at_s`` seconds after the first request. One that left is as it was last."""
+
+    at_s: float
+    move: Move
+    seen: SeenWorker
+
+
+class FleetNote(NamedTuple):
+    """A fleet record, in seconds of the Unix epoch; ``recording`` is that of its file's header."""
+
+    recording: str
+    at_s: float
+    record: FleetRecord
+    path: Path
+    line: int
+
+
+class Span(NamedTuple):
+    """Seconds of the Unix epoch in which a recording had requests: first arrival, last end."""
+
+    first_s: float
+    last_s: float
+
+
+class FleetHistory(NamedTuple):
+    """The workers of ``model`` at the first request, by id, and their changes until the last one ended."""
+
+    model: str
+    block_size: int
+    initial: Mapping[str, SeenWorker]
+    moves: tuple[FleetMove, ...]
+
+
+def fleet_history(
+    notes: Sequence[FleetNote], spans: Mapping[str, Span], *, model: str, block_size: int
+) -> FleetHistory:
+    """Return what ``notes``, which stand in the order of the files, say of the workers of one model.
+
+    Where the spans of several recordings overlap, the fleet is as the one says that began last. A fleet
+    without workers at the first request is taken as it is when some are there.
+    """
+    from_s = min(span.first_s for span in spans.values())
+    until_s = max(span.last_s for span in spans.values())
+    initial: dict[str, SeenWorker] = {}
+    moves: list[FleetMove] = []
+    for at_s, move, seen in _combined(notes, spans, model):
+        if at_s > until_s:
+            break
+        if at_s <= from_s or not (initial or moves):
+            _apply(initial, move, seen)
+        else:
+            moves.append(FleetMove(at_s - from_s, move, seen))
+    return FleetHistory(model, block_size, initial, tuple(moves))
+
+
+_Timed = tuple[float, Move, SeenWorker]
+
+
+class _Point(NamedTuple):
+    """A moment of one recording, in the order in which moments are taken; without a move, the begin or the
+    end of its span.
+    """
+
+    at_s: float
+    order: int
+    recording: str
+    move: Move | None = None
+    seen: SeenWorker | None = None
+
+
+_MOVES, _BEGINS, _ENDS = range(3)
+
+
+def _combined(notes: Sequence[FleetNote], spans: Mapping[str, Span], model: str) -> Iterator[_Timed]:
+    """Yield every move of the fleet, in seconds of the Unix epoch, by the recording that speaks for it."""
+    points: list[_Point] = []
+    for recording, span in spans.items():
+        own = [note for note in notes if note.recording == recording]
+        points += (_Point(at_s, _MOVES, recording, move, seen) for at_s, move, seen in _moves_of(own, model))
+        points += (_Point(span.first_s, _BEGINS, recording), _Point(span.last_s, _ENDS, recording))
+    points.sort(key=lambda point: point[:2])
+    views: dict[str, dict[str, SeenWorker]] = {recording: {} for recording in spans}
+    shown: dict[str, SeenWorker] = {}
+    running: list[str] = []
+    speaker = ""
+    for point in points:
+        if point.move is not None and point.seen is not None:
+            _apply(views[point.recording], point.move, point.seen)
+            if point.recording == speaker:
+                _apply(shown, point.move, point.seen)
+                yield point.at_s, point.move, point.seen
+            continue
+        if point.order == _BEGINS:
+            running.append(point.recording)
+        else:
+            running.remove(point.recording)
+        if running and running[-1] != speaker:
+            speaker = running[-1]
+            for move, seen in _differences(shown, views[speaker]):
+                yield point.at_s, move, seen
+            shown = dict(views[speaker])
+
+
+def _moves_of(notes: Sequence[FleetNote], model: str) -> Iterator[_Timed]:
+    """Yield the moves of one recording. Time never goes back: the fleet at the head of a file bears the
+    moment of the file's first record, which may be a request's arrival.
+    """
+    view: dict[str, SeenWorker] = {}
+    of_head: set[str] = set()
+    """Workers that the head of a file was the first to name: they join once more after it."""
+    now_s = 0.0
+    for note in notes:
+        now_s = max(now_s, note.at_s)
+        change = note.record.change
+        found = [
+            SeenWorker(worker, note.path, note.line)
+            for worker in note.record.workers
+            if worker.model == model
+        ]
+        moves: list[tuple[Move, SeenWorker]] = []
+        if change is FleetChange.ALL:
+            moves += _differences(view, {seen.worker.worker: seen for seen in found})
+            of_head |= {seen.worker.worker for move, seen in moves if move is Move.JOINED}
+        for seen in () if change is FleetChange.ALL else found:
+            name = seen.worker.worker
+            if change is FleetChange.LEFT:
+                moves += [(Move.LEFT, seen)] if name in view else []
+            elif change is FleetChange.JOINED and name not in of_head:
+                moves.append((Move.JOINED, seen))
+            else:
+                moves += _differences({name: view[name]} if name in view else {}, {name: seen})
+            of_head.discard(name)
+        for move, seen in moves:
+            _apply(view, move, seen)
+            yield now_s, move, seen
+
+
+def _differences(
+    before: Mapping[str, SeenWorker], after: Mapping[str, SeenWorker]
+) -> list[tuple[Move, SeenWorker]]:
+    """Return what makes ``after`` of ``before``."""
+    found = [(Move.LEFT, seen) for name, seen in before.items() if name not in after]
+    for name, seen in after.items():
+        known = before.get(name)
+        if known is None:
+            found.append((Move.JOINED, seen))
+        elif known.worker != seen.worker:
+            found.append((Move.CHANGED, seen))
+    return found
+
+
+def _apply(view: dict[str, SeenWorker], move: Move, seen: SeenWorker) -> None:
+    if move is Move.LEFT:
+        view.pop(seen.worker.worker, None)
+    else:
+        view[seen.worker.worker] = seen
