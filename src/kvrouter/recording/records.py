@@ -49,7 +49,11 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dp_start: int = 0
     kv_blocks: int | None = None
     kv_bytes_per_token: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     domains: Mapping[str, str] = {}
+    levels: tuple[str, ...] = ()
+    """The domains, broadest first, where the worker says so."""
     taints: tuple[str, ...] = ()
     transfer_domain: str | None = None
     enforcement: str | None = None

@@ -71,7 +71,11 @@ class TrafficRecorder:
     def worker_changed(self, change: FleetChange, card: WorkerCard) -> None:
         """Something became of a worker."""
         recorder = self._recorder
-        worker = _worker_of(card, is_alive=change is not FleetChange.SILENT)
+        known = recorder.workers.get(str(card.worker_id))
+        is_alive = change is not FleetChange.SILENT
+        if change is FleetChange.CHANGED and known is not None:
+            is_alive = known.alive  # a card may be published again by one that does not answer here
+        worker = _worker_of(card, is_alive=is_alive)
         recorder.note_worker(change, worker, at_s=recorder.since_start(self._clock()))
 
     # Requests
@@ -246,7 +250,10 @@ def _worker_of(card: WorkerCard, *, is_alive: bool) -> Worker:
         dp_start=card.dp_start,
         kv_blocks=config.total_kv_blocks,
         kv_bytes_per_token=config.kv_bytes_per_token,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         domains=topology_domains(config),
+        levels=config.topology_levels,
         taints=tuple(sorted(worker_taints(config))),
         transfer_domain=config.kv_transfer_domain,
         enforcement=None if enforcement is None else enforcement.value,

@@ -133,6 +133,7 @@ class SimFleet:
         self._timing = timing
         self._groups: dict[WorkerId, WorkerGroup] = {}
         self._incarnations = 0
+        self._draining: set[WorkerId] = set()
         self._awaited: set[WorkerId] = set()
         """Workers that will be added, and are not there yet."""
         for worker_id, group in numbered_workers(file):
@@ -160,7 +161,7 @@ class SimFleet:
 
     def selected(self, event: WorkersEvent) -> list[WorkerId]:
         """The workers that an event happens to, dead ones too."""
-        return [worker_id for worker_id in self.workers if event.selects(self._groups[worker_id])]
+        return [worker_id for worker_id in self.workers if event.selects(worker_id, self._groups[worker_id])]
 
     def join(self, worker_id: WorkerId, *, now_s: float) -> None:
         """A worker joins, with an empty cache."""
@@ -170,6 +171,20 @@ class SimFleet:
         config = self._config(worker_id, group, self._bootstrap(worker_id))
         self.fabric.add(config, worker_id=worker_id, domains=group.domains)
         self._apply(self._card(worker_id, Epoch(self._incarnations)), now_s=now_s)
+
+    def drain(self, worker_id: WorkerId, *, now_s: float) -> None:
+        """A worker gets no new requests from now on; its engine goes on."""
+        if self.fleet.card(worker_id) is not None and worker_id not in self._draining:
+            self._draining.add(worker_id)
+            self._publish_again(worker_id, now_s=now_s)
+
+    def come_back(self, worker_id: WorkerId, *, now_s: float) -> None:
+        """A worker that died joins again; one that drains gets new requests again."""
+        if self.fleet.card(worker_id) is None:
+            self.join(worker_id, now_s=now_s)
+        elif worker_id in self._draining:
+            self._draining.remove(worker_id)
+            self._publish_again(worker_id, now_s=now_s)
 
     def label(self, worker_id: WorkerId, labels: Mapping[str, str | None], *, now_s: float) -> None:
         """The labels of a worker's node change: it publishes its card again. Its engine goes on, and later
@@ -197,6 +212,7 @@ class SimFleet:
         card = self.fleet.card(worker_id)
         if card is None:
             return
+        self._draining.discard(worker_id)
         self.fabric.remove(now_s, worker_id)
         for slot in self.fleet.leave(worker_id, card.incarnation):
             self._freed(slot)
@@ -215,7 +231,7 @@ class SimFleet:
             self._apply(self._card(worker_id, card.incarnation), now_s=now_s)
 
     def _card(self, worker_id: WorkerId, incarnation: Epoch) -> WorkerCard:
-        return worker_card(
+        card = worker_card(
             self.file,
             self._groups[worker_id],
             worker_id,
@@ -223,6 +239,7 @@ class SimFleet:
             address=f"replay://{worker_id}",
             bootstrap=self._bootstrap(worker_id),
         )
+        return replace(card, draining=True) if worker_id in self._draining else card
 
     def _bootstrap(self, worker_id: WorkerId) -> Peer | None:
         return Peer(f"mock-{worker_id}", BOOTSTRAP_PORT) if bootstraps(self._groups[worker_id]) else None

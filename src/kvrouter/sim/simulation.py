@@ -39,6 +39,7 @@ from kvrouter.sim.rules.rule import Rule, RuleInput
 from kvrouter.sim.timetable import (
     AddEvent,
     DieEvent,
+    DrainEvent,
     JoinEvent,
     LabelEvent,
     LinkEvent,
@@ -267,10 +268,12 @@ class Simulation:
             case DieEvent():
                 for worker_id in fleet.selected(event):
                     self._die(worker_id)
+            case DrainEvent():
+                for worker_id in fleet.selected(event):
+                    fleet.drain(worker_id, now_s=now_s)
             case JoinEvent():
                 for worker_id in fleet.selected(event):
-                    if fleet.fleet.card(worker_id) is None:
-                        fleet.join(worker_id, now_s=now_s)
+                    fleet.come_back(worker_id, now_s=now_s)
             case LabelEvent():
                 for worker_id in fleet.selected(event):
                     fleet.label(worker_id, event.set, now_s=now_s)

@@ -1,4 +1,4 @@
-"""What happens to a fleet during a replay: workers die, come back, are added and get other labels; links and
+"""What happens to a fleet during a replay: workers die, drain, come back, are added and get other labels; links and
 policies change.
 """
 
@@ -25,6 +25,7 @@ from kvrouter.config.problems import (
 )
 from kvrouter.config.setting import Finite, FleetPart, NonNegative, Positive, Whole
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import WORKER_IDS, WorkerId
 
 BandwidthFactor = Annotated[Finite, Interval(ge=1e-6, le=1e6)]
 LatencyFactor = Annotated[Finite, Interval(ge=0, le=1e6)]
@@ -59,22 +60,35 @@ class TimetableEvent(FleetPart):
 
 
 class WorkersEvent(TimetableEvent):
-    """It happens to the workers of ``group`` that are in all of ``domains``; without either to all."""
+    """It happens to the workers of ``group`` that are in all of ``domains``, or to the one with the number
+    ``worker``; without any of these to all.
+    """
+
+    worker: Annotated[Whole, Interval(ge=1, lt=WORKER_IDS)] | None = None
+    """Workers are numbered from 1 in the order of the fleet file; those that are added count on."""
 
     group: Name | None = None
     domains: Mapping[DomainName, DomainValue] = {}
 
-    def selects(self, group: WorkerGroup) -> bool:
-        """Whether it happens to workers of this group, with these domains."""
-        return self.group in (None, group.name) and self.domains.items() <= group.domains.items()
+    def selects(self, worker_id: WorkerId, group: WorkerGroup) -> bool:
+        """Whether it happens to this worker, which is of this group, with these domains."""
+        return (
+            self.worker in (None, worker_id)
+            and self.group in (None, group.name)
+            and self.domains.items() <= group.domains.items()
+        )
 
 
 class DieEvent(WorkersEvent):
     """They are gone at once, with their KV and their requests."""
 
 
+class DrainEvent(WorkersEvent):
+    """They get no new requests; those that they have go on, and their KV stays."""
+
+
 class JoinEvent(WorkersEvent):
-    """They come back, with empty caches."""
+    """Those that died come back, with empty caches; those that drain get new requests again."""
 
 
 class LabelEvent(WorkersEvent):
@@ -144,6 +158,7 @@ class AddEvent(TimetableEvent):
 KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
     {
         "die": DieEvent,
+        "drain": DrainEvent,
         "join": JoinEvent,
         "link": LinkEvent,
         "label": LabelEvent,

@@ -126,7 +126,10 @@ class _Plan:
             must = f"no worker of the fleet is in a group {event.group!r}{did_you_mean(event.group, names)}"
             raise event.wrong(Problem(("group",), must))
         self._check_levels(event, "domains", event.domains)
-        selected = [worker_id for worker_id, group in self._groups.items() if event.selects(group)]
+        selected = [worker_id for worker_id, group in self._groups.items() if event.selects(worker_id, group)]
+        if not selected and event.worker is not None and event.worker not in self._groups:
+            must = f"the fleet has no worker {event.worker} then: they are numbered 1 to {len(self._groups)}"
+            raise event.wrong(Problem(("worker",), must))
         if not selected:
             raise event.wrong(Problem((), "no worker of the fleet is in this group and these domains then"))
         if isinstance(event, LabelEvent):

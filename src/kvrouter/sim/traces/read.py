@@ -9,6 +9,7 @@ import msgspec
 from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.records import SCHEMA as RECORDING
+from kvrouter.sim.fleet_history import FleetHistory
 from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake, mooncake_sessions, recording
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
@@ -26,8 +27,17 @@ GENERATOR_BYTES_MAX = 1 << 16
 class Trace:
     """A trace in a file. Each iteration reads it again, and no further than ``rows_max`` rows take."""
 
-    def __init__(self, info: TraceInfo, read: Reader, *, rows_max: int | None = None) -> None:
+    def __init__(
+        self,
+        info: TraceInfo,
+        read: Reader,
+        *,
+        rows_max: int | None = None,
+        fleet: FleetHistory | None = None,
+    ) -> None:
         self.info = info
+        self.fleet = fleet
+        """What a recording says of its fleet; None for other traces."""
         self._read = read
         self._rows_max = rows_max
 
@@ -97,7 +107,8 @@ def _rows(path: Path, line: int, text: bytes) -> tuple[TraceInfo, Reader] | None
 
 def _recording(path: Path, rows_max: int | None, model: str | None, warn: Callable[[str], None]) -> Trace:
     found = recording.Recording(path, model=model, warn=warn)
-    return Trace(found.info(), found.read, rows_max=rows_max)
+    info, fleet = found.summary()
+    return Trace(info, found.read, rows_max=rows_max, fleet=fleet)
 
 
 def _is_recording(first_line: bytes) -> bool:

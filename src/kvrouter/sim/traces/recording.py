@@ -15,7 +15,16 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.files import recording_files
-from kvrouter.recording.records import PART_SUFFIX, SCHEMA, Header, Record, RefusalRecord, RequestRecord
+from kvrouter.recording.records import (
+    PART_SUFFIX,
+    SCHEMA,
+    FleetRecord,
+    Header,
+    Record,
+    RefusalRecord,
+    RequestRecord,
+)
+from kvrouter.sim.fleet_history import FleetHistory, FleetNote, Span, fleet_history
 from kvrouter.sim.traces.lines import read_lines, wrong_row
 from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
 
@@ -29,6 +38,7 @@ class _Row(msgspec.Struct):
 
     at_s: float
     ends_s: float
+    recording: str
     request: RequestRecord
     pieces: Pieces
     path: Path
@@ -45,13 +55,22 @@ class Recording:
         self._warned: set[str] = set()
         self._decode: Callable[[bytes], Record] = msgspec.json.Decoder(Record).decode
 
-    def info(self) -> TraceInfo:
-        """Return what the recording is. Raises ConfigError where it holds no request of the model."""
-        rows = self._rows()
+    def summary(self) -> tuple[TraceInfo, FleetHistory]:
+        """Return what the recording is, and the fleet in it. Raises ConfigError where it holds no request of
+        the model.
+        """
+        notes: list[FleetNote] = []
+        rows = self._rows(notes)
         if not rows:
             raise ConfigError(f"{self._path}: no request is recorded there", param=str(self._path))
         has_sessions = any(row.request.session is not None for row in rows)
-        return TraceInfo(SCHEMA, rows[0].request.block_size, has_sessions=has_sessions)
+        spans: dict[str, Span] = {}
+        for row in rows:
+            span = spans.get(row.recording, Span(row.at_s, row.ends_s))
+            spans[row.recording] = Span(min(span.first_s, row.at_s), max(span.last_s, row.ends_s))
+        first = rows[0].request
+        history = fleet_history(notes, spans, model=first.model, block_size=first.block_size)
+        return TraceInfo(SCHEMA, first.block_size, has_sessions=has_sessions), history
 
     def read(self) -> Iterator[TraceRequest]:
         """Yield the requests by arrival. Raises ConfigError that names the line."""
@@ -81,7 +100,8 @@ class Recording:
                 line=row.line,
             )
 
-    def _rows(self) -> list[_Row]:
+    def _rows(self, notes: list[FleetNote] | None = None) -> list[_Row]:
+        """Return the requests in the order of the files; put what is said of the fleet into ``notes``."""
         rows: list[_Row] = []
         block_sizes: dict[str, int] = {}
         salts: set[str] = set()
@@ -101,12 +121,16 @@ class Recording:
                     salts.add(header.salt)
                 elif isinstance(record, RefusalRecord):
                     n_refused += 1
+                elif isinstance(record, FleetRecord) and header is not None:
+                    if notes is not None:
+                        at_s = header.started_s + record.at_s
+                        notes.append(FleetNote(header.recording, at_s, record, path, line))
                 elif isinstance(record, RequestRecord) and header is not None:
                     known = block_sizes.setdefault(record.model, record.block_size)
                     if record.block_size != known:
                         wrong_row(path, line, f"block_size: {record.block_size}, and {known} above")
                     if self._model in (None, record.model):
-                        rows.append(_row(path, line, record, header.started_s))
+                        rows.append(_row(path, line, record, header))
         self._check_models(block_sizes.keys())
         if len(salts) > 1:
             self._warn_once(f"{self._path}: {len(salts)} salts: blocks under one are never those of another")
@@ -155,7 +179,7 @@ class Recording:
             self._warn(what)
 
 
-def _row(path: Path, line: int, record: RequestRecord, started_s: float) -> _Row:
+def _row(path: Path, line: int, record: RequestRecord, header: Header) -> _Row:
     block_size = record.block_size
     if not record.input_tokens:
         wrong_row(path, line, "input_tokens: must be at least 1")
@@ -174,6 +198,6 @@ def _row(path: Path, line: int, record: RequestRecord, started_s: float) -> _Row
     pieces = array("Q", names)
     if sys.byteorder == "big":
         pieces.byteswap()
-    at_s = started_s + record.at_s
+    at_s = header.started_s + record.at_s
     bare = msgspec.structs.replace(record, blocks="", attempts=())
-    return _Row(at_s, at_s + record.ended_s, bare, pieces, path, line)
+    return _Row(at_s, at_s + record.ended_s, header.recording, bare, pieces, path, line)
