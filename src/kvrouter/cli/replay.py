@@ -11,7 +11,12 @@ from kvrouter.commands.input_options import InputOptions
 
 @click.command(short_help="Replay recorded traffic over a fleet, and compare routing rules.")
 @click.argument("trace", type=FILE)
-@click.option("--fleet", type=FILE, metavar="FILE", help="The fleet.  [default: 8 aggregated mock workers]")
+@click.option(
+    "--fleet",
+    type=FILE,
+    metavar="FILE",
+    help="The fleet.  [default: the recorded one, else 8 aggregated mock workers]",
+)
 @click.option(
     "--policy",
     "policies",
@@ -42,6 +47,15 @@ from kvrouter.commands.input_options import InputOptions
     metavar="FILE",
     help="Write a page with tables and plots there, in HTML.",
 )
+@click.option(
+    "--write-fleet", type=FILE, metavar="FILE", help="Write the fleet of a recording there, as a fleet file."
+)
+@click.option(
+    "--write-events",
+    type=FILE,
+    metavar="FILE",
+    help="Write the changes of a recording's fleet there, as an events file.",
+)
 def replay(
     *,
     fleet: Path | None,
@@ -51,6 +65,8 @@ def replay(
     tune: bool,
     given: InputOptions,
     report_path: Path | None,
+    write_fleet: Path | None,
+    write_events: Path | None,
 ) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
@@ -72,6 +88,8 @@ def replay(
         sweeps=sweeps,
         tune=tune,
         report=report_path,
+        write_fleet=write_fleet,
+        write_events=write_events,
     )
     console = Console()
     sys.exit(run(options, console if console.is_terminal else Console(width=180, no_color=True)))

@@ -45,7 +45,8 @@ def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]
             "--events",
             type=FILE,
             metavar="FILE",
-            help="What happens to workers, links and policies meanwhile, in YAML.",
+            help="What happens to workers, links and policies meanwhile, in YAML; or `none`, or `recorded`: "
+            "what a recording says of its fleet. That is the default where the fleet has the same workers.",
         ),
         click.option(
             "--slo-ttft",

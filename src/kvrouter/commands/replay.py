@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
+from kvrouter.commands.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.commands.replay_inputs import (
     INTERRUPTED,
     ReplayInputs,
@@ -18,7 +19,6 @@ from kvrouter.commands.replay_inputs import (
     replay_progress,
 )
 from kvrouter.commands.whole_file import check_folder, write_whole
-from kvrouter.config.problems import Document, parse_document, read_document
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.comparison import shown_columns
@@ -29,7 +29,7 @@ from kvrouter.sim.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.timetable_entry import entry_of
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.tuning import candidates, first_half, merit, second_half
-from kvrouter.sim.variant import DEFAULT_FLEET, Variant, parse_sweep, variants
+from kvrouter.sim.variant import Variant, parse_sweep, variants
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
 
@@ -47,6 +47,8 @@ class ReplayOptions:
     sweeps: tuple[str, ...]
     tune: bool = False
     report: Path | None = None
+    write_fleet: Path | None = None
+    write_events: Path | None = None
 
 
 def replay(options: ReplayOptions, console: Console) -> int:
@@ -56,21 +58,27 @@ def replay(options: ReplayOptions, console: Console) -> int:
     Raises ConfigError, before anything is replayed, for what cannot be.
     """
     given = options.inputs
-    for path in filter(None, (given.json_path, options.report)):
+    for path in filter(None, (given.json_path, options.report, options.write_fleet, options.write_events)):
         check_folder(path)
     inputs = open_inputs(given)
-    document = _document(options.fleet)
+    fleet = replayed_fleet(options.fleet, inputs.trace, given.trace)
+    document = fleet.document
     sweeps = [parse_sweep(sweep) for sweep in options.sweeps]
     compared = (
         candidates(document, options.policies, sweeps)
         if options.tune
         else [[variant] for variant in variants(document, options.policies, sweeps)]
     )
-    n_rows = inputs.check([chosen_from[0] for chosen_from in compared])
+    first_of_each = [chosen_from[0] for chosen_from in compared]
+    inputs = inputs.over(fleet.recorded, first_of_each)
+    n_rows = inputs.check(first_of_each)
     if options.tune and n_rows < TUNED_ROWS_MIN:
         raise ConfigError(
             f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
         )
+    write_recorded(
+        fleet.recorded, inputs.changes, fleet_to=options.write_fleet, events_to=options.write_events
+    )
     reports: list[VariantReport] = []
     with replay_progress() as progress:
         runner = _Runner(inputs, progress, n_rows, tunes=options.tune)
@@ -91,6 +99,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
         runner.is_whole,
         tuple(reports),
         tuple(map(entry_of, inputs.timetable)),
+        tuple(filter(None, (fleet.note, *inputs.changes.notes))),
     )
     show_report(report, console)
     if given.json_path is not None:
@@ -185,9 +194,7 @@ def show_report(report: ReplayReport, console: Console) -> None:
     console.print(
         f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average"
     )
+    for note in report.notes:
+        console.print(Text(note), soft_wrap=True)
     if not report.is_whole:
         console.print("interrupted: the last row is what was known until then")
-
-
-def _document(fleet: Path | None) -> Document:
-    return parse_document(DEFAULT_FLEET, "the default fleet") if fleet is None else read_document(fleet)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,10 +11,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
+from kvrouter.commands.recorded_inputs import NO_CHANGES, NONE, RECORDED, RecordedChanges, recorded_changes
 from kvrouter.config.fleet_engines import MockTiming
 from kvrouter.config.problems import config_error, problem_of, read_document
 from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
+from kvrouter.sim.recorded_fleet import RecordedFleet
 from kvrouter.sim.simulation import Simulation, check_room, longest_request
 from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable import TimetableEvent, read_timetable
@@ -36,6 +38,7 @@ class ReplayInputs:
     timing: Timing | None
     timetable: tuple[TimetableEvent, ...]
     objective: Objective
+    changes: RecordedChanges = NO_CHANGES
 
     @property
     def dispatch(self) -> Dispatch:
@@ -58,6 +61,20 @@ class ReplayInputs:
             timing=self.timing,
             timetable=self.timetable,
         )
+
+    def over(self, recorded: RecordedFleet | None, compared: Sequence[Variant]) -> "ReplayInputs":
+        """Return them with what a recording says became of its fleet, as far as that concerns the fleets
+        that are compared. Raises ConfigError where it was asked for and does not.
+        """
+        options = self.options
+        changes = recorded_changes(
+            self.trace.fleet,
+            recorded,
+            [variant.fleet for variant in compared],
+            events=options.events,
+            speedup=1.0 if options.dispatch == "closed" else ByTimeStamp(options.speedup).speedup,
+        )
+        return replace(self, timetable=self.timetable + changes.events, changes=changes)
 
     def check(self, compared: Sequence[Variant]) -> int:
         """Return how many requests the trace has. Find what cannot be replayed before anything is: in its
@@ -83,7 +100,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
             warn=lambda what: warnings.print(Text(f"warning: {what}"), soft_wrap=True),
         ),
         None if options.timing is None else read_timing(options.timing),
-        () if options.events is None else read_timetable(options.events),
+        () if options.events in (None, NONE, RECORDED) else read_timetable(options.events),
         Objective(ttft_s=options.slo_ttft, itl_s=options.slo_itl),
     )
 

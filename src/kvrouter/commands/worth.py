@@ -83,6 +83,8 @@ class WorthReport(msgspec.Struct, frozen=True):
     today: Today | None
     alternatives: tuple[Alternative, ...]
     advice: Advice | None
+    notes: tuple[str, ...] = ()
+    """What became of the changes of the fleet that a recording has."""
 
 
 def worth(options: WorthOptions, console: Console) -> int:
@@ -105,6 +107,7 @@ def worth(options: WorthOptions, console: Console) -> int:
     choice = choice_of(file)
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
+    inputs = inputs.over(None, [today])
     n_rows = inputs.check([today])
     check_length(n_rows)
     places = Places(file, choice.level or file.topology.levels[0])
@@ -137,6 +140,7 @@ def worth(options: WorthOptions, console: Console) -> int:
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
         advice=advise(choice, alternatives, options.threshold) if alternatives else None,
+        notes=inputs.changes.notes,
     )
     show_worth(report, console)
     if given.json_path is not None:
@@ -215,6 +219,8 @@ def show_worth(report: WorthReport, console: Console) -> None:
         "average",
         soft_wrap=True,
     )
+    for note in report.notes:
+        console.print(Text(note), soft_wrap=True)
     if not report.is_whole:
         console.print("interrupted: the alternatives that are missing were not replayed to their end")
     for sentence in () if report.advice is None else report.advice.sentences:

@@ -36,7 +36,7 @@ class ByTimeStamp:
         if not 0.0 < speedup < float("inf"):
             raise ConfigError(f"speedup: {speedup} is not a number above 0", param="speedup")
         self.name = "by time stamp" if speedup == 1.0 else f"by time stamp, {speedup:g} times as fast"
-        self._speedup = speedup
+        self.speedup = speedup
 
     def check(self, info: TraceInfo) -> None:
         """Raise ConfigError where some requests have no time of arrival."""
@@ -49,7 +49,7 @@ class ByTimeStamp:
 
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield every request."""
-        return ((row.at_s / self._speedup, row) for row in trace)
+        return ((row.at_s / self.speedup, row) for row in trace)
 
     def ended(self, number: int, now_s: float) -> Iterable[Arrival]:  # noqa: ARG002 - the port's signature
         """Nobody waits for an answer."""

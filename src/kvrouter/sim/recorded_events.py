@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_workers import numbered_workers
-from kvrouter.config.problems import Path, config_error, problem_of
+from kvrouter.config.problems import Path, Problem, config_error, problem_of
 from kvrouter.core.ids import WorkerId
 from kvrouter.recording.records import Worker
 from kvrouter.sim.fleet_history import FleetHistory, FleetMove, Move, SeenWorker
@@ -88,8 +88,9 @@ def recorded_events(
         try:
             event = kind.model_validate({"at_s": at_s} | {k: v for k, v in said.items() if k != "what"})
         except ValidationError as error:
-            problems = [problem_of(item, kind) for item in error.errors()]
-            raise config_error(problems, lambda path, at=at: document.place((*at, *path))) from error
+            found = [problem_of(item, kind) for item in error.errors()]
+            problems = [Problem((*at, *problem.path), problem.must) for problem in found]
+            raise config_error(problems, document.place) from error
         events.append(event.standing(Standing(document, at)))
         shown = yaml.safe_dump({"at_s": at_s} | said, default_flow_style=True, sort_keys=False, width=10_000)
         lines.append(f"- {shown.strip()}  # worker {move.seen.worker.worker}, {move.seen.place}")

@@ -99,7 +99,7 @@ def place_of(worker: Worker) -> Hashable:
 
 
 def group_content(worker: Worker, name: str) -> dict[str, Any]:
-    """Return a worker as a group of a fleet file; what its card does not say is left to the file's defaults."""
+    """Return a worker as a group of a fleet file; what its card leaves out has the file's defaults."""
     engine = {
         "total_kv_blocks": worker.kv_blocks,
         "kv_bytes_per_token": worker.kv_bytes_per_token,

@@ -206,6 +206,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     is_whole: bool
     variants: tuple[VariantReport, ...]
     events: tuple[TimetableEntry, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a recording's fleet had to do with it."""
 
 
 def _spread(seconds: Floats) -> Spread:

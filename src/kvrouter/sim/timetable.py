@@ -1,5 +1,5 @@
-"""What happens to a fleet during a replay: workers die, drain, come back, are added and get other labels; links and
-policies change.
+"""What happens to a fleet during a replay: workers die, drain, come back, are added and get other labels;
+links and policies change.
 """
 
 from collections.abc import Mapping

@@ -56,6 +56,7 @@ def _header(report: ReplayReport, name: str) -> Markup:
         ("A good request", f"first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart"),
         ("Requests", f"{requests:,} in each replay"),
         ("Seeds", _seeds(seeds)),
+        *(("Recorded fleet", note) for note in report.notes),
         ("Made by", f"kvrouter {report.version}"),
     )
     warning = element(
