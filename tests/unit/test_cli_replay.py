@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,82 @@ def test_an_interrupted_replay_leaves_what_is_known(
     assert [variant["name"] for variant in report["variants"]] == ["random"]
     assert "interrupted" in capsys.readouterr().out
     assert "Interrupted" in page.read_text()
+
+
+def recorded(folder: Path) -> Path:
+    """A recording of two workers, one of which dies between two requests."""
+    both = [
+        {"worker": name, "model": "m", "role": "both", "block_size": 4, "context_length": 99, "kv_blocks": 64}
+        for name in ("71", "72")
+    ]
+    head = {
+        "kind": "header", "schema": "kvrouter.recording.v1", "version": "1", "recording": "a", "part": 1,
+        "started_s": 9.0, "salt": "aa",
+    }  # fmt: skip
+    request = {
+        "kind": "request", "model": "m", "input_tokens": 3, "output_tokens": 5, "max_tokens": 9,
+        "block_size": 4, "blocks": "", "status": "finished", "ended_s": 1.0,
+    }  # fmt: skip
+    lines = [
+        head,
+        {"kind": "fleet", "at_s": 0.0, "change": "all", "workers": both},
+        request | {"at_s": 1.0},
+        {"kind": "fleet", "at_s": 3.0, "change": "left", "workers": both[:1]},
+        request | {"at_s": 4.0},
+    ]
+    folder.mkdir()
+    path = folder / "recording-20260101T000000Z-0000000a-000001.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_recording_is_replayed_over_its_own_fleet_and_what_became_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recorded(tmp_path / "recording")
+    fleet, events, figures = (tmp_path / name for name in ("fleet.yaml", "events.yaml", "out.json"))
+    page = tmp_path / "out.html"
+    arguments = ("--write-fleet", str(fleet), "--write-events", str(events), "--json", str(figures))
+    assert run(str(path), *arguments, "--report", str(page)) == 0
+    notes = [
+        "the fleet is the recorded one, as mock engines: 2 workers",
+        "1 recorded change of the fleet applied",
+    ]
+    shown = capsys.readouterr().out
+    report = json.loads(figures.read_text())
+    assert report["notes"] == notes
+    assert all(note in shown and note in page.read_text() for note in notes)
+    assert events.read_text() == f"events:\n- {{at_s: 2.0, what: die, worker: 1}}  # worker 71, {path}:4\n"
+    written = json.loads(figures.read_text())["variants"][0]["summaries"]
+    for more in (("--events", str(events)), ("--events", "recorded"), ()):
+        assert run(str(path), "--fleet", str(fleet), "--json", str(figures), *more) == 0
+        assert json.loads(figures.read_text())["variants"][0]["summaries"] == written
+
+
+def test_what_was_recorded_of_another_fleet_is_not_applied_and_that_is_said(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recorded(tmp_path / "recording")
+    other = tmp_path / "other.yaml"
+    other.write_text("version: 1\nmodels: [{name: m, block_size: 4}]\nworkers: [{name: w, replicas: 3}]\n")
+    assert run(str(path), "--fleet", str(other)) == 0
+    assert "1 recorded change of the fleet not applied: it has 3 workers like" in capsys.readouterr().out
+    assert run(str(path), "--events", "none") == 0
+    assert "1 recorded change of the fleet not applied: --events says what happens" in capsys.readouterr().out
+    refused = {
+        (
+            str(path),
+            "--fleet",
+            str(other),
+            "--events",
+            "recorded",
+        ): f"cannot happen to this fleet: .*{path}:2",
+        (str(path), "--fleet", str(other), "--write-events", "e"): "nothing to write: 1 recorded change",
+        (str(path), "--fleet", str(other), "--write-fleet", "f"): "write-fleet: only a recording",
+        (str(trace), "--events", "recorded"): "only a recording has recorded changes",
+        (str(trace), "--write-events", "e"): "nothing to write: the trace is no recording",
+        (str(trace), "--write-fleet", "f"): "write-fleet: only a recording",
+    }
+    for arguments, message in refused.items():
+        assert run(*arguments) == 2
+        assert re.search(message, capsys.readouterr().err)

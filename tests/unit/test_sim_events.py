@@ -14,6 +14,7 @@ from kvrouter.sim.simulation import Result, check_room
 from kvrouter.sim.timetable import (
     AddEvent,
     DieEvent,
+    DrainEvent,
     JoinEvent,
     LabelEvent,
     LinkEvent,
@@ -171,6 +172,34 @@ def test_a_worker_that_is_dead_comes_back_where_its_label_says() -> None:
     ]
     result = replayed(rows, fleet(f"kv_transfer: {{domain: zone}}{ACROSS}"), timetable=events)
     assert [outcome.error for outcome in result.outcomes] == [""]
+
+
+def test_a_draining_worker_ends_what_it_has_and_keeps_its_cache_for_when_it_is_used_again() -> None:
+    rows = [row(number, 20.0 * number, [1, 2, 3], output_tokens=400) for number in range(4)]
+    file = fleet("workers: [{name: w, replicas: 2}]")
+    plain = by_number(replayed(rows, file))
+    assert len({outcome.decode for outcome in plain}) == 1
+    favourite = plain[0].decode
+    assert favourite is not None
+    events = [
+        DrainEvent(at_s=0.5, worker=favourite),
+        DrainEvent(at_s=0.6, worker=favourite),
+        JoinEvent(at_s=39.0, worker=favourite),
+        DieEvent(at_s=39.5, worker=3 - favourite),
+    ]
+    drained = by_number(replayed(rows, file, timetable=events))
+    assert [outcome.error for outcome in drained] == [""] * 4
+    assert [outcome.decode for outcome in drained] == [favourite, 3 - favourite, favourite, favourite]
+    assert drained[0].last_s == plain[0].last_s  # it was at work when it began to drain
+    assert [outcome.cached_tokens for outcome in drained] == [
+        0,
+        0,
+        *(each.cached_tokens for each in plain[2:]),
+    ]
+    died = [DrainEvent(at_s=0.5, worker=favourite), DieEvent(at_s=5.0), JoinEvent(at_s=6.0)]
+    fresh = by_number(replayed(rows, file, timetable=died))
+    assert fresh[1].cached_tokens == 0
+    assert {outcome.decode for outcome in fresh[1:]} <= {1, 2}
 
 
 # Policies
@@ -386,6 +415,13 @@ WRONG = {
         "events[0].group: no worker",
         "did you mean pa?",
     ),
+    "a worker that is none": (
+        "{at_s: 1, what: drain, worker: 9}",
+        "events[0].worker: the fleet has no worker 9 then",
+        "1 to ",
+    ),
+    "no number of a worker": ("{at_s: 1, what: drain, worker: 0}", "events[0].worker: must be ≥ 1", "0"),
+    "a worker that is elsewhere": ("{at_s: 1, what: die, worker: 1, group: db}", "events[0]: no worker", ""),
     "a level that is none": (
         "{at_s: 1, what: die, domains: {zne: a}}",
         "events[0].domains.zne",
@@ -531,6 +567,7 @@ def test_a_timetable_of_every_kind_is_read(tmp_path: Path) -> None:
         "- {at_s: 400, what: add, group: da, replicas: 2}\n"
         "- {at_s: 400, what: add, workers: [{name: more, role: decode, domains: {zone: b}}]}\n"
         "- {at_s: 500, what: join, domains: {zone: b}}\n"
+        "- {at_s: 500, what: drain, worker: 7}\n"
     )
     events = read_timetable(path)
     assert [type(event) for event in events] == [
@@ -541,6 +578,7 @@ def test_a_timetable_of_every_kind_is_read(tmp_path: Path) -> None:
         AddEvent,
         AddEvent,
         JoinEvent,
+        DrainEvent,
     ]
     steps = plan_timetable(events, fleet(PAIRS))
     assert [[worker_id for worker_id, _ in step.added] for step in steps[4:6]] == [[5, 6], [7]]

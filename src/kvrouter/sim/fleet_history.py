@@ -5,6 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from kvrouter.core.workers import Role
 from kvrouter.recording.records import FleetChange, FleetRecord, Worker
 
 
@@ -70,7 +71,7 @@ def fleet_history(
     """Return what ``notes``, which stand in the order of the files, say of the workers of one model.
 
     Where the spans of several recordings overlap, the fleet is as the one says that began last. A fleet
-    without workers at the first request is taken as it is when some are there.
+    without a worker that decodes at the first request is taken as it is when one is there.
     """
     from_s = min(span.first_s for span in spans.values())
     until_s = max(span.last_s for span in spans.values())
@@ -79,7 +80,7 @@ def fleet_history(
     for at_s, move, seen in _combined(notes, spans, model):
         if at_s > until_s:
             break
-        if at_s <= from_s or not (initial or moves):
+        if at_s <= from_s or not (moves or _serves(initial)):
             _apply(initial, move, seen)
         else:
             moves.append(FleetMove(at_s - from_s, move, seen))
@@ -180,6 +181,10 @@ def _differences(
         elif known.worker != seen.worker:
             found.append((Move.CHANGED, seen))
     return found
+
+
+def _serves(view: Mapping[str, SeenWorker]) -> bool:
+    return any(seen.worker.role != Role.PREFILL for seen in view.values())
 
 
 def _apply(view: dict[str, SeenWorker], move: Move, seen: SeenWorker) -> None:
