@@ -73,7 +73,7 @@ def request(prompt: Prompt, **more: Any) -> RequestRecord:
         "output_tokens": 3,
         "max_tokens": 9,
         "block_size": prompt.block_size,
-        "blocks": "",
+        "blocks": b"",
         "status": Status.FINISHED,
         "ended_s": 0.25,
     }

@@ -62,7 +62,7 @@ class RecordingFolder:
         self._packed_bytes = 0
         return self._part
 
-    def add(self, lines: bytes, *, searched: bool = True) -> None:
+    def add(self, lines: bytes | bytearray, *, searched: bool = True) -> None:
         """Write whole lines, as a whole member of a gzip file: they are read whatever becomes of this
         process. End the file where it is long enough.
 

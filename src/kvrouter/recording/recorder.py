@@ -5,7 +5,6 @@ that wants the interpreter holds the event loop up.
 """
 
 import threading
-from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -96,7 +95,9 @@ class Recorder:
         self._queue: deque[_Noted] = deque()
         self._blocks_noted = 0
         self._blocks_taken = 0
-        self._encode = msgspec.json.Encoder().encode
+        encoder = msgspec.json.Encoder()
+        self._encode = encoder.encode
+        self._encode_into = encoder.encode_into
         self._known_of: Mapping[str, Worker] = self.workers
         self._known_taints: frozenset[str] = frozenset()
         self._ending = threading.Event()
@@ -157,11 +158,11 @@ class Recorder:
 
     def _write_all(self) -> None:
         while batch := self._take():
-            lines, names_chars = self._lines(batch)
+            lines, names_bytes = self._lines(batch)
             if not self._folder.is_open:
                 lines = self._head(batch[0].record.at_s) + lines
             # names look random: packing them takes long, and saves a quarter at best
-            self._folder.add(lines, searched=2 * names_chars < len(lines))
+            self._folder.add(lines, searched=2 * names_bytes < len(lines))
             self.written += len(batch)
             self._ending.wait(PAUSE_S)
 
@@ -180,22 +181,21 @@ class Recorder:
         fleet = FleetRecord(at_s=at_s, change=FleetChange.ALL, workers=tuple(self.workers.values()))
         return self._encode(header) + b"\n" + self._encode(fleet) + b"\n"
 
-    def _lines(self, batch: list[_Noted]) -> tuple[bytes, int]:
-        """Return the lines of records, and how many characters of them are names of blocks."""
+    def _lines(self, batch: list[_Noted]) -> tuple[bytearray, int]:
+        """Return the lines of records, and how many bytes of names of blocks are in them."""
         hashes = [b"" if noted.prompt is None else noted.prompt.sequence_hashes for noted in batch]
-        names = memoryview(self.salt.blocks(b"".join(hashes)))
+        names = self.salt.blocks(b"".join(hashes))
         lines = bytearray()
-        begin = names_chars = 0
+        begin = 0
         for noted, column in zip(batch, hashes, strict=True):
             record = noted.record
             if isinstance(record, RequestRecord):
-                blocks = b64encode(names[begin : begin + len(column)]).decode()
-                names_chars += len(blocks)
+                blocks = names[begin : begin + len(column)]
                 record = replace(record, blocks=blocks, constraints=self._salted(record.constraints))
             begin += len(column)
-            lines += self._encode(record)
+            self._encode_into(record, lines, -1)
             lines += b"\n"
-        return bytes(lines), names_chars
+        return lines, len(names)
 
     def _salted(self, constraints: Constraints | None) -> Constraints | None:
         """What a client wrote is kept where a worker carries it: then its owner has chosen the word."""

@@ -155,7 +155,7 @@ class RequestRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="request"
 ):
     """One request, written when it ended. ``blocks`` are the salted names of the prompt's full blocks, each
-    of everything up to its end: base64 of unsigned 64 bits each, little-endian.
+    of everything up to its end: unsigned 64 bits each, little-endian. JSON has them in base64.
 
     ``max_tokens`` is the longest answer that it could get. ``code`` and ``http_status`` are those of the
     error that it ended with; ``refusals`` counts worker ranks by why they did not take it.
@@ -167,7 +167,7 @@ class RequestRecord(
     output_tokens: Tokens
     max_tokens: int
     block_size: BlockSize
-    blocks: str
+    blocks: bytes
     status: Status
     route: str | None = None
     adapter: str | None = None

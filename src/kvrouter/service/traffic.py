@@ -118,7 +118,7 @@ class TrafficRecorder:
             output_tokens=output_tokens,
             max_tokens=request.sampling.max_tokens,
             block_size=prompt.block_size,
-            blocks="",
+            blocks=b"",
             status=status,
             route=origin.route,
             adapter=request.lora_name,

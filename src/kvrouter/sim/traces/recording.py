@@ -7,7 +7,6 @@ was, at least one.
 
 import sys
 from array import array
-from base64 import b64decode
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -183,10 +182,7 @@ def _row(path: Path, line: int, record: RequestRecord, header: Header) -> _Row:
     block_size = record.block_size
     if not record.input_tokens:
         wrong_row(path, line, "input_tokens: must be at least 1")
-    try:
-        names = b64decode(record.blocks, validate=True)
-    except ValueError as error:
-        wrong_row(path, line, f"blocks: {error}")
+    names = record.blocks
     n_blocks = record.input_tokens // block_size
     if len(names) != n_blocks * _HASH_BYTES:
         wrong_row(
@@ -199,5 +195,5 @@ def _row(path: Path, line: int, record: RequestRecord, header: Header) -> _Row:
     if sys.byteorder == "big":
         pieces.byteswap()
     at_s = header.started_s + record.at_s
-    bare = msgspec.structs.replace(record, blocks="", attempts=())
+    bare = msgspec.structs.replace(record, blocks=b"", attempts=())
     return _Row(at_s, at_s + record.ended_s, header.recording, bare, pieces, path, line)
