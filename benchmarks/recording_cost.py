@@ -1,5 +1,5 @@
-"""``python -m benchmarks.recording_cost``: the processor time of a frontend that records, and of one that does
-not.
+"""``python -m benchmarks.recording_cost``: the processor time of a frontend, recording and
+not recording.
 
 Three frontends, processes of their own, serve the same mock worker: one records (`--record`), one does not,
 and neither does the third, which shows what the machine's noise alone makes of a ratio. In each round every

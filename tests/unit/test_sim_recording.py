@@ -164,7 +164,7 @@ WRONG = {
     "begins with its header, and has one": (header(), header()),
     "schema: 'v9'": (header(), header(schema="v9")),
     "blocks: 8 bytes, where 3 tokens": (header(), request(0.0, 7) | {"input_tokens": 3}),
-    "blocks: ": (header(), request(0.0, 7) | {"blocks": "§"}),
+    "base64 encoded string - at `$.blocks`": (header(), request(0.0, 7) | {"blocks": "§"}),
     "block_size: 2, and 4 above": (header(), request(0.0), request(0.0) | {"block_size": 2}),
     "input_tokens: must be": (header(), request(0.0) | {"input_tokens": 0}),
     "missing required field `ended_s`": (header(), request(0.0)),

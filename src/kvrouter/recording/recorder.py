@@ -160,7 +160,7 @@ class Recorder:
         while batch := self._take():
             lines, names_bytes = self._lines(batch)
             if not self._folder.is_open:
-                lines = self._head(batch[0].record.at_s) + lines
+                lines[:0] = self._head(batch[0].record.at_s)
             # names look random: packing them takes long, and saves a quarter at best
             self._folder.add(lines, searched=2 * names_bytes < len(lines))
             self.written += len(batch)
