@@ -1,11 +1,11 @@
 """``python -m benchmarks.recording_cost``: the processor time of a frontend, recording and
 not recording.
 
-Three frontends, processes of their own, serve the same mock worker: one records (`--record`), one does not,
-and neither does the third, which shows what the machine's noise alone makes of a ratio. In each round every
-frontend gets the same number of prompts of 8,192 tokens in blocks of 16, one frontend after the other, in an
-order that changes from round to round. A figure is all of a process's processor time, user and system, from
-the first prompt until what it recorded is written, over the prompts.
+Three frontends, each with a mock worker of its own, all processes of their own: one records (`--record`), one
+does not, and neither does the third, which shows what the machine's noise alone makes of a ratio. Prompts of
+8,192 tokens in blocks of 16 go to the three in turn, so that whatever else the machine does meets all alike. A
+figure is all of a process's processor time in a round, user and system, of all its threads, until what it
+recorded is written, over its prompts.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from itertools import permutations
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +26,7 @@ from benchmarks.http_replay.machine import Commit, Machine, this_commit, this_ma
 from benchmarks.results import RESULTS
 from benchmarks.streamed_tokens import Ratio, ratio_of
 from kvrouter.sim.traces.read import open_trace
-from tests.support.processes import Frontend, eventually, fleet
+from tests.support.processes import Fleet, Frontend, eventually, fleet
 from tests.support.served import word_ids
 
 PROMPT_TOKENS = 8_192
@@ -79,15 +79,15 @@ class Load:
         self._rest = b"".join(b",%d" % token for token in word_ids(n=PROMPT_TOKENS - 2))
         self._n_sent = 0
 
-    async def send(self, frontend: Frontend, *, answer_tokens: int) -> None:
-        """Send a round's prompts to one frontend, some at once."""
-        bodies = [self._body(answer_tokens) for _ in range(PROMPTS)]
+    async def send(self, frontends: Sequence[Frontend], *, answer_tokens: int) -> None:
+        """Send a round's prompts to each frontend, in turn; some are under way at once."""
 
-        async def some(of: Sequence[bytes]) -> None:
-            for body in of:
-                await _ask(frontend.http, body)
+        async def some(n_prompts: int) -> None:
+            for _ in range(n_prompts):
+                for frontend in frontends:
+                    await _ask(frontend.http, self._body(answer_tokens))
 
-        await asyncio.gather(*(some(bodies[at::AT_ONCE]) for at in range(AT_ONCE)))
+        await asyncio.gather(*(some(PROMPTS // AT_ONCE) for _ in range(AT_ONCE)))
 
     def _body(self, answer_tokens: int) -> bytes:
         self._n_sent += 1
@@ -115,26 +115,25 @@ def used_s(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9  # as clock_getcpuclockid(3) has it on Linux
 
 
-async def _milliseconds(load: Load, frontend: Frontend, *, answer_tokens: int) -> float:
-    began_s = used_s(frontend.pid)
-    await load.send(frontend, answer_tokens=answer_tokens)
+async def _milliseconds(load: Load, frontends: Sequence[Frontend], *, answer_tokens: int) -> list[float]:
+    """Return what a prompt of a round took each frontend."""
+    began_s = [used_s(frontend.pid) for frontend in frontends]
+    await load.send(frontends, answer_tokens=answer_tokens)
     await asyncio.sleep(SETTLE_S)
-    return (used_s(frontend.pid) - began_s) / PROMPTS * 1e3
+    ends_s = [used_s(frontend.pid) for frontend in frontends]
+    return [(end - begin) / PROMPTS * 1e3 for begin, end in zip(began_s, ends_s, strict=True)]
 
 
 async def measure(rounds: int) -> list[RecordingCost]:
     """Measure every length of answers, round after round."""
     with tempfile.TemporaryDirectory(prefix="kvrouter-recording-") as folder:
-        async with fleet({}) as here:
-            await here.worker(
-                *("--model", "mock", "--block-size", str(BLOCK_TOKENS), "--context-length", "16384"),
-                *("--total-kv-blocks", "65536", "--speedup", "1000"),
-            )
+        async with AsyncExitStack() as fleets:
             frontends = [
-                await here.frontend(*(("--record", folder) if side == SIDES[0] else ())) for side in SIDES
+                await _served(
+                    await fleets.enter_async_context(fleet({})), folder if side == SIDES[0] else None
+                )
+                for side in SIDES
             ]
-            for frontend in frontends:
-                await eventually(lambda frontend=frontend: frontend.serves(1))
             load = Load("mock")
             costs = [await _cost(load, frontends, tokens, rounds) for tokens in ANSWER_TOKENS]
         wanted = len(ANSWER_TOKENS) * (rounds + 1) * PROMPTS
@@ -144,27 +143,37 @@ async def measure(rounds: int) -> list[RecordingCost]:
     return costs
 
 
+async def _served(here: Fleet, folder: str | None) -> Frontend:
+    await here.worker(
+        *("--model", "mock", "--block-size", str(BLOCK_TOKENS), "--context-length", "16384"),
+        *("--total-kv-blocks", "65536", "--speedup", "1000"),
+    )
+    frontend = await here.frontend(*(() if folder is None else ("--record", folder)))
+    await eventually(lambda: frontend.serves(1))
+    return frontend
+
+
 def _n_recorded(folder: Path) -> int:
     return sum(1 for _ in open_trace(folder))
 
 
 async def _cost(load: Load, frontends: Sequence[Frontend], answer_tokens: int, rounds: int) -> RecordingCost:
-    figures: list[list[float]] = [[] for _ in frontends]
-    orders = list(permutations(range(len(frontends))))
-    for frontend in frontends:
-        await _milliseconds(load, frontend, answer_tokens=answer_tokens)  # to be warm
+    figures: list[list[float]] = []
+    await _milliseconds(load, frontends, answer_tokens=answer_tokens)  # to be warm
     for number in range(rounds):
-        for at in orders[number % len(orders)]:
-            spent_ms = await _milliseconds(load, frontends[at], answer_tokens=answer_tokens)
-            figures[at].append(spent_ms)
-        shown = ", ".join(f"{side} {of[-1]:.3f}" for side, of in zip(SIDES, figures, strict=True))
+        # who is asked first changes, because whoever is asked next may wait for it
+        order = [(at + number) % len(frontends) for at in range(len(frontends))]
+        spent = await _milliseconds(load, [frontends[at] for at in order], answer_tokens=answer_tokens)
+        by_side = dict(zip(order, spent, strict=True))
+        figures.append([by_side[at] for at in range(len(frontends))])
+        shown = ", ".join(f"{side} {ms:.3f}" for side, ms in zip(SIDES, figures[-1], strict=True))
         print(f"{answer_tokens} tokens, round {number + 1} of {rounds}: ms a prompt: {shown}", flush=True)
-    records, plain, again = figures
+    records, plain, again = zip(*figures, strict=True)
     return RecordingCost(
         answer_tokens=answer_tokens,
-        records=tuple(records),
-        plain=tuple(plain),
-        plain_again=tuple(again),
+        records=records,
+        plain=plain,
+        plain_again=again,
         ratio=ratio_of(records, plain),
         noise=ratio_of(again, plain),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrouter.cli import main
-from kvrouter.config import RecordingSettings
+from kvrouter.config import FrontendSettings, RecordingSettings
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.recording.files import recording_files
 from kvrouter.sim.traces.read import open_trace
@@ -153,3 +153,28 @@ async def test_both_legs_of_a_pair_and_what_became_of_the_fleet(tmp_path: Path) 
     assert ("left", ["5"]) in changes
     assert changes.index(("left", ["5"])) < changes.index(("left", ["6"]))
     assert [row.output_tokens for row in open_trace(tmp_path)] == [8, 8, 1, 1]
+
+
+async def test_calls_that_were_never_read_are_refusals_with_their_status_and_nothing_of_the_client(
+    tmp_path: Path,
+) -> None:
+    settings = RecordingSettings(folder=str(tmp_path))
+    front = FrontendSettings(body_max_bytes=4096, header_max_bytes=1024)
+    async with served(alike(), recording=settings, frontend=front) as here:
+        long = await here.http.post("/v1/completions", content=b"a" * 5000)
+        assert long.status_code == 413
+        elsewhere = await here.http.post("/v1/secret/customer", content=b"a" * 5000)
+        assert elsewhere.status_code == 413
+        headed = await here.http.post("/v1/completions", headers={"x-secret": "s" * 2000}, content=b"{}")
+        assert headed.status_code == 431
+        malformed = await here.http.request("CONNECT", "/v1/completions")
+        assert malformed.status_code == 405
+        assert await complete(here, word_ids(n=16)) == 200
+    refusals = of_kind(tmp_path, "refusal")
+    assert [(one["code"], one["http_status"], one.get("route")) for one in refusals] == [
+        ("request_too_large", 413, "/v1/completions"),
+        ("invalid_request", 431, None),
+    ]
+    assert [one["at_s"] for one in refusals] == sorted(one["at_s"] for one in refusals)
+    assert b"secret" not in b"".join(gzip.decompress(path.read_bytes()) for path in recording_files(tmp_path))
+    assert len(list(open_trace(tmp_path))) == 1

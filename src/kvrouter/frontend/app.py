@@ -16,13 +16,29 @@ from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.generate import GenerateRoutes
-from kvrouter.frontend.http import AsgiBridge, BodyLimit, Handler, HttpServer, Limits, Request, Responder
+from kvrouter.frontend.http import (
+    UPLOAD_TOO_SLOW,
+    UPLOADS_FULL,
+    AsgiBridge,
+    BadRequest,
+    BodyLimit,
+    Handler,
+    HttpServer,
+    Limits,
+    Request,
+    Responder,
+)
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.service.router import RouterService
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
+
+UNREAD_STATUSES = frozenset({413, 431})
+UNREAD_CODES = frozenset({UPLOADS_FULL, UPLOAD_TOO_SLOW})
+"""What the HTTP server refuses of calls, because of their size."""
 
 PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
@@ -45,12 +61,14 @@ class HttpApp:
         bodies: Bodies,
         settings: FrontendSettings,
         observed: FrontendInstrumentation,
+        traffic: TrafficRecorder | None,
     ) -> None:
         self.observed = observed
         self.pages = _page_app(list(routes), observed)
         self._settings = settings
         self._bodies = bodies
         self._calls = calls
+        self._traffic = traffic
         self._bridge = AsgiBridge(self.pages)
 
     def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
@@ -79,7 +97,21 @@ class HttpApp:
             low_water_bytes=settings.write_low_water_bytes,
             overflow_bytes=settings.write_overflow_bytes,
         )
-        return HttpServer(self, limits, observer=self.observed.http, on_error=self.observed.error_answered)
+        return HttpServer(
+            self,
+            limits,
+            observer=self.observed.http,
+            on_error=self.observed.error_answered,
+            on_refused=self._refused,
+        )
+
+    def _refused(self, fault: BadRequest) -> None:
+        """Record, where that is asked for, a call that was too long, too slow or one too many to be read.
+        Connections that are refused and bytes that are no HTTP may be anybody's, and as many as they like.
+        """
+        is_unread = fault.status in UNREAD_STATUSES or fault.code in UNREAD_CODES
+        if self._traffic is not None and is_unread and fault.path in (None, *self._calls):
+            self._traffic.unread_call_refused(fault.code, http_status=fault.status, route=fault.path)
 
     def _body_limit(self, path: str) -> BodyLimit:
         if path in self._calls or path in PAGES_WITH_PROMPTS:
@@ -167,6 +199,7 @@ class FrontendApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
+            traffic=service.traffic,
         )
         gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauge)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]

@@ -510,7 +510,14 @@ class RouterApp(HttpApp):
         if takes_prefills:
             by_path["/v1/prefill"] = calls.prefill
             routes.extend(PrefillPages(prefills).routes())
-        super().__init__(by_path, routes, bodies=bodies, settings=settings, observed=observed)
+        super().__init__(
+            by_path,
+            routes,
+            bodies=bodies,
+            settings=settings,
+            observed=observed,
+            traffic=service.traffic,
+        )
         self._telemetry = telemetry
         self._bookings = bookings
         self._prefills = prefills

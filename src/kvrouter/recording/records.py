@@ -187,13 +187,13 @@ class RefusalRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="refusal"
 ):
     """A call that was refused before it was a request: nothing is known of its length. ``model`` is None
-    where it names none that is served.
+    where it names none that is served, or was not read so far; ``route`` where not even its head was.
     """
 
     at_s: float
     code: str
     http_status: int
-    route: str
+    route: str | None = None
     model: str | None = None
 
 

@@ -93,6 +93,15 @@ class TrafficRecorder:
             )
         )
 
+    def unread_call_refused(self, code: str, *, http_status: int, route: str | None) -> None:
+        """A call was refused before it was read to its end; without a ``route`` also its head."""
+        recorder = self._recorder
+        recorder.note(
+            RefusalRecord(
+                at_s=recorder.since_start(self._clock()), code=code, http_status=http_status, route=route
+            )
+        )
+
     def request_ended(
         self,
         request: GenerateRequest,

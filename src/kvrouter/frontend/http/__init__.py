@@ -9,6 +9,9 @@ from kvrouter.frontend.http.protocol import Handler, HttpEvent
 from kvrouter.frontend.http.response import (
     SSE_DONE,
     SSE_FILLER,
+    UPLOAD_TOO_SLOW,
+    UPLOADS_FULL,
+    BadRequest,
     Disconnect,
     Disconnected,
     Request,
@@ -22,7 +25,10 @@ from kvrouter.frontend.http.server import AsgiBridge, HttpServer, Observer
 __all__ = [
     "SSE_DONE",
     "SSE_FILLER",
+    "UPLOADS_FULL",
+    "UPLOAD_TOO_SLOW",
     "AsgiBridge",
+    "BadRequest",
     "BodyLimit",
     "Disconnect",
     "Disconnected",

@@ -313,10 +313,12 @@ class MessageParser:
         self._body_fits_bytes = most
         if body_bytes > most:
             message = f"the request body is over {most} bytes{why}"
-            self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code)
+            self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code, path=path)
 
-    def _refuse(self, status: int, reason: str, *, code: str = InvalidRequest.code) -> NoReturn:
-        self.fault = BadRequest(status, reason, code)
+    def _refuse(
+        self, status: int, reason: str, *, code: str = InvalidRequest.code, path: str | None = None
+    ) -> NoReturn:
+        self.fault = BadRequest(status, reason, code, path)
         raise _Fault(reason)
 
 
@@ -489,7 +491,8 @@ class ServerConnection:
         if phase is _Phase.BODY:
             rate = f"{self._limits.body_bytes_per_s:g} bytes/s"
             reason = f"the request's body took too long to arrive: {self._limits.body_s:g} s below {rate}"
-            return [BadRequest(408, reason, UPLOAD_TOO_SLOW)]
+            head = self._parser.head
+            return [BadRequest(408, reason, UPLOAD_TOO_SLOW, None if head is None else head.path)]
         return [BadRequest(408, "the request's headers took too long to arrive")]
 
     def _is_full(self) -> bool:

@@ -123,11 +123,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class BadRequest:
-    """The last event of a connection that cannot go on: answer ``status`` after what is owed, then close."""
+    """The last event of a connection that cannot go on: answer ``status`` after what is owed, then close.
+
+    ``path`` is that of the request that is refused, where its head was read.
+    """
 
     status: int
     reason: str
     code: str = InvalidRequest.code
+    path: str | None = None
 
 
 class CloseReason(StrEnum):

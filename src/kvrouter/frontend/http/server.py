@@ -49,11 +49,14 @@ _LOGGED = {
 }
 
 
+RefusalObserver: TypeAlias = Callable[[BadRequest], None]
+"""Called with everything that is refused before a handler sees it, connections too."""
+
 ErrorObserver: TypeAlias = Callable[[str], None]
 """Called with the code of every error that the server answers by itself, before or after a handler."""
 
 
-def _observe_nothing(_: HttpEvent | str) -> None:
+def _observe_nothing(_: HttpEvent | str | BadRequest) -> None:
     pass
 
 
@@ -72,6 +75,7 @@ class HttpServer:
         *,
         observer: Observer = _observe_nothing,
         on_error: ErrorObserver = _observe_nothing,
+        on_refused: RefusalObserver = _observe_nothing,
     ) -> None:
         self._handler = handler
         self._limits = Limits() if limits is None else limits
@@ -79,6 +83,7 @@ class HttpServer:
         self._listeners: list[Listener] = []
         self._arriving: set[asyncio.Task[object]] = set()
         self._on_error = on_error
+        self._on_refused = on_refused
         self._connections: set[HttpProtocol] = set()
         self._served = 0  # connections accepted and not refused, those that are not opened yet included
         self._refused_connections: set[HttpProtocol] = set()
@@ -219,6 +224,7 @@ class HttpServer:
         """Counts what is refused before any handler sees it, and logs it once in a while."""
         self.observe(_COUNTED.get(fault.code, HttpEvent.BAD_REQUEST))
         self.error_answered(fault.code)
+        self._on_refused(fault)
         if self._throttle.allows(f"{fault.status} {fault.code} {fault.reason}"):
             event = _LOGGED.get(fault.code, LogEvent.HTTP_BAD_REQUEST)
             log_event(_log, event, status=fault.status, code=fault.code, reason=fault.reason)
