@@ -3,8 +3,8 @@ not recording.
 
 Three frontends, each with a mock worker of its own, all processes of their own: one records (`--record`), one
 does not, and neither does the third, which shows what the machine's noise alone makes of a ratio. Prompts of
-8,192 tokens in blocks of 16 go to the three in turn, so that whatever else the machine does meets all alike. A
-figure is all of a process's processor time in a round, user and system, of all its threads, until what it
+8,192 tokens in blocks of 16 go to the three in turn, so that all alike meet whatever else the machine does.
+A figure is all of a process's processor time in a round, user and system, of all its threads, until what it
 recorded is written, over its prompts.
 """
 

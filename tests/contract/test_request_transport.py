@@ -72,6 +72,21 @@ async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wi
         await stream.__anext__()
 
 
+async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_a_long_chunk(
+    wire: Wire,
+) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    long = EngineChunk(tuple(range(5_000)), cached_tokens=64, kv_bytes=4096, finish=FinishReason.LENGTH)
+    await worker.streams[0].put(long)
+    parts = [chunk async for chunk in stream]
+    assert (parts[0].cached_tokens, parts[0].kv_bytes) == (64, 4096)
+    assert {(part.cached_tokens, part.kv_bytes) for part in parts[1:]} <= {(None, None)}
+    assert [token for part in parts for token in part.token_ids] == list(range(5_000))
+    assert parts[-1].finish is FinishReason.LENGTH
+
+
 async def test_an_engines_own_bytes_come_whole_and_in_order(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)

@@ -75,12 +75,13 @@ async def test_a_reader_that_has_enough_reads_on(wire: Wire) -> None:
 
 
 async def test_what_is_no_bare_token_is_left_to_the_reader(wire: Wire) -> None:
-    handed = await Handed.begin(wire)
-    await handed.inner.put(EngineChunk(token_ids=(1,), cached_tokens=64))
-    async with asyncio.timeout(IN_TIME_S):
-        await handed.handing
-        assert (await handed.stream.__anext__()).cached_tokens == 64
-    assert handed.tokens == []
+    for reported in (EngineChunk((1,), cached_tokens=64), EngineChunk((1,), kv_bytes=4096)):
+        handed = await Handed.begin(wire)
+        await handed.inner.put(reported)
+        async with asyncio.timeout(IN_TIME_S):
+            await handed.handing
+            assert await handed.stream.__anext__() == reported
+        assert handed.tokens == []
 
 
 async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(wire: Wire) -> None:

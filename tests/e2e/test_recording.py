@@ -18,6 +18,9 @@ from tests.support.mock_fleets import BLOCK, alike, pairs
 from tests.support.served import MODEL, Served, served, word_ids
 from tests.support.waits import until
 
+KV_BYTES_PER_TOKEN = 131_072
+"""Of mock engines."""
+
 SECRET_SESSION = "session-of-a-customer"
 SECRET_PARENT = "parent-of-a-customer"
 
@@ -139,7 +142,7 @@ async def test_both_legs_of_a_pair_and_what_became_of_the_fleet(tmp_path: Path) 
     assert attempt["placed_s"] <= prefill["sent_s"] <= prefill["last_s"] <= decode["sent_s"]
     assert decode["sent_s"] <= decode["first_token_s"] <= decode["last_s"] <= first["ended_s"]
     assert attempt["constraint"] == "required zone=a"
-    assert attempt["kv_bytes"] > 0
+    assert (attempt["kv_bytes"], attempt["kv_bytes_reported"]) == (64 * KV_BYTES_PER_TOKEN, True)
     assert first["constraints"]["pin"] == "2"
     assert second["attempts"][0]["legs"][1]["worker"] == "6/0"
     assert [(one["status"], one["code"], one["http_status"]) for one in refused] == [

@@ -66,6 +66,7 @@ chunks = st.builds(
     kv_lost=st.none() | st.sampled_from(KvLoss),
     prompt_tokens=st.none() | st.integers(0, 10**6),
     completion_tokens=st.none() | st.integers(0, 10**6),
+    kv_bytes=st.none() | st.integers(0, 10**12),
 )
 
 
@@ -88,6 +89,8 @@ def test_chunks_may_be_merged_in_any_portions(first: list[EngineChunk], later: l
     assert (whole.finish, whole.error, whole.kv_lost) == (last.finish, last.error, last.kv_lost)
     counts = [chunk.completion_tokens for chunk in [*first, *later] if chunk.completion_tokens is not None]
     assert whole.completion_tokens == (counts[-1] if counts else None)
+    reported = [chunk.kv_bytes for chunk in [*first, *later] if chunk.kv_bytes is not None]
+    assert whole.kv_bytes == (reported[0] if reported else None)
 
 
 @given(

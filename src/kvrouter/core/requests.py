@@ -156,7 +156,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
     ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
-    decode leg that failed for want of its prefill worker's KV, and for nothing else.
+    decode leg that failed for want of its prefill worker's KV, and for nothing else. ``kv_bytes`` comes once,
+    from an engine that reports it: how many bytes of KV it fetched for this leg.
 
     ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
     ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
@@ -176,6 +177,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     text_chars: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    kv_bytes: int | None = None
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
@@ -197,6 +199,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         text_chars=sum(chars) if len(chars) == len(chunks) else None,
         prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),
         completion_tokens=counts[-1] if counts else None,
+        kv_bytes=next((c.kv_bytes for c in chunks if c.kv_bytes is not None), None),
     )
 
 

@@ -193,6 +193,7 @@ class MockEngine:
         if sequence is not None:
             self._count_transfer(sequence, arrived)
             sequence.wants_remote_kv = False
+            sequence.kv_bytes = arrived.kv_bytes
             self._core.receive(now, sequence.handle, arrived=True)
 
     def kv_failed(self, now: float, key: SequenceKey, loss: KvLoss, reason: str) -> None:

@@ -155,6 +155,7 @@ class EngineSequence:
         "finish",
         "handle",
         "key",
+        "kv_bytes",
         "kv_lost",
         "kv_transfer_params",
         "request",
@@ -175,6 +176,8 @@ class EngineSequence:
         self.content = content
         self.came_s = came_s
         self.wants_remote_kv = request.leg is Leg.DECODE
+        self.kv_bytes: int | None = None
+        """What was fetched for it, until its reader hears of that."""
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.kv_lost: KvLoss | None = None
@@ -182,11 +185,14 @@ class EngineSequence:
 
     def chunk(self, n_tokens: int, cached_tokens: int | None, finish: FinishReason | None) -> EngineChunk:
         """Return what the reader has not been given yet: the next ``n_tokens`` tokens, and the ending."""
-        return EngineChunk(
+        chunk = EngineChunk(
             token_ids=tuple(self.content.next_tokens(n_tokens)) if n_tokens else (),
             finish=self.finish or finish,
             cached_tokens=cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             error=self.error,
             kv_lost=self.kv_lost,
+            kv_bytes=self.kv_bytes,
         )
+        self.kv_bytes = None
+        return chunk

@@ -122,9 +122,9 @@ class LegRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One decision and what became of its legs.
 
-    ``kv_bytes`` is what goes from the prefill worker to the decode worker: the prompt without the blocks that
-    the router expected there, by the bytes a token of the prefill worker's card. None without a pair or
-    without that figure.
+    ``kv_bytes`` is what goes from the prefill worker to the decode worker. Where it is not reported by the
+    decode worker's engine, it is the prompt without the blocks that the router expected there, by the bytes a
+    token of the prefill worker's card. None without a pair or without that figure.
     """
 
     shape: str
@@ -137,6 +137,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cross_domain: bool = False
     last_resort: bool = False
     kv_bytes: int | None = None
+    kv_bytes_reported: bool = False
     lost: str | None = None
     """The leg that was lost, where one was."""
     kv_lost: str | None = None

@@ -678,6 +678,8 @@ class Generation:
             attempt.cached_tokens = chunk.cached_tokens
             if attempt.placement.decision.prefill is None:
                 self._dispatch.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
+        if chunk.kv_bytes is not None:
+            attempt.kv_bytes = chunk.kv_bytes
         if chunk.completion_tokens is not None:
             self._counted_tokens = chunk.completion_tokens
         if chunk.raw and chunk.text_chars is None:

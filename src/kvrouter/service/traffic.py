@@ -55,6 +55,8 @@ class AttemptTrail:
     """What the engine of a pair's prefill leg says that it had cached."""
     cached_tokens: int | None = None
     """The same of the leg that answers."""
+    kv_bytes: int | None = None
+    """What the engine of a pair's decode leg says that it fetched."""
     lost_leg: Leg | None = None
     kv_loss: KvLoss | None = None
 
@@ -192,7 +194,9 @@ def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Work
             cached_tokens=attempt.prefill_cached_tokens,
         )
         legs = (prefill, decode)
-        kv_bytes = _kv_bytes(placement, decision.prefill, workers)
+        kv_bytes = attempt.kv_bytes
+        if kv_bytes is None:
+            kv_bytes = _expected_kv_bytes(placement, decision.prefill, workers)
     return AttemptRecord(
         shape=placement.shape.name.lower(),
         mode=decision.mode.value,
@@ -203,12 +207,13 @@ def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Work
         cross_domain=decision.cross_domain,
         last_resort=decision.last_resort,
         kv_bytes=kv_bytes,
+        kv_bytes_reported=decision.prefill is not None and attempt.kv_bytes is not None,
         lost=None if attempt.lost_leg is None else attempt.lost_leg.value,
         kv_lost=None if attempt.kv_loss is None else attempt.kv_loss.value,
     )
 
 
-def _kv_bytes(placement: Placement, prefill: Pick, workers: Mapping[str, Worker]) -> int | None:
+def _expected_kv_bytes(placement: Placement, prefill: Pick, workers: Mapping[str, Worker]) -> int | None:
     sender = workers.get(str(prefill.rank.worker_id))
     if sender is None or sender.kv_bytes_per_token is None:
         return None

@@ -99,6 +99,7 @@ def is_bare(chunk: EngineChunk) -> bool:
     return (
         chunk.finish is None
         and chunk.cached_tokens is None
+        and chunk.kv_bytes is None
         and chunk.kv_transfer_params is None
         and chunk.error is None
         and not chunk.raw

@@ -72,13 +72,14 @@ class Answer:
     def rest_of(self, chunk: EngineChunk) -> EngineChunk | None:
         """Send what ``chunk`` has above the credit for the rest; return that rest, None if all of it fits.
 
-        The first part carries the cached tokens, the last an end. An engine's own bytes are no parts.
+        The first part carries what is reported of the prompt, the last an end. An engine's own bytes are no parts.
         """
         if credit_of(chunk) <= self._credit_tokens:
             return None
         at = self._credit_tokens
-        self.bring(EngineChunk(chunk.token_ids[:at], cached_tokens=chunk.cached_tokens))
-        return replace(chunk, token_ids=chunk.token_ids[at:], cached_tokens=None)
+        first = EngineChunk(chunk.token_ids[:at], cached_tokens=chunk.cached_tokens, kv_bytes=chunk.kv_bytes)
+        self.bring(first)
+        return replace(chunk, token_ids=chunk.token_ids[at:], cached_tokens=None, kv_bytes=None)
 
     def bring(self, chunk: EngineChunk) -> None:
         """Send a chunk for which there is credit; raise ProtocolError for what cannot travel."""
