@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.recording.files import RecordingFolder, recording_files
+from kvrouter.recording.files import STORED_MAX_BYTES, RecordingFolder, recording_files, stored_member
 
 Opened = Callable[..., RecordingFolder]
 
@@ -124,3 +126,17 @@ def test_files_of_several_frontends_come_in_the_order_of_their_starts(tmp_path: 
         folder.end()
         folder.close()
     assert [path.parent.name for path in recording_files(tmp_path)] == ["a", "b"]
+
+
+@given(
+    st.binary(max_size=200),
+    st.sampled_from(
+        [0, 1, STORED_MAX_BYTES - 1, STORED_MAX_BYTES, STORED_MAX_BYTES + 1, 3 * STORED_MAX_BYTES]
+    ),
+)
+def test_lines_that_are_stored_are_read_as_any_gzip_is(content: bytes, n_before: int) -> None:
+    content = b"x" * n_before + content
+    member = stored_member(bytearray(content))
+    assert gzip.decompress(member) == content
+    assert gzip.decompress(member + gzip.compress(b"more") + stored_member(b"last")) == content + b"morelast"
+    assert len(member) <= len(content) + 5 * (len(content) // STORED_MAX_BYTES + 1) + 18

@@ -31,6 +31,8 @@ from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
 
 SESSION_HEADERS = (b"x-dynamo-session-id", b"x-session-id")
 PARENT_HEADERS = (b"x-dynamo-parent-session-id", b"x-parent-session-id")
+
+_SESSION_NAMES = frozenset((*SESSION_HEADERS, *PARENT_HEADERS))
 """Where a call says of which session it is, and of which that one is a part; of two for one thing the first
 wins.
 """
@@ -261,7 +263,9 @@ def origin_of(route: str, headers: Iterable[tuple[bytes, bytes]]) -> Origin:
     """Return a call's route and the sessions that its headers name, for a recording: how it is served does
     not depend on them.
     """
-    sent = {name: value.decode("latin-1").strip() for name, value in headers}
+    sent = {name: value.decode("latin-1").strip() for name, value in headers if name in _SESSION_NAMES}
+    if not sent:
+        return Origin(route)
     return Origin(route, _first(sent, SESSION_HEADERS), _first(sent, PARENT_HEADERS))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrouter.core.constraints import Pin, adapter_taint
+from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints, adapter_taint
 from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import GenerateRequest, KvLoss, Leg
@@ -37,6 +37,9 @@ class Origin(NamedTuple):
 
 
 NO_ORIGIN = Origin()
+
+_NOTHING_ASKED = RoutingConstraints()
+_NOTHING_OVERRIDDEN = RouterConfigOverride()
 
 
 @dataclass(slots=True)
@@ -120,7 +123,6 @@ class TrafficRecorder:
         """A request ended: finished, with an error, or because its client left."""
         recorder = self._recorder
         named = recorder.salt.session
-        since = _Since(begun_s)
         status = Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED
         record = RequestRecord(
             at_s=recorder.since_start(begun_s),
@@ -137,9 +139,9 @@ class TrafficRecorder:
             session=None if origin.session is None else named(origin.session),
             parent=None if origin.parent is None else named(origin.parent),
             constraints=_constraints_of(request),
-            attempts=tuple(_attempt_of(attempt, since, recorder.workers) for attempt in trail),
-            first_token_s=since.maybe(first_token_s),
-            ended_s=since(self._clock()),
+            attempts=tuple([_attempt_of(attempt, begun_s, recorder.workers) for attempt in trail]),
+            first_token_s=_since(begun_s, first_token_s),
+            ended_s=round(self._clock() - begun_s, 6),
             code=None if error is None else error.code,
             http_status=None if error is None else error.status_hint,
             refusals={reason.value: count for reason, count in error.refusals.items()}
@@ -149,21 +151,12 @@ class TrafficRecorder:
         recorder.note(record, prompt)
 
 
-class _Since:
-    """Moments as seconds from a request's arrival."""
-
-    def __init__(self, begun_s: float) -> None:
-        self._begun_s = begun_s
-
-    def __call__(self, at_s: float) -> float:
-        return round(at_s - self._begun_s, 6)
-
-    def maybe(self, at_s: float | None) -> float | None:
-        """The same of a moment that may not have come; 0 never came."""
-        return self(at_s) if at_s else None
+def _since(begun_s: float, at_s: float | None) -> float | None:
+    """Return a moment as seconds from a request's arrival; None where it did not come, which 0 says too."""
+    return round(at_s - begun_s, 6) if at_s else None
 
 
-def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Worker]) -> AttemptRecord:
+def _attempt_of(attempt: AttemptTrail, begun_s: float, workers: Mapping[str, Worker]) -> AttemptRecord:
     placement = attempt.placement
     decision = placement.decision
     constraint = decision.constraint
@@ -171,11 +164,11 @@ def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Work
         leg=decision.decode.leg.value,
         worker=str(decision.decode.rank),
         overlap_blocks=decision.decode.overlap_blocks,
-        domains=dict(placement.decode_domains),
+        domains=placement.decode_domains,
         candidates=decision.decode.candidates,
-        sent_s=since.maybe(attempt.last_sent_s),
-        first_token_s=since.maybe(attempt.first_token_s),
-        last_s=since.maybe(attempt.ended_s if attempt.last_sent_s else None),
+        sent_s=_since(begun_s, attempt.last_sent_s),
+        first_token_s=_since(begun_s, attempt.first_token_s),
+        last_s=_since(begun_s, attempt.ended_s if attempt.last_sent_s else None),
         cached_tokens=attempt.cached_tokens,
     )
     legs: tuple[LegRecord, ...] = (decode,)
@@ -185,11 +178,11 @@ def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Work
             leg=decision.prefill.leg.value,
             worker=str(decision.prefill.rank),
             overlap_blocks=decision.prefill.overlap_blocks,
-            domains=dict(placement.prefill_domains),
+            domains=placement.prefill_domains,
             candidates=decision.prefill.candidates,
-            sent_s=since.maybe(attempt.prefill_sent_s),
-            last_s=since.maybe(
-                attempt.prefill_done_s or (attempt.ended_s if attempt.prefill_sent_s else None)
+            sent_s=_since(begun_s, attempt.prefill_sent_s),
+            last_s=_since(
+                begun_s, attempt.prefill_done_s or (attempt.ended_s if attempt.prefill_sent_s else None)
             ),
             cached_tokens=attempt.prefill_cached_tokens,
         )
@@ -200,7 +193,7 @@ def _attempt_of(attempt: AttemptTrail, since: _Since, workers: Mapping[str, Work
     return AttemptRecord(
         shape=placement.shape.name.lower(),
         mode=decision.mode.value,
-        placed_s=since(attempt.placed_s),
+        placed_s=round(attempt.placed_s - begun_s, 6),
         legs=legs,
         constraint=None if constraint is None else _constraint_text(constraint),
         fallback_used=decision.fallback_used,
@@ -229,6 +222,13 @@ def _constraint_text(constraint: TransferConstraint) -> str:
 def _constraints_of(request: GenerateRequest) -> Constraints | None:
     """None where it asks for nothing."""
     asked, override = request.constraints, request.override
+    if (
+        asked == _NOTHING_ASKED
+        and override == _NOTHING_OVERRIDDEN
+        and request.pin is None
+        and request.prefill_pin is None
+    ):
+        return None
     required = asked.required_taints
     if request.lora_name is not None:  # the adapter says it
         required -= {adapter_taint(request.lora_name)}

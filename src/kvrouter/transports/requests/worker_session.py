@@ -72,7 +72,8 @@ class Answer:
     def rest_of(self, chunk: EngineChunk) -> EngineChunk | None:
         """Send what ``chunk`` has above the credit for the rest; return that rest, None if all of it fits.
 
-        The first part carries what is reported of the prompt, the last an end. An engine's own bytes are no parts.
+        The first part carries what is reported of the prompt, the last an end. An engine's own bytes are no
+        parts.
         """
         if credit_of(chunk) <= self._credit_tokens:
             return None
