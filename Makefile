@@ -126,6 +126,9 @@ bench-limits: setup ## How many events, requests and workers one router takes
 bench-hostile: setup ## How long others wait while a body of 59 MB is refused
 	$(BIN)/python -m benchmarks.refused_bodies
 
+bench-recording: setup ## How much processor time --record takes a frontend
+	$(BIN)/python -m benchmarks.recording_cost --keep
+
 bench-live-replay: setup ## The same requests live, over HTTP, and replayed: times by the engines' clock, and choices
 	$(BIN)/python -m benchmarks.live_replay mooncake=data/mooncake-conversation-sample.jsonl
 	$(BIN)/python -m benchmarks.live_replay --fleet benchmarks/live/pairs.yaml mooncake=data/mooncake-conversation-sample.jsonl
