@@ -53,9 +53,17 @@ class HashedPrompt(Protocol):
         """Their sequence hashes: unsigned 64 bits each."""
 
 
+_Record = RequestRecord | RefusalRecord | FleetRecord
+
+
 class _Noted(NamedTuple):
-    record: RequestRecord | RefusalRecord | FleetRecord
+    record: _Record | Callable[[], RequestRecord]
     prompt: HashedPrompt | None = None
+
+
+class _Taken(NamedTuple):
+    record: _Record
+    prompt: HashedPrompt | None
 
 
 class Recorder:
@@ -116,8 +124,14 @@ class Recorder:
         """Return a moment on the caller's clock as seconds from the start of the recording."""
         return round(at_s - self._began_s, 6)
 
-    def note(self, record: RequestRecord | RefusalRecord, prompt: HashedPrompt | None = None) -> None:
-        """Record a request, with the hashes of its prompt, or a refusal."""
+    def note(
+        self,
+        record: RequestRecord | RefusalRecord | Callable[[], RequestRecord],
+        prompt: HashedPrompt | None = None,
+    ) -> None:
+        """Record a request, with the hashes of its prompt, or a refusal. What makes a request's record is
+        called on the recorder's thread.
+        """
         n_blocks = 0 if prompt is None else prompt.n_blocks
         if not self.is_recording:
             self.dropped += 1
@@ -166,13 +180,13 @@ class Recorder:
             self.written += len(batch)
             self._ending.wait(PAUSE_S)
 
-    def _take(self) -> list[_Noted]:
-        batch: list[_Noted] = []
+    def _take(self) -> list[_Taken]:
+        batch: list[_Taken] = []
         n_blocks = 0
         while self._queue and len(batch) < BATCH_RECORDS_MAX and n_blocks < BATCH_BLOCKS_MAX:
-            noted = self._queue.popleft()
-            batch.append(noted)
-            n_blocks += 0 if noted.prompt is None else noted.prompt.n_blocks
+            record, prompt = self._queue.popleft()
+            batch.append(_Taken(record if isinstance(record, _Record) else record(), prompt))
+            n_blocks += 0 if prompt is None else prompt.n_blocks
         self._blocks_taken += n_blocks
         return batch
 
@@ -181,7 +195,7 @@ class Recorder:
         fleet = FleetRecord(at_s=at_s, change=FleetChange.ALL, workers=tuple(self.workers.values()))
         return self._encode(header) + b"\n" + self._encode(fleet) + b"\n"
 
-    def _lines(self, batch: list[_Noted]) -> tuple[bytearray, int]:
+    def _lines(self, batch: list[_Taken]) -> tuple[bytearray, int]:
         """Return the lines of records, and how many bytes of names of blocks are in them."""
         hashes = [b"" if noted.prompt is None else noted.prompt.sequence_hashes for noted in batch]
         names = self.salt.blocks(b"".join(hashes))

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints, adapter_taint
-from kvrouter.core.errors import KvrouterError, RoutingRefused
+from kvrouter.core.errors import KvrouterError, Reason, RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import GenerateRequest, KvLoss, Leg
 from kvrouter.core.workers import WorkerCard
+from kvrouter.journey import Shape
 from kvrouter.placement.placement import Placement
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.records import (
@@ -22,7 +24,7 @@ from kvrouter.recording.records import (
     Status,
     Worker,
 )
-from kvrouter.routing.request import Pick
+from kvrouter.routing.request import Decision, Pick
 from kvrouter.topology import TransferConstraint, topology_domains, worker_taints
 
 
@@ -120,35 +122,114 @@ class TrafficRecorder:
         first_token_s: float | None,
         output_tokens: int,
     ) -> None:
-        """A request ended: finished, with an error, or because its client left."""
+        """A request ended: finished, with an error, or because its client left.
+
+        Its record is made on the recorder's thread, of what is taken here: several in a row take a fraction
+        of the time of one between other things. Neither tokens nor bodies wait for that.
+        """
         recorder = self._recorder
-        named = recorder.salt.session
-        status = Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED
-        record = RequestRecord(
-            at_s=recorder.since_start(begun_s),
-            model=request.model,
-            input_tokens=prompt.isl_tokens,
-            output_tokens=output_tokens,
-            max_tokens=request.sampling.max_tokens,
-            block_size=prompt.block_size,
-            blocks=b"",
-            status=status,
-            route=origin.route,
-            adapter=request.lora_name,
-            media=request.has_media,
-            session=None if origin.session is None else named(origin.session),
-            parent=None if origin.parent is None else named(origin.parent),
-            constraints=_constraints_of(request),
-            attempts=tuple([_attempt_of(attempt, begun_s, recorder.workers) for attempt in trail]),
-            first_token_s=_since(begun_s, first_token_s),
-            ended_s=round(self._clock() - begun_s, 6),
-            code=None if error is None else error.code,
-            http_status=None if error is None else error.status_hint,
-            refusals={reason.value: count for reason, count in error.refusals.items()}
-            if isinstance(error, RoutingRefused)
-            else {},
+        refused = error.refusals if isinstance(error, RoutingRefused) else None
+        making = partial(
+            _record_of,
+            recorder,
+            recorder.workers,
+            origin,
+            [_kept(attempt) for attempt in trail],
+            (begun_s, first_token_s, self._clock()),
+            (request.model, request.lora_name, request.has_media, request.sampling.max_tokens),
+            (prompt.isl_tokens, prompt.block_size, output_tokens),
+            _constraints_of(request),
+            Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED,
+            None if error is None else (error.code, error.status_hint),
+            refused or {},
         )
-        recorder.note(record, prompt)
+        recorder.note(making, prompt)
+
+
+class _Kept(NamedTuple):
+    """What is recorded of an attempt, without its tokens and streams: as in its trail and its placement."""
+
+    decision: Decision
+    shape: Shape
+    block_size: int
+    prompt_tokens: int
+    decode_domains: Mapping[str, str]
+    prefill_domains: Mapping[str, str]
+    placed_s: float
+    prefill_sent_s: float
+    prefill_done_s: float | None
+    last_sent_s: float
+    first_token_s: float | None
+    ended_s: float | None
+    prefill_cached_tokens: int | None
+    cached_tokens: int | None
+    kv_bytes: int | None
+    lost_leg: Leg | None
+    kv_loss: KvLoss | None
+
+
+def _kept(attempt: AttemptTrail) -> _Kept:
+    placement = attempt.placement
+    return _Kept(
+        placement.decision,
+        placement.shape,
+        placement.block_size,
+        placement.prompt.isl_tokens,
+        placement.decode_domains,
+        placement.prefill_domains,
+        attempt.placed_s,
+        attempt.prefill_sent_s,
+        attempt.prefill_done_s,
+        attempt.last_sent_s,
+        attempt.first_token_s,
+        attempt.ended_s,
+        attempt.prefill_cached_tokens,
+        attempt.cached_tokens,
+        attempt.kv_bytes,
+        attempt.lost_leg,
+        attempt.kv_loss,
+    )
+
+
+def _record_of(
+    recorder: Recorder,
+    workers: Mapping[str, Worker],
+    origin: Origin,
+    attempts: Sequence[_Kept],
+    moments: tuple[float, float | None, float],
+    asked: tuple[str, str | None, bool, int],
+    tokens: tuple[int, int, int],
+    constraints: Constraints | None,
+    status: Status,
+    error: tuple[str, int] | None,
+    refusals: Mapping[Reason, int],
+) -> RequestRecord:
+    begun_s, first_token_s, ended_s = moments
+    model, adapter, media, max_tokens = asked
+    input_tokens, block_size, output_tokens = tokens
+    named = recorder.salt.session
+    return RequestRecord(
+        at_s=recorder.since_start(begun_s),
+        model=model,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        max_tokens=max_tokens,
+        block_size=block_size,
+        blocks=b"",
+        status=status,
+        route=origin.route,
+        adapter=adapter,
+        media=media,
+        session=None if origin.session is None else named(origin.session),
+        parent=None if origin.parent is None else named(origin.parent),
+        constraints=constraints,
+        attempts=tuple([_attempt_of(attempt, begun_s, workers) for attempt in attempts]),
+        first_token_s=_since(begun_s, first_token_s),
+        ended_s=round(ended_s - begun_s, 6),
+        code=None if error is None else error[0],
+        http_status=None if error is None else error[1],
+        refusals={reason.value: count for reason, count in refusals.items()},
+    )
 
 
 def _since(begun_s: float, at_s: float | None) -> float | None:
@@ -156,15 +237,14 @@ def _since(begun_s: float, at_s: float | None) -> float | None:
     return round(at_s - begun_s, 6) if at_s else None
 
 
-def _attempt_of(attempt: AttemptTrail, begun_s: float, workers: Mapping[str, Worker]) -> AttemptRecord:
-    placement = attempt.placement
-    decision = placement.decision
+def _attempt_of(attempt: _Kept, begun_s: float, workers: Mapping[str, Worker]) -> AttemptRecord:
+    decision = attempt.decision
     constraint = decision.constraint
     decode = LegRecord(
         leg=decision.decode.leg.value,
         worker=str(decision.decode.rank),
         overlap_blocks=decision.decode.overlap_blocks,
-        domains=placement.decode_domains,
+        domains=attempt.decode_domains,
         candidates=decision.decode.candidates,
         sent_s=_since(begun_s, attempt.last_sent_s),
         first_token_s=_since(begun_s, attempt.first_token_s),
@@ -178,7 +258,7 @@ def _attempt_of(attempt: AttemptTrail, begun_s: float, workers: Mapping[str, Wor
             leg=decision.prefill.leg.value,
             worker=str(decision.prefill.rank),
             overlap_blocks=decision.prefill.overlap_blocks,
-            domains=placement.prefill_domains,
+            domains=attempt.prefill_domains,
             candidates=decision.prefill.candidates,
             sent_s=_since(begun_s, attempt.prefill_sent_s),
             last_s=_since(
@@ -189,9 +269,9 @@ def _attempt_of(attempt: AttemptTrail, begun_s: float, workers: Mapping[str, Wor
         legs = (prefill, decode)
         kv_bytes = attempt.kv_bytes
         if kv_bytes is None:
-            kv_bytes = _expected_kv_bytes(placement, decision.prefill, workers)
+            kv_bytes = _expected_kv_bytes(attempt, decision.prefill, workers)
     return AttemptRecord(
-        shape=placement.shape.name.lower(),
+        shape=attempt.shape.name.lower(),
         mode=decision.mode.value,
         placed_s=round(attempt.placed_s - begun_s, 6),
         legs=legs,
@@ -206,12 +286,12 @@ def _attempt_of(attempt: AttemptTrail, begun_s: float, workers: Mapping[str, Wor
     )
 
 
-def _expected_kv_bytes(placement: Placement, prefill: Pick, workers: Mapping[str, Worker]) -> int | None:
+def _expected_kv_bytes(attempt: _Kept, prefill: Pick, workers: Mapping[str, Worker]) -> int | None:
     sender = workers.get(str(prefill.rank.worker_id))
     if sender is None or sender.kv_bytes_per_token is None:
         return None
-    there_tokens = placement.decision.decode.overlap_blocks * placement.block_size
-    return max(0, placement.prompt.isl_tokens - there_tokens) * sender.kv_bytes_per_token
+    there_tokens = attempt.decision.decode.overlap_blocks * attempt.block_size
+    return max(0, attempt.prompt_tokens - there_tokens) * sender.kv_bytes_per_token
 
 
 def _constraint_text(constraint: TransferConstraint) -> str:
