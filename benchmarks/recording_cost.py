@@ -1,19 +1,21 @@
 """``python -m benchmarks.recording_cost``: the processor time of a frontend, recording and
 not recording.
 
-Three frontends, each with a mock worker of its own, all processes of their own: one records (`--record`), one
-does not, and neither does the third, which shows what the machine's noise alone makes of a ratio. Prompts of
-8,192 tokens in blocks of 16 go to the three in turn, so that all alike meet whatever else the machine does.
-A figure is all of a process's processor time in a round, user and system, of all its threads, until what it
-recorded is written, over its prompts.
+One frontend and one mock worker, processes of their own. The frontend is started with `--record`, and a
+switch of this benchmark's own (`benchmarks/recording_switch.py`) stops recording and goes on: so one process is
+compared with itself, as two differ by some percent for no reason that matters here. A round has four slices,
+recording and not in turn, of new prompts of 8,192 tokens in blocks of 16. A figure is all of the process's
+processor time in a slice, user and system, of all its threads, until what it recorded is written, over its
+prompts. The noise is what the two slices of a round that do not record have between them. What the recorder's
+thread costs while nothing comes, four looks a second, is in both.
 """
 
 import asyncio
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -26,7 +28,7 @@ from benchmarks.http_replay.machine import Commit, Machine, this_commit, this_ma
 from benchmarks.results import RESULTS
 from benchmarks.streamed_tokens import Ratio, ratio_of
 from kvrouter.sim.traces.read import open_trace
-from tests.support.processes import Fleet, Frontend, eventually, fleet
+from tests.support.processes import Frontend, eventually, fleet
 from tests.support.served import word_ids
 
 PROMPT_TOKENS = 8_192
@@ -34,23 +36,20 @@ BLOCK_TOKENS = 16
 ANSWER_TOKENS = (1, 64)
 """Lengths of the answers, which are streamed: the shorter an answer, the larger the part of recording."""
 
-PROMPTS = 48
-"""For each frontend in each round."""
+PROMPTS = 32
+"""In each slice."""
 
 AT_ONCE = 4
-SETTLE_S = 0.7
+SETTLE_S = 0.4
 """Longer than the recorder leaves what it was given: it looks every 0.25 s, and writes at once."""
-
-SIDES = ("records", "does not", "does not either")
 
 
 class RecordingCost(msgspec.Struct, frozen=True):
-    """Answers of one length. Figures are milliseconds of processor time a prompt, by round."""
+    """Answers of one length. Figures are milliseconds of processor time a prompt, slice by slice."""
 
     answer_tokens: int
     records: tuple[float, ...]
     plain: tuple[float, ...]
-    plain_again: tuple[float, ...]
     ratio: Ratio
     """Recording against not."""
     noise: Ratio
@@ -79,13 +78,12 @@ class Load:
         self._rest = b"".join(b",%d" % token for token in word_ids(n=PROMPT_TOKENS - 2))
         self._n_sent = 0
 
-    async def send(self, frontends: Sequence[Frontend], *, answer_tokens: int) -> None:
-        """Send a round's prompts to each frontend, in turn; some are under way at once."""
+    async def send(self, frontend: Frontend, *, answer_tokens: int) -> None:
+        """Send a slice's prompts; some are under way at once."""
 
         async def some(n_prompts: int) -> None:
             for _ in range(n_prompts):
-                for frontend in frontends:
-                    await _ask(frontend.http, self._body(answer_tokens))
+                await _ask(frontend.http, self._body(answer_tokens))
 
         await asyncio.gather(*(some(PROMPTS // AT_ONCE) for _ in range(AT_ONCE)))
 
@@ -115,67 +113,54 @@ def used_s(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9  # as clock_getcpuclockid(3) has it on Linux
 
 
-async def _milliseconds(load: Load, frontends: Sequence[Frontend], *, answer_tokens: int) -> list[float]:
-    """Return what a prompt of a round took each frontend."""
-    began_s = [used_s(frontend.pid) for frontend in frontends]
-    await load.send(frontends, answer_tokens=answer_tokens)
+async def _milliseconds(load: Load, frontend: Frontend, *, answer_tokens: int) -> float:
+    began_s = used_s(frontend.pid)
+    await load.send(frontend, answer_tokens=answer_tokens)
     await asyncio.sleep(SETTLE_S)
-    ends_s = [used_s(frontend.pid) for frontend in frontends]
-    return [(end - begin) / PROMPTS * 1e3 for begin, end in zip(began_s, ends_s, strict=True)]
+    return (used_s(frontend.pid) - began_s) / PROMPTS * 1e3
 
 
 async def measure(rounds: int) -> list[RecordingCost]:
     """Measure every length of answers, round after round."""
     with tempfile.TemporaryDirectory(prefix="kvrouter-recording-") as folder:
-        async with AsyncExitStack() as fleets:
-            frontends = [
-                await _served(
-                    await fleets.enter_async_context(fleet({})), folder if side == SIDES[0] else None
-                )
-                for side in SIDES
-            ]
+        async with fleet({}) as here:
+            await here.worker(
+                *("--model", "mock", "--block-size", str(BLOCK_TOKENS), "--context-length", "16384"),
+                *("--total-kv-blocks", "65536", "--speedup", "1000"),
+            )
+            frontend = await here.frontend("--record", folder, module="benchmarks.recording_switch")
+            await eventually(lambda: frontend.serves(1))
             load = Load("mock")
-            costs = [await _cost(load, frontends, tokens, rounds) for tokens in ANSWER_TOKENS]
-        wanted = len(ANSWER_TOKENS) * (rounds + 1) * PROMPTS
+            costs = [await _cost(load, frontend, tokens, rounds) for tokens in ANSWER_TOKENS]
+        wanted = len(ANSWER_TOKENS) * (2 * rounds + 1) * PROMPTS
         n_recorded = await asyncio.to_thread(_n_recorded, Path(folder))
         if n_recorded != wanted:
             raise SystemExit(f"{n_recorded} requests are recorded of {wanted}")
     return costs
 
 
-async def _served(here: Fleet, folder: str | None) -> Frontend:
-    await here.worker(
-        *("--model", "mock", "--block-size", str(BLOCK_TOKENS), "--context-length", "16384"),
-        *("--total-kv-blocks", "65536", "--speedup", "1000"),
-    )
-    frontend = await here.frontend(*(() if folder is None else ("--record", folder)))
-    await eventually(lambda: frontend.serves(1))
-    return frontend
-
-
 def _n_recorded(folder: Path) -> int:
     return sum(1 for _ in open_trace(folder))
 
 
-async def _cost(load: Load, frontends: Sequence[Frontend], answer_tokens: int, rounds: int) -> RecordingCost:
-    figures: list[list[float]] = []
-    await _milliseconds(load, frontends, answer_tokens=answer_tokens)  # to be warm
+async def _cost(load: Load, frontend: Frontend, answer_tokens: int, rounds: int) -> RecordingCost:
+    records: list[float] = []
+    plain: list[float] = []
+    await _milliseconds(load, frontend, answer_tokens=answer_tokens)  # to be warm
     for number in range(rounds):
-        # who is asked first changes, because whoever is asked next may wait for it
-        order = [(at + number) % len(frontends) for at in range(len(frontends))]
-        spent = await _milliseconds(load, [frontends[at] for at in order], answer_tokens=answer_tokens)
-        by_side = dict(zip(order, spent, strict=True))
-        figures.append([by_side[at] for at in range(len(frontends))])
-        shown = ", ".join(f"{side} {ms:.3f}" for side, ms in zip(SIDES, figures[-1], strict=True))
+        for _ in range(2):
+            records.append(await _milliseconds(load, frontend, answer_tokens=answer_tokens))
+            frontend.process.send_signal(signal.SIGUSR1)
+            plain.append(await _milliseconds(load, frontend, answer_tokens=answer_tokens))
+            frontend.process.send_signal(signal.SIGUSR1)
+        shown = f"records {records[-2]:.3f} {records[-1]:.3f}, does not {plain[-2]:.3f} {plain[-1]:.3f}"
         print(f"{answer_tokens} tokens, round {number + 1} of {rounds}: ms a prompt: {shown}", flush=True)
-    records, plain, again = zip(*figures, strict=True)
     return RecordingCost(
         answer_tokens=answer_tokens,
-        records=records,
-        plain=plain,
-        plain_again=again,
+        records=tuple(records),
+        plain=tuple(plain),
         ratio=ratio_of(records, plain),
-        noise=ratio_of(again, plain),
+        noise=ratio_of(plain[::2], plain[1::2]),
     )
 
 

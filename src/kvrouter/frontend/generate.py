@@ -31,11 +31,11 @@ from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
 
 SESSION_HEADERS = (b"x-dynamo-session-id", b"x-session-id")
 PARENT_HEADERS = (b"x-dynamo-parent-session-id", b"x-parent-session-id")
-
-_SESSION_NAMES = frozenset((*SESSION_HEADERS, *PARENT_HEADERS))
 """Where a call says of which session it is, and of which that one is a part; of two for one thing the first
 wins.
 """
+
+_SESSION_NAMES = frozenset((*SESSION_HEADERS, *PARENT_HEADERS))
 
 
 class ChunkReader:
