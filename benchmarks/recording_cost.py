@@ -2,7 +2,7 @@
 not recording.
 
 One frontend and one mock worker, processes of their own. The frontend is started with `--record`, and a
-switch of this benchmark's own (`benchmarks/recording_switch.py`) stops recording and goes on: so one process is
+switch of this benchmark's own (`benchmarks/recording_switch.py`) stops recording and goes on: one process is
 compared with itself, as two differ by some percent for no reason that matters here. A round has four slices,
 recording and not in turn, of new prompts of 8,192 tokens in blocks of 16. A figure is all of the process's
 processor time in a slice, user and system, of all its threads, until what it recorded is written, over its
