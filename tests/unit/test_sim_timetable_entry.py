@@ -11,6 +11,7 @@ from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
     [
         ("die", {"group": "d"}, "group d", ""),
         ("die", {}, "all workers", ""),
+        ("drain", {"worker": 7}, "worker 7", ""),
         ("join", {"group": "d", "domains": {"zone": "a", "rack": "r"}}, "group d, zone=a, rack=r", ""),
         (
             "label",

@@ -56,9 +56,11 @@ def _said(event: TimetableEvent) -> tuple[str, str]:
 
 
 def _selected(event: WorkersEvent) -> str:
-    groups = [] if event.group is None else [f"group {event.group}"]
-    domains = [f"{level}={value}" for level, value in event.domains.items()]
-    return ", ".join(groups + domains) or "all workers"
+    named = [] if event.group is None else [f"group {event.group}"]
+    if event.worker is not None:
+        named.append(f"worker {event.worker}")
+    named += [f"{level}={value}" for level, value in event.domains.items()]
+    return ", ".join(named) or "all workers"
 
 
 def _link_change(event: LinkEvent) -> str:
