@@ -237,6 +237,16 @@ class ApproximateIndex:
     def stats(self) -> ApproximateStats:
         """Sizes now."""
 
+@final
+class PrefixSet:
+    """The blocks of all prompts so far; with more than ``max_blocks`` it is given up."""
+
+    def __new__(cls, *, max_blocks: int) -> PrefixSet: ...
+    def add(self, prompt: Prompt) -> int | None:
+        """Return how many leading blocks were there before; from now on all of them are. None once there were
+        too many.
+        """
+
 class EngineRanks:
     """The schedulers of mock engines' ranks, on one clock that the caller advances; see kvrouter.mock.engine.
 

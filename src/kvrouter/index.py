@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvrouter._native import ApproximateIndex as _ApproximateIndex
 from kvrouter._native import BlockIndex as _BlockIndex
+from kvrouter._native import PrefixSet as _PrefixSet
 from kvrouter.core.events import Held, KvEvent, Medium
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
@@ -157,3 +158,6 @@ NativeBlockIndex = _BlockIndex
 
 NativeApproximateIndex = _ApproximateIndex
 """An :class:`ApproximateIndex` in the native core."""
+
+PrefixSet = _PrefixSet
+"""What an endless cache shared by all would hold."""

@@ -10,6 +10,7 @@ mod index;
 mod json;
 mod ledger;
 mod paged_kv;
+mod prefix_set;
 
 use pyo3::prelude::*;
 
@@ -26,6 +27,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ledger::Column>()?;
     module.add_class::<ledger::Ledger>()?;
     module.add_class::<paged_kv::PagedKv>()?;
+    module.add_class::<prefix_set::PrefixSet>()?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;

@@ -14,8 +14,6 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
@@ -23,7 +21,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Leg, Sampling
 from kvrouter.fleet import SlotColumn, mix64
-from kvrouter.index import NativeApproximateIndex
+from kvrouter.index import PrefixSet
 from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party, Timing
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
@@ -49,7 +47,7 @@ from kvrouter.sim.timetable import (
 from kvrouter.sim.timetable_plan import Step, plan_timetable
 from kvrouter.sim.traces.request import TraceRequest
 
-CEILING_BLOCKS_MAX = 1 << 23
+CEILING_BLOCKS_MAX = 7_000_000
 """Distinct blocks or pieces of a trace up to which its ceiling is known; more are not kept in mind."""
 
 _SALT = 0x9E3779B97F4A7C15
@@ -151,10 +149,7 @@ class Simulation:
         """By placement: the slots that it is load of, and which life of each."""
         self._n_arrived = 0
         self._model = ModelName(file.models[0].name)
-        self._ceiling = NativeApproximateIndex(
-            ttl_s=1e12, max_blocks=CEILING_BLOCKS_MAX, prune_target_ratio=0.5
-        )
-        self._held_by_ceiling = np.zeros(1, np.uint32)
+        self._ceiling = PrefixSet(max_blocks=CEILING_BLOCKS_MAX)
         self._reads_reports = rule is not None or self._has_thresholds()
         self._deadlines: deque[tuple[float, SimRequest]] = deque()
         self._deadline_is_set = False
@@ -360,12 +355,11 @@ class Simulation:
             prompt = Prompt.from_blocks(
                 row.pieces.tobytes(), isl_tokens=len(row.pieces) * unit_tokens, block_size=unit_tokens
             )
-        self._ceiling.overlap(prompt, self._held_by_ceiling, 0.0)
-        self._ceiling.touch(Slot(0), prompt, 0.0)
-        if self._n_arrived % 256 == 0 and self._ceiling.stats().blocks > CEILING_BLOCKS_MAX // 2:
+        held = self._ceiling.add(prompt)
+        if held is None:
             self.result.ceiling_known = False
-        held_tokens = min(int(self._held_by_ceiling[0]) * unit_tokens, row.input_tokens)
-        return held_tokens // block_size * block_size
+            return 0
+        return min(held * unit_tokens, row.input_tokens) // block_size * block_size
 
     def _deliver(self) -> None:
         """Hand on what engines did, and call those who wait, until nothing more comes of it."""
