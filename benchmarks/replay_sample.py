@@ -39,7 +39,8 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
 from kvrouter.text.chat import ChatTemplate
-from kvrouter.text.model import MOCK_FOLDER, mock_words
+from kvrouter.text.model import mock_words
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
 
 SAMPLE = ROOT / "data" / "mooncake-conversation-sample.jsonl"

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_process import EngineProcess, engine_process
 from tests.support.processes import Fleet, Frontend, eventually, fleet
 

@@ -10,7 +10,7 @@ from openai import APIStatusError
 
 from kvrouter.attach.pod_fleet import worker_id_of
 from kvrouter.core.workers import Role
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONES

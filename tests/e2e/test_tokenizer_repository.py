@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.text.model import MOCK_FOLDER
-from kvrouter.text.source import DOWNLOAD_MAX_BYTES
+from kvrouter.text.source import DOWNLOAD_MAX_BYTES, MOCK_FOLDER
 from tests.support.local_hub import LocalHub, local_hub
 from tests.support.processes import fleet
 

@@ -2,7 +2,7 @@
 
 import shutil
 
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.template_budget import BYTES_MIN
 from tests.hostile.meter import MIB, Meter
 from tests.support.hostile_templates import TEMPLATES

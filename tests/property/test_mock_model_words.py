@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.text.model import FIRST_WORD_ID, MOCK_FOLDER, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, mock_words
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(MOCK_FOLDER)

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer as Backend
 
 from kvrouter.text.model import (
     HELD_TOKENS_MAX,
-    MOCK_FOLDER,
     ByteLevelDetokenizer,
     Detokenizer,
     WindowDetokenizer,
     make_detokenizer,
 )
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.token_lengths import byte_alphabet
 from kvrouter.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.token_lengths import byte_alphabet, longest_token_chars
 
 TEXTS = st.text(max_size=60) | st.text(

@@ -67,7 +67,7 @@ def test_a_partial_block_gives_a_part_of_its_words() -> None:
 
 
 def test_a_prompt_is_one_token_a_word_for_the_mock_model() -> None:
-    from kvrouter.text.model import MOCK_FOLDER
+    from kvrouter.text.source import MOCK_FOLDER
     from kvrouter.text.tokenizer import Tokenizer
 
     words = mock_words()

@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.text.chat import ARGUMENT_VALUES_MAX, MESSAGES_MAX, RANGE_STEPS_MAX, ChatTemplate
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 
 HELLO = [{"role": "user", "content": "hello"}]
 

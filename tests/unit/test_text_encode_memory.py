@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import EncodePool, Tokenizer
 from tests.hostile.meter import Meter
 

@@ -3,7 +3,8 @@
 import importlib.util
 from pathlib import Path
 
-from kvrouter.text.model import FIRST_WORD_ID, MOCK_FOLDER, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, mock_words
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_mock_tokenizer.py"

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import pytest
 
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from kvrouter.text.model import FIRST_WORD_ID, MOCK_FOLDER, TextModel, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import (
     BYTES_PER_BYTE,
     EncodeLimits,

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.text.model import MOCK_FOLDER
-from kvrouter.text.source import MOCK_TOKENIZER
+from kvrouter.text.source import MOCK_FOLDER, MOCK_TOKENIZER
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.wiring.text_models import TextModelLoader

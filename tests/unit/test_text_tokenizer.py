@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
 
 

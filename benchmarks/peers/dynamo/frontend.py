@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.frontend.processes import Server, free_port, gateway, in_background
-from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.source import MOCK_FOLDER
 
 WORKERS = 2
 BLOCK_SIZE = 16

@@ -11,6 +11,7 @@ from typing import Protocol
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.chat import ChatTemplate, text_chars
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP
 from kvrouter.text.token_lengths import TokenPieces
 from kvrouter.text.tokenizer import TOKEN_CHARS_UNKNOWN, EncodePool, Tokenizer
@@ -222,7 +223,6 @@ class AnswerText:
         return text
 
 
-MOCK_FOLDER = Path(__file__).parent / "data" / "mock"
 FIRST_WORD_ID = 256
 
 

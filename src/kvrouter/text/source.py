@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.text.model import MOCK_FOLDER
 
 MOCK_TOKENIZER = "mock"
 """The name of the tokenizer that ships with the package."""
+
+MOCK_FOLDER = Path(__file__).parent / "data" / "mock"
 
 TOKENIZER_FILE = "tokenizer.json"
 
