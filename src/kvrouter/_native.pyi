@@ -338,8 +338,6 @@ class EngineRanks:
         """
     def n_waiting(self, rank: int) -> int:
         """Sequences that wait for memory or a seat."""
-    def n_preemptions(self, rank: int) -> int:
-        """How often a sequence gave way so far."""
     def active_blocks(self, rank: int) -> int:
         """Blocks that somebody holds."""
     def cached_blocks(self, rank: int) -> int:

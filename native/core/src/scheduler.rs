@@ -102,7 +102,6 @@ pub struct Scheduler<C> {
     dirty: Vec<u32>,
     n_receiving: usize,
     n_parked: usize,
-    n_preemptions: u64,
     step: Option<Step>,
     /// The durations of the step's repeats; one where all are alike.
     steps_s: Vec<f64>,
@@ -131,7 +130,6 @@ impl<C: Content> Scheduler<C> {
             dirty: Vec::new(),
             n_receiving: 0,
             n_parked: 0,
-            n_preemptions: 0,
             step: None,
             steps_s: Vec::new(),
             work: Vec::new(),
@@ -150,10 +148,6 @@ impl<C: Content> Scheduler<C> {
 
     pub fn n_waiting(&self) -> usize {
         self.waiting.len()
-    }
-
-    pub fn n_preemptions(&self) -> u64 {
-        self.n_preemptions
     }
 
     pub fn holds(&self, slot: u32) -> bool {
@@ -575,7 +569,6 @@ impl<C: Content> Scheduler<C> {
     }
 
     fn preempt(&mut self, slot: u32) {
-        self.n_preemptions += 1;
         self.running.retain(|&other| other != slot);
         self.work.retain(|&(other, _)| other != slot);
         let sequence = self.at_mut(slot);

@@ -229,10 +229,6 @@ impl EngineRanks {
         Ok(self.scheduler(rank)?.n_waiting())
     }
 
-    fn n_preemptions(&self, rank: u32) -> PyResult<u64> {
-        Ok(self.scheduler(rank)?.n_preemptions())
-    }
-
     fn active_blocks(&self, rank: u32) -> PyResult<usize> {
         Ok(self.scheduler(rank)?.kv.active_blocks())
     }
