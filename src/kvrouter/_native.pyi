@@ -356,7 +356,7 @@ class EngineContent(Protocol):
         """Whether the output ends with its token number ``n_output``, counted from 1."""
 
 class PagedKv:
-    """The KV memory of a mock engine's rank; see kvrouter.mock.paged_kv, which makes events of the rows.
+    """The KV memory of a mock engine's rank, on its own; kvrouter.mock.paged_kv makes events of its rows.
 
     ``opaque``: blocks get names drawn from ``seed``; else their names follow from their content. A table is
     what one sequence holds. Raises KeyError for a table that is not held, and for a commit beyond what it

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrouter.core.events import pack_hashes
-from kvrouter.mock.paged_kv import PagedKv
 from tests.support.paged_kv_model import PagedKvModel
+from tests.support.paged_kv_native import PagedKv
 
 HASHES = st.lists(st.integers(1, 3), max_size=6).map(pack_hashes)
 

@@ -1,4 +1,4 @@
-"""A model of :class:`kvrouter.mock.paged_kv.PagedKv`, as plain as can be: what it does, the native one has to
+"""A model of :class:`kvrouter._native.PagedKv`, as plain as can be: what it does, the native one has to
 do.
 """
 

@@ -24,7 +24,6 @@ def test_only_the_native_doors_import_the_native_core() -> None:
         "core/json_bounds.py",
         "index.py",
         "ledger/port.py",
-        "mock/paged_kv.py",
         "mock/ranks.py",
     }
 

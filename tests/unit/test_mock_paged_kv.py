@@ -2,7 +2,7 @@ import pytest
 
 from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import sequence_hashes
-from kvrouter.mock.paged_kv import PagedKv, TableId
+from tests.support.paged_kv_native import PagedKv, TableId
 
 
 def paged_kv(total_blocks: int = 8, *, opaque: bool = False, seed: int = 0) -> PagedKv:
