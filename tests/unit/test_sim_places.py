@@ -23,6 +23,16 @@ GB = 10**9
 KV_BYTES = 192 * 131_072
 
 
+PRICED_ZONES = """topology:
+  levels: [zone, rack]
+  links:
+    within:
+      zone: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.5}
+      rack: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9}
+workers: [{name: w}]
+"""
+
+
 def priced(within: str = "", across: str = "", pairs: str = "") -> FleetFile:
     """Two zones with prices on some links."""
     text = TWO_ZONES.replace("13107200.0}}", f"13107200.0{within}}}}}").replace(
@@ -76,16 +86,7 @@ def test_the_price_of_a_pair_wins_in_either_direction() -> None:
 
 
 def test_the_price_is_that_of_the_link_whatever_level_transfers_are_reported_by() -> None:
-    file = fleet(
-        """topology:
-  levels: [zone, rack]
-  links:
-    within:
-      zone: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.5}
-      rack: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9}
-workers: [{name: w}]
-"""
-    )
+    file = fleet(PRICED_ZONES)
     here, far = {"zone": "a", "rack": "r1"}, {"zone": "a", "rack": "r2"}
     places = Places(file)
     assert places.level == "zone"
@@ -125,16 +126,7 @@ def test_the_parts_of_the_time_carry_what_all_of_it_does_and_cost_as_much() -> N
 
 
 def test_places_of_one_domain_are_added_up_at_the_prices_of_their_own_links() -> None:
-    file = fleet(
-        """topology:
-  levels: [zone, rack]
-  links:
-    within:
-      zone: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9, price_per_gb: 0.5}
-      rack: {latency_s: 0.0, bandwidth_bytes_per_s: 1.0e9}
-workers: [{name: w}]
-"""
-    )
+    file = fleet(PRICED_ZONES)
     one, two, three = ({"zone": "a", "rack": rack} for rack in ("r1", "r2", "r3"))
     moves = [Move(one, two, GB), Move(two, three, 2 * GB), Move(one, one, 4 * GB), Move(one, two, GB)]
     ended = Outcome(number=0, arrived_s=0.0, input_tokens=1, output_tokens=1, ceiling_tokens=0, moves=moves)
