@@ -4,6 +4,10 @@
 //! may hold it. Cached blocks form a tree (a block's parent is the block before it). A sequence holds every block on
 //! its path, so a block that nobody holds has no descendant that somebody holds, and what can be evicted is always at
 //! the leaves.
+//!
+//! The tree is one of runs: blocks that follow each other, have the same holders and were given up together. A
+//! sequence ends where a run ends; one that shares only the beginning of a run splits it. Prompts of thousands of
+//! blocks then cost a few lookups, and their blocks lie in a row.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -36,31 +40,42 @@ pub struct NoRoom {
     pub evictable: usize,
 }
 
-/// One cached block. `released` says when it became unused; siblings are in the order of their creation.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 struct Block {
-    parent: u32,
-    first_child: u32,
-    last_child: u32,
-    before: u32,
-    after: u32,
-    depth: u32,
-    holders: u32,
-    released: u64,
     block_hash: u64,
     sequence_hash: u64,
     engine_hash: u64,
 }
 
-/// What one sequence holds: its cached blocks from the first on, and then `n_private` others.
-#[derive(Default)]
+/// Cached blocks in a row, at least one but in the root. `released` says when they became unused; siblings are in the
+/// order of their creation.
+struct Run {
+    parent: u32,
+    first_child: u32,
+    last_child: u32,
+    before: u32,
+    after: u32,
+    holders: u32,
+    released: u64,
+    blocks: Vec<Block>,
+}
+
+/// Where a sequence leaves the tree: after the first `within` blocks of a run, and `n_blocks` below its start.
+struct Place {
+    run: u32,
+    within: usize,
+    n_blocks: usize,
+}
+
+/// What one sequence holds: the `n_cached` blocks on the path to the end of a run, and then `n_private` others.
 struct Table {
-    blocks: Vec<u32>,
+    end: u32,
+    n_cached: usize,
     n_private: usize,
 }
 
-/// The order of eviction: the least recent, of those the deepest, of those the one offered first.
-type Offer = Reverse<(u64, Reverse<u32>, u64, u32)>;
+/// The least recent comes first. What one sequence gave up is one path, so no two leaves were given up together.
+type Offer = Reverse<(u64, u32)>;
 
 pub struct PagedKv {
     total: usize,
@@ -72,33 +87,31 @@ pub struct PagedKv {
     opaque: bool,
     next_name: u64,
     clock: u64,
-    n_offers: u64,
-    blocks: Vec<Block>,
+    runs: Vec<Run>,
     spare: Vec<u32>,
-    /// Every cached block, found by its parent and its hash.
+    /// Every run, found by its parent and its first block's hash.
     children: HashTable<u32>,
     tables: HashMap<u64, Table>,
     next_table: u64,
     offers: BinaryHeap<Offer>,
     events: Vec<Event>,
     gone: Vec<u64>,
+    /// The hashes of the blocks that are committed at this moment.
+    scratch: Vec<u64>,
 }
 
 impl PagedKv {
     /// `opaque`: the engine's names for blocks are drawn from `seed`, instead of following from their content.
     pub fn new(total_blocks: usize, opaque: bool, seed: u64, caching: bool) -> Self {
-        let root = Block {
+        let root = Run {
             parent: NONE,
             first_child: NONE,
             last_child: NONE,
             before: NONE,
             after: NONE,
-            depth: 0,
             holders: 0,
             released: NEVER,
-            block_hash: 0,
-            sequence_hash: 0,
-            engine_hash: 0,
+            blocks: Vec::new(),
         };
         PagedKv {
             total: total_blocks,
@@ -110,8 +123,7 @@ impl PagedKv {
             opaque,
             next_name: finish64(seed),
             clock: 0,
-            n_offers: 0,
-            blocks: vec![root],
+            runs: vec![root],
             spare: Vec::new(),
             children: HashTable::new(),
             tables: HashMap::new(),
@@ -119,6 +131,7 @@ impl PagedKv {
             offers: BinaryHeap::new(),
             events: Vec::new(),
             gone: Vec::new(),
+            scratch: Vec::new(),
         }
     }
 
@@ -152,7 +165,7 @@ impl PagedKv {
 
     /// How many cached blocks begin this sequence, at most `blocks_max`.
     pub fn matched(&self, hashes: impl Iterator<Item = u64>, blocks_max: usize) -> usize {
-        self.path(hashes.take(blocks_max)).count()
+        self.descend(ROOT, hashes.take(blocks_max)).n_blocks
     }
 
     /// Holds the first `n_matched` blocks of the sequence, which are cached, and allocates `n_private` more, evicting
@@ -163,18 +176,15 @@ impl PagedKv {
         n_matched: usize,
         n_private: usize,
     ) -> Option<u64> {
-        let blocks: Vec<u32> = self.path(hashes.take(n_matched)).collect();
-        let woken = blocks.iter().filter(|&&id| self.blocks[id as usize].holders == 0).count();
-        if n_private > self.free + self.idle - woken {
+        let place = self.descend(ROOT, hashes.take(n_matched));
+        if n_private > self.free + self.idle - self.idle_before(&place) {
             return None;
         }
-        self.idle -= woken;
-        for &id in &blocks {
-            self.blocks[id as usize].holders += 1;
-        }
+        let end = self.split(&place);
+        self.hold_path(end, ROOT);
         let handle = self.next_table;
         self.next_table += 1;
-        self.tables.insert(handle, Table { blocks, n_private });
+        self.tables.insert(handle, Table { end, n_cached: place.n_blocks, n_private });
         self.take(n_private).ok()?;
         Some(handle)
     }
@@ -192,7 +202,7 @@ impl PagedKv {
         self.take(n_private)?;
         Ok(self.tables.get_mut(&handle).map(|table| {
             table.n_private += n_private;
-            table.blocks.len() + table.n_private
+            table.n_cached + table.n_private
         }))
     }
 
@@ -203,36 +213,31 @@ impl PagedKv {
         let Some(table) = self.tables.get_mut(&handle) else {
             return false;
         };
-        let n_cached = table.blocks.len();
+        let Table { end, n_cached, .. } = *table;
         if !self.caching || n_full <= n_cached {
             return true;
         }
-        let new: Vec<u64> = hashes.skip(n_cached).take(n_full - n_cached).collect();
-        if new.len() > table.n_private || new.len() < n_full - n_cached {
-            return false;
-        }
-        table.n_private -= new.len();
-        let mut blocks = std::mem::take(&mut table.blocks);
-        let mut parent = blocks.last().copied().unwrap_or(ROOT);
-        let mut shared = 0;
-        while let Some(child) = new.get(shared).and_then(|&hash| self.child(parent, hash)) {
-            let block = &mut self.blocks[child as usize];
-            if block.holders == 0 {
-                self.idle -= 1;
+        let n_new = n_full - n_cached;
+        let mut new = std::mem::take(&mut self.scratch);
+        new.clear();
+        new.extend(hashes.skip(n_cached).take(n_new));
+        let fits = new.len() == n_new && n_new <= table.n_private;
+        if fits {
+            table.n_private -= n_new;
+            let place = self.descend(end, new.iter().copied());
+            let mut end_now = self.split(&place);
+            self.hold_path(end_now, end);
+            self.free += place.n_blocks;
+            if place.n_blocks < n_new {
+                end_now = self.store(end_now, &new[place.n_blocks..]);
             }
-            block.holders += 1;
-            self.free += 1;
-            blocks.push(child);
-            parent = child;
-            shared += 1;
+            if let Some(table) = self.tables.get_mut(&handle) {
+                table.end = end_now;
+                table.n_cached = n_full;
+            }
         }
-        if shared < new.len() {
-            self.store(&mut blocks, parent, &new[shared..]);
-        }
-        if let Some(table) = self.tables.get_mut(&handle) {
-            table.blocks = blocks;
-        }
-        true
+        self.scratch = new;
+        fits
     }
 
     /// Gives up every block of the table: private ones are free, cached ones stay until evicted. False for a table
@@ -244,16 +249,19 @@ impl PagedKv {
         self.free += table.n_private;
         let released = self.clock;
         self.clock += 1;
-        for &id in table.blocks.iter().rev() {
-            let block = &mut self.blocks[id as usize];
-            block.holders -= 1;
-            if block.holders == 0 {
-                block.released = released;
-                self.idle += 1;
-                if block.first_child == NONE {
+        let mut id = table.end;
+        while id != ROOT {
+            let run = &mut self.runs[id as usize];
+            let parent = run.parent;
+            run.holders -= 1;
+            if run.holders == 0 {
+                run.released = released;
+                self.idle += run.blocks.len();
+                if run.first_child == NONE {
                     self.offer(id);
                 }
             }
+            id = parent;
         }
         true
     }
@@ -269,16 +277,23 @@ impl PagedKv {
         let mut events = Vec::new();
         let mut starts: Vec<u32> = self.children_of(ROOT).collect();
         while let Some(start) = starts.pop() {
-            let mut run = vec![start];
+            let mut runs = vec![start];
             let mut id = start;
             loop {
                 let mut children = self.children_of(id);
                 let Some(first) = children.next() else { break };
                 starts.extend(children);
-                run.push(first);
+                runs.push(first);
                 id = first;
             }
-            events.push(self.stored(&run));
+            let blocks = runs.iter().flat_map(|&id| &self.runs[id as usize].blocks);
+            let (engine_hashes, block_hashes) =
+                blocks.map(|block| (block.engine_hash, block.block_hash)).unzip();
+            events.push(Event::Stored {
+                parent: self.last_of(self.runs[start as usize].parent).map(|block| block.engine_hash),
+                engine_hashes,
+                block_hashes,
+            });
         }
         events
     }
@@ -286,7 +301,7 @@ impl PagedKv {
     /// Every way in which the books differ from `tables`, which is all that holds blocks.
     pub fn check_integrity(&self, tables: &[u64]) -> Vec<String> {
         let mut problems = Vec::new();
-        let mut holders = vec![0u32; self.blocks.len()];
+        let mut holders = vec![0u32; self.runs.len()];
         let mut n_private = 0;
         for handle in tables {
             let Some(table) = self.tables.get(handle) else {
@@ -294,33 +309,51 @@ impl PagedKv {
                 continue;
             };
             n_private += table.n_private;
-            for &id in &table.blocks {
+            let (mut id, mut n_cached) = (table.end, 0);
+            while id != ROOT {
                 holders[id as usize] += 1;
+                n_cached += self.runs[id as usize].blocks.len();
+                id = self.runs[id as usize].parent;
+            }
+            if n_cached != table.n_cached {
+                problems.push(format!(
+                    "table {handle} holds {n_cached} blocks, its book says {}",
+                    table.n_cached
+                ));
             }
         }
         if self.tables.len() > tables.len() {
             problems.push(format!("{} tables are held by nobody", self.tables.len() - tables.len()));
         }
-        let (mut n_cached, mut n_idle) = (0, 0);
+        let (mut n_runs, mut n_cached, mut n_idle) = (0, 0, 0);
         let mut ids: Vec<u32> = self.children_of(ROOT).collect();
         while let Some(id) = ids.pop() {
             ids.extend(self.children_of(id));
-            let block = &self.blocks[id as usize];
-            n_cached += 1;
-            n_idle += usize::from(block.holders == 0);
-            if block.holders != std::mem::take(&mut holders[id as usize]) {
-                problems.push(format!("block {:#x} counts {} holders", block.engine_hash, block.holders));
+            let run = &self.runs[id as usize];
+            let Some(first) = run.blocks.first() else {
+                problems.push(format!("run {id} has no block"));
+                continue;
+            };
+            n_runs += 1;
+            n_cached += run.blocks.len();
+            n_idle += if run.holders == 0 { run.blocks.len() } else { 0 };
+            if run.holders != std::mem::take(&mut holders[id as usize]) {
+                problems.push(format!("block {:#x} counts {} holders", first.engine_hash, run.holders));
             }
         }
         let stray = holders.iter().filter(|&&count| count > 0).count();
         if stray > 0 {
-            problems.push(format!("{stray} held blocks are not in the cache"));
+            problems.push(format!("{stray} held runs of blocks are not in the cache"));
         }
         if n_idle != self.idle {
             problems.push(format!("{n_idle} cached blocks are idle, the books say {}", self.idle));
         }
-        if n_cached as u64 != self.cached_blocks() || n_cached != self.children.len() {
+        if n_cached as u64 != self.cached_blocks() {
             problems.push(format!("{n_cached} blocks are cached, the books say {}", self.cached_blocks()));
+        }
+        if n_runs != self.children.len() {
+            problems
+                .push(format!("{n_runs} runs of blocks are cached, {} can be found", self.children.len()));
         }
         if n_cached + n_private + self.free != self.total {
             problems.push(format!(
@@ -331,31 +364,100 @@ impl PagedKv {
         problems
     }
 
-    fn path<'a>(&'a self, hashes: impl Iterator<Item = u64> + 'a) -> impl Iterator<Item = u32> + 'a {
-        let mut parent = ROOT;
-        hashes.map_while(move |hash| {
-            let child = self.child(parent, hash)?;
-            parent = child;
-            Some(child)
-        })
+    /// How far the tree below `from` goes along with the hashes.
+    fn descend(&self, from: u32, mut hashes: impl Iterator<Item = u64>) -> Place {
+        let mut place = Place { run: from, within: self.runs[from as usize].blocks.len(), n_blocks: 0 };
+        let mut next = hashes.next();
+        while let Some(child) = next.and_then(|hash| self.child(place.run, hash)) {
+            let blocks = &self.runs[child as usize].blocks;
+            let mut within = 1;
+            next = hashes.next();
+            while next.is_some() && blocks.get(within).map(|block| block.block_hash) == next {
+                within += 1;
+                next = hashes.next();
+            }
+            place = Place { run: child, within, n_blocks: place.n_blocks + within };
+            if within < blocks.len() {
+                break;
+            }
+        }
+        place
     }
 
     fn child(&self, parent: u32, hash: u64) -> Option<u32> {
+        if self.runs[parent as usize].first_child == NONE {
+            return None;
+        }
         let is_it = |&id: &u32| {
-            let block = &self.blocks[id as usize];
-            block.parent == parent && block.block_hash == hash
+            let run = &self.runs[id as usize];
+            run.parent == parent && run.blocks[0].block_hash == hash
         };
         self.children.find(child_key(parent, hash), is_it).copied()
     }
 
+    /// How many blocks on the way to a place nobody holds: what is above a held run is held.
+    fn idle_before(&self, place: &Place) -> usize {
+        let (mut id, mut n_blocks, mut idle) = (place.run, place.within, 0);
+        while id != ROOT && self.runs[id as usize].holders == 0 {
+            idle += n_blocks;
+            id = self.runs[id as usize].parent;
+            n_blocks = self.runs[id as usize].blocks.len();
+        }
+        idle
+    }
+
+    /// Makes one more sequence hold the runs from `end` up to `top`, which it holds already.
+    fn hold_path(&mut self, end: u32, top: u32) {
+        let mut id = end;
+        while id != top {
+            let run = &mut self.runs[id as usize];
+            if run.holders == 0 {
+                self.idle -= run.blocks.len();
+            }
+            run.holders += 1;
+            id = run.parent;
+        }
+    }
+
+    /// The run that ends at a place: a new one, with the first blocks of the old, where the place is inside a run.
+    /// The rest keeps its number, because sequences and runs below know it by that.
+    fn split(&mut self, place: &Place) -> u32 {
+        let id = place.run;
+        let run = &mut self.runs[id as usize];
+        if place.within == run.blocks.len() {
+            return id;
+        }
+        let rest = run.blocks.split_off(place.within);
+        let rest_key_hash = rest[0].block_hash;
+        let begin = std::mem::replace(&mut run.blocks, rest);
+        let key = child_key(run.parent, begin[0].block_hash);
+        let upper = Run {
+            parent: run.parent,
+            first_child: id,
+            last_child: id,
+            before: std::mem::replace(&mut run.before, NONE),
+            after: std::mem::replace(&mut run.after, NONE),
+            holders: run.holders,
+            released: run.released,
+            blocks: begin,
+        };
+        let upper_id = self.number(upper);
+        self.runs[id as usize].parent = upper_id;
+        self.link(upper_id);
+        let entry = self.children.find_mut(key, |&other| other == id);
+        *entry.expect("every run can be found") = upper_id;
+        self.list(id, child_key(upper_id, rest_key_hash));
+        upper_id
+    }
+
     fn children_of(&self, id: u32) -> impl Iterator<Item = u32> + '_ {
-        let mut next = self.blocks[id as usize].first_child;
+        let mut next = self.runs[id as usize].first_child;
         std::iter::from_fn(move || {
             let id = next;
             if id == NONE {
                 return None;
             }
-            next = self.blocks[id as usize].after;
+            next = self.runs[id as usize].after;
             Some(id)
         })
     }
@@ -368,95 +470,101 @@ impl PagedKv {
         Ok(())
     }
 
-    fn store(&mut self, blocks: &mut Vec<u32>, mut parent: u32, hashes: &[u64]) {
-        let begin = blocks.len();
-        for &block_hash in hashes {
-            let before = &self.blocks[parent as usize];
-            let sequence_hash = chain((before.depth > 0).then_some(before.sequence_hash), block_hash);
-            let engine_hash = if self.opaque {
-                let name = self.next_name;
-                self.next_name = name.wrapping_add(1);
-                finish64(name)
-            } else {
-                sequence_hash ^ SPREAD
-            };
-            let block = Block {
-                parent,
-                first_child: NONE,
-                last_child: NONE,
-                before: before.last_child,
-                after: NONE,
-                depth: before.depth + 1,
-                holders: 1,
-                released: NEVER,
-                block_hash,
-                sequence_hash,
-                engine_hash,
-            };
-            let id = self.add(block);
-            let blocks_by_id = &self.blocks;
-            self.children.insert_unique(child_key(parent, block_hash), id, |&id| {
-                let block = &blocks_by_id[id as usize];
-                child_key(block.parent, block.block_hash)
-            });
-            blocks.push(id);
-            parent = id;
-        }
-        self.stored += hashes.len() as u64;
+    /// Caches blocks after the run `end`, for the one sequence that holds them; returns the run that they end.
+    fn store(&mut self, end: u32, hashes: &[u64]) -> u32 {
+        let last = self.last_of(end);
+        let mut previous = last.map(|block| block.sequence_hash);
+        let blocks: Vec<Block> = hashes
+            .iter()
+            .map(|&block_hash| {
+                let sequence_hash = chain(previous, block_hash);
+                previous = Some(sequence_hash);
+                let engine_hash = if self.opaque {
+                    let name = self.next_name;
+                    self.next_name = name.wrapping_add(1);
+                    finish64(name)
+                } else {
+                    sequence_hash ^ SPREAD
+                };
+                Block { block_hash, sequence_hash, engine_hash }
+            })
+            .collect();
         self.flush_gone();
-        let event = self.stored(&blocks[begin..]);
-        self.events.push(event);
+        self.events.push(Event::Stored {
+            parent: last.map(|block| block.engine_hash),
+            engine_hashes: blocks.iter().map(|block| block.engine_hash).collect(),
+            block_hashes: hashes.to_vec(),
+        });
+        self.stored += hashes.len() as u64;
+        let run = &mut self.runs[end as usize];
+        if run.holders == 1 && run.first_child == NONE {
+            run.blocks.extend_from_slice(&blocks); // nobody else has or follows it
+            return end;
+        }
+        let run = Run {
+            parent: end,
+            first_child: NONE,
+            last_child: NONE,
+            before: run.last_child,
+            after: NONE,
+            holders: 1,
+            released: NEVER,
+            blocks,
+        };
+        let id = self.number(run);
+        self.link(id);
+        self.list(id, child_key(end, hashes[0]));
+        id
     }
 
-    fn add(&mut self, block: Block) -> u32 {
-        let (parent, before) = (block.parent as usize, block.before);
-        let id = if let Some(id) = self.spare.pop() {
-            self.blocks[id as usize] = block;
+    fn number(&mut self, run: Run) -> u32 {
+        if let Some(id) = self.spare.pop() {
+            self.runs[id as usize] = run;
             id
         } else {
-            self.blocks.push(block);
-            (self.blocks.len() - 1) as u32
-        };
-        if before == NONE {
-            self.blocks[parent].first_child = id;
-        } else {
-            self.blocks[before as usize].after = id;
+            self.runs.push(run);
+            (self.runs.len() - 1) as u32
         }
-        self.blocks[parent].last_child = id;
-        id
+    }
+
+    /// Makes the siblings and the parent of a run name it.
+    fn link(&mut self, id: u32) {
+        let Run { parent, before, after, .. } = self.runs[id as usize];
+        match before {
+            NONE => self.runs[parent as usize].first_child = id,
+            _ => self.runs[before as usize].after = id,
+        }
+        match after {
+            NONE => self.runs[parent as usize].last_child = id,
+            _ => self.runs[after as usize].before = id,
+        }
+    }
+
+    fn list(&mut self, id: u32, key: u64) {
+        let runs = &self.runs;
+        self.children.insert_unique(key, id, |&id| {
+            let run = &runs[id as usize];
+            child_key(run.parent, run.blocks[0].block_hash)
+        });
     }
 
     fn evict(&mut self, n_blocks: usize) -> Result<(), NoRoom> {
         if n_blocks > self.idle {
             return Err(NoRoom { wanted: n_blocks, evictable: self.idle });
         }
-        let mut next = None;
-        for _ in 0..n_blocks {
+        let (mut next, mut n_left) = (None, n_blocks);
+        while n_left > 0 {
             let id = next.take().unwrap_or_else(|| self.least_recent_leaf());
-            let block = &mut self.blocks[id as usize];
-            let released = std::mem::replace(&mut block.released, NEVER);
-            let (parent, before, after, hash) = (block.parent, block.before, block.after, block.block_hash);
-            self.gone.push(block.engine_hash);
-            if let Ok(entry) = self.children.find_entry(child_key(parent, hash), |&other| other == id) {
-                entry.remove();
+            let run = &mut self.runs[id as usize];
+            let n_kept = run.blocks.len().saturating_sub(n_left);
+            let first = run.blocks[0].block_hash;
+            n_left -= run.blocks.len() - n_kept;
+            self.gone.extend(run.blocks.drain(n_kept..).rev().map(|block| block.engine_hash));
+            if n_kept > 0 {
+                next = Some(id);
+                break;
             }
-            match before {
-                NONE => self.blocks[parent as usize].first_child = after,
-                _ => self.blocks[before as usize].after = after,
-            }
-            match after {
-                NONE => self.blocks[parent as usize].last_child = before,
-                _ => self.blocks[after as usize].before = before,
-            }
-            self.spare.push(id);
-            let left = &self.blocks[parent as usize];
-            if parent != ROOT && left.first_child == NONE && left.holders == 0 {
-                if left.released == released {
-                    next = Some(parent); // what one table gave up is one path: nothing comes between
-                } else {
-                    self.offer(parent);
-                }
-            }
+            next = self.remove(id, first);
         }
         if let Some(leaf) = next {
             self.offer(leaf);
@@ -467,28 +575,56 @@ impl PagedKv {
         Ok(())
     }
 
+    /// Takes a run out of the tree whose blocks, beginning with `first`, are gone. Returns its parent if that is the
+    /// next to be evicted.
+    fn remove(&mut self, id: u32, first: u64) -> Option<u32> {
+        let run = &mut self.runs[id as usize];
+        run.blocks = Vec::new();
+        let released = std::mem::replace(&mut run.released, NEVER);
+        let (parent, before, after) = (run.parent, run.before, run.after);
+        if let Ok(entry) = self.children.find_entry(child_key(parent, first), |&other| other == id) {
+            entry.remove();
+        }
+        match before {
+            NONE => self.runs[parent as usize].first_child = after,
+            _ => self.runs[before as usize].after = after,
+        }
+        match after {
+            NONE => self.runs[parent as usize].last_child = before,
+            _ => self.runs[after as usize].before = before,
+        }
+        self.spare.push(id);
+        let left = &self.runs[parent as usize];
+        if parent == ROOT || left.first_child != NONE || left.holders > 0 {
+            return None;
+        }
+        if left.released == released {
+            return Some(parent); // what one table gave up is one path: nothing comes between
+        }
+        self.offer(parent);
+        None
+    }
+
     fn least_recent_leaf(&mut self) -> u32 {
-        while let Some(Reverse((released, _, _, id))) = self.offers.pop() {
+        while let Some(Reverse((released, id))) = self.offers.pop() {
             if self.can_evict(id, released) {
                 return id;
             }
         }
-        unreachable!("an idle block has a leaf below it that nobody holds, and every such leaf is offered")
+        unreachable!("an idle run has a leaf below it that nobody holds, and every such leaf is offered")
     }
 
-    /// True when nobody held the block since it was offered, so that it is a leaf still.
+    /// True when nobody held the run since it was offered, so that it is a leaf still.
     fn can_evict(&self, id: u32, released: u64) -> bool {
-        let block = &self.blocks[id as usize];
-        block.holders == 0 && block.released == released
+        let run = &self.runs[id as usize];
+        run.holders == 0 && run.released == released
     }
 
     fn offer(&mut self, leaf: u32) {
-        let block = &self.blocks[leaf as usize];
-        self.offers.push(Reverse((block.released, Reverse(block.depth), self.n_offers, leaf)));
-        self.n_offers += 1;
+        self.offers.push(Reverse((self.runs[leaf as usize].released, leaf)));
         if self.offers.len() > 2 * self.idle + STALE_ENTRIES_MAX {
             let mut offers = std::mem::take(&mut self.offers);
-            offers.retain(|Reverse((released, _, _, id))| self.can_evict(*id, *released));
+            offers.retain(|&Reverse((released, id))| self.can_evict(id, released));
             self.offers = offers;
         }
     }
@@ -499,15 +635,9 @@ impl PagedKv {
         }
     }
 
-    fn stored(&self, run: &[u32]) -> Event {
-        let parent = &self.blocks[self.blocks[run[0] as usize].parent as usize];
-        let of_run =
-            |hash: fn(&Block) -> u64| run.iter().map(|&id| hash(&self.blocks[id as usize])).collect();
-        Event::Stored {
-            parent: (parent.depth > 0).then_some(parent.engine_hash),
-            engine_hashes: of_run(|block| block.engine_hash),
-            block_hashes: of_run(|block| block.block_hash),
-        }
+    /// The last block of a run; None of the root.
+    fn last_of(&self, id: u32) -> Option<Block> {
+        self.runs[id as usize].blocks.last().copied()
     }
 }
 
