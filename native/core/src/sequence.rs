@@ -50,14 +50,8 @@ pub enum Finish {
 
 /// Of steps that are planned and have not ended, it computes `planned_tokens` and generates `planned_outputs`.
 pub(crate) struct Sequence<C> {
-    pub content: C,
-    pub hashes: Vec<u64>,
-    pub prompt_tokens: u64,
-    pub max_tokens: u64,
-    pub credit_tokens: i64,
-    pub may_stop: bool,
-    pub wants_remote_kv: bool,
-    pub pins_kv: bool,
+    /// As it came; its credit, and whether it still wants KV, change.
+    pub leg: Submitted<C>,
     pub n_tokens: u64,
     pub state: State,
     pub prefilling: bool,
@@ -76,17 +70,10 @@ pub(crate) struct Sequence<C> {
 }
 
 impl<C: Content> Sequence<C> {
-    pub fn new(submitted: Submitted<C>) -> Self {
+    pub fn new(leg: Submitted<C>) -> Self {
         Sequence {
-            content: submitted.content,
-            hashes: submitted.hashes,
-            prompt_tokens: submitted.prompt_tokens,
-            max_tokens: submitted.max_tokens,
-            credit_tokens: submitted.credit_tokens,
-            may_stop: submitted.may_stop,
-            wants_remote_kv: submitted.wants_remote_kv,
-            pins_kv: submitted.pins_kv,
-            n_tokens: submitted.prompt_tokens,
+            n_tokens: leg.prompt_tokens,
+            leg,
             state: State::Waiting,
             prefilling: true,
             table: None,
@@ -111,9 +98,9 @@ impl<C: Content> Sequence<C> {
 
     /// Makes sure that the first `n_blocks` blocks, all of them full, have their hashes.
     pub fn hash_blocks(&mut self, n_blocks: usize) -> Result<(), C::Error> {
-        let known = self.hashes.len();
+        let known = self.leg.hashes.len();
         if n_blocks > known {
-            self.content.hash_blocks(known, n_blocks, &mut self.hashes)?;
+            self.leg.content.hash_blocks(known, n_blocks, &mut self.leg.hashes)?;
         }
         Ok(())
     }
