@@ -4,6 +4,9 @@ Each side is a process of its own, from the file to the figures, and its CPU is 
 (user and system). The sides take turns. Both have blocks of 512 tokens, 4,096 blocks a worker, their default
 timing, and a router that knows the caches. KV takes no time on its way, which is Dynamo's default. What both
 say of reuse and TTFT stands in the result too.
+
+Then our own replay alone: at small blocks over that at 512; what a request costs without its decision, over
+1,000 workers instead of 8 at the same load for each; and a million requests over 1,000 workers.
 """
 
 import gzip
@@ -30,6 +33,10 @@ ROUNDS = 5
 WANTED = 1.0
 CHILDREN_OF_BLOCK = (64, 16)
 """Our own block sizes that are compared with our time at 512; the memory of a worker is the same."""
+
+FLEETS = (8, 1000)
+FLEET_REQUESTS = 20_000
+MILLION = 1_000_000
 
 BLOCK = 512
 BLOCKS = 4096
@@ -176,10 +183,51 @@ def small_blocks(ours: Ours, rounds: int, tell: Callable[[str], None]) -> list[L
     ]  # fmt: skip
 
 
+def scaled(folder: Path, workers: int, requests: int) -> Figures:
+    """What ``benchmarks.replay_scale`` says, in a process of its own."""
+    figures = folder / "scale.json"
+    cpu_of([sys.executable, "-m", "benchmarks.replay_scale", str(workers), str(requests), str(figures)])
+    said: Figures = json.loads(figures.read_text(encoding="utf-8"))
+    return said
+
+
+def large_fleets(folder: Path, rounds: int, tell: Callable[[str], None]) -> list[Line]:
+    """What a request costs over many workers, without its decision and with it."""
+    small, large = FLEETS
+    alone: dict[int, list[list[float]]] = {small: [], large: []}
+    whole: dict[int, list[list[float]]] = {small: [], large: []}
+    for number in range(rounds):
+        for workers in FLEETS:
+            tell(f"{workers} workers: round {number + 1} of {rounds}")
+            said = scaled(folder, workers, FLEET_REQUESTS)
+            alone[workers].append([(said["cpu_s"] - said["decisions_s"]) / said["requests"] * 1e6])
+            whole[workers].append([said["cpu_s"] / said["requests"] * 1e6])
+    row, peer = f"replay, {large:,} workers, CPU a request", f"ours over {small}"
+    return [
+        line(row, "without its decision", "µs", alone[large], alone[small], peer=peer, wanted=1.2),
+        line(row, "with it", "µs", whole[large], whole[small], peer=peer),
+    ]
+
+
+def million(folder: Path, tell: Callable[[str], None]) -> list[Line]:
+    """A million requests, once."""
+    workers = FLEETS[-1]
+    tell(f"{MILLION:,} requests over {workers:,} workers: minutes")
+    said = scaled(folder, workers, MILLION)
+    row = f"replay, {MILLION:,} requests over {workers:,} workers"
+    return [
+        Line(row, "CPU", "s", measured([[said["cpu_s"]]])),
+        Line(row, "wall", "s", measured([[said["wall_s"]]])),
+        Line(row, "memory", "MB", measured([[said["bytes_max"] / 1e6]])),
+    ]
+
+
 @click.command()
 @click.option("--trace", type=click.Path(path_type=Path, exists=True), default=TRACE, help="Mooncake rows.")
 @click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS, show_default=True)
-@click.option("--only", type=click.Choice(["dynamo", "blocks"]), help="One part; writes no file.")
+@click.option(
+    "--only", type=click.Choice(["dynamo", "blocks", "fleets", "million"]), help="One part; writes no file."
+)
 def main(trace: Path, rounds: int, only: str | None) -> None:
     """Measure, print the table, and write the result file."""
     console = open_console()
@@ -195,7 +243,7 @@ def main(trace: Path, rounds: int, only: str | None) -> None:
         ):
             shutil.copyfileobj(packed, out)
         ours = Ours(folder, plain)
-        if only != "blocks":
+        if only in {None, "dynamo"}:
             python = ensure_environment()
             command = [
                 str(python),
@@ -205,8 +253,12 @@ def main(trace: Path, rounds: int, only: str | None) -> None:
             told = subprocess.run(command, check=True, capture_output=True, text=True)
             versions["ai-dynamo"] = told.stdout.strip()
             lines += compare(ours, Dynamo(python, folder, plain), rounds, status.update)
-        if only != "dynamo":
+        if only in {None, "blocks"}:
             lines += small_blocks(ours, rounds, status.update)
+        if only in {None, "fleets"}:
+            lines += large_fleets(folder, rounds, status.update)
+        if only in {None, "million"}:
+            lines += million(folder, status.update)
     report("offline-replay", lines, versions, load_average, console, keep=only is None)
 
 

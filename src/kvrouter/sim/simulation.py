@@ -6,7 +6,8 @@ drawn comes from the seed, so that the same inputs give the same outcomes.
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -49,6 +50,9 @@ from kvrouter.sim.traces.request import TraceRequest
 
 CEILING_BLOCKS_MAX = 7_000_000
 """Distinct blocks or pieces of a trace up to which its ceiling is known; more are not kept in mind."""
+
+COLLECTED_OBJECTS = 50_000
+"""So many new objects call the garbage collector while a replay runs."""
 
 _SALT = 0x9E3779B97F4A7C15
 
@@ -98,6 +102,21 @@ class _RuleHere:
                 now_s=simulation.now_s,
             )
         )
+
+
+@contextmanager
+def _little_collected() -> Iterator[None]:
+    """The fleet stays to the end, and requests are no cycles: the collector walks the fleet not at all, and
+    requests under way rarely. Of a thousand workers they are many, and most of them are not over.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(COLLECTED_OBJECTS, *thresholds[1:])
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 class Simulation:
@@ -158,13 +177,11 @@ class Simulation:
 
     def run(self) -> Result:
         """Replay to the end; KeyboardInterrupt leaves what is known so far in ``result``."""
-        gc.freeze()  # the fleet stays to the end: the collector need not walk it again and again
-        try:
-            self._run()
-        except KeyboardInterrupt:
-            self.result.is_whole = False
-        finally:
-            gc.unfreeze()
+        with _little_collected():
+            try:
+                self._run()
+            except KeyboardInterrupt:
+                self.result.is_whole = False
         self.result.carried = self.fleet.fabric.carried()
         return self.result
 
