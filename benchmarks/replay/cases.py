@@ -52,7 +52,12 @@ class Rows:
         self.piece_tokens = trace.info.piece_tokens
         self.is_closed = case.is_closed
         self.rows = [
-            msgspec.structs.replace(row, at_s=row.at_s / load, think_s=row.think_s / load)
+            msgspec.structs.replace(
+                row,
+                at_s=row.at_s / load,
+                not_before_s=row.not_before_s / load,
+                waits=tuple(msgspec.structs.replace(wait, think_s=wait.think_s / load) for wait in row.waits),
+            )
             for row in islice(trace, rows_max)
         ]
         self.half = len(self.rows) // 2

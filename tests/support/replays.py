@@ -9,7 +9,7 @@ from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.rules.rule import Rule
 from kvrouter.sim.simulation import Result, Simulation
 from kvrouter.sim.timetable import TimetableEvent
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.request import TraceRequest, Wait
 
 PIECE_TOKENS = 64
 
@@ -41,8 +41,8 @@ def row(
     output_tokens: int = 4,
     input_tokens: int | None = None,
     session: str = "",
-    after: int | None = None,
-    think_s: float = 0.0,
+    waits: tuple[Wait, ...] = (),
+    not_before_s: float = 0.0,
 ) -> TraceRequest:
     """One request, whose prompt is these pieces of 64 tokens."""
     return TraceRequest(
@@ -53,8 +53,8 @@ def row(
         piece_tokens=PIECE_TOKENS,
         pieces=array("Q", pieces),
         session=session,
-        after=after,
-        think_s=think_s,
+        waits=waits,
+        not_before_s=not_before_s,
     )
 
 

@@ -20,6 +20,59 @@ def dialogue(session: str, tokens: int, ids: list[int], **times: float) -> dict[
     return {"session_id": session, "input_length": tokens, "output_length": 5, "hash_ids": ids, **times}
 
 
+def by_other_names(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Mooncake's with the other names of its fields that Dynamo reads."""
+    names = {
+        "input_length": "input_tokens",
+        "output_length": "output_tokens",
+        "timestamp": "created_time",
+        "delay": "delay_ms",
+    }
+    return {names.get(name, name): value for name, value in row.items()}
+
+
+def waiting(name: str, *wait_for: str, ids: tuple[int, ...] = (1,), **more: object) -> dict[str, Any]:
+    """A row of dynamo.agentic_mooncake without a header, whose prompt has so many blocks of 512 tokens."""
+    others = {"wait_for": list(wait_for)} if wait_for else {}
+    lengths = {"input_length": 512 * len(ids), "output_length": 4, "hash_ids": list(ids)}
+    return {"request_id": name, "session_id": "s", **lengths, **others, **more}
+
+
+HEADER: dict[str, Any] = {
+    "schema": "dynamo.agentic_mooncake",
+    "version": 2,
+    "block_size": 64,
+    "hash_id_scope": "local",
+    "source": {"format": "by hand", "digest": "none"},
+}
+
+
+def node(
+    name: str,
+    not_before_ms: float,
+    *dependencies: dict[str, Any],
+    ids: tuple[int, ...] = (1,),
+    **more: object,
+) -> dict[str, Any]:
+    """A row of dynamo.agentic_mooncake, version 2, whose prompt has so many blocks of 64 tokens."""
+    return {
+        "request_id": name,
+        "play_id": "p",
+        "session_id": "s",
+        "model": "m",
+        "input_length": 64 * len(ids),
+        "output_length": 4,
+        "hash_ids": list(ids),
+        "not_before_ms": not_before_ms,
+        "dependencies": list(dependencies),
+        **more,
+    }
+
+
+def dependency(name: str, delay_ms: float = 0.0, trigger: str = "completion") -> dict[str, Any]:
+    return {"request_id": name, "trigger": trigger, "delay_ms": delay_ms, "relation": "join"}
+
+
 SESSIONS: Rows = [
     {
         "id": "one",

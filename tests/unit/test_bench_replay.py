@@ -124,20 +124,22 @@ def test_a_closed_case_is_as_many_times_as_fast_in_all_but_its_answers() -> None
     case = CASES[AGENTS]
     once, thrice = Rows(case, 1.0, 40), Rows(case, 3.0, 40)
     assert once.is_closed
-    assert any(row.think_s for row in once.rows)
+    assert any(wait.think_s for row in once.rows for wait in row.waits)
     for slow, fast in zip(once.rows, thrice.rows, strict=True):
         assert fast.at_s == pytest.approx(slow.at_s / 3)
-        assert fast.think_s == pytest.approx(slow.think_s / 3)
-        assert (fast.after, fast.pieces) == (slow.after, slow.pieces)
+        assert fast.pieces == slow.pieces
+        assert [wait.number for wait in fast.waits] == [wait.number for wait in slow.waits]
+        for fast_one, slow_one in zip(fast.waits, slow.waits, strict=True):
+            assert fast_one.think_s == pytest.approx(slow_one.think_s / 3)
     file = load_fleet(fleet("ab", 1.0, policy=None)).fleet
     result = replayed(file, thrice.rows, thrice, 0)
     arrived = {outcome.number: outcome.arrived_s for outcome in result.outcomes}
     ended = {outcome.number: outcome.arrived_s + (outcome.e2e_s or 0.0) for outcome in result.outcomes}
-    followers = [row for row in thrice.rows if row.after is not None]
+    followers = [row for row in thrice.rows if row.waits]
     assert followers
     for row in followers:
-        assert row.after is not None
-        assert arrived[row.number] == pytest.approx(ended[row.after] + row.think_s)
+        (wait,) = row.waits
+        assert arrived[row.number] == pytest.approx(ended[wait.number] + wait.think_s)
 
 
 def test_seeds_from_which_nothing_is_drawn_are_replayed_twice() -> None:

@@ -143,7 +143,8 @@ NO_LIMITS = {
     """,
     "`kvrouter replay`, which reads its own user's files and serves nobody": """
         sim.rules.affinity.SESSIONS_MAX sim.rules.registry.GRID_MAX sim.simulation.CEILING_BLOCKS_MAX
-        sim.traces.lines.LINE_BYTES_MAX sim.traces.mooncake.TOKENS_MAX sim.traces.read.GENERATOR_BYTES_MAX
+        sim.traces.lines.LINE_BYTES_MAX sim.traces.mooncake_delta.PIECES_MAX
+        sim.traces.mooncake_row.TOKENS_MAX sim.traces.read.GENERATOR_BYTES_MAX
         sim.variant.VARIANTS_MAX
     """,
     "what messages of our own quote": """

@@ -11,6 +11,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
+from kvrouter.sim.traces.request import Wait
 
 NAME = "recording-20260101T000000Z-0000000{}-00000{}.jsonl.gz"
 
@@ -94,13 +95,13 @@ def test_turns_follow_their_session_and_its_first_the_parent_s_last(tmp_path: Pa
     )
     trace = open_trace(folder)
     assert trace.info.has_sessions
-    assert [(row.session, row.after, row.think_s) for row in trace] == [
-        ("s", None, 0.0),
-        ("s", 0, 1.0),
-        ("t", 1, 1.0),
-        ("s", 1, 2.0),
-        ("u", None, 0.0),
-        ("t", 2, 2.0),
+    assert [(row.session, row.waits) for row in trace] == [
+        ("s", ()),
+        ("s", (Wait(0, 1.0),)),
+        ("t", (Wait(1, 1.0),)),
+        ("s", (Wait(1, 2.0),)),
+        ("u", ()),
+        ("t", (Wait(2, 2.0),)),
     ]
 
 

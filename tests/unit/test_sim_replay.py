@@ -14,7 +14,7 @@ from kvrouter.sim.rules.registry import RULES, parse_rule
 from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
 from kvrouter.sim.timetable import DieEvent, JoinEvent
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 TIMING = Timing()
@@ -95,7 +95,7 @@ def test_a_prefill_worker_that_comes_back_does_not_carry_what_it_did_before() ->
 def test_turns_follow_answers_in_a_closed_loop() -> None:
     rows = [
         row(0, 0.0, [1, 2], session="s"),
-        row(1, 0.5, [1, 2, 3], session="s", after=0, think_s=7.0),
+        row(1, 0.5, [1, 2, 3], session="s", waits=(Wait(0, 7.0),)),
         row(2, 1.0, [4], session="t"),
     ]
     first, second, third = by_number(replayed(rows, dispatch=ClosedLoop()))
@@ -104,6 +104,73 @@ def test_turns_follow_answers_in_a_closed_loop() -> None:
     assert third.arrived_s == 1.0
     by_stamp = by_number(replayed(rows, dispatch=ByTimeStamp(2.0)))
     assert [outcome.arrived_s for outcome in by_stamp] == [0.0, 0.25, 0.5]
+
+
+def test_a_request_that_waits_for_several_follows_the_last_of_them() -> None:
+    rows = [
+        row(0, 0.0, [1], output_tokens=2),
+        row(1, 0.0, [2], output_tokens=400),
+        row(2, 0.0, [3], waits=(Wait(0, 1.0), Wait(1, 0.25))),
+        row(3, 0.0, [4], waits=(Wait(0, 500.0), Wait(1, 0.25))),
+        row(4, 0.0, [5], waits=(Wait(1, 2.0, for_arrival=True),)),
+        row(5, 0.0, [6], waits=(Wait(0, 1.0),), not_before_s=900.0),
+    ]
+    short, long, last, longest, meanwhile, late = by_number(replayed(rows, dispatch=ClosedLoop()))
+    assert short.last_s is not None
+    assert long.last_s is not None
+    assert last.arrived_s == long.last_s + 0.25 > short.last_s + 1.0
+    assert longest.arrived_s == short.last_s + 500.0
+    assert meanwhile.arrived_s == 2.0 < long.last_s
+    assert late.arrived_s == 900.0
+    by_stamp = by_number(replayed(rows, dispatch=ByTimeStamp()))
+    assert {outcome.arrived_s for outcome in by_stamp} == {0.0}
+
+
+@st.composite
+def workflows(draw: st.DrawFn) -> list[TraceRequest]:
+    """Requests that wait for some of those before them."""
+    rows: list[TraceRequest] = []
+    for number in range(draw(st.integers(1, 10))):
+        others = draw(st.sets(st.integers(0, number - 1), max_size=4)) if number else set()
+        waits = tuple(
+            Wait(other, draw(st.sampled_from([0.0, 0.125, 30.0])), draw(st.booleans())) for other in others
+        )
+        rows.append(
+            row(
+                number,
+                0.5 * number,
+                [number, number + 1],
+                output_tokens=draw(st.integers(1, 300)),
+                waits=waits,
+                not_before_s=draw(st.sampled_from([0.0, 20.0])) if waits else 0.0,
+            )
+        )
+    return rows
+
+
+@given(rows=workflows(), dies=st.booleans())
+@settings(max_examples=50)
+def test_in_a_closed_loop_nobody_comes_before_the_last_that_it_waits_for(
+    rows: list[TraceRequest], dies: bool
+) -> None:
+    # Where the fleet dies, requests fail; those who wait for them come nevertheless.
+    timetable = [DieEvent(at_s=2.0, group="w")] if dies else []
+    result = replayed(rows, dispatch=ClosedLoop(), timetable=timetable)
+    outcomes = by_number(result)
+    assert [outcome.number for outcome in outcomes] == [each.number for each in rows]
+    for each, outcome in zip(rows, outcomes, strict=True):
+        earliest_s = [each.not_before_s if each.waits else each.at_s]
+        for wait in each.waits:
+            other = outcomes[wait.number]
+            if wait.for_arrival:
+                earliest_s.append(other.arrived_s + wait.think_s)
+            elif not other.error:
+                assert other.last_s is not None
+                earliest_s.append(other.last_s + wait.think_s)
+        if any(outcomes[wait.number].error for wait in each.waits):
+            assert outcome.arrived_s >= max(earliest_s)
+        else:
+            assert outcome.arrived_s == max(earliest_s)
 
 
 def test_a_closed_loop_without_sessions_is_refused() -> None:

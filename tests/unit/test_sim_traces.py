@@ -17,6 +17,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.azure import PrefixModel, read_azure
 from kvrouter.sim.traces.generated import Generator, Lengths, generate
 from kvrouter.sim.traces.read import open_trace
+from kvrouter.sim.traces.request import Wait
 from tests.support.traces import (
     AZURE,
     AZURE_HEADER,
@@ -56,9 +57,9 @@ def test_sessions_of_agents(write_trace: Callable[[bytes], Path]) -> None:
     assert (trace.info.piece_tokens, trace.info.has_sessions) == (64, True)
     first, sub_agent, other, last = trace
     assert [row.at_s for row in (first, sub_agent, other, last)] == [0.0, 3.5, 10.0, 30.0]
-    assert (sub_agent.after, sub_agent.session) == (first.number, "one/1")
-    assert (last.after, last.think_s, last.output_tokens) == (first.number, 4.0, 1)
-    assert other.after is None
+    assert ([wait.number for wait in sub_agent.waits], sub_agent.session) == ([first.number], "one/1")
+    assert (last.waits, last.output_tokens) == ((Wait(first.number, 4.0),), 1)
+    assert other.waits == ()
     assert last.pieces[:2] == first.pieces
     assert other.pieces[0] != first.pieces[0]
 
@@ -68,7 +69,7 @@ def test_nobody_thinks_for_longer_than_passed_between_two_requests(
 ) -> None:
     turns = [{"t": t, "in": 64, "out": 1, "hash_ids": [1], "think_time": 500.0} for t in (0.0, 8.0)]
     trace = open_trace(write_trace(lines({"id": "x", "block_size": 64, "requests": turns})))
-    assert [row.think_s for row in trace] == [500.0, 8.0]
+    assert [wait.think_s for row in trace for wait in row.waits] == [8.0]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +89,16 @@ def test_what_a_session_thinks_between_two_requests(
     write_trace: Callable[[bytes], Path], requests: tuple[dict[str, Any], ...], think_s: float
 ) -> None:
     _, last = open_trace(write_trace(lines(session(*requests))))
-    assert (last.after, last.think_s) == (0, think_s)
+    assert last.waits == (Wait(0, think_s),)
 
 
 def test_a_sub_agent_without_requests_is_passed_over(write_trace: Callable[[bytes], Path]) -> None:
     nothing = {"t": 2.0, "type": "subagent", "requests": None}
     content = lines(session(turn(0.0), sub_agent(1.0), nothing, turn(3.0)), session(id="y"))
-    assert [(row.at_s, row.after) for row in open_trace(write_trace(content))] == [(0.0, None), (3.0, 0)]
+    assert [(row.at_s, [wait.number for wait in row.waits]) for row in open_trace(write_trace(content))] == [
+        (0.0, []),
+        (3.0, [0]),
+    ]
 
 
 def test_sub_agents_of_sub_agents(write_trace: Callable[[bytes], Path]) -> None:
@@ -102,7 +106,7 @@ def test_sub_agents_of_sub_agents(write_trace: Callable[[bytes], Path]) -> None:
     for _ in range(150):
         inner = sub_agent(1.0, inner)
     first, last = open_trace(write_trace(lines(session(turn(0.0), inner))))
-    assert (last.at_s, last.after) == (151.0, first.number)
+    assert (last.at_s, [wait.number for wait in last.waits]) == (151.0, [first.number])
     assert last.session.count("/") == 150
 
 
@@ -165,8 +169,8 @@ def test_dynamos_records_by_arrival(write_trace: Callable[[bytes], Path]) -> Non
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.request.trace.v1", 4)
     first, second = trace
     assert (first.input_tokens, first.at_s, second.at_s) == (6, 0.0, 1.0)
-    assert second.after == 0
-    assert second.think_s == pytest.approx(0.9)
+    assert [wait.number for wait in second.waits] == [0]
+    assert [wait.think_s for wait in second.waits] == pytest.approx([0.9])
     assert second.pieces[0] == first.pieces[0]
 
 
@@ -346,8 +350,8 @@ def test_generated_traffic_is_ordered_repeatable_and_grows_by_turns(
     assert all(one.at_s <= other.at_s for one, other in pairwise(rows))
     for row in rows:
         assert len(row.pieces) == -(-row.input_tokens // row.piece_tokens)
-        if row.after is not None:
-            before = rows[row.after]
+        for wait in row.waits:
+            before = rows[wait.number]
             n_full = before.input_tokens // before.piece_tokens
             assert row.session == before.session
             assert row.input_tokens > before.input_tokens

@@ -21,14 +21,19 @@ from tests.support.traces import (
     DYNAMO,
     GENERATOR,
     GOOD,
+    HEADER,
     SESSIONS,
+    by_other_names,
+    dependency,
     dialogue,
     in_envelope,
     lines,
     mooncake,
+    node,
     session,
     sub_agent,
     turn,
+    waiting,
 )
 
 NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
@@ -45,7 +50,10 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
         (lines(GOOD, {**GOOD, "timestamp": -1}), r":2: .*timestamp"),
         (lines(mooncake(5, 700, [7, 8]), mooncake(4, 700, [7, 8])), r":2: timestamp: 4 is before 5"),
         (lines(GOOD, mooncake(1, 700, [7])), r":2: hash_ids: 1 of them.* 2 blocks"),
-        (lines(GOOD, {"timestamp": 1, "input_length": 5}), r":2: .*output_length"),
+        (lines(GOOD, {"timestamp": 1, "input_length": 5, "hash_ids": [1]}), r":2: output_length: is missing"),
+        (lines(GOOD, {"timestamp": 1, "output_length": 5, "hash_ids": [1]}), r":2: input_length: is missing"),
+        (lines(GOOD, {**GOOD, "input_tokens": 700}), r":2: input_tokens: is another name of input_length"),
+        (lines(GOOD, {**GOOD, "created_time": 1}), r":2: created_time: is another name of timestamp, which"),
         (lines(GOOD, mooncake(1, 0, [])), r":2: .*input_length"),
         (lines(GOOD, {**GOOD, "session_id": "s"}), r":2: session_id: is there, and was not in the first row"),
         (
@@ -58,7 +66,7 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
         ),
         (
             lines(dialogue("s", 700, [7, 8], timestamp=5), dialogue("t", 70, [7, 8], timestamp=6)),
-            r":2: hash_ids: 2 of them, where input_length 70 has 1 blocks of 512",
+            r":2: hash_ids: 2 of them, where 70 tokens have 1 blocks of 512",
         ),
         (
             lines(dialogue("s", 700, [7, 8], timestamp=5), dialogue("s", 700, [9, 10], delay=6)),
@@ -67,15 +75,6 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
         (
             lines(dialogue("s", 300, [7], timestamp=5), dialogue("s", 200, [8], delay=6)),
             r":2: hash_ids: .*mooncake-delta",
-        ),
-        (lines({"schema": "dynamo.agentic_mooncake", "version": 2}), r":1: schema: dynamo.agentic_"),
-        (lines({"request_id": "a", "not_before_ms": 0.0}), r":1: request_id: dynamo.agentic_"),
-        (
-            lines(
-                dialogue("s", 700, [7, 8], timestamp=5),
-                {**dialogue("s", 700, [7, 8], delay=6), "wait_for": ["a"]},
-            ),
-            r":2: wait_for: dynamo.agentic_mooncake is not read",
         ),
         (lines({**SESSIONS[0], "requests": [{"t": 1, "in": 640, "hash_ids": [1]}]}), r":1: .*hash_ids: 1 of"),
         (
@@ -143,6 +142,15 @@ WHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "hash_ids",
         "input_length",
     ),
+    "mooncake by other names": (by_other_names(GOOD), "created_time", "hash_ids", "input_tokens"),
+    "mooncake with sessions by other names": (
+        by_other_names(dialogue("s", 700, [7, 8], timestamp=3.0)),
+        "created_time",
+        "hash_ids",
+        "input_tokens",
+    ),
+    "workflows": (waiting("a", timestamp=3.0, wait_for=[]), "timestamp", "hash_ids", "input_length"),
+    "workflows 2": (node("a", 3.0), "not_before_ms", "hash_ids", "input_length"),
     "agentic": (session(turn(1.0)), "requests[0].t", "requests[0].hash_ids", "requests[0].in"),
     "sub-agents": (
         session(turn(0.0), sub_agent(0.0, turn(1.0))),
@@ -164,6 +172,9 @@ WHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
 }
 """A good row of each format of JSON rows; where its time, its names of blocks and its tokens are."""
+
+HEADERS = {"workflows 2": [HEADER]}
+"""What comes before the rows of a format."""
 
 NO_TIMES: tuple[object, ...] = (math.nan, math.inf, -math.inf, -1, 1e16, 10**400, "1", None, [])
 NO_NAMES: tuple[object, ...] = (math.nan, -1, -(1 << 64), 1 << 64, 10**30, 1.5, "1", None)
@@ -202,19 +213,24 @@ def wrong_rows() -> list[tuple[str, dict[str, Any], dict[str, Any], str]]:
 def test_a_wrong_value_is_named_with_line_and_field(
     write_trace: Callable[[bytes], Path], name: str, good: dict[str, Any], wrong: dict[str, Any], field: str
 ) -> None:
-    path = write_trace(lines(good, wrong))
+    header = HEADERS.get(name, [])
+    path = write_trace(lines(*header, good, wrong))
     with pytest.raises(ConfigError) as raised:
         list(open_trace(path))
-    assert str(raised.value).startswith(f"{path}:2: {field}: "), name
+    place = f"{path}:{len(header) + 2}:"
+    named = "timestamp" if field == "created_time" and wrong[field] is None else field  # it is missing then
+    assert str(raised.value).startswith(f"{place} {named}: "), name
 
 
 @pytest.mark.parametrize("name", WHERE)
 def test_a_field_that_is_missing_is_named(write_trace: Callable[[bytes], Path], name: str) -> None:
     good, time, *_ = WHERE[name]
-    path = write_trace(lines(good, changed(good, time, ABSENT)))
+    header = HEADERS.get(name, [])
+    path = write_trace(lines(*header, good, changed(good, time, ABSENT)))
     with pytest.raises(ConfigError) as raised:
         list(open_trace(path))
-    assert str(raised.value) == f"{path}:2: {time}: is missing"
+    named = "timestamp" if time == "created_time" else time
+    assert str(raised.value).startswith(f"{path}:{len(header) + 2}: {named}: is missing")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +261,12 @@ def test_a_wrong_value_of_azures_is_named_with_line_and_field(
     assert str(raised.value).startswith(f"{path}:4: {field}: ")
 
 
-CONTENTS = {name: lines(*[good] * 3) for name, (good, *_) in WHERE.items()} | {"azure": AZURE}
+CONTENTS = {name: lines(*HEADERS.get(name, []), *[good] * 3) for name, (good, *_) in WHERE.items()} | {
+    "mooncake with sessions": lines(*(dialogue("s", 700 + n, [7, 8], timestamp=n) for n in range(3))),
+    "workflows": lines(waiting("a", timestamp=3), waiting("b", "a", delay=1), waiting("c", "a", "b")),
+    "workflows 2": lines(HEADER, node("a", 3), node("b", 5, dependency("a", 1)), node("c", 4)),
+    "azure": AZURE,
+}
 
 
 @pytest.mark.parametrize("name", CONTENTS)
@@ -253,7 +274,7 @@ def test_a_gzip_file_that_is_cut_short(write_trace: Callable[[bytes], Path], nam
     packed = gzip.compress(CONTENTS[name])
     for end in range(3, len(packed)):
         path = write_trace(packed[:end])
-        with pytest.raises(ConfigError, match=rf"{path}:[1-4]: the gzip file is cut short here"):
+        with pytest.raises(ConfigError, match=rf"{path}:[1-5]: the gzip file is cut short here"):
             list(open_trace(path))
 
 
@@ -295,8 +316,8 @@ def test_any_bytes_are_a_trace_or_an_error_of_the_user(scratch_trace: Path, cont
             row.input_tokens // row.piece_tokens,
             -(-row.input_tokens // row.piece_tokens),
         )
-        assert row.after is None or row.after < number
-        assert 0.0 <= row.think_s < math.inf
+        assert all(wait.number < number and 0.0 <= wait.think_s < math.inf for wait in row.waits)
+        assert 0.0 <= row.not_before_s <= row.at_s
     assert all(one.at_s <= other.at_s < math.inf for one, other in pairwise(rows))
 
 

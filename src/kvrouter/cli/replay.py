@@ -70,8 +70,8 @@ def replay(
 ) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
-    TRACE is recognised by its content: Mooncake rows, agentic sessions, an Azure CSV,
-    dynamo.request.trace.v1, a recording of --record (its folder, or one file), or a generator's YAML;
+    TRACE is recognised by its content: Mooncake rows, dynamo.agentic_mooncake, agentic sessions, an Azure
+    CSV, dynamo.request.trace.v1, a recording of --record (its folder, or one file), or a generator's YAML;
     packed by gzip or not. The same seed gives the same figures.
     """
     from rich.console import Console  # noqa: PLC0415

@@ -19,12 +19,18 @@ def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]
             "--model", metavar="NAME", help="The model of a recording; may be left out where it has one."
         ),
         click.option(
+            "--trace-format",
+            type=click.Choice(["mooncake", "mooncake-delta"]),
+            help="What Mooncake's rows with session_id have: whole prompts, or only what a turn adds. Needed "
+            "where the rows do not show it.",
+        ),
+        click.option(
             "--dispatch",
             type=click.Choice(["timestamp", "closed"]),
             default="timestamp",
             show_default=True,
-            help="When requests arrive: as the trace says, or each turn its think time after the answer "
-            "before it.",
+            help="When requests arrive: as the trace says, or each turn its think time after the answers "
+            "that it waits for.",
         ),
         click.option(
             "--speedup",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,6 +11,7 @@ class InputOptions:
 
     trace: Path
     model: str | None
+    trace_format: Literal["mooncake", "mooncake-delta"] | None
     dispatch: str
     speedup: float
     rows: int | None

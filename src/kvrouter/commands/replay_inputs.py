@@ -97,6 +97,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
             options.trace,
             rows_max=options.rows,
             model=options.model,
+            trace_format=options.trace_format,
             warn=lambda what: warnings.print(Text(f"warning: {what}"), soft_wrap=True),
         ),
         None if options.timing is None else read_timing(options.timing),

@@ -1,4 +1,4 @@
-"""When requests of a trace arrive: by time stamp, or in a closed loop, each turn after the answer before it.
+"""When requests of a trace arrive: by time stamp, or in a closed loop, each after what it waits for.
 
 The choice may turn a ranking round, so whatever is reported of a replay names it.
 """
@@ -25,6 +25,9 @@ class Dispatch(Protocol):
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield the arrivals that wait for nobody, in the order of time."""
 
+    def arrived(self, number: int, now_s: float) -> Iterable[Arrival]:
+        """A request arrived; return the arrivals that follow from that."""
+
     def ended(self, number: int, now_s: float) -> Iterable[Arrival]:
         """A request ended; return the arrivals that follow from that."""
 
@@ -42,8 +45,8 @@ class ByTimeStamp:
         """Raise ConfigError where some requests have no time of arrival."""
         if not info.has_times:
             raise ConfigError(
-                f"dispatch: some requests of {info.format} have a delay after the answer before them and no "
-                "time stamp; replay it with --dispatch closed",
+                f"dispatch: some requests of {info.format} have a delay after the answers that they wait for "
+                "and no time stamp; replay it with --dispatch closed",
                 param="dispatch",
             )
 
@@ -51,23 +54,40 @@ class ByTimeStamp:
         """Yield every request."""
         return ((row.at_s / self.speedup, row) for row in trace)
 
+    def arrived(self, number: int, now_s: float) -> Iterable[Arrival]:  # noqa: ARG002 - the port's signature
+        """Nobody waits for a request."""
+        return ()
+
     def ended(self, number: int, now_s: float) -> Iterable[Arrival]:  # noqa: ARG002 - the port's signature
         """Nobody waits for an answer."""
         return ()
 
 
+class _Waiting:
+    """A request that waits for ``n_left`` others, and the earliest second at which it may come so far."""
+
+    __slots__ = ("at_s", "n_left", "row")
+
+    def __init__(self, row: TraceRequest) -> None:
+        self.row = row
+        self.n_left = len(row.waits)
+        self.at_s = row.not_before_s
+
+
 class ClosedLoop:
-    """A turn arrives its think time after the answer that it follows, however long that took. The first turn
-    of a session arrives when the trace says. The trace is held whole.
+    """A request arrives its think time after what it waits for, however long that took: where it waits for
+    several, after the last of them. One that waits for none arrives when the trace says. Nobody waits on for
+    a request that failed. The trace is held whole.
     """
 
-    name = "closed loop: a turn follows the answer before it after its think time"
+    name = "closed loop: a turn follows the answers that it waits for after its think time"
 
     def __init__(self) -> None:
-        self._followers: dict[int, list[TraceRequest]] = {}
+        self._for_answer: dict[int, list[tuple[_Waiting, float]]] = {}
+        self._for_arrival: dict[int, list[tuple[_Waiting, float]]] = {}
 
     def check(self, info: TraceInfo) -> None:
-        """Raise ConfigError where no turn follows an answer."""
+        """Raise ConfigError where no request waits for another."""
         if not info.has_sessions:
             raise ConfigError(
                 f"dispatch: {info.format} has no sessions, so no turn follows an answer; replay it by time "
@@ -76,15 +96,33 @@ class ClosedLoop:
             )
 
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
-        """Yield the requests that follow no other."""
+        """Yield the requests that wait for no other."""
         first: list[Arrival] = []
         for row in trace:
-            if row.after is None:
+            if not row.waits:
                 first.append((row.at_s, row))
-            else:
-                self._followers.setdefault(row.after, []).append(row)
+                continue
+            waiting = _Waiting(row)
+            for wait in row.waits:
+                others = self._for_arrival if wait.for_arrival else self._for_answer
+                others.setdefault(wait.number, []).append((waiting, wait.think_s))
         return iter(first)
 
+    def arrived(self, number: int, now_s: float) -> Iterable[Arrival]:
+        """Return those who waited for this request, and for nothing more."""
+        return _come(self._for_arrival.pop(number, ()), now_s)
+
     def ended(self, number: int, now_s: float) -> Iterable[Arrival]:
-        """Those who waited for this answer think, and then ask."""
-        return [(now_s + row.think_s, row) for row in self._followers.pop(number, ())]
+        """Return those who waited for this answer, and for nothing more."""
+        return _come(self._for_answer.pop(number, ()), now_s)
+
+
+def _come(waiting: Iterable[tuple[_Waiting, float]], now_s: float) -> list[Arrival]:
+    """Take one from what each of them waits for; return those that come now."""
+    come: list[Arrival] = []
+    for each, think_s in waiting:
+        each.at_s = max(each.at_s, now_s + think_s)
+        each.n_left -= 1
+        if not each.n_left:
+            come.append((each.at_s, each.row))
+    return come

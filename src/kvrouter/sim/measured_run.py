@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.lines import read_lines
-from kvrouter.sim.traces.mooncake import TOKENS_MAX
+from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

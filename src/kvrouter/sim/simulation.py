@@ -29,7 +29,7 @@ from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import RouteRequest, View
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.content import block_names, check_block_size
-from kvrouter.sim.dispatch import Dispatch
+from kvrouter.sim.dispatch import Arrival, Dispatch
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.outcomes import Outcomes
@@ -225,12 +225,15 @@ class Simulation:
                 loads.in_flight[slot] -= 1
 
     def ended(self, run: SimRequest) -> None:
-        """A request is over; in a closed loop another one may follow it."""
+        """A request is over; in a closed loop others may follow it."""
         outcome = run.outcome
         self.result.outcomes.append(outcome)
         self.result.ended_s = self.now_s
-        follower = self._dispatch.ended(outcome.number, self.now_s)
-        for at_s, row in follower:
+        self._follow(self._dispatch.ended(outcome.number, self.now_s))
+
+    def _follow(self, arrivals: Iterable[Arrival]) -> None:
+        """Let these requests arrive at their time."""
+        for at_s, row in arrivals:
             self.call_at(at_s, partial(self._arrive, row, at_s))
 
     # Time
@@ -358,6 +361,7 @@ class Simulation:
         self._deadlines.append((at_s + self._config.request_timeout_s, run))
         if self.on_beat is not None and not self._n_arrived % 64:
             self.on_beat(Beat(self.now_s, self._n_arrived, len(self.result.outcomes)))
+        self._follow(self._dispatch.arrived(row.number, at_s))
         run.begin()
 
     def _reach_ceiling(self, row: TraceRequest, prompt: Prompt) -> int:

@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from kvrouter.fleet import finish64
 from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
-from kvrouter.sim.traces.mooncake import TOKENS_MAX
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
+from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
+from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
 
 SESSION_GAP_S = 10.0
 """Sessions say nothing of when they began: each begins so long after the one before."""
@@ -238,14 +238,14 @@ def _think_s(turn: _Turn, at_s: float, before: _Row | None, *, is_new: bool) -> 
     A sub-agent's first says 0, as nothing is before it in its own agent.
     """
     if before is None:
-        return turn.think_time or 0.0
+        return 0.0
     passed_s = max(0.0, at_s - before.at_s - before.served_s)
     return passed_s if turn.think_time is None or is_new else min(turn.think_time, passed_s)
 
 
 def _given(path: Path, row: _Row, number: int) -> TraceRequest:
     """Return a request with its place in the trace, and forget what it follows."""
-    after = None if row.before is None else row.before.number
+    waits = () if row.before is None else (Wait(row.before.number, row.think_s),)
     row.number, row.before = number, None
     return TraceRequest(
         number=number,
@@ -255,8 +255,7 @@ def _given(path: Path, row: _Row, number: int) -> TraceRequest:
         piece_tokens=row.piece_tokens,
         pieces=row.pieces,
         session=row.session,
-        after=after,
-        think_s=row.think_s,
+        waits=waits,
         path=path,
         line=row.line,
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.lines import read_lines, wrong_row
-from kvrouter.sim.traces.mooncake import TOKENS_MAX
+from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 PIECE_TOKENS = 64

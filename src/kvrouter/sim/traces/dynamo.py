@@ -18,8 +18,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.lines import Row, decode_row, named_pieces, read_lines, wrong_row
-from kvrouter.sim.traces.mooncake import TOKENS_MAX, Milliseconds, Tokens
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
+from kvrouter.sim.traces.mooncake_row import TOKENS_MAX, Milliseconds, Tokens
+from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
 
 SCHEMA = "dynamo.request.trace.v1"
 
@@ -132,8 +132,7 @@ class DynamoReader:
                 piece_tokens=self.info.piece_tokens,
                 pieces=row.pieces,
                 session=row.session,
-                after=None if before is None else before[0],
-                think_s=0.0 if before is None else max(0.0, row.at_ms - before[1]) / 1e3,
+                waits=() if before is None else (Wait(before[0], max(0.0, row.at_ms - before[1]) / 1e3),),
                 path=self._path,
                 line=row.line,
             )

@@ -13,7 +13,7 @@ from msgspec import Meta
 from kvrouter.config.problems import Document
 from kvrouter.fleet import finish64
 from kvrouter.sim.traces.lines import field_first, wrong_row
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 
 PIECE_TOKENS = 64
 
@@ -115,10 +115,10 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
         if idle and idle[0][0] <= at_s and chance.random() < spec.turn_share:
             _, key = heappop(idle)
             session = sessions[key]
-            after: int | None = session.last
+            waits: tuple[Wait, ...] = (Wait(session.last, spec.think_s),)
             tokens = session.tokens + _length(spec.turn, chance)
         else:
-            key, after = n_sessions, None
+            key, waits = n_sessions, ()
             n_sessions += 1
             tenant = int(np.searchsorted(reached, chance.random()))
             salt = finish64((tenant + 1) * _SPREAD & _MASK)
@@ -143,8 +143,7 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
             piece_tokens=PIECE_TOKENS,
             pieces=pieces,
             session=session.name if spec.turn_share else "",
-            after=after,
-            think_s=spec.think_s,
+            waits=waits,
         )
         if key in sessions:
             session.pieces = pieces[: tokens // PIECE_TOKENS]

@@ -5,41 +5,44 @@ asked, or both. The first of a session has a time. Rows stand in any order of se
 and sorted by arrival. A block has 512 tokens, or where the rows do not fit that, the other power of two that
 they do fit.
 
-Each row has its whole prompt. Dynamo's ``mooncake-delta`` has the same keys and only what a turn adds; no key
-says which it is, so the turns do: some of those with whole prompts begin as the prompt before them does.
+Rows have whole prompts, or those of Dynamo's ``mooncake-delta`` only what a turn adds. No key says which: the
+user does, or the turns. Whole prompts begin as the prompt before them.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
-from kvrouter.sim.traces.mooncake import PIECE_TOKENS, TOKENS_MAX, Milliseconds, Tokens
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
+from kvrouter.sim.traces.mooncake import INFO
+from kvrouter.sim.traces.mooncake_delta import PIECES_MAX, Dialogue
+from kvrouter.sim.traces.mooncake_row import (
+    TOKENS_MAX,
+    MooncakeRow,
+    block_size,
+    delay_ms,
+    lengths,
+    timestamp_ms,
+)
+from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
 
 KEY = "session_id"
 
-AGENTIC = "dynamo.agentic_mooncake"
+TraceFormat = Literal["mooncake", "mooncake-delta"]
+"""What rows have, by the names that Dynamo gives it: whole prompts, or what a turn adds."""
 
-AGENTIC_KEYS = frozenset({"wait_for", "branches", "tool_wait_ms", "dependencies", "not_before_ms"})
-"""Keys of rows that wait for the answers of others, by their names."""
+WHOLE, DELTA = "Mooncake with sessions", "mooncake-delta"
 
-_BLOCK_SIZES = (PIECE_TOKENS, *(1 << power for power in range(13) if 1 << power != PIECE_TOKENS))
+FORMATS: dict[TraceFormat, tuple[str, ...]] = {"mooncake": (INFO.format, WHOLE), "mooncake-delta": (DELTA,)}
+"""The formats of traces that have that."""
 
 
-class _Line(msgspec.Struct):
-    """``timestamp`` and ``delay`` are in milliseconds."""
-
+class _Line(MooncakeRow, kw_only=True):
     session_id: Annotated[str, Meta(min_length=1)]
-    input_length: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
-    output_length: Tokens
-    hash_ids: list[Annotated[int, Meta(ge=0)]]
-    timestamp: Milliseconds | None = None
-    delay: Milliseconds | None = None
     wait_for: msgspec.Raw | UnsetType = UNSET
     dependencies: msgspec.Raw | UnsetType = UNSET
 
@@ -61,19 +64,24 @@ class _Turn(msgspec.Struct):
 
 
 class MooncakeSessionsReader:
-    """Reads the turns of a file, again with each call.
+    """Reads the turns of a file, again with each call. ``trace_format`` says what rows have; without one the
+    turns do.
 
-    Raises ConfigError that names line and field of a row that is wrong, and for rows that are none of whole
-    prompts.
+    Raises ConfigError that names line and field of a row that is wrong, and where the turns do not say it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trace_format: TraceFormat | None = None) -> None:
         self._path = path
+        self._is_delta = trace_format == "mooncake-delta"
         self._piece_tokens = 0
         turns, has_times = self._read()
-        _check_whole(path, turns, self._piece_tokens)
+        if trace_format is None:
+            _check_whole(path, turns, self._piece_tokens)
         self.info = TraceInfo(
-            "Mooncake with sessions", self._piece_tokens, has_sessions=True, has_times=has_times
+            DELTA if self._is_delta else WHOLE,
+            self._piece_tokens,
+            has_sessions=True,
+            has_times=has_times,
         )
 
     def __call__(self) -> Iterator[TraceRequest]:
@@ -81,21 +89,44 @@ class MooncakeSessionsReader:
         turns, _ = self._read()
         turns.sort(key=lambda turn: turn.at_ms)
         first_ms = turns[0].at_ms if turns else 0.0
-        for number, turn in enumerate(turns):
+        prompts = (
+            self._whole(turns) if self._is_delta else ((each.input_tokens, each.pieces) for each in turns)
+        )
+        for number, (turn, (input_tokens, pieces)) in enumerate(zip(turns, prompts, strict=True)):
             turn.number = number
             yield TraceRequest(
                 number=number,
                 at_s=(turn.at_ms - first_ms) / 1e3,
-                input_tokens=turn.input_tokens,
+                input_tokens=input_tokens,
                 output_tokens=turn.output_tokens,
                 piece_tokens=self._piece_tokens,
-                pieces=turn.pieces,
+                pieces=pieces,
                 session=turn.session,
-                after=None if turn.before is None else turn.before.number,
-                think_s=turn.think_ms / 1e3,
+                waits=() if turn.before is None else (Wait(turn.before.number, turn.think_ms / 1e3),),
                 path=self._path,
                 line=turn.line,
             )
+
+    def _whole(self, turns: list[_Turn]) -> Iterator[tuple[int, Pieces]]:
+        """Yield the tokens and the pieces of whole prompts, where rows have what turns add."""
+        last = {turn.session: turn for turn in turns}
+        dialogues: dict[str, Dialogue] = {}
+        for turn in turns:
+            dialogue = dialogues.get(turn.session)
+            if dialogue is None:
+                dialogue = dialogues[turn.session] = Dialogue(turn.line, self._piece_tokens)
+            tokens = dialogue.length_with(turn.input_tokens)
+            most = min(TOKENS_MAX, PIECES_MAX * self._piece_tokens)
+            if tokens > most:
+                wrong_row(
+                    self._path,
+                    turn.line,
+                    f"input_length: with the turns before it the prompt has {tokens} tokens, and {most} is "
+                    "the most",
+                )
+            yield tokens, dialogue.ask(turn.pieces, turn.input_tokens, turn.output_tokens)
+            if last[turn.session] is turn:
+                del dialogues[turn.session]
 
     def _read(self) -> tuple[list[_Turn], bool]:
         """Return the turns as they stand in the file, and whether all have times."""
@@ -107,96 +138,68 @@ class MooncakeSessionsReader:
             row = decode_row(decode, self._path, line, text)
             for key in ("wait_for", "dependencies"):
                 if getattr(row, key) is not UNSET:
-                    not_agentic(self._path, line, key)
+                    wrong_row(self._path, line, f"{key}: is there, and the first row has no request_id")
             before = last.get(row.session_id)
-            at_ms, think_ms = self._times(line, row, before)
-            has_times &= row.timestamp is not None
+            at_ms, think_ms, has_time = self._times(line, row, before)
+            has_times &= has_time
+            input_tokens, output_tokens = lengths(self._path, line, row)
             turn = last[row.session_id] = _Turn(
                 line=line,
                 session=row.session_id,
                 at_ms=at_ms,
-                input_tokens=row.input_length,
-                output_tokens=max(1, row.output_length),
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
                 pieces=named_pieces(self._path, line, "hash_ids", row.hash_ids),
                 before=before,
                 think_ms=think_ms,
             )
             turns.append(turn)
-        self._piece_tokens = _block_size(self._path, turns)
+        self._piece_tokens = block_size(self._path, turns)
         return turns, has_times
 
-    def _times(self, line: int, row: _Line, before: _Turn | None) -> tuple[float, float]:
+    def _times(self, line: int, row: _Line, before: _Turn | None) -> tuple[float, float, bool]:
         """When a turn comes, and how long after the answer before it; without a delay what passed between
-        the two requests, with the time of that answer.
+        the two requests, with the time of that answer. And whether it says when it comes.
         """
+        at_ms, think_ms = timestamp_ms(self._path, line, row), delay_ms(self._path, line, row)
         if before is None:
-            if row.timestamp is None:
+            if at_ms is None:
                 wrong_row(self._path, line, f"timestamp: is missing in the first row of {row.session_id!r}")
-            return row.timestamp, row.delay or 0.0
-        if row.timestamp is None:
-            if row.delay is None:
+            return at_ms, think_ms or 0.0, True
+        if at_ms is None:
+            if think_ms is None:
                 wrong_row(self._path, line, "timestamp: is missing")
-            return before.at_ms + row.delay, row.delay
-        passed_ms = row.timestamp - before.at_ms
+            return before.at_ms + think_ms, think_ms, False
+        passed_ms = at_ms - before.at_ms
         if passed_ms < 0.0:
-            wrong_row(
-                self._path,
-                line,
-                f"timestamp: {row.timestamp:g} is before {before.at_ms:g} of the turn before",
-            )
-        return row.timestamp, passed_ms if row.delay is None else row.delay
-
-
-def is_agentic(row: dict[str, object]) -> bool:
-    """Whether a row is of Dynamo's agentic form, or that form's header."""
-    return row.get("schema") == AGENTIC or not AGENTIC_KEYS.isdisjoint(row)
-
-
-def not_agentic(path: Path, line: int, field: str) -> NoReturn:
-    """Raise ConfigError for rows of Dynamo's agentic form."""
-    wrong_row(
-        path,
-        line,
-        f"{field}: {AGENTIC} is not read, as its requests may wait for several others; give the "
-        "dynamo.request.trace.v1 that it was made from, or Mooncake's rows with session_id and delay",
-    )
-
-
-def _block_size(path: Path, turns: Iterable[_Turn]) -> int:
-    """Return the tokens of a block that fit all rows."""
-    sizes = list(_BLOCK_SIZES)
-    for turn in turns:
-        kept = [size for size in sizes if -(-turn.input_tokens // size) == len(turn.pieces)]
-        if not kept:
-            wrong_row(
-                path,
-                turn.line,
-                f"hash_ids: {len(turn.pieces)} of them, where input_length {turn.input_tokens} has "
-                f"{-(-turn.input_tokens // sizes[0])} blocks of {sizes[0]} tokens",
-            )
-        sizes = kept
-    return sizes[0]
+            wrong_row(self._path, line, f"timestamp: {at_ms:g} is before {before.at_ms:g} of the turn before")
+        return at_ms, passed_ms if think_ms is None else think_ms, True
 
 
 def _check_whole(path: Path, turns: Iterable[_Turn], piece_tokens: int) -> None:
-    """Raise ConfigError where no turn can have its whole prompt: none begins as the one before it does, and
-    some would have to, or are shorter.
+    """Raise ConfigError unless rows have whole prompts as far as one sees: a turn that is longer than the one
+    before, and begins as it does, has; one that begins otherwise, or is shorter, has not. Where no session
+    has two turns there is no difference.
     """
+    n_whole = n_other = 0
     doubtful: _Turn | None = None
     for turn in turns:
         before = turn.before
         if before is None:
             continue
-        if before.input_tokens >= piece_tokens:
-            if turn.pieces[0] == before.pieces[0]:
-                return
-            doubtful = doubtful or turn
-        elif turn.input_tokens < before.input_tokens:
-            doubtful = doubtful or turn
-    if doubtful is not None:
+        is_longer = turn.input_tokens > before.input_tokens
+        has_full_piece = before.input_tokens >= piece_tokens
+        begins_alike = has_full_piece and turn.pieces[0] == before.pieces[0]
+        if begins_alike and is_longer:
+            n_whole += 1
+            continue
+        doubtful = doubtful or turn
+        n_other += not begins_alike and (has_full_piece or not is_longer)
+    if doubtful is not None and n_whole < max(1, n_other):
         raise ConfigError(
-            f"{path}:{doubtful.line}: hash_ids: no turn of this trace begins as the turn before it in its "
-            "session does: these seem to be mooncake-delta rows, which have only what a turn adds and are "
-            "not read; give rows with whole prompts",
+            f"{path}:{doubtful.line}: hash_ids: do not say whether rows have whole prompts or only what a "
+            f"turn adds: {n_whole} turns begin as the one before in their session and are longer, {n_other} "
+            f"begin otherwise; say it with --trace-format mooncake (whole prompts) or "
+            "--trace-format mooncake-delta (what a turn adds)",
             param=str(path),
         )

@@ -10,13 +10,24 @@ from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.records import SCHEMA as RECORDING
 from kvrouter.sim.fleet_history import FleetHistory
-from kvrouter.sim.traces import agentic, azure, dynamo, generated, mooncake, mooncake_sessions, recording
+from kvrouter.sim.traces import (
+    agentic,
+    agentic_mooncake,
+    azure,
+    dynamo,
+    generated,
+    mooncake,
+    mooncake_row,
+    mooncake_sessions,
+    recording,
+)
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
+from kvrouter.sim.traces.mooncake_sessions import TraceFormat
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 FORMATS = (
-    "Mooncake rows, with sessions or without, agentic sessions, Azure CSV, dynamo.request.trace.v1, "
-    "kvrouter.recording.v1, a generator's YAML"
+    "Mooncake rows, with sessions or without, dynamo.agentic_mooncake, agentic sessions, Azure CSV, "
+    "dynamo.request.trace.v1, kvrouter.recording.v1, a generator's YAML"
 )
 
 Reader = Callable[[], Iterator[TraceRequest]]
@@ -54,12 +65,32 @@ def open_trace(
     *,
     rows_max: int | None = None,
     model: str | None = None,
+    trace_format: TraceFormat | None = None,
     warn: Callable[[str], None] = ignore_silently,
 ) -> Trace:
     """Recognise a trace's format. Raises ConfigError where it is none that is known, or is empty.
 
     A folder is a recording. ``model`` names one of a recording's; ``warn`` hears of what is missing in it.
+    ``trace_format`` says what Mooncake's rows with sessions have, ``mooncake`` or ``mooncake-delta``, and is
+    wrong for other formats.
     """
+    trace = _recognised(path, rows_max, model, trace_format, warn)
+    if trace_format is not None and trace.info.format not in mooncake_sessions.FORMATS[trace_format]:
+        raise ConfigError(
+            f"trace_format: {trace_format} is a form of Mooncake's rows with session_id, and {path} has the "
+            f"format {trace.info.format}",
+            param="trace_format",
+        )
+    return trace
+
+
+def _recognised(
+    path: Path,
+    rows_max: int | None,
+    model: str | None,
+    trace_format: TraceFormat | None,
+    warn: Callable[[str], None],
+) -> Trace:
     if path.is_dir():
         return _recording(path, rows_max, model, warn)
     first = next(read_lines(path), None)
@@ -72,7 +103,7 @@ def open_trace(
         return _recording(path, rows_max, model, warn)
     if text.strip() == azure.HEADER:
         return Trace(azure.INFO, lambda: azure.read_azure(path), rows_max=rows_max)
-    found = _rows(path, line, text) or _generated(path)
+    found = _rows(path, line, text, trace_format) or _generated(path)
     if found is None:
         if text.lstrip().startswith(b"{"):
             decode_row(msgspec.json.decode, path, line, text)
@@ -81,7 +112,9 @@ def open_trace(
     return Trace(info, read, rows_max=rows_max)
 
 
-def _rows(path: Path, line: int, text: bytes) -> tuple[TraceInfo, Reader] | None:
+def _rows(
+    path: Path, line: int, text: bytes, trace_format: TraceFormat | None
+) -> tuple[TraceInfo, Reader] | None:
     """Return the trace whose rows are JSON objects like ``text``."""
     try:
         row = msgspec.json.decode(text)
@@ -89,12 +122,13 @@ def _rows(path: Path, line: int, text: bytes) -> tuple[TraceInfo, Reader] | None
         return None
     if not isinstance(row, dict):
         return None
-    if mooncake_sessions.is_agentic(row):
-        mooncake_sessions.not_agentic(path, line, "schema" if "schema" in row else "request_id")
+    if agentic_mooncake.is_agentic(path, row):
+        workflow = agentic_mooncake.AgenticMooncakeReader(path, line, text)
+        return workflow.info, workflow
     if mooncake_sessions.KEY in row and "hash_ids" in row:
-        turns = mooncake_sessions.MooncakeSessionsReader(path)
+        turns = mooncake_sessions.MooncakeSessionsReader(path, trace_format)
         return turns.info, turns
-    if "hash_ids" in row or row.keys() >= mooncake.KEYS:
+    if "hash_ids" in row or mooncake_row.has_keys(row):
         return mooncake.INFO, lambda: mooncake.read_mooncake(path)
     if isinstance(row.get("requests"), list):
         return agentic.agentic_info(path, line, text), agentic.AgenticReader(path)

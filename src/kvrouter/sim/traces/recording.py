@@ -25,7 +25,7 @@ from kvrouter.recording.records import (
 )
 from kvrouter.sim.fleet_history import FleetHistory, FleetNote, Span, fleet_history
 from kvrouter.sim.traces.lines import read_lines, wrong_row
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest
+from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
 
 Warn = Callable[[str], None]
 
@@ -93,8 +93,7 @@ class Recording:
                 piece_tokens=request.block_size,
                 pieces=row.pieces,
                 session=request.session or "",
-                after=None if before is None else before[0],
-                think_s=0.0 if before is None else max(0.0, row.at_s - before[1]),
+                waits=() if before is None else (Wait(before[0], max(0.0, row.at_s - before[1])),),
                 path=row.path,
                 line=row.line,
             )

@@ -13,15 +13,25 @@ else:  # the array type takes no parameter at run time before Python 3.12
 """Names of consecutive pieces of a prompt, as ``array('Q')``: unsigned 64 bits each."""
 
 
+class Wait(msgspec.Struct, frozen=True):
+    """Another request that one waits for, by its number: for its answer or, with ``for_arrival``, for its
+    arrival; and ``think_s``, the seconds between that and the request.
+    """
+
+    number: int
+    think_s: float = 0.0
+    for_arrival: bool = False
+
+
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Two prompts are alike as far as their pieces are.
 
     ``number`` counts from 0 in the order of arrivals; ``at_s`` is the arrival by time stamp, in seconds from
     the trace's first. Each of ``pieces`` stands for ``piece_tokens`` tokens, the last one for what is left;
     a tail may have no name.
-    ``after`` is the request whose answer comes before this one in a closed loop, ``think_s`` the seconds
-    between the two. It stands in ``line`` of the file at ``path``, which is None
-    where it was generated.
+    In a closed loop it comes after all of ``waits``, which have lower numbers, and no earlier than
+    ``not_before_s`` seconds after the trace's first. It stands in ``line`` of the file at ``path``, which is
+    None where it was generated.
     """
 
     number: int
@@ -31,8 +41,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     piece_tokens: int
     pieces: Pieces
     session: str = ""
-    after: int | None = None
-    think_s: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    not_before_s: float = 0.0
     path: Path | None = None
     line: int = 0
 
@@ -44,7 +54,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceInfo(msgspec.Struct, frozen=True):
-    """What a trace is: its format, the tokens of its pieces, whether turns follow each other, and whether
+    """What a trace is: its format, the tokens of its pieces, whether requests wait for others, and whether
     all have times of arrival.
     """
 

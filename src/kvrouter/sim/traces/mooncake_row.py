@@ -1,0 +1,131 @@
+"""A row of Mooncake's, in any of its forms: fields that go by two names, and the tokens of its blocks."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NoReturn, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from kvrouter.sim.traces.lines import wrong_row
+from kvrouter.sim.traces.request import Pieces
+
+PIECE_TOKENS = 512
+
+TOKENS_MAX = 1 << 31
+
+Tokens = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+
+PromptTokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+
+Milliseconds = Annotated[float, Meta(ge=0, le=1e15)]
+
+ALIASES = {
+    "input_length": "input_tokens",
+    "output_length": "output_tokens",
+    "timestamp": "created_time",
+    "delay": "delay_ms",
+}
+"""The other names of fields, which Dynamo reads too."""
+
+_BLOCK_SIZES = (PIECE_TOKENS, *(1 << power for power in range(13) if 1 << power != PIECE_TOKENS))
+
+Number = TypeVar("Number", int, float)
+
+
+class MooncakeRow(msgspec.Struct, kw_only=True):
+    """What a row says in any form: of two fields that are one by ALIASES it has one. Times are in
+    milliseconds.
+    """
+
+    hash_ids: list[Annotated[int, Meta(ge=0)]]
+    input_length: PromptTokens | UnsetType = UNSET
+    input_tokens: PromptTokens | UnsetType = UNSET
+    output_length: Tokens | UnsetType = UNSET
+    output_tokens: Tokens | UnsetType = UNSET
+    timestamp: Milliseconds | UnsetType | None = UNSET
+    created_time: Milliseconds | UnsetType | None = UNSET
+    delay: Milliseconds | UnsetType | None = UNSET
+    delay_ms: Milliseconds | UnsetType | None = UNSET
+
+
+class Named(Protocol):
+    """A request of a trace, as far as the block size goes."""
+
+    @property
+    def line(self) -> int:
+        """Where it stands."""
+
+    @property
+    def input_tokens(self) -> int:
+        """The tokens of its prompt."""
+
+    @property
+    def pieces(self) -> Pieces:
+        """The names of its blocks."""
+
+
+def has_keys(row: dict[str, object]) -> bool:
+    """Whether a row has the keys that every row of Mooncake's has, but for the names of blocks."""
+    return all(name in row or ALIASES[name] in row for name in ("timestamp", "input_length", "output_length"))
+
+
+def lengths(path: Path, line: int, row: MooncakeRow) -> tuple[int, int]:
+    """Return the tokens of prompt and answer. An answer of 0 tokens is read as one of 1: an engine that was
+    asked says something. Raises ConfigError where a row says one of them twice, or not.
+    """
+    input_tokens = _either(path, line, "input_length", row.input_length, row.input_tokens)
+    output_tokens = _either(path, line, "output_length", row.output_length, row.output_tokens)
+    if input_tokens is None:
+        wrong_row(path, line, "input_length: is missing")
+    if output_tokens is None:
+        wrong_row(path, line, "output_length: is missing")
+    return input_tokens, max(1, output_tokens)
+
+
+def timestamp_ms(path: Path, line: int, row: MooncakeRow) -> float | None:
+    """Return a row's time of arrival. Raises ConfigError where it has two."""
+    return _either(path, line, "timestamp", row.timestamp, row.created_time)
+
+
+def delay_ms(path: Path, line: int, row: MooncakeRow) -> float | None:
+    """Return a row's delay. Raises ConfigError where it has two."""
+    return _either(path, line, "delay", row.delay, row.delay_ms)
+
+
+def check_pieces(path: Path, row: Named, piece_tokens: int) -> None:
+    """Raise ConfigError where a prompt has more or fewer blocks of this size than names."""
+    if len(row.pieces) != -(-row.input_tokens // piece_tokens):
+        _wrong_pieces(path, row, piece_tokens)
+
+
+def block_size(path: Path, rows: Iterable[Named]) -> int:
+    """Return the tokens of a block that fit all rows: 512, or where they do not, another power of two."""
+    sizes = list(_BLOCK_SIZES)
+    for row in rows:
+        kept = [size for size in sizes if -(-row.input_tokens // size) == len(row.pieces)]
+        if not kept:
+            _wrong_pieces(path, row, sizes[0])
+        sizes = kept
+    return sizes[0]
+
+
+def _wrong_pieces(path: Path, row: Named, piece_tokens: int) -> NoReturn:
+    n_pieces = -(-row.input_tokens // piece_tokens)
+    wrong_row(
+        path,
+        row.line,
+        f"hash_ids: {len(row.pieces)} of them, where {row.input_tokens} tokens have {n_pieces} blocks of "
+        f"{piece_tokens}",
+    )
+
+
+def _either(
+    path: Path, line: int, name: str, value: Number | UnsetType | None, other: Number | UnsetType | None
+) -> Number | None:
+    """Return the value of a field that goes by two names."""
+    if isinstance(other, UnsetType):
+        return None if isinstance(value, UnsetType) else value
+    if not isinstance(value, UnsetType):
+        wrong_row(path, line, f"{ALIASES[name]}: is another name of {name}, which is there too")
+    return other
