@@ -14,8 +14,8 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
 from kvrouter.service.event_ingest import EventCacheView
+from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.request_run import Generation
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address

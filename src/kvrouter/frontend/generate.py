@@ -24,7 +24,7 @@ from kvrouter.frontend.response_writer import (
     routing_nvext,
 )
 from kvrouter.routing.request import Decision
-from kvrouter.service.request_run import ANSWERED, Generation
+from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import NO_ORIGIN, Origin
 from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel

@@ -18,7 +18,7 @@ from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
-from kvrouter.service.request_run import ANSWERED, Generation
+from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.text.chat import media_named
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 

@@ -16,7 +16,7 @@ from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.routing.request import Decision
-from kvrouter.service.request_run import Generation
+from kvrouter.service.generation import Generation
 
 QUOTED_MAX = 4096
 """How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""

@@ -1,46 +1,32 @@
-"""Runs one request, from its first attempt to its end: sends its legs, retries, and streams its output.
+"""Runs one request, from its first attempt to its end: places it, sends its legs, and sends them elsewhere
+when one is lost, as the journey says.
 
-:class:`Dispatch` places it and sends its legs, as the journey says. It reads no answer but that of a prefill
-leg in a bootstrap handoff, in a task parallel to the answer's reader. :class:`Generation` is what the client
-reads. It is pulled: nothing runs ahead of its reader, so that a slow client holds back its own engine stream
-and nobody else's.
+It reads no answer but that of a prefill leg; in a bootstrap handoff that runs in a task parallel to the
+answer's reader, which is :class:`~kvrouter.service.generation.Generation`.
 """
 
 import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self
 
-from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KvrouterError,
-    RetryBodiesFull,
     RoutingRefused,
 )
-from kvrouter.core.requests import (
-    EngineChunk,
-    FinishReason,
-    GenerateRequest,
-    KvLoss,
-    KvTransferParams,
-    Leg,
-    Usage,
-)
+from kvrouter.core.requests import FinishReason, GenerateRequest, KvLoss, KvTransferParams, Leg
 from kvrouter.journey import (
     Abandon,
     ClientLeft,
     Command,
     End,
     Fail,
-    Finished,
-    FirstTokens,
     Input,
     Journey,
     KvLost,
@@ -74,16 +60,7 @@ from kvrouter.service.attempt import (
 )
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
-from kvrouter.transports.requests.port import (
-    EngineStream,
-    HandingStream,
-    RequestPlane,
-    StreamBroken,
-    TokenSink,
-    WorkerFull,
-    WorkerUnreachable,
-)
+from kvrouter.transports.requests.port import RequestPlane
 
 PREFILL_LAST_WORD_S = 0.25
 """How long an answer's end waits for its prefill leg's: they come over two connections."""
@@ -93,7 +70,7 @@ PREFILL_NEWS_CHECK_S = 0.01
 """How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
 
 
-class Dispatch:
+class RequestRun:
     """The attempts of one request. ``error`` or ``finish`` is set once there is nothing more to come."""
 
     def __init__(
@@ -447,268 +424,3 @@ class Dispatch:
             before_s = time.monotonic() - SILENT_SHARE * limit_s
             heard_s = self.watch.heard_s
             attribute_silence(self._model, attempt, state, heard_s=heard_s, before_s=before_s)
-
-
-FINISHED = "finished"
-ANSWERED = "answered"
-"""Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
-
-
-class Generation:
-    """The answer to one request, as an async iterator of chunks; use it as a context manager.
-
-    An error is raised by the read that meets it. Leaving the context cancels what still runs and closes every
-    lease.
-    """
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        model: ModelRouter,
-        plane: RequestPlane,
-        *,
-        timeouts: Timeouts,
-        redispatches_max: int,
-        observed: ServiceInstrumentation,
-        retry_bodies: ByteBudget,
-        on_end: Callable[["Generation"], None],
-        received_s: float | None = None,
-        origin: Origin = NO_ORIGIN,
-    ) -> None:
-        self.request = request
-        self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
-        self._dispatch = Dispatch(
-            request,
-            model,
-            plane,
-            timeouts=timeouts,
-            redispatches_max=redispatches_max,
-            observed=observed,
-            times=self.times,
-        )
-        self._journey = self._dispatch.journey
-        self._watch = self._dispatch.watch
-        self._output = self._dispatch.output
-        self._model = model
-        self._origin = origin
-        self._observed = observed
-        self._retry_bodies = retry_bodies
-        self._on_end = on_end
-        self._closed = False
-        self._counted_tokens = 0
-        self._has_raised = False
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where the current (or last) attempt went; None before the first decision."""
-        return self._dispatch.placement
-
-    @property
-    def error(self) -> KvrouterError | None:
-        """What the request ended with, when it failed."""
-        return self._dispatch.error
-
-    @property
-    def generated(self) -> Sequence[int]:
-        """The tokens so far, over all attempts."""
-        return self._journey.generated
-
-    @property
-    def attempts(self) -> int:
-        """How many times the request was placed."""
-        return self._journey.attempt + 1
-
-    @property
-    def resumes(self) -> int:
-        """How many times a stream went on at another worker."""
-        return self._journey.resumes
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens so far, counted once, however many workers served them."""
-        return Usage(
-            prompt_tokens=len(self.request.token_ids),
-            completion_tokens=self._completion_tokens,
-            cached_tokens=self._dispatch.cached_tokens,
-        )
-
-    @property
-    def _completion_tokens(self) -> int:
-        """The tokens so far; where the engine does not report them, as many as it counts."""
-        return len(self._journey.generated) or self._counted_tokens
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self.close("client left")
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        dispatch = self._dispatch
-        if dispatch.attempt is None and not self._closed:
-            await dispatch.begin()
-        while True:
-            attempt = dispatch.attempt
-            if dispatch.error is not None or dispatch.finish is not None or attempt is None:
-                return self._end()
-            if attempt.decode is None:
-                raise RuntimeError("a generation without a decode stream was read")
-            try:
-                chunk = await self._read(attempt.decode)
-            except (StreamBroken, WorkerUnreachable) as error:
-                await dispatch.lose(attempt, error.message, full=isinstance(error, WorkerFull))
-                continue
-            except InvalidRequest as error:
-                dispatch.handle(LegRefused(error))
-                continue
-            except StopAsyncIteration:
-                await dispatch.lose(attempt, "the stream ended without a last chunk")
-                continue
-            if chunk.kv_lost is not None:
-                await dispatch.lose_kv(attempt, chunk.kv_lost, chunk.error or "it did not say why")
-                continue
-            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-                await dispatch.prefill_worker_leaves(attempt)
-                await dispatch.lose(attempt, chunk.error or "the engine cancelled the request")
-                continue
-            if chunk.finish is not None and not await dispatch.heard_prefill(attempt):
-                continue
-            self._take(attempt, chunk)
-            return chunk
-
-    async def hand_over(self, sink: TokenSink) -> None:
-        """Give ``sink`` tokens in the turn of the loop in which they arrive, where the plane can do that.
-
-        Returns when ``sink`` returned False, or when the next read brings something else: an end, an error,
-        another worker's tokens. Raises what ``sink`` raises.
-        """
-        attempt = self._dispatch.attempt
-        if (
-            attempt is None
-            or self.error is not None
-            or self._journey.state is not State.STREAMING
-            or not isinstance(attempt.decode, HandingStream)
-        ):
-            return
-        watch = self._watch
-        watch.heard_s = time.monotonic()
-        watch.is_reading = True
-        try:
-            await attempt.decode.hand_over(self._output.noting(sink))
-        finally:
-            watch.is_reading = False
-
-    def keep_call(self) -> None:
-        """Count the body of the client's call in the budget, for as long as a leg may be made of it."""
-        if self.request.call is not None:
-            self._retry_bodies.hold(self, len(self.request.call.body))
-
-    def shed(self) -> None:
-        """Drop the body of the client's call: it is the largest of a full budget. A request that is sent is
-        not sent again; one that is not ends.
-        """
-        self._observed.retry_body_dropped(self.request)
-        if not self._dispatch.is_sent:
-            self.abort(
-                RetryBodiesFull("the bodies of running requests hold too many bytes; this one had most")
-            )
-        self._drop_call()
-
-    def abort(self, error: KvrouterError) -> None:
-        """End now, with ``error`` for the reader."""
-        if not self._closed:
-            self._dispatch.error = error
-            self.close(error.code)
-
-    def close(self, reason: str) -> None:
-        """End now, whatever runs: streams are cancelled, leases closed. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._dispatch.stop(reason)
-        self._drop_call()
-        self.times.ended_s = time.monotonic()
-        self._observed.request_ended(
-            self.request,
-            error=self.error,
-            finished=reason in {ANSWERED, FINISHED},
-            times=self.times,
-            gaps_s=self._output.gaps_s,
-            prompt_tokens=len(self.request.token_ids),
-            completion_tokens=self._completion_tokens,
-        )
-        if self._observed.traffic is not None:
-            self._record(self._observed.traffic, finished=reason in {ANSWERED, FINISHED})
-        self._on_end(self)
-
-    def _record(self, traffic: TrafficRecorder, *, finished: bool) -> None:
-        """Record how the request went. One that was never placed has no hashed prompt yet."""
-        request, trail = self.request, self._dispatch.trail
-        traffic.request_ended(
-            request,
-            self._origin,
-            trail=trail,
-            prompt=trail[0].placement.prompt
-            if trail
-            else self._model.hash_prompt(
-                request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
-            ),
-            error=self.error,
-            finished=finished,
-            begun_s=self.times.begun_s,
-            first_token_s=self.times.first_token_s,
-            output_tokens=self._completion_tokens,
-        )
-
-    async def _read(self, stream: EngineStream) -> EngineChunk:
-        watch = self._watch
-        watch.heard_s = time.monotonic()  # the time that the client took is nobody's silence
-        watch.is_reading = True
-        try:
-            return await stream.__anext__()
-        finally:
-            watch.is_reading = False
-
-    def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
-        """Note what a chunk of the last leg brings."""
-        if chunk.cached_tokens is not None:
-            attempt.cached_tokens = chunk.cached_tokens
-            if attempt.placement.decision.prefill is None:
-                self._dispatch.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
-        if chunk.kv_bytes is not None:
-            attempt.kv_bytes = chunk.kv_bytes
-        if chunk.completion_tokens is not None:
-            self._counted_tokens = chunk.completion_tokens
-        if chunk.raw and chunk.text_chars is None:
-            self._journey.is_plain = False
-        if chunk.token_ids or chunk.raw:
-            if self._journey.state is State.DECODING:
-                self._dispatch.handle(FirstTokens())
-                if not self._journey.may_resume:
-                    self._drop_call()
-                self._output.first(chunk.token_ids)
-            else:
-                self._output.more(chunk.token_ids)
-        if chunk.finish is not None:
-            attempt.decode = None
-            self._dispatch.handle(Finished(chunk.finish))
-            self.close(FINISHED)
-
-    def _drop_call(self) -> None:
-        self._dispatch.drop_call()
-        self._retry_bodies.hold(self, 0)
-
-    def _end(self) -> EngineChunk:
-        """There is nothing more to read: raise the error once, or return the end that no engine sent."""
-        error, finish = self._dispatch.error, self._dispatch.finish
-        if error is not None and not self._has_raised:
-            self._has_raised = True
-            self.close(error.code)
-            raise error
-        if finish is not None and not self._closed:
-            self.close(FINISHED)
-            return EngineChunk(finish=finish)
-        raise StopAsyncIteration

@@ -16,10 +16,10 @@ from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
 from kvrouter.service.attempt import Timeouts, with_intake_id
+from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, ModelRouter
-from kvrouter.service.request_run import Generation
 from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
 from kvrouter.transports.discovery.port import Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
