@@ -74,5 +74,6 @@ def _apart(names: str, ratio: float, rows: Rows, seed: int, events: Sequence[Tim
             file, rows.share(number, len(names)), rows, seed, timetable=events if zone == "a" else ()
         )
         whole.outcomes.extend(part.outcomes)
+        whole.prefill_workers += part.prefill_workers
         whole.ended_s = max(whole.ended_s, part.ended_s)
     return summarize(whole, OBJECTIVE, Places(file))

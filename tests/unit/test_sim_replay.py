@@ -13,7 +13,7 @@ from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.rules.registry import RULES, parse_rule
 from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
-from kvrouter.sim.timetable import DieEvent, JoinEvent
+from kvrouter.sim.timetable import AddEvent, DieEvent, JoinEvent
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
@@ -304,9 +304,9 @@ def test_figures_are_those_of_the_outcomes() -> None:
     first, last = summary.parts[0], summary.parts[-1]
     assert first.ceiling_share == 0.0
     assert last.ceiling_share == pytest.approx(128 / 192)
-    assert (first.failed, first.crossing, first.imbalance) == (0, 0, 1.0)
+    assert (first.failed, first.crossing, first.imbalance) == (0, 0, 2.0)
     assert last.e2e_ms == summary.e2e_ms.quantiles[0]
-    assert summary.imbalance == 1.0
+    assert summary.imbalance == 2.0
     assert summary.duration_s < 51.0
     with pytest.raises(ConfigError, match="ttft_s"):
         Objective(ttft_s=float("nan"))
@@ -318,6 +318,17 @@ def test_a_part_in_which_one_of_two_workers_computes_is_uneven() -> None:
     assert summary.imbalance == pytest.approx(4 / 3)
     assert (summary.parts[0].imbalance, summary.parts[-1].imbalance) == (1.0, 2.0)
     assert summary.parts[1].imbalance is None
+
+
+def test_workers_that_never_compute_make_a_fleet_uneven_and_decoders_do_not() -> None:
+    one_zone = TWO_ZONES.replace("- {name: db, role: decode, domains: {zone: b}}\n", "")
+    rows = [row(number, 10.0 * number, [number]) for number in range(3)]
+    pairs = fleet(f"kv_transfer: {{domain: zone}}{one_zone}")
+    assert summarize(replayed(rows, pairs), Objective()).imbalance == 2.0
+    later = [AddEvent(at_s=25.0, group="w"), DieEvent(at_s=26.0, worker=1)]
+    one = fleet("workers: [{name: w}]")
+    assert summarize(replayed(rows, one), Objective()).imbalance == 1.0
+    assert summarize(replayed(rows, one, timetable=later), Objective()).imbalance == 2.0
 
 
 def test_an_interval_is_students() -> None:

@@ -20,7 +20,7 @@ from kvrouter.config.fleet_workers import (
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import Epoch, ModelName, RouterId, Slot, WorkerId
-from kvrouter.core.workers import LoadReport, WorkerCard
+from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.fleet import Fault, Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
@@ -158,6 +158,11 @@ class SimFleet:
     def workers(self) -> tuple[WorkerId, ...]:
         """The workers that are or were here."""
         return tuple(worker_id for worker_id in self._groups if worker_id not in self._awaited)
+
+    @property
+    def n_prefill_workers(self) -> int:
+        """How many of the workers that are or were here prefill, alone or with the rest."""
+        return sum(self._groups[worker_id].role is not Role.DECODE for worker_id in self.workers)
 
     def selected(self, event: WorkersEvent) -> list[WorkerId]:
         """The workers that an event happens to, dead ones too."""

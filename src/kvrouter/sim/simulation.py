@@ -67,14 +67,16 @@ class Beat(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What came of a replay. ``is_whole``: it was not stopped before its end."""
+    """What came of a replay. ``is_whole``: it was not stopped before its end. ``prefill_workers``: how many
+    workers that prefill were there at any time.
+    """
 
     outcomes: Outcomes = field(default_factory=Outcomes)
     carried: dict[DomainPair, Carried] = field(default_factory=dict)
     ended_s: float = 0.0
     ceiling_known: bool = True
     is_whole: bool = True
-    seed: int = 0
+    prefill_workers: int = 0
 
 
 class _RuleHere:
@@ -142,7 +144,7 @@ class Simulation:
         self.on_beat: Callable[[Beat], None] | None = None
         """Hears how far the replay is, now and then."""
         self.session = ""
-        self.result = Result(seed=seed)
+        self.result = Result()
         self._due: deque[Callable[[], None]] = deque()
         steps = plan_timetable(timetable, file)
         self.fleet = SimFleet(
@@ -183,6 +185,7 @@ class Simulation:
             except KeyboardInterrupt:
                 self.result.is_whole = False
         self.result.carried = self.fleet.fabric.carried()
+        self.result.prefill_workers = self.fleet.n_prefill_workers
         return self.result
 
     # What a request needs

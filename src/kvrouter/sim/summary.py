@@ -70,7 +70,7 @@ class Part(msgspec.Struct, frozen=True):
     """One part of the time, by the requests that arrived in it.
 
     ``failed`` of them ended with an error, the KV of ``crossing`` left its domain. ``imbalance`` is over the
-    workers that computed anything in the whole replay. ``carried`` is the KV that their answers began with,
+    same workers as that of the whole replay. ``carried`` is the KV that their answers began with,
     by pair of domains.
     """
 
@@ -93,8 +93,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``good_per_s`` is the goodput: requests a second that met the objective. ``ceiling_share`` is what an
     endless cache shared by all would have held, None where the trace has too many blocks to know.
-    ``imbalance`` is the prefill tokens of the busiest worker over those of the average one. ``cost`` is what
-    all KV transfers cost, None where no link has a price.
+    ``imbalance`` is the prefill tokens of the busiest worker over those of the average one, idle ones among
+    them. ``cost`` is what all KV transfers cost, None where no link has a price.
     """
 
     requests: int
@@ -124,7 +124,8 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
     and nothing has a cost.
     """
     table = result.outcomes.table()
-    parts = _parts(table, objective, places, ceiling_known=result.ceiling_known)
+    workers = max(result.prefill_workers, len(table.computed_tokens))
+    parts = _parts(table, objective, places, workers, ceiling_known=result.ceiling_known)
     costs = None if places is None or not places.has_prices else _costs(parts)
     carried = tuple(
         Carriage(
@@ -156,7 +157,7 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
         predicted_share=_share(table.total("predicted_tokens"), input_tokens),
         retried=int((table.rows["attempts"] > 1).sum()),
         crossing=table.total("crosses"),
-        imbalance=_imbalance(table, len(table.computed_tokens)),
+        imbalance=_imbalance(table, workers),
         carried=carried,
         cost=None if costs is None else sum(costs.values()),
         parts=parts,
@@ -260,14 +261,13 @@ def _imbalance(table: OutcomeTable, workers: int) -> float | None:
 
 
 def _parts(
-    table: OutcomeTable, objective: Objective, places: Places | None, *, ceiling_known: bool
+    table: OutcomeTable, objective: Objective, places: Places | None, workers: int, *, ceiling_known: bool
 ) -> tuple[Part, ...]:
     if not len(table):
         return ()
     arrived_s = table.rows["arrived_s"]
     length_s = float(arrived_s.max()) / PARTS or 1.0
     numbers = np.minimum(PARTS - 1, (arrived_s / length_s).astype(np.int64))
-    workers = len(table.computed_tokens)
     return tuple(
         _part(table.where(numbers == at), at * length_s, objective, places, workers, ceiling_known)
         for at in range(PARTS)

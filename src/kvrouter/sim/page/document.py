@@ -21,7 +21,7 @@ _TERMS = (
     ("good, goodput", "requests that met the objective: their share, and how many a second"),
     ("cached", "the share of prompt tokens that engines found in their caches"),
     ("ceiling", "what an endless cache shared by all workers would have held of the same requests"),
-    ("imbalance", "prefill tokens of the busiest worker over the mean of the workers; 1 is even"),
+    ("imbalance", "prefill tokens of the busiest worker over the mean of all that prefill; 1 is even"),
     ("KV crossing", "KV cache that went from one domain, such as a zone, to another"),
     ("cost", "what KV transfers cost by the prices of the fleet file's links, in its currency"),
     ("failed", "requests that ended with an error, those that were refused among them"),
