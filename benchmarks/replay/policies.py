@@ -13,6 +13,7 @@ import msgspec
 from benchmarks.replay.cases import CASES, Cell, Tried, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE, figures, over_seeds, replayed
 from kvrouter.core.workers import Role
+from kvrouter.sim.comparison import crossing_gb
 from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import GRID_MAX, RULES
 from kvrouter.sim.summary import Summary, summarize
@@ -135,16 +136,15 @@ class Contest:
             case=CASES[self._job.case].name,
             load=self._job.load,
             ratio=ratio,
-            crossing_gb=tuple(
-                sum(pair.bytes for pair in row.carried if pair.src != pair.dst) / 1e9 for row in seen
-            ),
+            crossing_gb=tuple(map(crossing_gb, seen)),
             tried=tried,
         )
 
     def _summary(self, variant: Variant, seed: int) -> Summary:
         rows = self._rows
         result = replayed(variant.fleet, rows.rows, rows, seed, rule=variant.make_rule())
-        return summarize(second_half(result, len(rows.rows)), OBJECTIVE, Places(variant.fleet))
+        places = Places(variant.fleet)
+        return summarize(second_half(result, len(rows.rows), places), OBJECTIVE, places)
 
     def _links(self, entrant: Entrant, ratio: float) -> float:
         return self._job.ratios[0] if entrant.enforcement == REQUIRED else ratio

@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 from kvrouter.cli import main
-from kvrouter.config import parse_document
+from kvrouter.config import load_fleet, parse_document
 from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.outcomes import Outcomes
+from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import GRID_MAX, RULES
 from kvrouter.sim.simulation import Result
+from kvrouter.sim.summary import Objective, summarize
+from kvrouter.sim.timetable import DieEvent
 from kvrouter.sim.tuning import candidates, merit, ours_grid, points, second_half
 from kvrouter.sim.variant import DEFAULT_FLEET, OURS, parse_sweep
+from tests.support.replays import TWO_ZONES, fleet, replayed, row
 
 
 def outcome(number: int, *, ttft_s: float | None = None, error: str = "") -> Outcome:
@@ -78,9 +82,24 @@ def test_the_best_fails_least_and_then_answers_soonest() -> None:
 def test_halves_share_no_request() -> None:
     outcomes = [outcome(number, ttft_s=1.0) for number in range(7)]
     outcomes[3].arrived_s = outcomes[4].arrived_s = outcomes[5].arrived_s = outcomes[6].arrived_s = 10.0
-    half = second_half(Result(Outcomes(outcomes), ended_s=14.0), 7)
+    file = load_fleet(parse_document(DEFAULT_FLEET, "fleet")).fleet
+    half = second_half(Result(Outcomes(outcomes), ended_s=14.0), 7, Places(file))
     assert [each.number for each in half.outcomes] == [3, 4, 5, 6]
     assert half.ended_s == 4.0
+
+
+def test_bytes_and_money_of_a_half_are_of_the_same_requests() -> None:
+    priced = TWO_ZONES.replace("latency_s: 1.0,", "latency_s: 1.0, price_per_gb: 2.0,")
+    file = fleet("kv_transfer: {domain: zone, enforcement: fallback}" + priced)
+    rows = [row(number, 20.0 * number, [2 * number, 2 * number + 1]) for number in range(4)]
+    dies = [DieEvent(at_s=0.0, group="pb"), DieEvent(at_s=0.0, group="da")]
+    places = Places(file)
+    whole = replayed(rows, file, timetable=dies)
+    (of_half,) = summarize(second_half(whole, 4, places), Objective(), places).carried
+    (of_whole,) = summarize(whole, Objective(), places).carried
+    assert (of_half.src, of_half.dst, of_half.transfers) == ("a", "b", 2)
+    assert (of_whole.transfers, of_whole.bytes) == (4, 2 * of_half.bytes)
+    assert of_half.cost == pytest.approx(2.0 * of_half.bytes / 1e9)
 
 
 def test_a_tuned_replay_names_its_parameters_and_says_what_its_figures_are_of(tmp_path: Path) -> None:

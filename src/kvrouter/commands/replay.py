@@ -150,7 +150,7 @@ class _Runner:
         for seed in options.all_seeds:
             result = self._run(variant, seed, self._n_rows, variant.name, None)
             if self._tunes:
-                result = second_half(result, self._n_rows)
+                result = second_half(result, self._n_rows, places)
             summaries.append(summarize(result, self._inputs.objective, places))
             if not self.is_whole:
                 break

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvrouter.sim.summary import Interval, Summary, over_seeds
+from kvrouter.topology.links import BYTES_PER_GB
 
 NOTHING = "–"
 """Stands for a figure that there is none of."""
@@ -46,7 +47,7 @@ def shown(found: Interval | None, digits: int) -> str:
 
 def crossing_gb(summary: Summary) -> float:
     """Return how many gigabytes went from one domain to another."""
-    return sum(pair.bytes for pair in summary.carried if pair.src != pair.dst) / 1e9
+    return sum(pair.bytes for pair in summary.carried if pair.src != pair.dst) / BYTES_PER_GB
 
 
 def _scaled(value: float | None, by: float) -> float | None:

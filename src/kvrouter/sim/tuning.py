@@ -1,7 +1,7 @@
 """Tuned rules: each with the parameters that suit the trace, so that no rule is compared untuned.
 
-A rule is tried with every point of its grid on the first half of a trace; the point with the least mean TTFT
-is compared on the second half, with caches that the first half filled.
+A rule is tried with every point of its grid on the first half of a trace; the point with the fewest failures
+and then the least mean TTFT is compared on the second half, with caches that the first half filled.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,9 @@ from itertools import islice
 from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import Document
 from kvrouter.core.workers import Role
+from kvrouter.mock import Carried, DomainPair
 from kvrouter.sim.outcomes import Outcomes
+from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import RULES
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.traces.read import Trace
@@ -64,13 +66,19 @@ def first_half(trace: Trace, n_rows: int) -> list[TraceRequest]:
     return list(islice(trace, n_rows // 2))
 
 
-def second_half(result: Result, n_rows: int) -> Result:
-    """Return the result of the rows that rules are compared on; it lasts from their first arrival on. Bytes
-    carried are those of the whole.
+def second_half(result: Result, n_rows: int, places: Places) -> Result:
+    """Return the result of the rows that rules are compared on; it lasts from their first arrival on. What it
+    carried, between domains of ``places``, is the KV that their answers began with.
     """
     outcomes = Outcomes(outcome for outcome in result.outcomes if outcome.number >= n_rows // 2)
     begins_s = min((outcome.arrived_s for outcome in outcomes), default=0.0)
-    return replace(result, outcomes=outcomes, ended_s=max(0.0, result.ended_s - begins_s))
+    carried: dict[DomainPair, Carried] = {}
+    for move, transfers in outcomes.table().moved():
+        src, dst, _ = places.moved(move)
+        pair = carried.setdefault(DomainPair(src, dst), Carried())
+        pair.transfers += transfers
+        pair.arrived_bytes += move.bytes
+    return replace(result, outcomes=outcomes, carried=carried, ended_s=max(0.0, result.ended_s - begins_s))
 
 
 def merit(outcomes: Outcomes) -> tuple[int, float]:

@@ -8,6 +8,7 @@ from kvrouter.sim.page.markup import Markup, element
 from kvrouter.sim.page.series import style
 from kvrouter.sim.summary import Carriage, Interval, Summary, VariantReport, interval
 from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.topology.links import BYTES_PER_GB
 
 
 def comparison(variants: Sequence[VariantReport]) -> Markup:
@@ -81,7 +82,7 @@ def carried(variants: Sequence[VariantReport]) -> Markup | None:
                     element("td", dst, class_="left"),
                     element("td", "yes" if src != dst else "no", class_="crosses" if src != dst else None),
                     element("td", _mean(sum(pair.transfers for pair in of_pair), seeds, 0)),
-                    element("td", _mean(sum(pair.bytes for pair in of_pair) / 1e9, seeds, 2)),
+                    element("td", _mean(sum(pair.bytes for pair in of_pair) / BYTES_PER_GB, seeds, 2)),
                     *(
                         [element("td", _mean(sum(costs), seeds, 2) if costs else NOTHING)]
                         if with_costs
