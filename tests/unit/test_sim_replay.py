@@ -1,16 +1,19 @@
 """A replay: what one computes by hand comes out, and nothing is left over."""
 
 from array import array
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Slot
 from kvrouter.mock import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.rules.registry import RULES, parse_rule
+from kvrouter.sim.rules.rule import RuleInput
 from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
 from kvrouter.sim.timetable import AddEvent, DieEvent, JoinEvent
@@ -329,6 +332,27 @@ def test_workers_that_never_compute_make_a_fleet_uneven_and_decoders_do_not() ->
     one = fleet("workers: [{name: w}]")
     assert summarize(replayed(rows, one), Objective()).imbalance == 1.0
     assert summarize(replayed(rows, one, timetable=later), Objective()).imbalance == 2.0
+
+
+class Listening:
+    """A rule that takes the first worker, and keeps whose decisions it was asked for."""
+
+    source: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def pick(self, given: RuleInput) -> Slot:
+        self.heard.append((given.request.request_id, given.session))
+        return Slot(int(given.allowed[0]))
+
+
+def test_a_rule_hears_the_session_of_the_request_that_it_decides_about() -> None:
+    long = [row(n, n / 10, [n], output_tokens=400, session=name) for n, name in enumerate("stu")]
+    rule = Listening()
+    result = replayed(long, rule=rule, timetable=[DieEvent(at_s=1.0, worker=1)])
+    assert [outcome.attempts for outcome in by_number(result)] == [2, 2, 2]
+    assert rule.heard == [(f"r{n}", name) for n, name in enumerate("stu")] * 2
 
 
 def test_an_interval_is_students() -> None:

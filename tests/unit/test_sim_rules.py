@@ -47,7 +47,7 @@ def asked(
     request = RouteRequest(
         request_id=RequestId("r"), isl_tokens=isl_blocks * BLOCK_SIZE, total_blocks=isl_blocks
     )
-    return RuleInput(request, session, leg, view, np.array([0, 1, 2]), loads, draw, 0, 0.0)
+    return RuleInput(request, session, leg, view, np.array([0, 1, 2]), loads, draw)
 
 
 def test_each_worker_in_turn_for_each_leg() -> None:

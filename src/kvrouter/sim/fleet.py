@@ -59,7 +59,6 @@ class SlotLoads:
     def __init__(self) -> None:
         self.in_flight: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.waiting: npt.NDArray[np.int64] = np.zeros(16, np.int64)
-        self.running: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.kv_use: npt.NDArray[np.float64] = np.zeros(16)
         self.lives: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         """How often the slot was freed: what was placed there before that is load no more."""
@@ -70,19 +69,17 @@ class SlotLoads:
             more = 2 * n_slots - len(self.in_flight)
             self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
             self.waiting = np.concatenate((self.waiting, np.zeros(more, np.int64)))
-            self.running = np.concatenate((self.running, np.zeros(more, np.int64)))
             self.kv_use = np.concatenate((self.kv_use, np.zeros(more)))
             self.lives = np.concatenate((self.lives, np.zeros(more, np.int64)))
 
     def reported(self, slot: Slot, report: LoadReport) -> None:
         """An engine reported its load."""
         self.waiting[slot] = report.waiting_requests or 0
-        self.running[slot] = report.running_requests or 0
         self.kv_use[slot] = report.active_blocks / (report.total_blocks or 1)
 
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone."""
-        self.in_flight[slot] = self.waiting[slot] = self.running[slot] = 0
+        self.in_flight[slot] = self.waiting[slot] = 0
         self.kv_use[slot] = 0.0
         self.lives[slot] += 1
 

@@ -87,21 +87,26 @@ class _RuleHere:
         self._simulation = simulation
 
     def pick(
-        self, request: RouteRequest, view: View, leg: Leg, allowed: SlotColumn, *, draw: int, turn: int
+        self,
+        request: RouteRequest,
+        view: View,
+        leg: Leg,
+        allowed: SlotColumn,
+        *,
+        draw: int,
+        turn: int,  # noqa: ARG002 - the port's signature
     ) -> Slot:
         """Ask the rule."""
         simulation = self._simulation
         return self._rule.pick(
             RuleInput(
                 request=request,
-                session=simulation.session,
+                session=simulation.session_of(request.request_id),
                 leg=leg,
                 view=view,
                 allowed=allowed,
                 loads=simulation.fleet.loads,
                 draw=draw,
-                turn=turn,
-                now_s=simulation.now_s,
             )
         )
 
@@ -143,7 +148,6 @@ class Simulation:
         self.now_s = 0.0
         self.on_beat: Callable[[Beat], None] | None = None
         """Hears how far the replay is, now and then."""
-        self.session = ""
         self.result = Result()
         self._due: deque[Callable[[], None]] = deque()
         steps = plan_timetable(timetable, file)
@@ -166,6 +170,8 @@ class Simulation:
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._runs: dict[Party, SimRequest] = {}
+        self._open: dict[RequestId, SimRequest] = {}
+        """The requests that have not ended."""
         self._booked: dict[int, list[tuple[Slot, int]]] = {}
         """By placement: the slots that it is load of, and which life of each."""
         self._n_arrived = 0
@@ -187,6 +193,10 @@ class Simulation:
         self.result.carried = self.fleet.fabric.carried()
         self.result.prefill_workers = self.fleet.n_prefill_workers
         return self.result
+
+    def session_of(self, request_id: RequestId) -> str:
+        """Return the session of a request that has not ended, "" where it has none."""
+        return self._open[request_id].session
 
     # What a request needs
 
@@ -230,6 +240,7 @@ class Simulation:
     def ended(self, run: SimRequest) -> None:
         """A request is over; in a closed loop others may follow it."""
         outcome = run.outcome
+        del self._open[run.request.request_id]
         self.result.outcomes.append(outcome)
         self.result.ended_s = self.now_s
         self._follow(self._dispatch.ended(outcome.number, self.now_s))
@@ -360,7 +371,7 @@ class Simulation:
             retries_max=self._config.retries_max,
         )
         self._n_arrived += 1
-        self.session = row.session
+        self._open[run.request.request_id] = run
         self._deadlines.append((at_s + self._config.request_timeout_s, run))
         if self.on_beat is not None and not self._n_arrived % 64:
             self.on_beat(Beat(self.now_s, self._n_arrived, len(self.result.outcomes)))
@@ -398,7 +409,6 @@ class Simulation:
             for party, chunk in outputs.chunks:
                 run = self._runs.get(party) if chunk.finish is None else self._runs.pop(party, None)
                 if run is not None:
-                    self.session = run.session
                     run.take(party, chunk)
             while self._due:
                 self._due.popleft()()

@@ -13,18 +13,17 @@ from kvrouter.routing.request import RouteRequest, View
 
 class RankLoads(Protocol):
     """Load by slot. ``in_flight``: requests placed there that have not ended; the others are of the rank's
-    last load report: requests that wait and that run, and the share of KV blocks in use.
+    last load report: requests that wait, and the share of KV blocks in use.
     """
 
     in_flight: npt.NDArray[np.int64]
     waiting: npt.NDArray[np.int64]
-    running: npt.NDArray[np.int64]
     kv_use: npt.NDArray[np.float64]
 
 
 class RuleInput(NamedTuple):
     """One decision about one leg. ``allowed`` are the slots that may take it, in the order of ranks: at least
-    one. ``draw`` is 64 random bits, ``turn`` counts requests, ``session`` is "" where nobody knows it.
+    one. ``draw`` is 64 random bits, ``session`` is "" where nobody knows it.
     """
 
     request: RouteRequest
@@ -34,8 +33,6 @@ class RuleInput(NamedTuple):
     allowed: SlotColumn
     loads: RankLoads
     draw: int
-    turn: int
-    now_s: float
 
 
 class Rule(Protocol):
