@@ -1,6 +1,7 @@
 """The variants that one replay compares: routing rules by name, and values of the fleet file."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -46,16 +47,16 @@ class Setting(NamedTuple):
     values: tuple[object, ...]
 
 
+_STEP = re.compile(r"([^\[\]]+)((?:\[[0-9]{1,9}\])*)")
+"""One part of a dotted key: a name, and positions in lists."""
+
+
 def parse_sweep(text: str) -> Setting:
     """Parse ``key=value,value``; values are YAML. Raises ConfigError."""
-    key, equals, values = text.partition("=")
-    if not equals or not key.strip() or not values.strip():
+    key, equals, values = (part.strip() for part in text.partition("="))
+    if not (key and equals and values):
         raise ConfigError(f"sweep: {text!r} is not key=value,value,…", param="sweep")
-    try:
-        parsed = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError as error:
-        raise ConfigError(f"sweep: {values!r} is not a list of values: {error}", param="sweep") from error
-    return Setting(key.strip(), tuple(parsed))
+    return Setting(key, _values(values, "sweep"))
 
 
 def split_policies(text: str) -> list[str]:
@@ -71,6 +72,9 @@ def split_policies(text: str) -> list[str]:
 
 def variants(document: Document, policies: Sequence[str], sweeps: Sequence[Setting]) -> list[Variant]:
     """Return every policy over every combination of swept values. Raises ConfigError."""
+    for at, setting in enumerate(sweeps):
+        if setting.key in (earlier.key for earlier in sweeps[:at]):
+            raise ConfigError(f"sweep: {setting.key}: is given twice", param="sweep")
     found: list[Variant] = []
     for values in product(*(setting.values for setting in sweeps)):
         chosen = list(zip((setting.key for setting in sweeps), values, strict=True))
@@ -91,11 +95,23 @@ def _policy(
     if name != OURS:
         rule = parse_rule(policy)
         return changed_fleet(document, chosen), lambda: parse_rule(policy), rule.source
-    own: list[tuple[str, object]] = []
+    own: dict[str, object] = {}
     for pair in parameters.split(",") if parameters else ():
-        setting = parse_sweep(pair)
-        own.append((f"router.{setting.key}", setting.values[0]))
-    return changed_fleet(document, [*chosen, *own]), lambda: None, "this router"
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not (key and equals and value):
+            raise ConfigError(f"policy: {policy}: {pair!r} is not setting=value", param="policy")
+        if f"router.{key}" in own:
+            raise ConfigError(f"policy: {policy}: {key} is given twice", param="policy")
+        (own[f"router.{key}"],) = _values(value, "policy")
+    return changed_fleet(document, [*chosen, *own.items()]), lambda: None, "this router"
+
+
+def _values(text: str, option: str) -> tuple[object, ...]:
+    """Parse values in YAML with commas between them, for ``option``."""
+    try:
+        return tuple(yaml.safe_load(f"[{text}]"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that there is not
+        raise ConfigError(f"{option}: {text!r} is not a list of values in YAML", param=option) from error
 
 
 def changed_fleet(document: Document, chosen: Sequence[tuple[str, object]]) -> FleetFile:
@@ -115,12 +131,10 @@ def _set(content: dict[str, object], key: str, value: object) -> None:
     """Set the value at a dotted key; null takes it out. Mappings on the way are made."""
     steps: list[str | int] = []
     for part in key.split("."):
-        name, *indices = part.replace("]", "").split("[")
-        if name:
-            steps.append(name)
-        if not all(index.isdigit() for index in indices):
-            raise ConfigError(f"sweep: {key}: an index is a number in [ ]", param="sweep")
-        steps += [int(index) for index in indices]
+        found = _STEP.fullmatch(part)
+        if found is None:
+            raise ConfigError(f"{key}: is not the key of a value, as workers[0].replicas is", param=key)
+        steps += [found[1], *(int(index) for index in re.findall(r"[0-9]+", found[2]))]
     here: object = content
     for step in steps[:-1]:
         here = _within(here, step, key)
@@ -133,15 +147,17 @@ def _set(content: dict[str, object], key: str, value: object) -> None:
     elif isinstance(here, list) and isinstance(last, int) and last < len(here):
         here[last] = value
     else:
-        raise ConfigError(f"sweep: {key}: there is no such place in the fleet file", param="sweep")
+        raise ConfigError(f"{key}: there is no such place in the fleet file", param=key)
 
 
 def _within(here: object, step: str | int, key: str) -> object:
     if isinstance(here, dict) and isinstance(step, str):
-        return here.setdefault(step, {})
+        if here.get(step) is None:
+            here[step] = {}
+        return here[step]
     if isinstance(here, list) and isinstance(step, int) and step < len(here):
         return here[step]
-    raise ConfigError(f"sweep: {key}: there is no such place in the fleet file", param="sweep")
+    raise ConfigError(f"{key}: there is no such place in the fleet file", param=key)
 
 
 def _shown(value: object) -> str:

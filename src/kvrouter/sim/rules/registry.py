@@ -100,6 +100,8 @@ def parse_rule(text: str) -> Rule:
         if key not in known.parameters:
             names = ", ".join(known.parameters) or "none"
             raise ConfigError(f"policy: {name} has no parameter {key!r}; it has {names}", param="policy")
+        if key in parameters:
+            raise ConfigError(f"policy: {name}: {key} is given twice", param="policy")
         parameters[key] = _number(f"{name}:{key}", value)
     return known.make(**parameters)
 
