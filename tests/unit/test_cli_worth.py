@@ -1,6 +1,7 @@
 """``kvrouter worth`` as its user types it: two field reports that contradict each other, and mistakes."""
 
 import json
+import re
 from itertools import count
 from pathlib import Path
 
@@ -168,11 +169,28 @@ def test_seeds_that_change_nothing_are_not_replayed(folder: Path) -> None:
         (["trace.jsonl", "--fleet", "different.yaml", "--slo-ttft", "0"], "ttft_s: 0"),
         (["trace.jsonl", "--fleet", "different.yaml", "--json", "no/such/out.json"], "is no folder"),
         (["nothing.jsonl", "--fleet", "different.yaml"], "nothing.jsonl"),
+        (
+            ["trace.jsonl", "--fleet", "different.yaml", "--events", "section.yaml"],
+            "section.yaml:1: events[0].set.kv_transfer: cannot change: it is what is compared",
+        ),
+        (
+            ["trace.jsonl", "--fleet", "different.yaml", "--events", "mode.yaml"],
+            "mode.yaml:1: events[0].set.router.router_mode: cannot change: it is what is compared",
+        ),
+        (
+            ["trace.jsonl", "--fleet", "levels.yaml", "--events", "link.yaml"],
+            "link.yaml:1: events[0].between[0]: no worker has zone=r-a",
+        ),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(
-    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(Simulation, "run", lambda _: pytest.fail("it was replayed"))
     at = DIFFERENT_LINKS.index("  links:")
     Path("no-links.yaml").write_text(
         DIFFERENT_LINKS[:at] + DIFFERENT_LINKS[DIFFERENT_LINKS.index("workers:") :]
@@ -181,11 +199,59 @@ def test_mistakes_are_named_and_nothing_is_written(
     Path("aggregated.yaml").write_text(
         DIFFERENT_LINKS.replace("role: prefill, ", "").replace("role: decode, ", "")
     )
+    set_section = "events: [{at_s: 1, what: policy, set: {kv_transfer: {domain: zone}}}]"
+    Path("section.yaml").write_text(set_section)
+    Path("mode.yaml").write_text("events: [{at_s: 1, what: policy, set: {router.router_mode: random}}]")
+    Path("levels.yaml").write_text(
+        re.sub(r"zone: ([ab])}", r"rack: r-\1, zone: \1}", DIFFERENT_LINKS)
+        .replace("levels: [zone]", "levels: [zone, rack]")
+        .replace("within: {", "within: {rack: {latency_s: 0.0, bandwidth_bytes_per_s: 5.0e10}, ")
+        .replace("workers:", "kv_transfer: {domain: rack}\nworkers:", 1)
+    )
+    Path("link.yaml").write_text(
+        "events: [{at_s: 1, what: link, between: [r-a, r-a], bandwidth_factor: 0.5}]"
+    )
     Path("dear.yaml").write_text(DIFFERENT_LINKS.replace("0.02}", "-1}"))
     files = set(folder.iterdir())
     assert run(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert set(folder.iterdir()) == files
+
+
+def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:
+    roles = ("prefill", "prefill", "decode", "decode")
+    workers = [
+        {
+            "worker": str(number), "model": "m", "role": role, "block_size": 64, "context_length": 9_999,
+            "domains": {"zone": zone}, "kv_blocks": 4_096,
+        }
+        for number, (zone, role) in enumerate((zone, role) for zone in "ab" for role in roles)
+    ]  # fmt: skip
+    strict = [worker | {"transfer_domain": "zone", "enforcement": "required"} for worker in workers]
+    request = {
+        "kind": "request", "model": "m", "input_tokens": 63, "output_tokens": 5, "max_tokens": 9,
+        "block_size": 64, "blocks": "", "status": "finished", "ended_s": 1.0,
+    }  # fmt: skip
+    lines = [
+        {
+            "kind": "header", "schema": "kvrouter.recording.v1", "version": "1", "recording": "a", "part": 1,
+            "started_s": 9.0, "salt": "aa",
+        },
+        {"kind": "fleet", "at_s": 0.0, "change": "all", "workers": workers},
+        request | {"at_s": 1.0},
+        {"kind": "fleet", "at_s": 1.5, "change": "changed", "workers": strict},
+        *(request | {"at_s": 2.0 + number} for number in range(100)),
+    ]  # fmt: skip
+    path = folder / "recording-20260101T000000Z-0000000a-000001.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("--fleet", "different.yaml", "--mode", "random", "--seeds", "2", "--json", "out.json")
+    assert run(str(path), *arguments) == 0
+    report = json.loads(Path("out.json").read_text())
+    assert report["notes"] == ["recorded changes that this replay does not make: 1 of transfer policy"]
+    assert report["today"]["figures"]["crossing_gb"] > 0.1
+    of = {each["name"]: each["changes"] for each in report["alternatives"]}
+    assert of["anywhere, random"]["crossing_gb"]["today"] > 0.1
+    assert of["required on zone, random"]["crossing_gb"]["change"] < -0.1
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Beat
 from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
-from kvrouter.sim.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
+from kvrouter.sim.transfer_choices import TransferChoice, check_events, choice_of, other_choices, variant_of
 from kvrouter.sim.variant import Variant
 from kvrouter.sim.worth import (
     PARTS,
@@ -104,11 +104,12 @@ def worth(options: WorthOptions, console: Console) -> int:
     file = load_fleet(document).fleet
     others = other_choices(file, options.modes or tuple(RouterMode))
     inputs = open_inputs(given)
+    check_events(inputs.timetable)
     choice = choice_of(file)
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
-    inputs = inputs.over(None, [today])
-    n_rows = inputs.check([today])
+    inputs = inputs.over(None, [today, *variants])
+    n_rows = inputs.check([today, *variants])
     check_length(n_rows)
     places = Places(file, choice.level or file.topology.levels[0])
     figures = compared_figures(places)

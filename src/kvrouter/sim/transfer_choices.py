@@ -6,10 +6,11 @@ from itertools import product
 import msgspec
 
 from kvrouter.config.fleet import FleetFile
-from kvrouter.config.problems import Document
+from kvrouter.config.problems import Document, Problem
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.sim.timetable import PolicyEvent, TimetableEvent
 from kvrouter.sim.variant import VARIANTS_MAX, Variant, changed_fleet
 from kvrouter.topology import MismatchPolicy
 
@@ -23,6 +24,15 @@ STRICTNESS: tuple[Enforcement | None, ...] = (
     Enforcement.REQUIRED,
 )
 """The enforcements, from the one that rules out nothing on; None: there is no policy."""
+
+
+COMPARED = (
+    "kv_transfer",
+    "router_mode",
+    "kv_transfer_topology_level",
+    "kv_transfer_mismatch_policy",
+)
+"""What choices differ in: a section of the fleet file, and keys of its ``router``."""
 
 
 class TransferChoice(msgspec.Struct, frozen=True):
@@ -108,6 +118,16 @@ def _all(levels: Sequence[str], modes: Sequence[RouterMode], weight: float) -> I
                 yield TransferChoice(mode, enforcement, level)
             elif mode is RouterMode.KV:
                 yield TransferChoice(mode, enforcement, level, weight)
+
+
+def check_events(events: Sequence[TimetableEvent]) -> None:
+    """Raise ConfigError, with its place in the file, for an event that changes what is compared: from then on
+    all choices would be the same.
+    """
+    for event in events:
+        for key in event.set if isinstance(event, PolicyEvent) else ():
+            if key.removeprefix("router.") in COMPARED or key.startswith("kv_transfer."):
+                raise event.wrong(Problem(("set", key), "cannot change: it is what is compared"))
 
 
 def variant_of(document: Document, choice: TransferChoice) -> Variant:
