@@ -358,7 +358,8 @@ def test_a_rule_hears_the_session_of_the_request_that_it_decides_about() -> None
 def test_an_interval_is_students() -> None:
     found = interval([1.0, 2.0, 3.0])
     assert found.mean == 2.0
-    assert found.within == pytest.approx(4.303 * (1.0 / 3.0) ** 0.5)
+    assert found.within == pytest.approx(4.3027 * (1.0 / 3.0) ** 0.5, rel=1e-4)
+    assert interval([0.0, 2.0] * 10).within == pytest.approx(2.093 * (20 / 19 / 20) ** 0.5, rel=1e-3)
     assert interval([5.0]).within == 0.0
 
 

@@ -1,6 +1,7 @@
 """Differences of two replays of the same requests, part by part, with Student's intervals."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import atan, cos, pi, sin, sqrt
 
 import msgspec
@@ -34,6 +35,7 @@ def difference(values: Sequence[float], n_compared: int) -> Difference | None:
     return Difference(mean, error * student_t(CONFIDENCE, n - 1), error * student_t(1.0 - wrong, n - 1))
 
 
+@lru_cache
 def student_t(confidence: float, freedom: int) -> float:
     """Return how far Student's t of so many degrees of ``freedom`` is from 0 at most with ``confidence``.
 

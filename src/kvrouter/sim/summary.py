@@ -8,17 +8,13 @@ import numpy as np
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.outcomes import Flags, Floats, OutcomeTable
+from kvrouter.sim.paired import CONFIDENCE, student_t
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.timetable_entry import TimetableEntry
 
 PARTS = 24
 """Into so many parts of equal length a replay's time is cut."""
-
-T_95 = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The two-sided 95 % point of Student's t distribution, by degrees of freedom from 1 to 9; more take the
-last, which is wider.
-"""
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -178,7 +174,7 @@ def interval(values: Sequence[float]) -> Interval:
     if n < 2:
         return Interval(mean, 0.0)
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    return Interval(mean, T_95[min(n - 1, len(T_95) - 1)] * sqrt(variance / n))
+    return Interval(mean, student_t(CONFIDENCE, n - 1) * sqrt(variance / n))
 
 
 def over_seeds(summaries: Sequence[Summary], figure: Callable[[Summary], float | None]) -> Interval | None:
