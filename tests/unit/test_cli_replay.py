@@ -249,7 +249,7 @@ def test_a_recording_is_replayed_over_its_own_fleet_and_what_became_of_it(
 
 
 def test_what_was_recorded_of_another_fleet_is_not_applied_and_that_is_said(
-    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded(tmp_path / "recording")
     other = tmp_path / "other.yaml"
@@ -272,6 +272,11 @@ def test_what_was_recorded_of_another_fleet_is_not_applied_and_that_is_said(
         (str(trace), "--write-events", "e"): "nothing to write: the trace is no recording",
         (str(trace), "--write-fleet", "f"): "write-fleet: only a recording",
     }
+    swept = ("--sweep", "workers[0].replicas=3", "--write-fleet", "f", "--write-events", "e")
+    refused[str(path), *swept] = "nothing to write: 1 recorded change"
+    monkeypatch.chdir(tmp_path)
+    files = set(tmp_path.iterdir())
     for arguments, message in refused.items():
         assert run(*arguments) == 2
+        assert set(tmp_path.iterdir()) == files
         assert re.search(message, capsys.readouterr().err)

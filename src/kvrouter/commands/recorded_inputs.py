@@ -101,7 +101,10 @@ def recorded_changes(
 def write_recorded(
     fleet: RecordedFleet | None, changes: RecordedChanges, *, fleet_to: Path | None, events_to: Path | None
 ) -> None:
-    """Write the recorded fleet and its changes where that is asked for. Raises ConfigError."""
+    """Write the recorded fleet and its changes where that is asked for. Raises ConfigError, before anything
+    is written, for what there is not.
+    """
+    files: list[tuple[Path, str]] = []
     if fleet_to is not None:
         if fleet is None:
             raise ConfigError(
@@ -109,12 +112,14 @@ def write_recorded(
                 param="write-fleet",
             )
         text = yaml.safe_dump(dict(fleet.document.content), sort_keys=False, default_flow_style=None)
-        write_whole(fleet_to, text.encode())
+        files.append((fleet_to, text))
     if events_to is not None:
         if changes.text is None:
             why = f": {changes.notes[0]}" if changes.notes else ": the trace is no recording of this fleet"
             raise ConfigError(f"write-events: there is nothing to write{why}", param="write-events")
-        write_whole(events_to, changes.text.encode())
+        files.append((events_to, changes.text))
+    for path, text in files:
+        write_whole(path, text.encode())
 
 
 def _numbering(
