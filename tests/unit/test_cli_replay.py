@@ -3,12 +3,17 @@
 import json
 import os
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvrouter.cli import main
+from kvrouter.placement.placement import Draw
 from kvrouter.sim.fleet import SlotLoads
+from kvrouter.sim.places import Places
+from kvrouter.sim.simulation import Result, Simulation
+from kvrouter.sim.summary import Objective, Summary, summarize
 
 ROWS = "".join(
     json.dumps({"timestamp": 100 * n, "input_length": 600, "output_length": 4, "hash_ids": [n % 3, 9]}) + "\n"
@@ -196,6 +201,67 @@ def test_an_interrupted_replay_leaves_what_is_known(
     assert [variant["name"] for variant in report["variants"]] == ["random"]
     assert "interrupted" in capsys.readouterr().out
     assert "Interrupted" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("decisions", "known"),
+    [(5, [["kvrouter", [0]]]), (17, [["kvrouter", [0]]]), (41, [["kvrouter", [0, 1, 2]], ["random", [0]]])],
+)
+def test_an_interrupted_seed_stands_next_to_no_whole_one(
+    trace: Path, tmp_path: Path, decisions: int, known: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, numbers = Simulation.draw, count()
+
+    def interrupt(simulation: Simulation) -> Draw:
+        if next(numbers) == decisions:
+            raise KeyboardInterrupt
+        return draw(simulation)
+
+    monkeypatch.setattr(Simulation, "draw", interrupt)  # 12 requests a replay
+    path = tmp_path / "out.json"
+    assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "3", "--json", str(path)) == 130
+    variants = json.loads(path.read_text())["variants"]
+    assert [[variant["name"], variant["seeds"]] for variant in variants] == known
+    assert all(each["requests"] == 12 for each in variants[0]["summaries"][: decisions // 12])
+
+
+def test_an_interrupt_between_two_replays_loses_none(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = count()
+
+    def interrupt(result: Result, objective: Objective, places: Places) -> Summary:
+        if next(known) == 3:
+            raise KeyboardInterrupt
+        return summarize(result, objective, places)
+
+    monkeypatch.setattr("kvrouter.commands.replay.summarize", interrupt)
+    path = tmp_path / "out.json"
+    assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "2", "--json", str(path)) == 130
+    report = json.loads(path.read_text())
+    assert report["is_whole"] is False
+    assert [(variant["name"], variant["seeds"]) for variant in report["variants"]] == [
+        ("kvrouter", [0, 1]),
+        ("random", [0]),
+    ]
+
+
+def test_errors_are_counted_over_all_seeds(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = tmp_path / "events.yaml"
+    events.write_text("events: [{at_s: 0.505, what: die, worker: 1}, {at_s: 0.505, what: die, worker: 2}]")
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "version: 1\nmodels: [{name: m}]\nrouter: {retries_max: 0}\nworkers: [{name: w, replicas: 4}]\n"
+    )
+    out = tmp_path / "out.json"
+    arguments = ("--fleet", str(fleet), "--events", str(events), "--policy", "random", "--json", str(out))
+    assert run(str(trace), *arguments, "--seeds", "4") == 0
+    summaries = json.loads(out.read_text())["variants"][0]["summaries"]
+    failed = [sum(each["errors"].values()) for each in summaries]
+    assert len(set(failed)) > 1
+    assert f"random: errors: {sum(failed) / 4:.1f} ± " in capsys.readouterr().out
 
 
 def recorded(folder: Path) -> Path:

@@ -9,7 +9,11 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.placement.placement import Draw
+from kvrouter.sim.outcomes import Outcomes
+from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Simulation
+from kvrouter.sim.summary import Objective
+from kvrouter.sim.worth import Rows, rows_of
 
 DIFFERENT_LINKS = """\
 version: 1
@@ -216,6 +220,22 @@ def test_mistakes_are_named_and_nothing_is_written(
     assert run(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert set(folder.iterdir()) == files
+
+
+def test_an_interrupt_between_two_replays_loses_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = count()
+
+    def interrupt(outcomes: Outcomes, objective: Objective, places: Places) -> Rows:
+        if next(known) == 2:
+            raise KeyboardInterrupt
+        return rows_of(outcomes, objective, places)
+
+    monkeypatch.setattr("kvrouter.commands.worth.rows_of", interrupt)
+    arguments = ("--fleet", "different.yaml", "--seeds", "1", "--mode", "kv", "--json", "out.json")
+    assert run("trace.jsonl", *arguments) == 130
+    report = json.loads((folder / "out.json").read_text())
+    assert report["is_whole"] is False
+    assert [each["name"] for each in report["alternatives"]] == ["preferred 1 on zone, kv"]
 
 
 def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:

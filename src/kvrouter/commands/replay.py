@@ -21,7 +21,7 @@ from kvrouter.commands.replay_inputs import (
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.comparison import shown_columns
+from kvrouter.sim.comparison import reasons_over, shown_columns
 from kvrouter.sim.page.document import render_page
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
@@ -84,9 +84,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
         runner = _Runner(inputs, progress, n_rows, tunes=options.tune)
         runner.expect(compared)
         for chosen_from in compared:
-            variant = runner.chosen(chosen_from)
-            if variant is not None:
-                reports.append(runner.report(variant))
+            found = runner.report(chosen_from)
+            if found is not None:
+                reports.append(found)
             if not runner.is_whole:
                 break
     dispatch = inputs.dispatch.name
@@ -129,7 +129,24 @@ class _Runner:
         total = n_tried * len(self._first_half) + len(compared) * n_seeds * self._n_rows
         self._progress.update(self._task, total=total)
 
-    def chosen(self, chosen_from: Sequence[Variant]) -> Variant | None:
+    def report(self, chosen_from: Sequence[Variant]) -> VariantReport | None:
+        """Replay the variant that does best on the first half with every seed. Interrupted, the report has
+        the seeds that were replayed to their end, else what is known of the first; None where nothing is.
+        """
+        variant: Variant | None = None
+        summaries: list[Summary] = []
+        try:
+            variant = self._chosen(chosen_from)
+            if variant is not None:
+                self._summarize(variant, summaries)
+        except KeyboardInterrupt:  # between two replays
+            self.is_whole = False
+        if variant is None or not summaries:
+            return None
+        seeds = self._inputs.options.all_seeds[: len(summaries)]
+        return VariantReport(variant.name, variant.source, seeds, tuple(summaries))
+
+    def _chosen(self, chosen_from: Sequence[Variant]) -> Variant | None:
         """Return the variant that does best on the first half; None when that was stopped."""
         if len(chosen_from) == 1:
             return chosen_from[0]
@@ -142,20 +159,20 @@ class _Runner:
             merits.append((merit(result.outcomes), number))
         return chosen_from[min(merits)[1]]
 
-    def report(self, variant: Variant) -> VariantReport:
-        """Replay with every seed."""
-        options = self._inputs.options
+    def _summarize(self, variant: Variant, summaries: list[Summary]) -> None:
+        """Replay with every seed, and add what came of it to ``summaries``: a replay that was stopped is no
+        figure to put next to whole ones.
+        """
         places = Places(variant.fleet)
-        summaries: list[Summary] = []
-        for seed in options.all_seeds:
+        for at, seed in enumerate(self._inputs.options.all_seeds):
             result = self._run(variant, seed, self._n_rows, variant.name, None)
+            if at and not self.is_whole:
+                return
             if self._tunes:
                 result = second_half(result, self._n_rows, places)
             summaries.append(summarize(result, self._inputs.objective, places))
             if not self.is_whole:
-                break
-        seeds = options.all_seeds[: len(summaries)]
-        return VariantReport(variant.name, variant.source, seeds, tuple(summaries))
+                return
 
     def _run(
         self, variant: Variant, seed: int, n_rows: int, shown: str, rows: Iterable[TraceRequest] | None
@@ -185,11 +202,13 @@ def show_report(report: ReplayReport, console: Console) -> None:
         table.add_row(Text(variant.name), *cells)
     console.print(table)
     for variant in report.variants:
-        first = variant.summaries[0]
-        for name, counts in (("errors", first.errors), ("refused", first.refusals)):
-            if counts:
-                shown = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-                console.print(Text(f"{variant.name}: {name}: {shown}"))
+        for name, counts in (
+            ("errors", [summary.errors for summary in variant.summaries]),
+            ("refused", [summary.refusals for summary in variant.summaries]),
+        ):
+            listed = ", ".join(f"{reason.shown} {reason.name}" for reason in reasons_over(counts))
+            if listed:
+                console.print(Text(f"{variant.name}: {name}: {listed}"))
     objective = report.objective
     console.print(
         f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average"

@@ -114,18 +114,21 @@ def worth(options: WorthOptions, console: Console) -> int:
     places = Places(file, choice.level or file.topology.levels[0])
     figures = compared_figures(places)
     n_compared = n_decisive(len(others), has_prices=places.has_prices)
+    own: list[Rows] | None = None
     alternatives: list[Alternative] = []
     with replay_progress() as progress:
         bar = progress.add_task("", total=n_rows * given.seeds * (1 + len(others)))
         replays = _Replays(inputs, places, progress, bar, n_rows)
-        own = replays.of(today)
-        if own is not None:
+        try:
+            own = replays.of(today)
             for other, variant in zip(others, variants, strict=True):
-                rows = replays.of(variant)
-                if rows is None:
+                rows = None if own is None else replays.of(variant)
+                if own is None or rows is None:
                     break
                 changes = changes_of(own, rows, figures, n_compared)
                 alternatives.append(Alternative(other.name, other, len(rows), changes))
+        except KeyboardInterrupt:  # between two replays
+            pass
     report = WorthReport(
         version=installed_version(),
         trace=given.trace_name,

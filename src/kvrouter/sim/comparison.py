@@ -1,10 +1,10 @@
 """The columns in which variants are compared, in the terminal and on the page."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvrouter.sim.summary import Interval, Summary, over_seeds
+from kvrouter.sim.summary import Interval, Summary, interval, over_seeds
 from kvrouter.topology.links import BYTES_PER_GB
 
 NOTHING = "–"
@@ -43,6 +43,23 @@ def shown(found: Interval | None, digits: int) -> str:
         return NOTHING
     within = f" ± {found.within:,.{digits}f}" if round(found.within, digits) else ""
     return f"{found.mean:,.{digits}f}{within}"
+
+
+class ReasonCount(NamedTuple):
+    """How many requests had a reason, over seeds: ``shown`` is that as text."""
+
+    name: str
+    found: Interval
+    shown: str
+
+
+def reasons_over(counts: Sequence[Mapping[str, int]]) -> list[ReasonCount]:
+    """Return how many requests had each reason, by name; ``counts`` has an entry for each seed."""
+    rows: list[ReasonCount] = []
+    for name in sorted({name for of_seed in counts for name in of_seed}):
+        found = interval([float(of_seed.get(name, 0)) for of_seed in counts])
+        rows.append(ReasonCount(name, found, shown(found, 0 if len(counts) == 1 else 1)))
+    return rows
 
 
 def crossing_gb(summary: Summary) -> float:

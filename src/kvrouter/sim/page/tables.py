@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvrouter.sim.comparison import NOTHING, Better, Column, shown, shown_columns
+from kvrouter.sim.comparison import NOTHING, Better, Column, reasons_over, shown_columns
 from kvrouter.sim.page.markup import Markup, element
 from kvrouter.sim.page.series import style
-from kvrouter.sim.summary import Carriage, Interval, Summary, VariantReport, interval
+from kvrouter.sim.summary import Carriage, Interval, Summary, VariantReport
 from kvrouter.sim.timetable_entry import TimetableEntry
 from kvrouter.topology.links import BYTES_PER_GB
 
@@ -100,20 +100,20 @@ def reasons(variants: Sequence[VariantReport]) -> Markup | None:
     """
     rows: list[Markup] = []
     for index, variant in enumerate(variants):
+        requests = sum(summary.requests for summary in variant.summaries) / len(variant.summaries)
         for kind, counts in (
             ("error", [summary.errors for summary in variant.summaries]),
             ("refused", [summary.refusals for summary in variant.summaries]),
         ):
-            for reason in sorted({reason for of_seed in counts for reason in of_seed}):
-                found = interval([float(of_seed.get(reason, 0)) for of_seed in counts])
-                share = found.mean / (sum(s.requests for s in variant.summaries) / len(variant.summaries))
+            for reason in reasons_over(counts):
+                share = reason.found.mean / requests
                 rows.append(
                     element(
                         "tr",
                         _policy(variant, index),
                         element("td", kind, class_="left"),
-                        element("td", reason, class_="left"),
-                        element("td", shown(found, 0 if len(counts) == 1 else 1)),
+                        element("td", reason.name, class_="left"),
+                        element("td", reason.shown),
                         element("td", f"{share * 100.0:.1f}"),
                     )
                 )
