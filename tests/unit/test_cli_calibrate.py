@@ -71,6 +71,10 @@ def test_a_wrong_row_is_named_by_file_line_and_field(run: Path, capsys: pytest.C
     (run / "requests.jsonl").write_text("\n".join(rows))
     assert main(["calibrate", str(run)]) == 2
     assert "requests.jsonl:5: first_token_ts: must be a finite number" in capsys.readouterr().err
+    rows[4] = json.dumps({**json.loads(rows[3]), "input_toks": 3_000_000})
+    (run / "requests.jsonl").write_text("\n".join(rows))
+    assert main(["calibrate", str(run), "--requests", "0"]) == 2
+    assert "input_toks: request 5 by arrival has no room in an engine with" in capsys.readouterr().err
     assert main(["calibrate", str(run / "nowhere")]) == 2
     assert "nowhere/requests.jsonl: cannot be read" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from array import array
 
 import numpy as np
 
+from kvrouter.core.errors import ConfigError, ContextLengthExceeded
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.mock import MockConfig, MockEngine, NamedContent, SequenceKey
@@ -32,7 +33,7 @@ def engine_config(run: MeasuredRun, kv_tokens: int) -> MockConfig:
 def simulate(run: MeasuredRun, config: MockConfig, *, first: int | None = None) -> Stamps:
     """Return the stamps of all requests, or go on only until the ``first`` so many have ended.
 
-    Raises ContextLengthExceeded for a request that the engine has no room for.
+    Raises ConfigError for a request that the engine has no room for.
     """
     return _EngineRun(run, config).stamps(run.n_requests if first is None else first)
 
@@ -75,9 +76,15 @@ class _EngineRun:
             sampling=Sampling(max_tokens=int(self._run.output_tokens[number])),
             dp_rank=DpRank(rank),
         )
-        key = self._engine.submit(
-            now, request, content=NamedContent(b"", prompt_tokens=n_tokens, salt=number)
-        )
+        content = NamedContent(b"", prompt_tokens=n_tokens, salt=number)
+        try:
+            key = self._engine.submit(now, request, content=content)
+        except ContextLengthExceeded as error:
+            raise ConfigError(
+                f"input_toks: request {number + 1} by arrival has no room in an engine with the flags of "
+                f"meta.json and the memory of config.json: {error.message}",
+                param="input_toks",
+            ) from error
         self._numbers[key] = number
         self._rank_of[number] = rank
         self._ranks[rank].waiting += 1
