@@ -78,6 +78,21 @@ async def test_too_few_requests_are_refused_before_any_is_sent(tmp_path: Path) -
     assert engine.calls == []
 
 
+async def test_files_that_say_too_little_are_mistakes_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
+    meta = {"model": "someone/thing", "engine_kwargs": {}}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    engine = TimedEngine()
+    with pytest.raises(ConfigError, match="nothing is known of 'someone/thing'"):
+        await calibrated(engine, tmp_path / "timing.yaml", folder=tmp_path)
+    assert engine.calls == []
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"model": "meta-llama/Llama-3.1-70B"}))
+    engine = TimedEngine(has_metrics=False)
+    with pytest.raises(ConfigError, match="no room for KV"):
+        await calibrated(engine, tmp_path / "timing.yaml", folder=tmp_path)
+    assert engine.calls == []
+
+
 def test_a_known_gpu_is_where_the_fit_begins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
     hardware = read_json(tmp_path / "config.json", RunHardware)
@@ -86,6 +101,7 @@ def test_a_known_gpu_is_where_the_fit_begins(tmp_path: Path) -> None:
     meta = type(META)(model=MODEL, vllm_version="0.19.0", engine_kwargs=META.engine_kwargs)
     run = client_run(meta, hardware, client_requests(load, truth), round_trip_s=0.0)
     shape, _ = model_shape(MODEL, tmp_path)
-    assert fit_engine(run, tmp_path, 12).expected.timing == roofline(run, shape).timing
+    expected = roofline(meta, hardware, shape)
+    assert fit_engine(run, expected, 12).expected.timing == expected.timing
     unknown = client_run(meta, None, client_requests(load, truth), round_trip_s=0.0)
-    assert fit_engine(unknown, tmp_path, 12).expected.timing != roofline(run, shape).timing
+    assert fit_engine(unknown, None, 12).expected.timing != expected.timing

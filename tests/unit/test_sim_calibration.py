@@ -13,8 +13,8 @@ from kvrouter.mock import Timing
 from kvrouter.sim.calibration import calibrate, compare, quantities
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.measured_run import MeasuredRun, read_run
-from kvrouter.sim.model_shape import model_shape
-from kvrouter.sim.roofline import roofline
+from kvrouter.sim.model_shape import ModelShape, model_shape
+from kvrouter.sim.roofline import Roofline, roofline
 from tests.support.measured_runs import HARDWARE, META, MODEL, written_run
 
 TRUTHS = {
@@ -23,9 +23,13 @@ TRUTHS = {
 }
 
 
+def expected(run: MeasuredRun, shape: ModelShape) -> Roofline:
+    return roofline(run.meta, run.hardware, shape)
+
+
 def expected_timing(tmp_path: Path) -> Timing:
     run = written_run(tmp_path / "any", Timing(), n_requests=8)
-    return roofline(run, model_shape(MODEL, tmp_path)[0]).timing
+    return expected(run, model_shape(MODEL, tmp_path)[0]).timing
 
 
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
@@ -110,9 +114,9 @@ def test_expectations_follow_the_hardware_and_the_type(tmp_path: Path) -> None:
     shape, source = model_shape("Qwen/Qwen3-32B", tmp_path)
     assert source == "the model's name"
     assert shape.active_params == pytest.approx(32e9, rel=0.01)
-    half = roofline(changed(tmp_path, meta={}), shape).timing
-    fp8 = roofline(changed(tmp_path, meta={"engine_kwargs": {"quantization": "fp8"}}), shape).timing
-    two = roofline(changed(tmp_path, meta={"engine_kwargs": {"tensor_parallel_size": 2}}), shape).timing
+    half = expected(changed(tmp_path, meta={}), shape).timing
+    fp8 = expected(changed(tmp_path, meta={"engine_kwargs": {"quantization": "fp8"}}), shape).timing
+    two = expected(changed(tmp_path, meta={"engine_kwargs": {"tensor_parallel_size": 2}}), shape).timing
     assert fp8.prefill_linear == pytest.approx(half.prefill_linear / 2)
     assert fp8.decode_base - 1.0 == pytest.approx((half.decode_base - 1.0) / 2)
     assert two.decode_kv_token == pytest.approx(half.decode_kv_token / 2)
@@ -124,10 +128,10 @@ def test_unknown_hardware_is_a_guess_that_is_named_and_unknown_models_are_looked
     run = changed(tmp_path, hardware={"nodes": [{"instances": [gpu]}]})
     shape, source = model_shape("someone/thing-7b-instruct", tmp_path)
     assert source == "a guess from the size in 'thing-7b-instruct'"
-    (guess,) = roofline(run, shape).guesses
+    (guess,) = expected(run, shape).guesses
     assert "TURBO-9000: peak_tflops: 300" in guess
     said = changed(tmp_path, hardware={"nodes": [{"instances": [{**gpu, "peak_tflops": 250.0}]}]})
-    assert roofline(said, shape).guesses == ()
+    assert expected(said, shape).guesses == ()
     with pytest.raises(ConfigError, match="nothing is known of 'someone/thing'"):
         model_shape("someone/thing", tmp_path)
     dimensions = {
@@ -156,15 +160,15 @@ def test_memory_that_weights_leave_is_for_kv(tmp_path: Path) -> None:
     shape, _ = model_shape(MODEL, tmp_path)
     # 96 GiB · 0.9, less 2 GiB and 8.03 billion parameters of 2 bytes, over 131,072 bytes a token.
     tokens = ((96 * 0.9 - 2.0) * 2**30 - 2 * 8.03e9) / 131_072
-    assert roofline(changed(tmp_path, meta={}), shape).kv_tokens == pytest.approx(tokens, rel=1e-3)
+    assert expected(changed(tmp_path, meta={}), shape).kv_tokens == pytest.approx(tokens, rel=1e-3)
     said = changed(tmp_path, meta={"engine_kwargs": {"num_gpu_blocks_override": 100}})
-    assert roofline(said, shape).kv_tokens == 1_600
+    assert expected(said, shape).kv_tokens == 1_600
 
 
 def test_a_model_that_fits_into_no_memory_is_refused(tmp_path: Path) -> None:
     shape, _ = model_shape("meta-llama/Llama-3.1-70B", tmp_path)
     with pytest.raises(ConfigError, match="no room for KV") as caught:
-        roofline(changed(tmp_path, meta={}), shape)
+        expected(changed(tmp_path, meta={}), shape)
     assert caught.value.param == "mem_size"
 
 

@@ -22,7 +22,7 @@ from kvrouter.sim.engine_load import engine_load
 from kvrouter.sim.lone_requests import LONE_SPREADS, lone_timing
 from kvrouter.sim.measured_run import MeasuredRun
 from kvrouter.sim.model_shape import model_shape
-from kvrouter.sim.roofline import roofline
+from kvrouter.sim.roofline import Roofline, roofline
 
 CACHED_SHARE = 0.02
 """With a larger share of prompts from the engine's cache the prefill that was measured is too short."""
@@ -57,7 +57,7 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
     if options.output is not None:
         check_folder(options.output)
     with Console(stderr=True).status("asking the engine") as status:
-        engine, measured = asyncio.run(_measured(options, status.update))
+        engine, expected, measured = asyncio.run(_measured(options, status.update))
         try:
             run = client_run(
                 engine.meta, engine.hardware, measured.requests, round_trip_s=measured.round_trip_s
@@ -65,7 +65,7 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
         except ConfigError as error:
             raise MeasurementFailed(f"{options.url}: {error.message}") from error
         calibrated = fit_engine(
-            run, options.folder, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
+            run, expected, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
         )
         status.update("predicting")
         rows = compare(run, calibrated)
@@ -82,25 +82,28 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
 
 
 def fit_engine(
-    run: MeasuredRun, folder: Path | None, n_seen: int, on_round: Callable[[int], None] = lambda _: None
+    run: MeasuredRun, expected: Roofline | None, n_seen: int, on_round: Callable[[int], None] = lambda _: None
 ) -> Calibrated:
-    """Fit a timing to a live engine's first ``n_seen`` requests. The fit begins where model and GPUs, which
-    ``folder`` says, lead one to expect it; without these, at what the requests that ran alone took.
+    """Fit a timing to a live engine's first ``n_seen`` requests. The fit begins where model and GPUs lead one
+    to expect it; without these, at what the requests that ran alone took.
     """
-    if run.hardware is not None and folder is not None:
-        shape, _ = model_shape(run.meta.model, folder)
-        return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
+    if expected is not None:
+        return calibrate_from(run, expected, n_seen=n_seen, on_round=on_round)
     prior = lone_timing(run, n_seen)
     return calibrate_from(run, prior, n_seen=n_seen, spreads=LONE_SPREADS, on_round=on_round)
 
 
 async def _measured(
     options: CalibrateEngineOptions, show: Callable[[str], None]
-) -> tuple[EngineDescription, Measurement]:
+) -> tuple[EngineDescription, Roofline | None, Measurement]:
     server = EngineServer(options.url, api_key=options.api_key)
     await server.open()
     try:
         engine = await describe_engine(server, model=options.model, folder=options.folder)
+        expected: Roofline | None = None
+        if engine.hardware is not None and options.folder is not None:  # mistakes there cost no measurement
+            shape, _ = model_shape(engine.meta.model, options.folder)
+            expected = roofline(engine.meta, engine.hardware, shape)
         load = engine_load(
             options.n_seen,
             context_tokens=engine.context_tokens,
@@ -115,7 +118,7 @@ async def _measured(
             clock=options.clock,
             on_request=lambda n: show(f"measuring, {n} of {load.n_requests} requests"),
         )
-        return engine, measured
+        return engine, expected, measured
     finally:
         await server.close()
 

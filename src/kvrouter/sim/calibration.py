@@ -118,7 +118,7 @@ def calibrate(
     that does not fit into its GPUs.
     """
     check_seen(run, n_seen)
-    return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
+    return calibrate_from(run, roofline(run.meta, run.hardware, shape), n_seen=n_seen, on_round=on_round)
 
 
 def calibrate_from(

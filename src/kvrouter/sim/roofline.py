@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
-from kvrouter.sim.measured_run import EngineFlags, MeasuredRun, RunHardware
+from kvrouter.sim.measured_run import EngineFlags, RunHardware, RunMeta
 from kvrouter.sim.model_shape import ModelShape
 
 PEAK_TFLOPS = {
@@ -73,15 +73,15 @@ class Roofline(NamedTuple):
     guesses: tuple[str, ...]
 
 
-def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
-    """Return what to expect of ``run`` from its model and hardware alone.
+def roofline(meta: RunMeta, hardware: RunHardware | None, shape: ModelShape) -> Roofline:
+    """Return what to expect of an engine from its flags, its hardware and its model's shape alone.
 
     Raises ConfigError where the model does not fit into the memory of its GPUs, and where nothing is known
     of these.
     """
-    if run.hardware is None:
+    if hardware is None:
         raise ConfigError("config.json: is needed: it says on what GPUs the engine runs", param="hardware")
-    flags, hardware = run.meta.engine_kwargs, run.hardware
+    flags = meta.engine_kwargs
     gpu = hardware.gpu
     guesses: list[str] = []
     peak_tflops = gpu.peak_tflops or _peak_tflops(gpu.hardware)
