@@ -106,7 +106,9 @@ def test_what_kv_costs_stands_in_the_table_and_in_the_json(
     [
         (["--policy", "lmetrik"], "did you mean lmetric"),
         (["--dispatch", "closed"], "has no sessions"),
-        (["--speedup", "0"], "speedup: 0.0 is not a number above 0"),
+        (["--speedup", "0"], "speedup: 0.0 is not a number from 1e-06 to 1e+06"),
+        (["--speedup", "1e-320"], "speedup: 1e-320 is not a number from 1e-06 to 1e+06"),
+        (["--speedup", "nan"], "speedup: nan is not a number from 1e-06 to 1e+06"),
         (["--slo-ttft", "nan"], "ttft_s: nan"),
         (["--sweep", "workers[9].replicas=1"], "no such place"),
         (["--sweep", "router.overlap_score_weight=-1"], "overlap_score_weight"),

@@ -12,6 +12,9 @@ from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 Arrival = tuple[float, TraceRequest]
 """The second of an arrival, and the request."""
 
+SPEEDUPS = (1e-6, 1e6)
+"""The least and the most: beyond, times of arrival would be no numbers any more, or all the same."""
+
 
 class Dispatch(Protocol):
     """The order and the moments of arrivals."""
@@ -36,8 +39,11 @@ class ByTimeStamp:
     """Requests arrive when the trace says, ``speedup`` times as fast."""
 
     def __init__(self, speedup: float = 1.0) -> None:
-        if not 0.0 < speedup < float("inf"):
-            raise ConfigError(f"speedup: {speedup} is not a number above 0", param="speedup")
+        least, most = SPEEDUPS
+        if not least <= speedup <= most:
+            raise ConfigError(
+                f"speedup: {speedup} is not a number from {least:g} to {most:g}", param="speedup"
+            )
         self.name = "by time stamp" if speedup == 1.0 else f"by time stamp, {speedup:g} times as fast"
         self.speedup = speedup
 
