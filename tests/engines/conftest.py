@@ -8,7 +8,9 @@ import pytest_asyncio
 
 from tests.support.processes import Fleet, fleet
 
-pytest.register_assert_rewrite("tests.engines.cache_law", "tests.engines.client_law")
+pytest.register_assert_rewrite(
+    "tests.engines.cache_law", "tests.engines.calibrate_law", "tests.engines.client_law"
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,17 @@ class Fault(Enum):
 
 @dataclass
 class TimedEngine:
-    """``others`` requests of other clients end with each of ours; ``calls`` are the bodies that came."""
+    """``others`` requests of other clients end with each of ours, and ``others_running`` do not end;
+    ``calls`` are the bodies that came. Metrics that ``lag`` count a request only on the second page after its
+    end, and an answer ``says_times`` of its own.
+    """
 
     has_metrics: bool = True
+    says_times: bool = False
+    lag: bool = False
     others: int = 0
+    others_running: int = 0
+    queue_s: float = QUEUE_S
     fault: Fault = Fault.NONE
     now_s: float = 1_000.0
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -45,6 +52,7 @@ class TimedEngine:
         self._loop = asyncio.get_running_loop()
         self._running = 0
         self._ended = 0
+        self._counted = 0
 
     def clock(self) -> float:
         """The client's clock, in any thread. That it reads it says that it got what was written."""
@@ -58,10 +66,13 @@ class TimedEngine:
     async def metrics(self, request: web.Request) -> web.Response:
         if not self.has_metrics:
             raise web.HTTPNotFound
-        n = self._ended
+        if not self.lag:
+            self._counted = self._ended
+        n, self._counted = self._counted, self._ended
         lines = [
             'vllm:cache_config_info{block_size="16",num_gpu_blocks="2000"} 1',
-            f"vllm:request_queue_time_seconds_sum {QUEUE_S * n}",
+            f"vllm:num_requests_running {self._running + self.others_running}",
+            f"vllm:request_queue_time_seconds_sum {self.queue_s * n}",
             f"vllm:request_queue_time_seconds_count {n}",
             f"vllm:request_prefill_time_seconds_sum {PREFILL_S * n}",
             f"vllm:request_prefill_time_seconds_count {n}",
@@ -79,7 +90,7 @@ class TimedEngine:
         self.most_at_once = max(self.most_at_once, self._running)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        self.now_s += WAY_S + QUEUE_S + PREFILL_S
+        self.now_s += WAY_S + self.queue_s + PREFILL_S
         n_tokens = body["max_tokens"]
         for number in range(n_tokens):
             self.now_s += TOKEN_S if number else 0.0
@@ -100,7 +111,9 @@ class TimedEngine:
         words = len(body["prompt"].split())
         usage = {"prompt_tokens": TOKENS_PER_WORD * words, "completion_tokens": body["max_tokens"]}
         end = event_of("[DONE]")
-        return end if self.fault is Fault.NO_USAGE else event_of({"choices": [], "usage": usage}) + end
+        times = {"queue_time_ms": 1e3 * self.queue_s, "time_to_first_token_ms": 1e3 * PREFILL_S}
+        last = {"choices": [], "usage": usage, **({"metrics": times} if self.says_times else {})}
+        return end if self.fault is Fault.NO_USAGE else event_of(last) + end
 
 
 @asynccontextmanager

@@ -20,8 +20,10 @@ from kvrouter.sim.measured_run import RunHardware, read_json
 from kvrouter.sim.model_shape import model_shape
 from kvrouter.sim.roofline import roofline
 from tests.support.client_measured import META, client_requests
+from tests.support.engine_server import scripted_engine
 from tests.support.measured_runs import HARDWARE, MODEL
-from tests.support.timed_engine import Fault, TimedEngine, timed_engine
+from tests.support.measured_runs import META as META_FILE
+from tests.support.timed_engine import PREFILL_S, Fault, TimedEngine, timed_engine
 
 
 def options(engine: TimedEngine, path: Path, **others: object) -> CalibrateEngineOptions:
@@ -54,6 +56,31 @@ async def test_what_the_engine_says_is_written_and_what_is_not_known_is_said(tmp
     assert f"by the first 12 requests of {engine.url}" in comments
     assert "total_kv_blocks: 2000" in comments
     assert "block_size of its model: 16" in comments
+
+
+async def test_with_the_times_of_each_answer_queue_and_service_are_separate(tmp_path: Path) -> None:
+    output = await calibrated(TimedEngine(says_times=True), tmp_path / "timing.yaml")
+    assert "queue and service are separate in all requests, by what the engine says of each" in output
+    assert "service TTFT" in output
+
+
+async def test_an_engine_with_fewer_seats_than_is_assumed_is_named_as_such(tmp_path: Path) -> None:
+    queues = "requests queued for longer than they prefilled"
+    engine = TimedEngine(queue_s=2.0 * PREFILL_S)
+    assert queues in await calibrated(engine, tmp_path / "timing.yaml")
+    assert queues in (tmp_path / "timing.yaml").read_text()
+    assert queues not in await calibrated(TimedEngine(), tmp_path / "timing.yaml")
+    (tmp_path / "meta.json").write_text(json.dumps(META_FILE))
+    known = TimedEngine(queue_s=2.0 * PREFILL_S)
+    assert queues not in await calibrated(known, tmp_path / "timing.yaml", folder=tmp_path)
+
+
+async def test_a_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
+    async with scripted_engine() as engine:
+        engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=401)
+        options = CalibrateEngineOptions(url=engine.url, n_seen=12, output=tmp_path / "t.yaml", limit_s=60.0)
+        with pytest.raises(ConfigError, match="answered 401: Unauthorized: give its key in KVROUTER_ENGINE"):
+            await asyncio.to_thread(calibrate_engine, options, Console(file=io.StringIO()))
 
 
 async def test_without_metrics_it_says_that_queue_and_service_are_one(tmp_path: Path) -> None:

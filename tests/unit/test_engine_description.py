@@ -55,6 +55,29 @@ async def test_an_sglang_says_its_pages_and_what_it_runs_at_once() -> None:
     assert not unlimited.meta.plans_ahead
 
 
+async def test_an_sglang_without_a_limit_says_what_its_scheduler_made_of_it() -> None:
+    async with scripted_engine(SGLANG_PAGES) as engine:
+        states = [{"effective_max_running_requests_per_dp": 4_096}]
+        info = {**engine.json("/server_info"), "max_running_requests": None, "internal_states": states}
+        engine.set_json("/server_info", info)
+        found = await described(engine)
+    assert found.meta.engine_kwargs.max_num_seqs == 4_096
+    assert found.says_flags
+    assert found.notes == ()
+
+
+async def test_a_frontend_of_several_engines_is_not_measured_as_one() -> None:
+    async with scripted_engine(MODELS_ALONE) as engine:
+        one = 'kvrouter_worker_up{worker="1",model="tiny"} 1\n'
+        engine.set_page("/metrics", one)
+        assert not (await described(engine)).says_flags
+        engine.set_page("/metrics", one + one.replace('"1"', '"2"'))
+        with pytest.raises(ConfigError, match="is a frontend of kvrouter with 2 workers") as caught:
+            await described(engine)
+        assert engine.url in caught.value.message
+        assert caught.value.param == "url"
+
+
 async def test_files_say_what_the_engine_does_not(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(json.dumps(META))
     (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
@@ -113,7 +136,7 @@ async def test_another_program_is_named_by_its_url() -> None:
         with pytest.raises(ConfigError, match="is it an OpenAI-compatible engine") as caught:
             await described(engine)
         assert engine.url in caught.value.message
-        engine.set_page("/v1/models", "hello")
-        with pytest.raises(ProtocolError, match="/v1/models: ") as broken:
+        engine.set_page("/v1/models", "<html>hello</html>")
+        with pytest.raises(ProtocolError, match=r"/v1/models: .*is it an OpenAI-compatible engine") as broken:
             await described(engine)
         assert engine.url in broken.value.message

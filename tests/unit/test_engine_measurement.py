@@ -84,6 +84,10 @@ async def test_metrics_give_the_times_of_each_request_that_ran_alone() -> None:
     assert [request.queue_s for request in alone] == pytest.approx([QUEUE_S] * N_ALONE)
     assert [request.prefill_s for request in alone] == pytest.approx([PREFILL_S] * N_ALONE)
     assert all(request.queue_s is None and request.prefill_s is None for request in others)
+    ttft_s = sum(request.first_s - request.sent_s for request in others[-len(LOAD.checked.requests) :])
+    share = 1.0 - (QUEUE_S + PREFILL_S) * len(LOAD.checked.requests) / ttft_s
+    assert {request.way_share for request in alone} == {None}
+    assert others[-1].way_share == pytest.approx(share)
     assert found.times.queue is not None
     assert found.times.queue.count == LOAD.n_requests
     assert found.times.queue.mean_s == pytest.approx(QUEUE_S)
@@ -98,11 +102,47 @@ async def test_without_metrics_there_are_the_clients_stamps() -> None:
     assert found.requests[0].first_s > found.requests[0].sent_s
 
 
-async def test_an_engine_that_serves_others_too_is_refused() -> None:
+async def test_a_metrics_page_that_counts_late_is_read_again() -> None:
+    found = await measured(TimedEngine(lag=True))
+    assert [request.queue_s for request in found.requests[:N_ALONE]] == pytest.approx([QUEUE_S] * N_ALONE)
+    assert found.times.queue is not None
+    assert found.times.queue.count == LOAD.n_requests
+
+
+async def test_times_that_answers_say_are_those_of_requests_that_run_together_too() -> None:
+    for engine in (TimedEngine(says_times=True), TimedEngine(says_times=True, has_metrics=False)):
+        found = await measured(engine)
+        assert [request.queue_s for request in found.requests] == pytest.approx([QUEUE_S] * LOAD.n_requests)
+        assert [request.prefill_s for request in found.requests] == pytest.approx(
+            [PREFILL_S] * LOAD.n_requests
+        )
+
+
+async def test_an_engine_that_serves_others_too_is_refused_at_once() -> None:
     engine = TimedEngine(others=1)
-    with pytest.raises(MeasurementFailed, match=f"served {2 * LOAD.n_requests} requests while") as caught:
+    with pytest.raises(MeasurementFailed, match="served 2 requests, of which 1 came from here") as caught:
         await measured(engine)
     assert engine.url in caught.value.message
+    assert len(engine.calls) == len(LOAD.warm_up) + 1
+
+
+async def test_requests_of_others_that_do_not_end_are_seen_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrouter.commands.engine_measurement.SETTLE_PAUSE_S", 0.0)
+    engine = TimedEngine(others_running=2)
+    with pytest.raises(MeasurementFailed, match="has 2 requests that were not sent from here") as caught:
+        await measured(engine)
+    assert engine.url in caught.value.message
+    assert len(engine.calls) == len(LOAD.warm_up)
+    later = TimedEngine()
+
+    def begin(n_ended: int) -> None:
+        later.others_running = 1
+
+    async with server_of(later) as server:
+        with pytest.raises(MeasurementFailed, match="has 1 requests that were not sent from here"):
+            await measure_engine(server, MODEL, LOAD, limit_s=60.0, on_request=begin, clock=later.clock)
 
 
 @pytest.mark.parametrize(

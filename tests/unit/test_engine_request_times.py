@@ -5,9 +5,12 @@ import pytest
 from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.openai.request_times import (
     CacheSize,
+    OwnTimes,
     TimeSum,
     read_cache_size,
+    read_own_times,
     read_request_times,
+    read_running,
     times_between,
 )
 from tests.support.engine_server import page
@@ -26,6 +29,48 @@ def test_a_page_of_vllms_has_every_time_and_the_cache() -> None:
     assert times.token is not None
     assert times.token.mean_s == pytest.approx(2.55301728 / 110)
     assert read_cache_size(VLLM) == CacheSize(block_size=32, blocks=200, n_ranks=1)
+
+
+def test_a_page_of_sglangs_has_the_prefill_among_the_stages_of_requests() -> None:
+    times = read_request_times(page("sglang-0.5.23-metrics.txt"))
+    assert times.queue == TimeSum(pytest.approx(0.05959652), 65)  # type: ignore[arg-type]
+    assert times.prefill == TimeSum(pytest.approx(2.21614992), 65)  # type: ignore[arg-type]
+    assert times.ttft == TimeSum(pytest.approx(3.88563122), 64)  # type: ignore[arg-type]
+    assert times.token is not None
+    assert times.token.count == 2801
+
+
+def test_what_runs_and_waits_is_counted_on_pages_that_say_it_of_now() -> None:
+    assert read_running(VLLM) == 0
+    assert read_running(b"vllm:num_requests_running 2\nvllm:num_requests_waiting 3\n") == 5
+    assert read_running(page("sglang-0.5.23-metrics.txt")) is None
+
+
+def test_an_answers_own_times_are_in_its_last_event() -> None:
+    events = [
+        line.removeprefix(b"data: ")
+        for line in page("vllm-0.32.0-completion-times.sse").splitlines()
+        if line.startswith(b"data: {")
+    ]
+    found = [read_own_times(event) for event in events]
+    assert found[:-1] == [None, None]
+    assert found[-1] == OwnTimes(pytest.approx(2.910800e-05), pytest.approx(0.00643561))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        "null",
+        "{}",
+        '"fast"',
+        '{"queue_time_ms": null, "time_to_first_token_ms": 3}',
+        '{"queue_time_ms": -1, "time_to_first_token_ms": 3}',
+        '{"queue_time_ms": 1, "time_to_first_token_ms": 0}',
+        '{"queue_time_ms": 1',
+    ],
+)
+def test_what_another_engine_calls_metrics_is_no_time(metrics: str) -> None:
+    assert read_own_times(f'{{"choices": [], "metrics": {metrics}}}'.encode()) is None
 
 
 def test_other_names_are_read_and_ranks_are_added_up() -> None:

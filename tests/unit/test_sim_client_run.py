@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
 from kvrouter.sim.calibration import calibrate_from, compare, quantities
-from kvrouter.sim.client_run import ClientRequest, client_run
+from kvrouter.sim.client_run import AT_ONCE_SHARE, ClientRequest, client_run
 from kvrouter.sim.engine_load import engine_load
 from kvrouter.sim.lone_requests import LONE_SPREADS, lone_timing
 from kvrouter.sim.measured_run import MeasuredRun
@@ -100,6 +100,16 @@ def test_the_engines_own_times_are_its_stamps_and_say_the_way_of_the_others() ->
     assert "queue" in quantities(alone, alone.stamps)
 
 
+def test_requests_that_ran_together_share_the_way_that_the_engines_sums_leave() -> None:
+    together = [
+        ALONE._replace(sent_s=8.0, first_s=9.0, last_s=9.5, way_share=0.8),
+        ALONE._replace(sent_s=8.0, first_s=8.5, last_s=9.5, way_share=0.8),
+    ]
+    run = client_run(META, None, together, round_trip_s=0.0)
+    assert sorted(run.stamps.first - run.stamps.arrival) == pytest.approx([0.1, 0.2])
+    assert not run.knows_scheduler
+
+
 def test_a_way_is_never_longer_than_half_of_what_is_waited_for() -> None:
     run = client_run(
         META, None, [ALONE, ALONE._replace(sent_s=8.0, first_s=8.1, last_s=9.0)], round_trip_s=0.4
@@ -119,13 +129,38 @@ def test_times_longer_than_the_client_waited_are_cut() -> None:
         ({"prompt_tokens": 0}, "usage", "usage says 0 prompt"),
         ({"answer_tokens": 0}, "usage", "0 answer tokens"),
         ({"first_s": 5.0}, "first_s", "before it was sent"),
-        ({"last_s": 5.5}, "last_s", "11 tokens came at once"),
     ],
 )
 def test_stamps_that_no_stream_has_are_refused(wrong: dict[str, float], param: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"request 2: .*{why}") as caught:
         client_run(META, None, [ALONE, ALONE._replace(**wrong)], round_trip_s=0.0)  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+def test_a_few_answers_that_came_at_once_say_nothing_of_decoding_and_many_are_refused() -> None:
+    truth = TRUTHS["a small model"]
+    load = engine_load(30, context_tokens=16_384, kv_tokens=320_000)
+    requests = client_requests(load, truth, with_times=True)
+    n_may = int(AT_ONCE_SHARE * len(requests))
+
+    def held_back(n: int) -> list[ClientRequest]:
+        return [each._replace(first_s=each.last_s) for each in requests[-n:]]
+
+    run = client_run(META, None, [*requests[:-n_may], *held_back(n_may)], round_trip_s=0.0)
+    assert np.count_nonzero(~run.decodes) == n_may
+    assert np.count_nonzero(np.isnan(quantities(run, run.stamps)["time per output token"])) == n_may
+    # One of those to fit to: the others still say how long a step is.
+    seen = client_run(
+        META,
+        None,
+        [*requests[:20], requests[20]._replace(first_s=requests[20].last_s), *requests[21:]],
+        round_trip_s=0.0,
+    )
+    fitted = calibrate_from(seen, lone_timing(seen, 30), n_seen=30, spreads=LONE_SPREADS).fitted.timing
+    assert fitted.decode_ms(0.0, 12, 6_000) == pytest.approx(truth.decode_ms(0.0, 12, 6_000), rel=0.1)
+    more = n_may + 1
+    with pytest.raises(ConfigError, match=f"the tokens of {more} of {len(requests)} answers came at once"):
+        client_run(META, None, [*requests[:-more], *held_back(more)], round_trip_s=0.0)
 
 
 def test_the_fit_begins_at_what_requests_that_ran_alone_took() -> None:

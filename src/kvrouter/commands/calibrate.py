@@ -48,7 +48,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         status.update("predicting")
         rows = compare(run, calibrated)
     if options.output is not None:
-        write_whole(options.output, timing_document(options.run.name, run, calibrated).encode())
+        write_whole(options.output, timing_document(options.run.name, run.meta.model, calibrated).encode())
     show_comparison(options.run.name, run, calibrated, rows, console)
     console.print(Text(f"{run.meta.model}: dimensions from {source}"))
     for guess in calibrated.guesses:
@@ -57,9 +57,9 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         console.print(Text(f"{options.output}: for kvrouter replay --timing"))
 
 
-def timing_document(source: str, run: MeasuredRun, calibrated: Calibrated) -> str:
-    """Return the timing fitted to ``source``, in YAML; comments say what the engine of a fleet file needs
-    besides.
+def timing_document(source: str, model: str, calibrated: Calibrated) -> str:
+    """Return the timing of ``model`` fitted to ``source``, in YAML; comments say what the engine of a fleet
+    file needs besides.
     """
     config = calibrated.fitted
     figures = {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(config.timing).items()}
@@ -73,7 +73,7 @@ def timing_document(source: str, run: MeasuredRun, calibrated: Calibrated) -> st
     }
     said = yaml.safe_dump(engine, default_flow_style=True, sort_keys=False, width=1_000).strip()
     return (
-        f"# kvrouter calibrate {installed_version()}: {run.meta.model} by {seen} {source}\n"
+        f"# kvrouter calibrate {installed_version()}: {model} by {seen} {source}\n"
         f"# The engine in a fleet file: {said}\n"
         f"# and the block_size of its model: {config.block_size}\n"
         f"{yaml.safe_dump(figures, sort_keys=False)}"

@@ -14,7 +14,10 @@ from kvrouter.commands.engine_description import EngineDescription, describe_eng
 from kvrouter.commands.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.fleet_engines import url_mistake
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
+from kvrouter.engines.attach import KeyRefused
+from kvrouter.engines.openai.request_times import RequestTimes
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.sim.calibration import Calibrated, calibrate_from, compare
 from kvrouter.sim.client_run import client_run
@@ -71,7 +74,7 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
         rows = compare(run, calibrated)
     lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
     if options.output is not None:
-        document = timing_document(options.url, run, calibrated)
+        document = timing_document(options.url, engine.served_model, calibrated)
         said = "".join(f"# {line}\n" for line in lines)
         write_whole(options.output, f"{said}{document}".encode())
     show_comparison(options.url, run, calibrated, rows, console)
@@ -99,7 +102,12 @@ async def _measured(
     server = EngineServer(options.url, api_key=options.api_key)
     await server.open()
     try:
-        engine = await describe_engine(server, model=options.model, folder=options.folder)
+        try:
+            engine = await describe_engine(server, model=options.model, folder=options.folder)
+        except KeyRefused as error:
+            raise ConfigError(
+                f"{error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
+            ) from error
         expected: Roofline | None = None
         if engine.hardware is not None and options.folder is not None:  # mistakes there cost no measurement
             shape, _ = model_shape(engine.meta.model, options.folder)
@@ -123,15 +131,24 @@ async def _measured(
         await server.close()
 
 
+def _queues(times: RequestTimes) -> bool:
+    """Whether requests waited for the scheduler for longer than they prefilled, all in all."""
+    return (
+        times.queue is not None and times.prefill is not None and times.queue.seconds > times.prefill.seconds
+    )
+
+
 def _notes(engine: EngineDescription, measured: Measurement, run: MeasuredRun) -> list[str]:
     """Return lines on what was measured, and on what was not and cannot be separated."""
     n_known = sum(request.prefill_s is not None for request in measured.requests)
     times = measured.times
-    lines = [f"{engine.meta.model}: {run.n_requests} requests"]
-    if n_known:
+    lines = [f"{engine.served_model}: {run.n_requests} requests"]
+    if n_known == len(measured.requests):
+        lines.append("queue and service are separate in all requests, by what the engine says of each")
+    elif n_known:
         lines.append(
             f"queue and service are separate in {n_known} requests that ran alone, by the engine's metrics; "
-            "in the others only their sum is known"
+            "in the others only their sum is known, and the mean way to the scheduler"
         )
     else:
         lines.append(
@@ -145,6 +162,16 @@ def _notes(engine: EngineDescription, measured: Measurement, run: MeasuredRun) -
     ]
     if means:
         lines.append(f"the engine's own means over all requests: {', '.join(means)}")
+    if not engine.says_flags and _queues(times):
+        lines.append(
+            "requests queued for longer than they prefilled, though all that are sent should run at once: "
+            "max_num_seqs or max_num_batched_tokens is smaller than what is assumed, and the timing is wrong"
+        )
+    n_at_once = sum(request.came_at_once for request in measured.requests)
+    if n_at_once:
+        lines.append(
+            f"{n_at_once} of {len(measured.requests)} answers came at once, and say nothing of decoding"
+        )
     prompt_tokens = sum(request.prompt_tokens for request in measured.requests)
     if measured.cached_tokens > CACHED_SHARE * prompt_tokens:
         lines.append(

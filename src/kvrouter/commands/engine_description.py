@@ -8,11 +8,14 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.engines.openai.request_times import CacheSize, read_cache_size
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import EngineServer, read_metrics
 from kvrouter.sim.measured_run import EngineFlags, RunHardware, RunMeta, read_json
 
 CONTEXT_TOKENS = 2_048
 """The context of an engine that does not say how long it is; hardly any model has less."""
+
+WORKERS = "kvrouter_worker_up"
+"""The metric of a frontend of kvrouter that has a sample for each worker."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -32,6 +35,10 @@ class _Version(msgspec.Struct, frozen=True):
     version: str = ""
 
 
+class _SchedulerState(msgspec.Struct, frozen=True):
+    effective_max_running_requests_per_dp: Positive | None = None
+
+
 class _ServerInfo(msgspec.Struct, frozen=True):
     """What SGLang answers to ``/server_info``."""
 
@@ -41,11 +48,21 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     tp_size: Positive = 1
     chunked_prefill_size: int | None = None
     max_running_requests: int | None = None
+    internal_states: tuple[_SchedulerState, ...] = ()
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """How many requests a rank runs at once: what its scheduler says, which knows where no flag does."""
+        for state in self.internal_states:
+            if state.effective_max_running_requests_per_dp is not None:
+                return state.effective_max_running_requests_per_dp
+        return self.max_running_requests
 
 
 class EngineDescription(NamedTuple):
     """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that says its shape.
 
+    ``says_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just vLLM's defaults.
     ``notes`` are lines for the user on what neither the engine nor a file says.
     """
 
@@ -53,6 +70,7 @@ class EngineDescription(NamedTuple):
     context_tokens: int
     meta: RunMeta
     hardware: RunHardware | None
+    says_flags: bool
     notes: tuple[str, ...]
 
     @property
@@ -69,13 +87,16 @@ async def describe_engine(
     """Ask the engine behind ``server``, and read the files of ``folder`` that are there.
 
     What the engine says wins. Raises ConfigError for a server of no model or of several, without ``model``,
-    and for files that cannot be read; WorkerUnreachable and ProtocolError as the server's answers do.
+    for a frontend of several engines, and for files that cannot be read; WorkerUnreachable and ProtocolError
+    as the server's answers do.
     """
     page = await server.look("/v1/models")
     if page is None:
         raise ConfigError(f"{server.url} has no /v1/models: is it an OpenAI-compatible engine?", param="url")
-    served = _served(_decoded(server, "/v1/models", page, _Models), server.url, model)
+    served = _served(_models(server, page), server.url, model)
     metrics = await server.look("/metrics")
+    if metrics is not None:
+        _check_one(server.url, metrics)
     version = await server.look("/version")
     info = await server.look("/server_info")
     meta, said_flags = _meta(folder, served)
@@ -86,7 +107,7 @@ async def describe_engine(
         flags = _with_cache(flags, cache)
     elif about is not None:
         flags = _with_info(flags, about)
-        said_flags = said_flags or about.max_running_requests is not None
+        said_flags = said_flags or about.max_num_seqs is not None
     if not said_flags:
         notes.append(
             f"max_num_seqs {flags.max_num_seqs} and max_num_batched_tokens {flags.max_num_batched_tokens}: "
@@ -102,8 +123,28 @@ async def describe_engine(
         context_tokens=served.max_model_len or CONTEXT_TOKENS,
         meta=replace(meta, engine_kwargs=flags),
         hardware=_hardware(folder),
+        says_flags=said_flags,
         notes=tuple(notes),
     )
+
+
+def _models(server: EngineServer, page: bytes) -> _Models:
+    try:
+        return _decoded(server, "/v1/models", page, _Models)
+    except ProtocolError as error:
+        raise ProtocolError(f"{error.message}: is it an OpenAI-compatible engine?", param="url") from error
+
+
+def _check_one(url: str, metrics: bytes) -> None:
+    """Raise ConfigError for a frontend of kvrouter with several workers: each has a timing of its own, and
+    together they answer as no engine does.
+    """
+    workers = {sample.labels.get("worker") for sample in read_metrics(metrics, (WORKERS,)).get(WORKERS, ())}
+    if len(workers) > 1:
+        raise ConfigError(
+            f"{url} is a frontend of kvrouter with {len(workers)} workers: give the URL of one engine",
+            param="url",
+        )
 
 
 def _served(models: _Models, url: str, model: str | None) -> _Model:
@@ -152,7 +193,7 @@ def _with_info(flags: EngineFlags, info: _ServerInfo) -> EngineFlags:
         num_gpu_blocks_override=max(1, info.max_total_num_tokens // info.page_size),
         data_parallel_size=info.dp_size,
         tensor_parallel_size=info.tp_size,
-        max_num_seqs=info.max_running_requests or flags.max_num_seqs,
+        max_num_seqs=info.max_num_seqs or flags.max_num_seqs,
         max_num_batched_tokens=chunk if chunk is not None and chunk > 0 else flags.max_num_batched_tokens,
     )
 

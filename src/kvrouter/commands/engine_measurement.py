@@ -11,7 +11,14 @@ import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
-from kvrouter.engines.openai.request_times import RequestTimes, read_request_times, times_between
+from kvrouter.engines.openai.request_times import (
+    OwnTimes,
+    RequestTimes,
+    read_own_times,
+    read_request_times,
+    read_running,
+    times_between,
+)
 from kvrouter.engines.openai.server import EngineServer, failed_by, failure_inside, let_end
 from kvrouter.engines.openai.streams import DONE, EventCutter
 from kvrouter.sim.client_run import ClientRequest
@@ -25,6 +32,8 @@ COMPLETIONS = "/v1/completions"
 
 ROUND_TRIPS = 5
 """Of so many small questions the fastest one says how long the way to the engine is."""
+
+OTHERS = "others use it, and their load would be measured too"
 
 SETTLE_TRIES = 20
 SETTLE_PAUSE_S = 0.05
@@ -65,31 +74,51 @@ async def measure_engine(
     and what the server said, for the first request that fails, and where the engine served others meanwhile.
     """
     sender = _Sender(server, model, limit_s, clock)
+    before = await _settled(server, None, 0)
     for request in load.warm_up:
         await sender.send(request)
+    began = before = await _settled(server, before, len(load.warm_up))
+    await _check_idle(server)
     sender.cached_tokens = 0
     round_trip_s = await _round_trip_s(server, clock)
-    began = await _settled(server, None, 0)
-    before = began
     measured: list[ClientRequest] = []
     for phase in load.phases:
-        if phase.concurrency > 1:
-            measured += await _closed_loop(sender, phase, len(measured), on_request)
-            continue
-        for request in phase.requests:
-            sent = await sender.send(request)
-            after = await _settled(server, before, 1)
-            measured.append(_with_times(sent, times_between(before, after)))
+        for batch in _batches(phase):
+            sent = await _closed_loop(sender, batch, len(measured), on_request)
+            after = await _settled(server, before, len(sent))
+            _check_alone(server, times_between(before, after), len(sent))
+            measured += _with_times(sent, times_between(before, after))
             before = after
-            on_request(len(measured))
-    ended = await _settled(server, began, len(measured))
-    times = times_between(began, ended)
-    if times.queue is not None and times.queue.count > len(measured):
+    await _check_idle(server)
+    return Measurement(tuple(measured), times_between(began, before), round_trip_s, sender.cached_tokens)
+
+
+def _batches(phase: LoadPhase) -> Iterator[LoadPhase]:
+    """Yield a phase, or each of its requests where these run one at a time: so often metrics are read."""
+    if phase.concurrency > 1:
+        yield phase
+    else:
+        for request in phase.requests:
+            yield LoadPhase(1, (request,))
+
+
+def _check_alone(server: EngineServer, times: RequestTimes, n_sent: int) -> None:
+    """Raise MeasurementFailed where more requests ended than were sent from here."""
+    if times.queue is not None and times.queue.count > n_sent:
         raise MeasurementFailed(
-            f"{server.url}: served {times.queue.count} requests while {len(measured)} were sent from here: "
-            "others use it, and their load would be measured too"
+            f"{server.url}: served {times.queue.count} requests, of which {n_sent} came from here: {OTHERS}"
         )
-    return Measurement(tuple(measured), times, round_trip_s, sender.cached_tokens)
+
+
+async def _check_idle(server: EngineServer) -> None:
+    """Raise MeasurementFailed where requests run while none of those that were sent from here does."""
+    for _ in range(SETTLE_TRIES):
+        page = await server.look("/metrics")
+        n_running = None if page is None else read_running(page)
+        if not n_running:
+            return
+        await asyncio.sleep(SETTLE_PAUSE_S)
+    raise MeasurementFailed(f"{server.url}: has {n_running} requests that were not sent from here: {OTHERS}")
 
 
 async def _closed_loop(
@@ -122,12 +151,19 @@ def _first_leaf(failed: BaseException) -> BaseException:
     return failed
 
 
-def _with_times(request: ClientRequest, times: RequestTimes) -> ClientRequest:
-    """Add the engine's own times of the only request that ended between two pages."""
-    queue, prefill = times.queue, times.prefill
-    if queue is None or prefill is None or queue.count != 1 or prefill.count != 1 or prefill.seconds <= 0.0:
-        return request
-    return request._replace(queue_s=max(0.0, queue.seconds), prefill_s=prefill.seconds)
+def _with_times(requests: Sequence[ClientRequest], times: RequestTimes) -> list[ClientRequest]:
+    """Add the engine's own times of the only request that ended between two pages; of several, the share of
+    their TTFT that was neither queue nor prefill.
+    """
+    queue, prefill, n = times.queue, times.prefill, len(requests)
+    if queue is None or prefill is None or queue.count != n or prefill.count != n or prefill.seconds <= 0.0:
+        return list(requests)
+    if n == 1:
+        queue_s, prefill_s = max(0.0, queue.seconds), prefill.seconds
+        return [request._replace(queue_s=queue_s, prefill_s=prefill_s) for request in requests]
+    ttft_s = sum(request.first_s - request.sent_s for request in requests)
+    share = max(0.0, 1.0 - (queue.seconds + prefill.seconds) / ttft_s)
+    return [request._replace(way_share=share) for request in requests]
 
 
 async def _settled(server: EngineServer, before: RequestTimes | None, n_ended: int) -> RequestTimes:
@@ -205,6 +241,8 @@ class _Sender:
             sent_s=sent_s,
             first_s=stream.times_s[0],
             last_s=stream.times_s[-1],
+            queue_s=None if stream.own is None else stream.own.queue_s,
+            prefill_s=None if stream.own is None else stream.own.prefill_s,
         )
 
     def _text(self, n_words: int) -> str:
@@ -212,10 +250,11 @@ class _Sender:
 
 
 class _Stream(NamedTuple):
-    """When each event with a piece of the answer came, and what the last event counts."""
+    """When each event with a piece of the answer came, and what the last event counts and says of times."""
 
     times_s: Sequence[float]
     usage: AnswerUsage | None
+    own: OwnTimes | None
 
 
 async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stream:
@@ -225,17 +264,19 @@ async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stre
     answer = await server.post(COMPLETIONS, body)
     times_s: list[float] = []
     usage: AnswerUsage | None = None
+    own: OwnTimes | None = None
     cutter = EventCutter()
     try:
         while piece := await answer.content.readany():
             now_s = clock()
-            for event in _events(cutter, piece):
+            for data, event in _events(cutter, piece):
                 if event is None:
                     let_end(answer)
-                    return _Stream(times_s, usage)
+                    return _Stream(times_s, usage, own)
                 if event.choices:
                     times_s.append(now_s)
-                usage = event.usage or usage
+                if event.usage is not None:
+                    usage, own = event.usage, read_own_times(data)
     except TimeoutError:
         answer.close()
         raise
@@ -247,13 +288,13 @@ async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stre
     raise ProtocolError("the answer broke off before its last event", param="data")
 
 
-def _events(cutter: EventCutter, piece: bytes) -> Iterator[AnswerEvent | None]:
+def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEvent | None]]:
     """Yield the events that ``piece`` completes, and None for the word that there are no more."""
     for _, data in cutter.push(piece):
         if data == DONE:
-            yield None
+            yield data, None
         elif data:
             event = read_event(data)
             if event.error is not None:
                 raise failure_inside(event.error.code, event.error.message, event.error.param)
-            yield event
+            yield data, event

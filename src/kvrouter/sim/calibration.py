@@ -77,6 +77,9 @@ JITTER = 0.005
 
 PERCENTILES = (50, 90, 99)
 
+LEAST_S = 1e-4
+"""Of a shorter time an error says nothing: who finds the scheduler idle waits some microseconds."""
+
 
 class Calibrated(NamedTuple):
     """A mock engine for a measured run: with the timing that its hardware alone leads one to expect, and with
@@ -100,13 +103,13 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float | None:
-        """Of the calibrated engine; None where nothing was measured."""
-        return self.calibrated_s / self.measured_s - 1.0 if self.measured_s > 0.0 else None
+        """Of the calibrated engine; None where hardly anything was measured."""
+        return self.calibrated_s / self.measured_s - 1.0 if self.measured_s >= LEAST_S else None
 
     @property
     def expected_error(self) -> float | None:
-        """With no request seen; None where nothing was measured."""
-        return self.expected_s / self.measured_s - 1.0 if self.measured_s > 0.0 else None
+        """With no request seen; None where hardly anything was measured."""
+        return self.expected_s / self.measured_s - 1.0 if self.measured_s >= LEAST_S else None
 
 
 def calibrate(
@@ -192,11 +195,12 @@ def _percentiles(values: F64) -> list[float]:
 
 
 def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
-    """Return what a request waits for, in seconds, an entry a request; NaN where an answer has one token.
+    """Return what a request waits for, in seconds, an entry a request; NaN where an answer of ``run`` has one
+    token, or came at once.
 
     Where the scheduler's stamps are not known of every request, queue and service are one: TTFT.
     """
-    between = np.where(run.output_tokens > 1, run.output_tokens - 1, np.nan)
+    between = np.where(run.decodes, run.output_tokens - 1, np.nan)
     if not run.knows_scheduler:
         return {
             "TTFT": stamps.first - stamps.arrival,
@@ -283,7 +287,7 @@ class _Fit:
         config = replace(self._config, timing=self._timing_at(at))
         here = _seen(simulate(self._run, config, first=self._n_seen), self._n_seen)
         there = self._measured
-        decodes = self._run.output_tokens[: self._n_seen] > 1
+        decodes = self._run.decodes[: self._n_seen]
         differences = np.concatenate(
             (
                 np.log((here.last - here.first)[decodes] / (there.last - there.first)[decodes])

@@ -12,12 +12,19 @@ WAY_SHARE = 0.5
 """The largest share of a request's TTFT that is taken for its way to the scheduler."""
 
 
+AT_ONCE_SHARE = 0.1
+"""The largest share of answers whose tokens may all come at once: a busy server or client holds one back now
+and then, a proxy in between holds all.
+"""
+
+
 class ClientRequest(NamedTuple):
     """One request: tokens, and seconds of the client's clock.
 
     ``queue_s`` and ``prefill_s`` are the engine's own: how long it waited for the scheduler, and how long it
-    took from there to its first token. They are None where the engine does not say, as of each request that
-    did not run alone: metrics have sums.
+    took from there to its first token. They are None where the engine does not say: metrics have sums, which
+    are of one request where it ran alone. Of requests that ran together, the sums say ``way_share``: how much
+    of their TTFT, all in all, was before the scheduler or behind it.
     """
 
     prompt_tokens: int
@@ -27,6 +34,12 @@ class ClientRequest(NamedTuple):
     last_s: float
     queue_s: float | None = None
     prefill_s: float | None = None
+    way_share: float | None = None
+
+    @property
+    def came_at_once(self) -> bool:
+        """Whether several tokens came with the first: nothing says how long they took."""
+        return self.answer_tokens > 1 and self.last_s <= self.first_s
 
 
 def client_run(
@@ -35,12 +48,21 @@ def client_run(
     """Return the run of ``requests``, by arrival, on the client's clock from the first arrival on.
 
     A request arrives at the scheduler later than it was sent: by what its TTFT was longer than the engine's
-    own times, where these are known; by the median of these ways for other requests; and by ``round_trip_s``,
-    which a small question takes, where the engine says no times. Stamps of the scheduler that nobody says are
-    NaN. Raises ConfigError for stamps that no stream of tokens has.
+    own times, where these are known; by the share that is known of those it ran with; by the median of all
+    ways that are known, for other requests; and by ``round_trip_s``, which a small question takes, where the
+    engine says no times. Stamps of the scheduler that nobody says are NaN.
+
+    Raises ConfigError for stamps that no stream of tokens has, and where many answers came at once.
     """
     for number, request in enumerate(requests):
         _check(number, request)
+    n_at_once = sum(request.came_at_once for request in requests)
+    if n_at_once > AT_ONCE_SHARE * len(requests):
+        raise ConfigError(
+            f"the tokens of {n_at_once} of {len(requests)} answers came at once: something on the way to the "
+            "engine holds streams back",
+            param="last_s",
+        )
     sent, first, last = (
         np.array([getattr(request, name) for request in requests]) for name in ("sent_s", "first_s", "last_s")
     )
@@ -53,7 +75,11 @@ def client_run(
     queued = np.maximum(sent, scheduled - queue)
     ways: F64 = (queued - sent)[~np.isnan(queued)]
     way_s = float(np.median(ways)) if len(ways) else round_trip_s
-    arrival = np.where(np.isnan(queued), sent + np.minimum(way_s, WAY_SHARE * (first - sent)), queued)
+    shares = np.array([np.nan if each.way_share is None else each.way_share for each in requests])
+    likely = np.where(
+        np.isnan(shares), np.minimum(way_s, WAY_SHARE * (first - sent)), shares * (first - sent)
+    )
+    arrival = np.where(np.isnan(queued), sent + likely, queued)
     scheduled = np.where(np.isnan(queued), np.nan, scheduled)
     order = np.argsort(arrival, kind="stable")
     began = float(arrival[order[0]])
@@ -76,9 +102,3 @@ def _check(number: int, request: ClientRequest) -> None:
         )
     if request.first_s <= request.sent_s:
         raise ConfigError(f"{where}: its first token came before it was sent", param="first_s")
-    if request.answer_tokens > 1 and request.last_s <= request.first_s:
-        raise ConfigError(
-            f"{where}: its {request.answer_tokens} tokens came at once: something on the way to the engine "
-            "holds streams back",
-            param="last_s",
-        )

@@ -18,6 +18,7 @@ from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 ASYNC_BY_DEFAULT_SINCE = (0, 14)
 """The version of vLLM since which ``async_scheduling`` is on where nothing is said."""
@@ -151,6 +152,13 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     def knows_scheduler(self) -> bool:
         """Whether the scheduler's stamps of every request are known."""
         return not bool(np.isnan(self.stamps.scheduled).any())
+
+    @property
+    def decodes(self) -> Bools:
+        """Whether each answer took time from its first to its last token: not where it has one token, and not
+        where all came at once.
+        """
+        return (self.output_tokens > 1) & (self.stamps.last > self.stamps.first)
 
 
 def read_run(folder: Path) -> MeasuredRun:

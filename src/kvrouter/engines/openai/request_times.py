@@ -1,4 +1,5 @@
-"""How long an engine's requests took and what its cache holds, from its metrics page, by each engine's names.
+"""How long an engine's requests took, what its cache holds and what runs, from its metrics page, by each
+engine's names; and what an answer says of its own times.
 
 Histograms have a sum and a count: between two pages in which one request ended, the sum grew by its own time.
 """
@@ -7,14 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from kvrouter.core.errors import ProtocolError
-from kvrouter.engines.openai.server import Samples, read_metrics
+from kvrouter.engines.openai.server import Sample, Samples, read_metrics
 
 QUEUE = ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
 """From where the scheduler sees a request until it is in a step."""
 
-PREFILL = ("vllm:request_prefill_time_seconds",)
+PREFILL = ("vllm:request_prefill_time_seconds", "sglang:per_stage_req_latency_seconds")
 """From there to the first token."""
+
+PREFILL_STAGE = "prefill_forward"
+"""The label ``stage`` of SGLang's times, which has a sum for each stage of a request."""
 
 TTFT = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
 """From where the server has the request to its first token."""
@@ -26,6 +32,10 @@ TOKEN = (
     "sglang:time_per_output_token_seconds",
 )
 """From one token to the next; the second name of each engine is that of its older versions."""
+
+RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+"""Requests that are in steps, and that wait to be. SGLang has such figures too, which may be of half a minute
+ago."""
 
 CACHE = "vllm:cache_config_info"
 
@@ -58,6 +68,51 @@ class CacheSize(NamedTuple):
     block_size: int
     blocks: int
     n_ranks: int
+
+
+class OwnTimes(NamedTuple):
+    """What an answer says of itself: seconds in the queue, and from there to the first token."""
+
+    queue_s: float
+    prefill_s: float
+
+
+class _Metrics(msgspec.Struct, frozen=True):
+    """``metrics`` in the last event of a vLLM with ``--enable-per-request-metrics``, in milliseconds. What it
+    calls the time to the first token begins where the scheduler takes the request.
+    """
+
+    queue_time_ms: float
+    time_to_first_token_ms: float
+
+
+class _LastEvent(msgspec.Struct, frozen=True):
+    metrics: _Metrics
+
+
+_last_event = msgspec.json.Decoder(_LastEvent)
+
+
+def read_own_times(data: bytes) -> OwnTimes | None:
+    """Return the times in a stream's last event; None where it has none, or not in vLLM's form."""
+    try:
+        found = _last_event.decode(data).metrics
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if found.queue_time_ms < 0.0 or found.time_to_first_token_ms <= 0.0:
+        return None
+    return OwnTimes(found.queue_time_ms / 1e3, found.time_to_first_token_ms / 1e3)
+
+
+def read_running(page: bytes) -> int | None:
+    """Return how many requests an engine works on or has waiting; None where its page does not say.
+
+    Raises ProtocolError for a page that cannot be read.
+    """
+    samples = read_metrics(page, RUNNING)
+    if not samples:
+        return None
+    return int(sum(each.value for name in RUNNING for each in samples.get(name, ())))
 
 
 def read_request_times(page: bytes) -> RequestTimes:
@@ -93,10 +148,16 @@ _ENDS = ("_sum", "_count")
 
 def _sum(samples: Samples, names: Sequence[str]) -> TimeSum | None:
     for name in names:
-        seconds, counts = (samples.get(f"{name}{end}", ()) for end in _ENDS)
+        seconds, counts = (
+            [each for each in samples.get(f"{name}{end}", ()) if _is_wanted(each)] for end in _ENDS
+        )
         if seconds and counts:
             return TimeSum(sum(each.value for each in seconds), int(sum(each.value for each in counts)))
     return None
+
+
+def _is_wanted(sample: Sample) -> bool:
+    return sample.labels.get("stage", PREFILL_STAGE) == PREFILL_STAGE
 
 
 def _grown(before: TimeSum | None, after: TimeSum | None) -> TimeSum | None:
