@@ -1,7 +1,7 @@
 """What holds for a real engine that ``kvrouter calibrate --url`` measures, as its user types it.
 
 A module of tests subclasses :class:`CalibrateLaw` and has the fixtures ``engine`` and ``says``: what the
-command says of the engine's own times. How long anything took depends on the machine, so no test looks at that.
+command says of the engine's own times. How long anything took depends on the machine: no test looks at it.
 """
 
 import asyncio

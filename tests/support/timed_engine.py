@@ -31,7 +31,7 @@ class Fault(Enum):
 class TimedEngine:
     """``others`` requests of other clients end with each of ours, and ``others_running`` do not end;
     ``calls`` are the bodies that came. Metrics that ``lag`` count a request only on the second page after its
-    end, and an answer ``says_times`` of its own.
+    end, and an answer ``says_times`` of its own. The call of the number ``held_back`` is answered at once.
     """
 
     has_metrics: bool = True
@@ -39,6 +39,7 @@ class TimedEngine:
     lag: bool = False
     others: int = 0
     others_running: int = 0
+    held_back: int | None = None
     queue_s: float = QUEUE_S
     fault: Fault = Fault.NONE
     now_s: float = 1_000.0
@@ -92,8 +93,12 @@ class TimedEngine:
         await response.prepare(request)
         self.now_s += WAY_S + self.queue_s + PREFILL_S
         n_tokens = body["max_tokens"]
+        token_s = TOKEN_S
+        if self.held_back == len(self.calls):
+            self.now_s += TOKEN_S * (n_tokens - 1)
+            token_s = 0.0
         for number in range(n_tokens):
-            self.now_s += TOKEN_S if number else 0.0
+            self.now_s += token_s if number else 0.0
             finish = "length" if number == n_tokens - 1 else None
             self._read.clear()
             await response.write(event_of({"choices": [{"index": 0, "text": " x", "finish_reason": finish}]}))

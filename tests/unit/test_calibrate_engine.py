@@ -75,6 +75,11 @@ async def test_an_engine_with_fewer_seats_than_is_assumed_is_named_as_such(tmp_p
     assert queues not in await calibrated(known, tmp_path / "timing.yaml", folder=tmp_path)
 
 
+async def test_an_answer_that_came_at_once_is_left_out_and_said(tmp_path: Path) -> None:
+    output = await calibrated(TimedEngine(held_back=5), tmp_path / "timing.yaml")
+    assert "1 of 17 answers came at once, and say nothing of decoding" in output
+
+
 async def test_a_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
         engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=401)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
-from kvrouter.sim.calibration import calibrate, compare, quantities
+from kvrouter.sim.calibration import Comparison, calibrate, compare, quantities
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.measured_run import MeasuredRun, read_run
 from kvrouter.sim.model_shape import ModelShape, model_shape
@@ -252,3 +252,10 @@ def refused(folder: Path, spoil: Callable[[Path], object], field: str | None, wh
         read_run(folder)
     if field is not None:
         assert caught.value.param == field
+
+
+def test_of_a_time_of_some_microseconds_no_error_is_said() -> None:
+    hardly = Comparison("queue", 50, measured_s=2e-5, calibrated_s=0.0, expected_s=0.0)
+    assert (hardly.error, hardly.expected_error) == (None, None)
+    much = Comparison("queue", 50, measured_s=2.0, calibrated_s=1.0, expected_s=3.0)
+    assert (much.error, much.expected_error) == (-0.5, 0.5)
