@@ -1,6 +1,6 @@
 """Asks the kernel for AMX in each Python process of the engines, where it is installed as ``sitecustomize``.
 
-vLLM's attention on CPUs uses AMX where the processor has it, and asks for nothing: oneDNN does, with its first
+vLLM's attention on CPUs uses AMX where the processor has it, and does not ask: oneDNN does, with its first
 product that is large enough. Without this an engine whose first prompt has three tokens ends by SIGILL.
 """
 
