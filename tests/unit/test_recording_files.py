@@ -2,8 +2,10 @@
 
 import gzip
 import os
+import shutil
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,14 @@ def opened(
     )
 
 
+def head(part: int) -> bytes:
+    return b"head %d\n" % part
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return gzip.decompress(path.read_bytes()).split(b"\n")[:-1]
+
+
 def line(n_bytes: int = 400) -> bytes:
     """A line that packs to as many bytes as it has, or a few more."""
     return os.urandom(n_bytes).replace(b"\n", b"\r") + b"\n"
@@ -31,33 +41,49 @@ def line(n_bytes: int = 400) -> bytes:
 
 def test_a_file_is_whole_once_it_has_its_name_and_its_owners_alone(tmp_path: Path) -> None:
     folder = opened(tmp_path / "a" / "b")
-    assert not folder.is_open
-    assert folder.begin() == 1
-    folder.add(b"one\ntwo\n")
+    assert recording_files(tmp_path / "a" / "b") == []
+    assert folder.add(b"one\ntwo\n", head)
     (part,) = recording_files(tmp_path / "a" / "b")
     assert part.name == "recording-19700101T000001Z-00000001-000001.jsonl.gz.part"
-    assert gzip.decompress(part.read_bytes()) == b"one\ntwo\n"
+    assert gzip.decompress(part.read_bytes()) == b"head 1\none\ntwo\n"
     folder.end()
     (whole,) = recording_files(tmp_path / "a" / "b")
     assert whole.name == part.name.removesuffix(".part")
-    assert gzip.decompress(whole.read_bytes()) == b"one\ntwo\n"
+    assert gzip.decompress(whole.read_bytes()) == b"head 1\none\ntwo\n"
     assert stat.S_IMODE(whole.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
     folder.close()
 
 
-def test_a_long_file_is_followed_by_the_next(tmp_path: Path) -> None:
+def test_a_file_that_is_full_is_followed_by_the_next_with_a_head_of_its_own(tmp_path: Path) -> None:
     folder = opened(tmp_path)
-    numbers = []
-    for _ in range(9):
-        if not folder.is_open:
-            numbers.append(folder.begin())
-        folder.add(line())
+    for _ in range(5):
+        assert folder.add(line(), head)
     folder.end()
-    assert numbers == [1, 2, 3]
     files = recording_files(tmp_path)
     assert [path.name.rpartition("-")[2] for path in files] == [f"{n:06d}.jsonl.gz" for n in (1, 2, 3)]
-    assert all(1000 <= path.stat().st_size < 1600 for path in files)
+    assert [lines_of(path)[0] for path in files] == [b"head 1", b"head 2", b"head 3"]
+    assert [len(lines_of(path)) for path in files] == [3, 3, 2]
+    assert all(path.stat().st_size <= 1000 for path in files)
+    folder.close()
+
+
+def test_lines_that_are_longer_than_a_file_have_one_of_their_own_while_all_files_may_hold_them(
+    tmp_path: Path,
+) -> None:
+    folder = opened(tmp_path, file_bytes=1000, total_bytes=2000)
+    sizes = []
+    for n_bytes in (400, 1700, 2100, 400, 1700):
+        before = [path.read_bytes() for path in recording_files(tmp_path)]
+        written = folder.add(line(n_bytes), head)
+        sizes.append((written, sum(path.stat().st_size for path in recording_files(tmp_path))))
+        if not written:
+            assert [path.read_bytes() for path in recording_files(tmp_path)] == before
+    assert [written for written, _ in sizes] == [True, True, False, True, True]
+    assert all(0 < size <= 2000 for _, size in sizes)
+    folder.end()
+    (path,) = recording_files(tmp_path)
+    assert lines_of(path)[0] == b"head 4"
     folder.close()
 
 
@@ -71,9 +97,7 @@ def test_the_oldest_files_go_before_all_of_them_hold_too_much(tmp_path: Path) ->
     folder = opened(tmp_path, total_bytes=5000)
     most = 0
     for _ in range(40):
-        if not folder.is_open:
-            folder.begin()
-        folder.add(line())
+        folder.add(line(), head)
         most = max(most, sum(path.stat().st_size for path in recording_files(tmp_path)))
     folder.end()
     assert 4000 < most <= 5000
@@ -101,6 +125,49 @@ def test_what_is_no_folder_is_refused_by_its_setting(tmp_path: Path) -> None:
     assert caught.value.param == "folder"
 
 
+@pytest.fixture
+def of_nobody() -> Iterator[Path]:
+    """A folder of a user for whom its permissions hold, who this process is meanwhile."""
+    folder = Path(tempfile.mkdtemp())
+    user = os.geteuid()
+    if user == 0:
+        os.chown(folder, 65534, -1)
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        folder.chmod(0o700)
+        os.seteuid(user)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("mode", "why"), [(0o500, "cannot be written: Permission denied"),
+                                            (0o300, "cannot be read: Permission denied")])  # fmt: skip
+def test_a_folder_with_a_lock_of_an_earlier_start_is_refused_where_it_takes_no_files_or_shows_none(
+    of_nobody: Path, mode: int, why: str
+) -> None:
+    opened(of_nobody).close()
+    of_nobody.chmod(mode)
+    with pytest.raises(ConfigError, match=why) as caught:
+        opened(of_nobody)
+    assert caught.value.param == "folder"
+    of_nobody.chmod(0o700)
+    opened(of_nobody).close()
+
+
+@pytest.mark.parametrize("whole_folder", [True, False])
+def test_lines_for_a_file_that_was_removed_are_refused(tmp_path: Path, *, whole_folder: bool) -> None:
+    folder = opened(tmp_path / "a")
+    folder.add(line(), head)
+    if whole_folder:
+        shutil.rmtree(tmp_path / "a")
+    else:
+        recording_files(tmp_path / "a")[0].unlink()
+    with pytest.raises(FileNotFoundError, match="was removed while it was written"):
+        folder.add(line(), head)
+    folder.close()
+
+
 def test_bytes_that_a_disk_takes_in_parts_are_all_written(tmp_path: Path) -> None:
     folder = RecordingFolder(
         tmp_path,
@@ -110,19 +177,18 @@ def test_bytes_that_a_disk_takes_in_parts_are_all_written(tmp_path: Path) -> Non
         started_s=1.0,
         write=lambda file, packed: os.write(file, packed[:7]),
     )
-    folder.begin()
     lines = line() + line()
-    folder.add(lines)
+    folder.add(lines, head)
     folder.end()
     folder.close()
     (path,) = recording_files(tmp_path)
-    assert gzip.decompress(path.read_bytes()) == lines
+    assert gzip.decompress(path.read_bytes()) == head(1) + lines
 
 
 def test_files_of_several_frontends_come_in_the_order_of_their_starts(tmp_path: Path) -> None:
     for name in ("b", "a"):
         folder = opened(tmp_path / name, recording=f"0000000{name}")
-        folder.begin()
+        folder.add(line(), head)
         folder.end()
         folder.close()
     assert [path.parent.name for path in recording_files(tmp_path)] == ["a", "b"]

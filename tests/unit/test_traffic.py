@@ -70,8 +70,8 @@ class Bench:
             version="1",
             began_s=0.0,
             started_s=0.0,
-            on_dropped=pytest.fail,
-            on_stopped=pytest.fail,
+            on_lost=lambda why, error: pytest.fail(f"{why}: {error}"),
+            on_stopped=lambda error: pytest.fail(repr(error)),
         )
         self.traffic = TrafficRecorder(self.recorder, clock=lambda: 1.0)
 

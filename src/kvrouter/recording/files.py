@@ -1,10 +1,12 @@
 """The files of a recording: packed, for their owner alone, one after another, and bounded together."""
 
+import errno
 import fcntl
 import gzip
 import os
 import re
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -28,13 +30,17 @@ _GZIP_END = struct.Struct("<II")
 Write = Callable[[int, bytes], int]
 """As :func:`os.write`: returns how many bytes were written, or raises OSError."""
 
+Head = Callable[[int], bytes]
+"""The first lines of a file, by its number in its recording, from 1."""
+
 
 class RecordingFolder:
     """Writes the files of one recording into a folder, and removes the oldest ones of any recording there
     before all of them hold more than ``total_bytes``.
 
-    A file is called ``….part`` until it is whole. One process records in a folder at a time. Raises
-    ConfigError where it cannot; all that is done later raises OSError.
+    A file is called ``….part`` until it is whole. It holds at most ``file_bytes``, except where its head and
+    the lines of one call are longer. One process records in a folder at a time. Raises ConfigError where it
+    cannot; all that is done later raises OSError.
     """
 
     def __init__(
@@ -58,30 +64,30 @@ class RecordingFolder:
         self._path = folder
         self._packed_bytes = 0
         self._lock = _claim(folder)
-        self._earlier = _files_in(folder)
+        try:
+            self._earlier = _files_in(folder)
+        except OSError as error:
+            os.close(self._lock)
+            raise _refused(folder, f"cannot be read: {error.strerror or error}") from error
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a file that lines go to."""
-        return self._file is not None
-
-    def begin(self) -> int:
-        """Begin the next file; return its number, from 1."""
-        self._part += 1
-        self._path = self._folder / f"{self._stem}-{self._part:06d}{PART_SUFFIX}"
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._packed_bytes = 0
-        return self._part
-
-    def add(self, lines: bytes | bytearray, *, searched: bool = True) -> None:
+    def add(self, lines: bytes | bytearray, head: Head, *, searched: bool = True) -> bool:
         """Write whole lines, as a whole member of a gzip file: they are read whatever becomes of this
-        process. End the file where it is long enough.
+        process. Where they no longer fit the file, the next one is begun, with ``head``. Return False, with
+        nothing written, where they and the head of a file are longer than all files may be.
 
         Lines that are not ``searched`` for repeats are stored as they are, in a hundredth of the time.
         """
-        self._put(gzip.compress(lines, 1, mtime=0) if searched else stored_member(lines))
-        if self._packed_bytes >= self._file_bytes:
+        packed = gzip.compress(lines, 1, mtime=0) if searched else stored_member(lines)
+        if self._file is not None:
+            if self._packed_bytes + len(packed) <= self._file_bytes:
+                self._put(self._file, packed)
+                return True
             self.end()
+        begun = gzip.compress(head(self._part + 1), 1, mtime=0) + packed
+        if len(begun) > self._total_bytes:
+            return False
+        self._put(self._begin(), begun)
+        return True
 
     def end(self) -> None:
         """End the file, and give it its name. Without a file nothing happens."""
@@ -100,13 +106,20 @@ class RecordingFolder:
             self._file = None
         os.close(self._lock)
 
-    def _put(self, packed: bytes) -> None:
-        if self._file is None:
-            raise RuntimeError("lines came before a file was begun")
+    def _begin(self) -> int:
+        self._part += 1
+        self._path = self._folder / f"{self._stem}-{self._part:06d}{PART_SUFFIX}"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._packed_bytes = 0
+        return self._file
+
+    def _put(self, file: int, packed: bytes) -> None:
+        if os.fstat(file).st_nlink == 0:  # a disk takes what nobody can read again
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was written", self._path)
         self._make_room(len(packed))
         rest = packed
         while rest:
-            rest = rest[self._write(self._file, rest) :]
+            rest = rest[self._write(file, rest) :]
         self._packed_bytes += len(packed)
 
     def _make_room(self, n_bytes: int) -> None:
@@ -143,26 +156,27 @@ def recording_files(folder: Path) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[tuple[Path, int]]:
-    """The files of earlier recordings with their sizes, the oldest first."""
-    paths = sorted(path for path in folder.glob("*") if FILE_NAME.fullmatch(path.name))
-    return [(path, path.stat().st_size) for path in paths]
+    """The files of earlier recordings with their sizes, the oldest first. Raises OSError."""
+    with os.scandir(folder) as entries:
+        found = [(Path(each.path), each.stat().st_size) for each in entries if FILE_NAME.fullmatch(each.name)]
+    return sorted(found)
 
 
 def _claim(folder: Path) -> int:
     """Make the folder where it is missing, and claim it; return the lock's descriptor."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with tempfile.TemporaryFile(dir=folder):  # a lock may lie in a folder that takes no more files
+            lock = os.open(folder / LOCK_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(
-            f"recording.folder: {folder}: cannot be written: {error.strerror or error}", param="folder"
-        ) from error
+        raise _refused(folder, f"cannot be written: {error.strerror or error}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        raise ConfigError(
-            f"recording.folder: {folder}: another process records there; each one needs a folder of its own",
-            param="folder",
-        ) from error
+        raise _refused(folder, "another process records there; each one needs a folder of its own") from error
     return lock
+
+
+def _refused(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"recording.folder: {folder}: {why}", param="folder")

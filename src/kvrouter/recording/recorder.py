@@ -5,8 +5,11 @@ that wants the interpreter holds the event loop up.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -34,8 +37,11 @@ TICK_S = 0.25
 PAUSE_S = 0.001
 """How long the thread leaves the interpreter to the event loop after each batch."""
 
-BATCH_RECORDS_MAX = 16
-BATCH_BLOCKS_MAX = 8_192
+BATCH_RECORDS_MAX = 32
+BATCH_BYTES_MAX = 1 << 17
+"""What the thread makes before it writes: each write, and the pause after it, changes threads and costs as
+much as some records do, and until then the event loop may wait for the interpreter.
+"""
 
 CLOSE_LIMIT_S = 5.0
 """How long the end of this process waits for a disk that takes the last records."""
@@ -53,25 +59,36 @@ class HashedPrompt(Protocol):
         """Their sequence hashes: unsigned 64 bits each."""
 
 
-_Record = RequestRecord | RefusalRecord | FleetRecord
+class Loss(StrEnum):
+    """Why a record was not written."""
+
+    QUEUE_FULL = "queue_full"
+    """Too many waited to be written."""
+    ENDED = "ended"
+    """The recording has ended."""
+    ERROR = "error"
+    """It could not be made: a mistake of ours."""
+    TOO_LONG = "too_long"
+    """It is longer than all files may be."""
+
+
+MakeRequest = Callable[[bytes], RequestRecord]
+"""Makes the record of a request; is given the salted names of the prompt's blocks."""
 
 
 class _Noted(NamedTuple):
-    record: _Record | Callable[[], RequestRecord]
+    make: Callable[[bytes], RequestRecord | RefusalRecord | FleetRecord]
     prompt: HashedPrompt | None = None
-
-
-class _Taken(NamedTuple):
-    record: _Record
-    prompt: HashedPrompt | None
+    n_blocks: int = 0
 
 
 class Recorder:
     """Records into a folder until :meth:`close`. All methods are called on one thread, the event loop's.
 
     ``began_s`` is the start on the clock of the caller, ``started_s`` the same moment in seconds of the Unix
-    epoch. ``on_dropped`` is called on that thread for each record that finds the queue full; ``on_stopped``
-    once, on the recorder's own, with the reason why nothing more is written.
+    epoch. ``on_lost`` is called for each record that is not written while others are, with the error where
+    it could not be made: on that thread where the queue is full, else on the recorder's own. There
+    ``on_stopped`` is called once, with the error after which nothing more is written.
     """
 
     def __init__(
@@ -83,12 +100,12 @@ class Recorder:
         version: str,
         began_s: float,
         started_s: float,
-        on_dropped: Callable[[], None],
-        on_stopped: Callable[[str], None],
+        on_lost: Callable[[Loss, Exception | None], None],
+        on_stopped: Callable[[Exception], None],
     ) -> None:
         self.salt = salt
-        self.dropped = 0
-        """Records that were not written: the queue was full, or the recording has stopped."""
+        self.lost: Counter[Loss] = Counter()
+        """Records that were not written."""
         self.written = 0
         self.is_recording = True
         self.workers: Mapping[str, Worker] = {}
@@ -98,11 +115,14 @@ class Recorder:
         self._header = Header(
             version=version, recording=recording, part=0, started_s=round(started_s, 3), salt=salt.id
         )
-        self._on_dropped = on_dropped
+        self._on_lost = on_lost
         self._on_stopped = on_stopped
         self._queue: deque[_Noted] = deque()
         self._blocks_noted = 0
         self._blocks_taken = 0
+        self._unwritten = 0
+        """Records that were taken, and neither are written nor lost."""
+        self._losing = threading.Lock()
         encoder = msgspec.json.Encoder()
         self._encode = encoder.encode
         self._encode_into = encoder.encode_into
@@ -122,97 +142,37 @@ class Recorder:
 
     def since_start(self, at_s: float) -> float:
         """Return a moment on the caller's clock as seconds from the start of the recording."""
-        return round(at_s - self._began_s, 6)
+        return microseconds(at_s - self._began_s)
 
-    def note(
-        self,
-        record: RequestRecord | RefusalRecord | Callable[[], RequestRecord],
-        prompt: HashedPrompt | None = None,
-    ) -> None:
-        """Record a request, with the hashes of its prompt, or a refusal. What makes a request's record is
-        called on the recorder's thread.
-        """
-        n_blocks = 0 if prompt is None else prompt.n_blocks
-        if not self.is_recording:
-            self.dropped += 1
-        elif (
-            len(self._queue) >= QUEUE_RECORDS_MAX
-            or self._blocks_noted - self._blocks_taken + n_blocks > QUEUE_BLOCKS_MAX
-        ):
-            self.dropped += 1
-            self._on_dropped()
-        else:
-            self._blocks_noted += n_blocks
-            self._queue.append(_Noted(record, prompt))
+    def note_request(self, make: MakeRequest, prompt: HashedPrompt) -> None:
+        """Record a request, with the hashes of its prompt. ``make`` is called on the recorder's thread."""
+        self._note(make, prompt, prompt.n_blocks)
+
+    def note_refusal(self, record: RefusalRecord) -> None:
+        """Record a call that was refused before it was a request."""
+        self._note(lambda _names: record, None, 0)
 
     def note_worker(self, change: FleetChange, worker: Worker, *, at_s: float) -> None:
         """Record what became of a worker; ``at_s`` counts from the start of the recording."""
+        record = FleetRecord(at_s=at_s, change=change, workers=(worker,))
+        try:
+            self._encode(record)  # every file that is begun from here on lists this worker
+        except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and not the recording
+            self._lose(Loss.ERROR, error)
+            return
         others = {name: known for name, known in self.workers.items() if name != worker.worker}
         self.workers = others if change is FleetChange.LEFT else others | {worker.worker: worker}
-        if not self.is_recording or len(self._queue) >= 2 * QUEUE_RECORDS_MAX:
-            self.dropped += 1  # the next file begins with the whole fleet
+        if not self.is_recording:
+            self._count(Loss.ENDED)
+        elif len(self._queue) >= 2 * QUEUE_RECORDS_MAX:
+            self._count(Loss.QUEUE_FULL)  # the next file begins with the whole fleet
         else:
-            self._queue.append(_Noted(FleetRecord(at_s=at_s, change=change, workers=(worker,))))
+            self._queue.append(_Noted(lambda _names: record))
 
-    # On the thread
-
-    def _run(self) -> None:
-        try:
-            while not self._ending.wait(TICK_S):
-                self._write_all()
-            self._write_all()
-            self._folder.end()
-        except OSError as error:
-            self._on_stopped(error.strerror or str(error))
-        finally:
-            self.is_recording = False
-            self.dropped += len(self._queue)
-            self._queue.clear()
-            self._folder.close()
-
-    def _write_all(self) -> None:
-        while batch := self._take():
-            lines, names_bytes = self._lines(batch)
-            if not self._folder.is_open:
-                lines[:0] = self._head(batch[0].record.at_s)
-            # names look random: packing them takes long, and saves a quarter at best
-            self._folder.add(lines, searched=2 * names_bytes < len(lines))
-            self.written += len(batch)
-            self._ending.wait(PAUSE_S)
-
-    def _take(self) -> list[_Taken]:
-        batch: list[_Taken] = []
-        n_blocks = 0
-        while self._queue and len(batch) < BATCH_RECORDS_MAX and n_blocks < BATCH_BLOCKS_MAX:
-            record, prompt = self._queue.popleft()
-            batch.append(_Taken(record if isinstance(record, _Record) else record(), prompt))
-            n_blocks += 0 if prompt is None else prompt.n_blocks
-        self._blocks_taken += n_blocks
-        return batch
-
-    def _head(self, at_s: float) -> bytes:
-        header = replace(self._header, part=self._folder.begin())
-        fleet = FleetRecord(at_s=at_s, change=FleetChange.ALL, workers=tuple(self.workers.values()))
-        return self._encode(header) + b"\n" + self._encode(fleet) + b"\n"
-
-    def _lines(self, batch: list[_Taken]) -> tuple[bytearray, int]:
-        """Return the lines of records, and how many bytes of names of blocks are in them."""
-        hashes = [b"" if noted.prompt is None else noted.prompt.sequence_hashes for noted in batch]
-        names = self.salt.blocks(b"".join(hashes))
-        lines = bytearray()
-        begin = 0
-        for noted, column in zip(batch, hashes, strict=True):
-            record = noted.record
-            if isinstance(record, RequestRecord):
-                blocks = names[begin : begin + len(column)]
-                record = replace(record, blocks=blocks, constraints=self._salted(record.constraints))
-            begin += len(column)
-            self._encode_into(record, lines, -1)
-            lines += b"\n"
-        return lines, len(names)
-
-    def _salted(self, constraints: Constraints | None) -> Constraints | None:
-        """What a client wrote is kept where a worker carries it: then its owner has chosen the word."""
+    def salted(self, constraints: Constraints | None) -> Constraints | None:
+        """Return constraints without a client's own words: a taint that no worker carries has a salted name.
+        Is called on the recorder's thread.
+        """
         if constraints is None:
             return None
         required, of_decode = constraints.required_taints, constraints.required_decode_taints
@@ -234,3 +194,95 @@ class Recorder:
             required_decode_taints=tuple(map(named, of_decode)),
             preferred_taints={named(taint): weight for taint, weight in preferred.items()},
         )
+
+    def _note(
+        self,
+        make: Callable[[bytes], RequestRecord | RefusalRecord],
+        prompt: HashedPrompt | None,
+        n_blocks: int,
+    ) -> None:
+        if not self.is_recording:
+            self._count(Loss.ENDED)
+        elif (
+            len(self._queue) >= QUEUE_RECORDS_MAX
+            or self._blocks_noted - self._blocks_taken + n_blocks > QUEUE_BLOCKS_MAX
+        ):
+            self._lose(Loss.QUEUE_FULL)
+        else:
+            self._blocks_noted += n_blocks
+            self._queue.append(_Noted(make, prompt, n_blocks))
+
+    def _lose(self, why: Loss, error: Exception | None = None) -> None:
+        self._count(why)
+        self._on_lost(why, error)
+
+    def _count(self, why: Loss, n_records: int = 1) -> None:
+        with self._losing:  # both threads lose records
+            self.lost[why] += n_records
+
+    # On the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.wait(TICK_S):
+                self._write_all()
+            self._write_all()
+            self._folder.end()
+        except Exception as error:  # noqa: BLE001 - whatever ended the recording, it is said
+            self._on_stopped(error)
+        finally:
+            self.is_recording = False
+            self._count(Loss.ENDED, self._unwritten + len(self._queue))
+            self._queue.clear()
+            self._folder.close()
+
+    def _write_all(self) -> None:
+        while self._queue:
+            self._write_batch()
+            self._ending.wait(PAUSE_S)
+
+    def _write_batch(self) -> None:
+        lines = bytearray()
+        ends: list[int] = []
+        n_blocks = names_bytes = 0
+        at_s = 0.0
+        while self._queue and len(ends) < BATCH_RECORDS_MAX and len(lines) < BATCH_BYTES_MAX:
+            noted = self._queue.popleft()
+            n_blocks += noted.n_blocks
+            try:
+                names = b"" if noted.prompt is None else self.salt.blocks(noted.prompt.sequence_hashes)
+                record = noted.make(names)
+                self._encode_into(record, lines, -1)
+            except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and no other
+                del lines[ends[-1] if ends else 0 :]
+                self._lose(Loss.ERROR, error)
+                continue
+            lines += b"\n"
+            at_s = record.at_s if not ends else at_s
+            ends.append(len(lines))
+            names_bytes += len(names)
+        self._blocks_taken += n_blocks
+        # names look random: packing them takes long, and saves a quarter at best
+        searched = 2 * names_bytes < len(lines)
+        add = partial(self._folder.add, head=partial(self._head, at_s), searched=searched)
+        self._unwritten = len(ends)
+        if not ends or add(lines):
+            self.written += len(ends)
+        else:
+            for begin, end in pairwise([0, *ends]):
+                if add(lines[begin:end]):
+                    self.written += 1
+                else:
+                    self._lose(Loss.TOO_LONG)
+                self._unwritten -= 1
+        self._unwritten = 0
+
+    def _head(self, at_s: float, part: int) -> bytes:
+        header = replace(self._header, part=part)
+        fleet = FleetRecord(at_s=at_s, change=FleetChange.ALL, workers=tuple(self.workers.values()))
+        return self._encode(header) + b"\n" + self._encode(fleet) + b"\n"
+
+
+def microseconds(seconds: float) -> float:
+    """Return seconds to the microsecond, in half of the time that ``round(seconds, 6)`` takes."""
+    return round(seconds * 1e6) / 1e6

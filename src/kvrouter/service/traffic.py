@@ -13,7 +13,7 @@ from kvrouter.core.requests import GenerateRequest, KvLoss, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.journey import Shape
 from kvrouter.placement.placement import Placement
-from kvrouter.recording.recorder import Recorder
+from kvrouter.recording.recorder import Recorder, microseconds
 from kvrouter.recording.records import (
     AttemptRecord,
     Constraints,
@@ -90,7 +90,7 @@ class TrafficRecorder:
     def call_refused(self, error: KvrouterError, *, route: str, model: str | None, received_s: float) -> None:
         """A call was refused before it was a request."""
         recorder = self._recorder
-        recorder.note(
+        recorder.note_refusal(
             RefusalRecord(
                 at_s=recorder.since_start(received_s),
                 code=error.code,
@@ -103,7 +103,7 @@ class TrafficRecorder:
     def unread_call_refused(self, code: str, *, http_status: int, route: str | None) -> None:
         """A call was refused before it was read to its end; without a ``route`` also its head."""
         recorder = self._recorder
-        recorder.note(
+        recorder.note_refusal(
             RefusalRecord(
                 at_s=recorder.since_start(self._clock()), code=code, http_status=http_status, route=route
             )
@@ -143,7 +143,7 @@ class TrafficRecorder:
             None if error is None else (error.code, error.status_hint),
             refused or {},
         )
-        recorder.note(making, prompt)
+        recorder.note_request(making, prompt)
 
 
 class _Kept(NamedTuple):
@@ -203,6 +203,7 @@ def _record_of(
     status: Status,
     error: tuple[str, int] | None,
     refusals: Mapping[Reason, int],
+    blocks: bytes,
 ) -> RequestRecord:
     begun_s, first_token_s, ended_s = moments
     model, adapter, media, max_tokens = asked
@@ -215,17 +216,17 @@ def _record_of(
         output_tokens=output_tokens,
         max_tokens=max_tokens,
         block_size=block_size,
-        blocks=b"",
+        blocks=blocks,
         status=status,
         route=origin.route,
         adapter=adapter,
         media=media,
         session=None if origin.session is None else named(origin.session),
         parent=None if origin.parent is None else named(origin.parent),
-        constraints=constraints,
+        constraints=recorder.salted(constraints),
         attempts=tuple([_attempt_of(attempt, begun_s, workers) for attempt in attempts]),
         first_token_s=_since(begun_s, first_token_s),
-        ended_s=round(ended_s - begun_s, 6),
+        ended_s=microseconds(ended_s - begun_s),
         code=None if error is None else error[0],
         http_status=None if error is None else error[1],
         refusals={reason.value: count for reason, count in refusals.items()},
@@ -234,7 +235,7 @@ def _record_of(
 
 def _since(begun_s: float, at_s: float | None) -> float | None:
     """Return a moment as seconds from a request's arrival; None where it did not come, which 0 says too."""
-    return round(at_s - begun_s, 6) if at_s else None
+    return microseconds(at_s - begun_s) if at_s else None
 
 
 def _attempt_of(attempt: _Kept, begun_s: float, workers: Mapping[str, Worker]) -> AttemptRecord:
@@ -273,7 +274,7 @@ def _attempt_of(attempt: _Kept, begun_s: float, workers: Mapping[str, Worker]) -
     return AttemptRecord(
         shape=attempt.shape.name.lower(),
         mode=decision.mode.value,
-        placed_s=round(attempt.placed_s - begun_s, 6),
+        placed_s=microseconds(attempt.placed_s - begun_s),
         legs=legs,
         constraint=None if constraint is None else _constraint_text(constraint),
         fallback_used=decision.fallback_used,

@@ -391,12 +391,13 @@ EVENTS: dict[Event, EventSpec] = {
     Event.RECORDING: EventSpec(logging.INFO, "Traffic is recorded in this folder, by --record."),
     Event.RECORDING_DROPPED: EventSpec(
         logging.WARNING,
-        "Records of traffic are dropped, because too many wait to be written; logged at most once a minute.",
+        "Records of traffic are dropped: too many wait to be written, or one could not be made, with the "
+        "traceback, or is longer than all files may be. Logged at most once a minute for each reason.",
     ),
     Event.RECORDING_ENDED: EventSpec(
         logging.ERROR,
-        "Nothing more is recorded until the next start: the disk is full, or refused a write. Requests are "
-        "served as before.",
+        "Nothing more is recorded until the next start: the disk is full or refused a write, or the file was "
+        "removed. Requests are served as before.",
     ),
     Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A bug in kvrouter, with its traceback."),
     Event.OPERATOR_LEADS: EventSpec(logging.INFO, "This replica of the operator got the lease: it writes."),

@@ -71,7 +71,9 @@ class Telemetry(MetricsPage):
     recording_records = counter("kvrouter_recording_records", "Records of traffic that were written.")
     recording_dropped = counter(
         "kvrouter_recording_dropped",
-        "Records of traffic that were not written: too many waited, or the recording has ended.",
+        "Records of traffic that were not written, by why: queue_full (too many waited), ended (the "
+        "recording has), error (one could not be made) or too_long (longer than all files may be).",
+        "reason",
     )
     resumes = counter(
         "kvrouter_resumes", "Requests that went on elsewhere in the middle of their answer.", "model"

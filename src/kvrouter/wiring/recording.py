@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,13 +12,20 @@ from pathlib import Path
 from kvrouter.config import RecordingSettings
 from kvrouter.config.setting import installed_version
 from kvrouter.recording.files import RecordingFolder
-from kvrouter.recording.recorder import Recorder
+from kvrouter.recording.recorder import Loss, Recorder
 from kvrouter.recording.salt import Salt
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle
 
 _log = logging.getLogger("kvrouter.recording")
+
+_SAID = {
+    Loss.QUEUE_FULL: "too many records wait to be written",
+    Loss.ENDED: "the recording has ended",
+    Loss.ERROR: "a record could not be made",
+    Loss.TOO_LONG: "a record is longer than recording.total_bytes",
+}
 
 
 @asynccontextmanager
@@ -38,11 +46,17 @@ async def recording(
         total_bytes=settings.total_bytes,
         started_s=started_s,
     )
-    throttle = LogThrottle()
+    throttles = {why: LogThrottle() for why in Loss}  # one thread asks each
 
-    def on_dropped() -> None:
-        if throttle.allows("dropped"):
-            log_event(_log, Event.RECORDING_DROPPED, reason="too many records wait to be written")
+    def on_lost(why: Loss, error: Exception | None) -> None:
+        if throttles[why].allows(why):
+            log_event(_log, Event.RECORDING_DROPPED, reason=_SAID[why], exc_info=error)
+
+    def on_stopped(error: Exception) -> None:
+        if isinstance(error, OSError):
+            log_event(_log, Event.RECORDING_ENDED, reason=error.strerror or str(error))
+        else:
+            log_event(_log, Event.RECORDING_ENDED, reason="a mistake of ours", exc_info=error)
 
     recorder = Recorder(
         folder,
@@ -51,8 +65,8 @@ async def recording(
         version=installed_version(),
         began_s=time.monotonic(),
         started_s=started_s,
-        on_dropped=on_dropped,
-        on_stopped=lambda why: log_event(_log, Event.RECORDING_ENDED, reason=why),
+        on_lost=on_lost,
+        on_stopped=on_stopped,
     )
     end = telemetry.before_scrape(_Gauges(telemetry, recorder).refresh)
     log_event(_log, Event.RECORDING, detail=settings.folder)
@@ -70,14 +84,17 @@ class _Gauges:
     def __init__(self, telemetry: Telemetry, recorder: Recorder) -> None:
         self._telemetry = telemetry
         self._recorder = recorder
-        self._dropped = 0
+        self._lost: Counter[Loss] = Counter()
         self._written = 0
 
     def refresh(self) -> None:
         """Count what came since the last scrape."""
         telemetry, recorder = self._telemetry, self._recorder
-        dropped, written = recorder.dropped, recorder.written
-        telemetry.recording_dropped.inc(by=dropped - self._dropped)
+        for why in Loss:
+            lost = recorder.lost[why]
+            telemetry.recording_dropped.inc(why, by=lost - self._lost[why])
+            self._lost[why] = lost
+        written = recorder.written
         telemetry.recording_records.inc(by=written - self._written)
+        self._written = written
         telemetry.recording_active.set(float(recorder.is_recording))
-        self._dropped, self._written = dropped, written
