@@ -31,8 +31,10 @@ QUEUE_RECORDS_MAX = 8_192
 QUEUE_BLOCKS_MAX = 1 << 20
 """Records that wait to be written, and the blocks of their prompts, of 16 bytes each."""
 
-TICK_S = 0.25
-"""How long a record waits at most before the thread looks for it."""
+TICK_S = 1.0
+"""How long a record waits at most before the thread looks for it. What the thread runs is cold whenever it
+looks, and costs as much as some ten records do: so it looks once for many.
+"""
 
 PAUSE_S = 0.001
 """How long the thread leaves the interpreter to the event loop after each batch."""
