@@ -133,7 +133,7 @@ def test_a_known_gpu_is_where_the_fit_begins(tmp_path: Path) -> None:
     meta = type(META)(model=MODEL, vllm_version="0.19.0", engine_kwargs=META.engine_kwargs)
     run = client_run(meta, hardware, client_requests(load, truth), round_trip_s=0.0)
     shape, _ = model_shape(MODEL, tmp_path)
-    expected = roofline(meta, hardware, shape)
-    assert fit_engine(run, expected, 12).expected.timing == expected.timing
+    expected = roofline(run, shape)
+    assert fit_engine(run, shape, 12).expected.timing == expected.timing
     unknown = client_run(meta, None, client_requests(load, truth), round_trip_s=0.0)
     assert fit_engine(unknown, None, 12).expected.timing != expected.timing

@@ -30,6 +30,8 @@ def test_the_timing_that_is_written_is_one_that_a_replay_reads(
     comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert "Llama-3.1-8B by the first 6 requests of run" in comments[0]
     assert "max_num_seqs: 12, max_num_batched_tokens: 1024" in comments[1]
+    assert "Llama-3.1-8B: dimensions from the model's name" in comments[3]
+    assert "num_cached_tokens: not in requests.jsonl" in comments[4]
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         json.dumps({"timestamp": 0, "input_length": 60, "output_length": 4, "hash_ids": [1]}) + "\n"
@@ -46,6 +48,37 @@ def test_with_no_request_seen_there_is_one_prediction(run: Path, capsys: pytest.
     assert main(["calibrate", str(run), "--requests", "0"]) == 0
     assert "12 requests, predicted from 0" in capsys.readouterr().out
     assert set(run.parent.rglob("*")) == files
+
+
+def test_a_model_that_is_not_known_is_given_as_a_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps({**meta, "model": "someone/thing"}))
+    assert main(["calibrate", str(run), "--requests", "0"]) == 2
+    assert "nothing is known of 'someone/thing'" in capsys.readouterr().err
+    dimensions = {
+        "num_hidden_layers": 2,
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "intermediate_size": 1_024,
+        "vocab_size": 1_000,
+        "quantization_config": {"quant_method": "awq", "bits": 4},
+    }
+    path = tmp_path / "thing.json"
+    path.write_text(json.dumps(dimensions))
+    assert main(["calibrate", str(run), "--requests", "0", "--model-config", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert f"someone/thing: dimensions from {path}" in output.replace("\n", "")
+    assert "guessed: quantization: awq, 4.25 bits, by the model" in output
+
+
+def test_a_queue_of_less_than_a_step_is_compared_in_milliseconds(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", str(run), "--requests", "0"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "queue" in line and "p50" in line)
+    assert line.count(" ms ") == 1
 
 
 @pytest.mark.parametrize(
@@ -89,6 +122,7 @@ def test_a_wrong_row_is_named_by_file_line_and_field(run: Path, capsys: pytest.C
         (["--url", "ftp://host"], "--url: ftp://host: must be http://HOST:PORT"),
         (["--url", "http://host:80/v1"], "without /v1"),
         (["--url", "http://name:secret@host:80"], "KVROUTER_ENGINE_API_KEY"),
+        (["--url", "http://host:80", "--model-config", "m.json"], "needs --engine with a config.json"),
         (["--url", "http://host:80", "-o", "no/such/timing.yaml"], "is no folder"),
         (["--url", "http://host:80", "--request-limit-s", "0"], "--request-limit-s"),
     ],

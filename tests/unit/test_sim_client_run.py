@@ -194,4 +194,4 @@ def test_without_hardware_no_timing_is_expected_of_it(tmp_path: Path) -> None:
     run = client_run(META, None, [ALONE], round_trip_s=0.0)
     shape, _ = model_shape("meta-llama/Llama-3.1-8B", tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json: is needed"):
-        roofline(run.meta, run.hardware, shape)
+        roofline(run, shape)

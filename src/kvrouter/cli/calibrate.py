@@ -28,6 +28,12 @@ REQUEST_LIMIT_S = 120.0
     "1000, and a third as many to predict.",
 )
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the timing there, in YAML.")
+@click.option(
+    "--model-config",
+    type=FILE,
+    metavar="FILE",
+    help="The model's config.json from Hugging Face; needed where the model's name is not known.",
+)
 @click.option("--model", metavar="NAME", help="With --url: the model, where the engine serves several.")
 @click.option(
     "--engine",
@@ -50,6 +56,7 @@ def calibrate(
     url: str | None,
     requests: int,
     output: Path | None,
+    model_config: Path | None,
     model: str | None,
     engine: Path | None,
     request_limit_s: float,
@@ -75,7 +82,7 @@ def calibrate(
     console = Console()
     console = console if console.is_terminal else Console(width=140, no_color=True)
     if run is not None:
-        fit(CalibrateOptions(run=run, n_seen=requests, output=output), console)
+        fit(CalibrateOptions(run=run, n_seen=requests, output=output, model_config=model_config), console)
     elif url is not None:
         calibrate_engine(
             CalibrateEngineOptions(
@@ -85,6 +92,7 @@ def calibrate(
                 limit_s=request_limit_s,
                 model=model,
                 folder=engine,
+                model_config=model_config,
                 api_key=os.environ.get(ENGINE_KEY_VARIABLE) or None,
             ),
             console,

@@ -23,11 +23,14 @@ DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class CalibrateOptions:
-    """What the command was given: ``n_seen`` requests are fitted to."""
+    """What the command was given: ``n_seen`` requests are fitted to; ``model_config`` is the model's
+    ``config.json`` from Hugging Face.
+    """
 
     run: Path
     n_seen: int
     output: Path | None
+    model_config: Path | None = None
 
 
 def calibrate(options: CalibrateOptions, console: Console) -> None:
@@ -38,7 +41,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     if options.output is not None:
         check_folder(options.output)
     run = read_run(options.run)
-    shape, source = model_shape(run.meta.model, options.run)
+    shape, source = model_shape(run.meta.model, options.run, options.model_config)
     with Console(stderr=True).status("reading") as status:
 
         def show(number: int) -> None:
@@ -47,19 +50,24 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         calibrated = fit(run, shape, n_seen=options.n_seen, on_round=show)
         status.update("predicting")
         rows = compare(run, calibrated)
+    lines = [
+        f"{run.meta.model}: dimensions from {source}",
+        *run.notes,
+        *(f"guessed: {guess}" for guess in calibrated.guesses),
+    ]
     if options.output is not None:
-        write_whole(options.output, timing_document(options.run.name, run.meta.model, calibrated).encode())
-    show_comparison(options.run.name, run, calibrated, rows, console)
-    console.print(Text(f"{run.meta.model}: dimensions from {source}"))
-    for guess in calibrated.guesses:
-        console.print(Text(f"guessed: {guess}"))
+        document = timing_document(options.run.resolve().name, run.meta.model, calibrated, lines)
+        write_whole(options.output, document.encode())
+    show_comparison(options.run.resolve().name, run, calibrated, rows, console)
+    for line in lines:
+        console.print(Text(line))
     if options.output is not None:
         console.print(Text(f"{options.output}: for kvrouter replay --timing"))
 
 
-def timing_document(source: str, model: str, calibrated: Calibrated) -> str:
-    """Return the timing of ``model`` fitted to ``source``, in YAML; comments say what the engine of a fleet
-    file needs besides.
+def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequence[str]) -> str:
+    """Return the timing of ``model`` fitted to ``source``, in YAML; comments are ``lines`` on how far it can
+    be relied on, and what the engine of a fleet file needs besides.
     """
     config = calibrated.fitted
     figures = {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(config.timing).items()}
@@ -72,10 +80,12 @@ def timing_document(source: str, model: str, calibrated: Calibrated) -> str:
         "async_scheduling": config.async_scheduling,
     }
     said = yaml.safe_dump(engine, default_flow_style=True, sort_keys=False, width=1_000).strip()
+    comments = "".join(f"# {line}\n" for line in lines)
     return (
         f"# kvrouter calibrate {installed_version()}: {model} by {seen} {source}\n"
         f"# The engine in a fleet file: {said}\n"
         f"# and the block_size of its model: {config.block_size}\n"
+        f"{comments}"
         f"{yaml.safe_dump(figures, sort_keys=False)}"
     )
 
@@ -101,12 +111,15 @@ def show_comparison(
             f"p{row.percentile}",
             f"{row.measured_s:.4f}",
             f"{row.calibrated_s:.4f}" if seen else "–",
-            _shown(row.error) if seen else "–",
-            *((f"{row.expected_s:.4f}", _shown(row.expected_error)) if expects else ()),
+            _shown(row, row.error, row.calibrated_s) if seen else "–",
+            *((f"{row.expected_s:.4f}", _shown(row, row.expected_error, row.expected_s)) if expects else ()),
             end_section=row is rows[-1] or row.quantity != rows[rows.index(row) + 1].quantity,
         )
     console.print(table)
 
 
-def _shown(error: float | None) -> str:
-    return "–" if error is None else f"{100.0 * error:+.1f}"
+def _shown(row: Comparison, error: float | None, predicted_s: float) -> str:
+    """Return an error in percent; of a time that is shorter than a step the difference, in milliseconds."""
+    if error is not None:
+        return f"{100.0 * error:+.1f}"
+    return f"{1e3 * (predicted_s - row.measured_s):+.1f} ms" if row.step_s > 0.0 else "–"

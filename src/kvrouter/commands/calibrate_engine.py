@@ -24,8 +24,8 @@ from kvrouter.sim.client_run import client_run
 from kvrouter.sim.engine_load import engine_load
 from kvrouter.sim.lone_requests import LONE_SPREADS, lone_timing
 from kvrouter.sim.measured_run import MeasuredRun
-from kvrouter.sim.model_shape import model_shape
-from kvrouter.sim.roofline import Roofline, roofline
+from kvrouter.sim.model_shape import ModelShape, model_shape
+from kvrouter.sim.roofline import check_weights, roofline
 
 CACHED_SHARE = 0.02
 """With a larger share of prompts from the engine's cache the prefill that was measured is too short."""
@@ -44,6 +44,7 @@ class CalibrateEngineOptions:
     limit_s: float
     model: str | None = None
     folder: Path | None = None
+    model_config: Path | None = None
     api_key: str | None = None
     clock: Clock = time.monotonic
 
@@ -57,10 +58,17 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
     mistake = url_mistake(options.url)
     if mistake is not None:
         raise ConfigError(f"--url: {options.url}: {mistake}", param="url")
+    if options.model_config is not None and not (
+        options.folder is not None and (options.folder / "config.json").exists()
+    ):
+        raise ConfigError(
+            "--model-config: needs --engine with a config.json: without the GPU the model says no times",
+            param="model-config",
+        )
     if options.output is not None:
         check_folder(options.output)
     with Console(stderr=True).status("asking the engine") as status:
-        engine, expected, measured = asyncio.run(_measured(options, status.update))
+        engine, shape, measured = asyncio.run(_measured(options, status.update))
         try:
             run = client_run(
                 engine.meta, engine.hardware, measured.requests, round_trip_s=measured.round_trip_s
@@ -68,15 +76,14 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
         except ConfigError as error:
             raise MeasurementFailed(f"{options.url}: {error.message}") from error
         calibrated = fit_engine(
-            run, expected, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
+            run, shape, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
         )
         status.update("predicting")
         rows = compare(run, calibrated)
     lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
     if options.output is not None:
-        document = timing_document(options.url, engine.served_model, calibrated)
-        said = "".join(f"# {line}\n" for line in lines)
-        write_whole(options.output, f"{said}{document}".encode())
+        document = timing_document(options.url, engine.served_model, calibrated, lines)
+        write_whole(options.output, document.encode())
     show_comparison(options.url, run, calibrated, rows, console)
     for line in lines:
         console.print(Text(line))
@@ -85,20 +92,23 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
 
 
 def fit_engine(
-    run: MeasuredRun, expected: Roofline | None, n_seen: int, on_round: Callable[[int], None] = lambda _: None
+    run: MeasuredRun,
+    shape: ModelShape | None,
+    n_seen: int,
+    on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibrated:
-    """Fit a timing to a live engine's first ``n_seen`` requests. The fit begins where model and GPUs lead one
-    to expect it; without these, at what the requests that ran alone took.
+    """Fit a timing to a live engine's first ``n_seen`` requests. The fit begins where the model's shape and
+    the GPUs lead one to expect it; without a shape, at what the requests that ran alone took.
     """
-    if expected is not None:
-        return calibrate_from(run, expected, n_seen=n_seen, on_round=on_round)
+    if shape is not None:
+        return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
     prior = lone_timing(run, n_seen)
     return calibrate_from(run, prior, n_seen=n_seen, spreads=LONE_SPREADS, on_round=on_round)
 
 
 async def _measured(
     options: CalibrateEngineOptions, show: Callable[[str], None]
-) -> tuple[EngineDescription, Roofline | None, Measurement]:
+) -> tuple[EngineDescription, ModelShape | None, Measurement]:
     server = EngineServer(options.url, api_key=options.api_key)
     await server.open()
     try:
@@ -108,10 +118,10 @@ async def _measured(
             raise ConfigError(
                 f"{error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
             ) from error
-        expected: Roofline | None = None
+        shape: ModelShape | None = None
         if engine.hardware is not None and options.folder is not None:  # mistakes there cost no measurement
-            shape, _ = model_shape(engine.meta.model, options.folder)
-            expected = roofline(engine.meta, engine.hardware, shape)
+            shape, _ = model_shape(engine.meta.model, options.folder, options.model_config)
+            check_weights(engine.meta, engine.hardware, shape)
         load = engine_load(
             options.n_seen,
             context_tokens=engine.context_tokens,
@@ -126,7 +136,7 @@ async def _measured(
             clock=options.clock,
             on_request=lambda n: show(f"measuring, {n} of {load.n_requests} requests"),
         )
-        return engine, expected, measured
+        return engine, shape, measured
     finally:
         await server.close()
 

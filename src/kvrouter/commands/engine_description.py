@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.engines.openai.request_times import CacheSize, read_cache_size
 from kvrouter.engines.openai.server import EngineServer, read_metrics
-from kvrouter.sim.measured_run import EngineFlags, RunHardware, RunMeta, read_json
+from kvrouter.sim.measured_run import EngineFlags, RunHardware, RunMeta, read_hardware, read_json
 
 CONTEXT_TOKENS = 2_048
 """The context of an engine that does not say how long it is; hardly any model has less."""
@@ -122,7 +122,7 @@ async def describe_engine(
         served_model=served.id,
         context_tokens=served.max_model_len or CONTEXT_TOKENS,
         meta=replace(meta, engine_kwargs=flags),
-        hardware=_hardware(folder),
+        hardware=_hardware(folder, notes),
         says_flags=said_flags,
         notes=tuple(notes),
     )
@@ -170,10 +170,10 @@ def _meta(folder: Path | None, served: _Model) -> tuple[RunMeta, bool]:
     return RunMeta(model=served.root or served.id, engine_kwargs=EngineFlags()), False
 
 
-def _hardware(folder: Path | None) -> RunHardware | None:
+def _hardware(folder: Path | None, notes: list[str]) -> RunHardware | None:
     if folder is None or not (folder / "config.json").exists():
         return None
-    return read_json(folder / "config.json", RunHardware)
+    return read_hardware(folder / "config.json", notes)
 
 
 def _with_cache(flags: EngineFlags, cache: CacheSize) -> EngineFlags:

@@ -7,7 +7,7 @@ requests on a mock engine, to which all requests come; of the later ones only ar
 """
 
 from collections.abc import Callable, Mapping
-from itertools import count
+from itertools import count, product
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +54,18 @@ REQUESTS_MIN = 5
 ROUNDS = 8
 """How often each stage of the fit looks for a better timing."""
 
+GRID_POINTS = 7
+GRID_LOG = 1.05
+"""The grid in which a fit looks for where to begin: so many points each way, and how far, as a logarithm."""
+
+STARTS = 2
+"""From so many points of the grid a fit begins too; what is expected alone may lead to an unlikely timing."""
+
+LIKELIER = 0.7
+"""Less than this share of the squared deviations is better; of timings that are nearly as likely the one to
+which the expectation leads is taken.
+"""
+
 TRIES = 5
 """How often a round takes a smaller step."""
 
@@ -69,16 +81,19 @@ STEP_LARGEST = 0.7
 GAIN_LEAST = 3e-3
 """A stage ends when a round gains less than this share."""
 
-SIMULATIONS = 5
+SIMULATIONS = 20
 """Over so many simulations a prediction is averaged."""
 
-JITTER = 0.005
-"""How far the figures of these are apart, as a logarithm."""
+JITTER = DECODE_SPREAD
+"""How far the figures of these are apart, as a logarithm: as far as few requests leave them open."""
 
 PERCENTILES = (50, 90, 99)
 
 LEAST_S = 1e-4
 """Of a shorter time an error says nothing: who finds the scheduler idle waits some microseconds."""
+
+QUEUE = "queue"
+TOKEN_TIME = "time per output token"  # noqa: S105 -- a quantity, no password
 
 
 class Calibrated(NamedTuple):
@@ -93,23 +108,31 @@ class Calibrated(NamedTuple):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One percentile of one quantity over the requests that were not seen; seconds, and relative errors."""
+    """One percentile of one quantity over the requests that were not seen; seconds, and relative errors.
+
+    Errors of what is shorter than ``step_s`` are None: where in a step a request came is chance.
+    """
 
     quantity: str
     percentile: int
     measured_s: float
     calibrated_s: float
     expected_s: float
+    step_s: float = 0.0
 
     @property
     def error(self) -> float | None:
-        """Of the calibrated engine; None where hardly anything was measured."""
-        return self.calibrated_s / self.measured_s - 1.0 if self.measured_s >= LEAST_S else None
+        """Of the calibrated engine; None where nothing that can be compared was measured."""
+        return self._error(self.calibrated_s)
 
     @property
     def expected_error(self) -> float | None:
-        """With no request seen; None where hardly anything was measured."""
-        return self.expected_s / self.measured_s - 1.0 if self.measured_s >= LEAST_S else None
+        """With no request seen; None where nothing that can be compared was measured."""
+        return self._error(self.expected_s)
+
+    def _error(self, predicted_s: float) -> float | None:
+        least_s = max(self.step_s, LEAST_S)
+        return predicted_s / self.measured_s - 1.0 if self.measured_s > least_s else None
 
 
 def calibrate(
@@ -121,7 +144,7 @@ def calibrate(
     that does not fit into its GPUs.
     """
     check_seen(run, n_seen)
-    return calibrate_from(run, roofline(run.meta, run.hardware, shape), n_seen=n_seen, on_round=on_round)
+    return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
 
 
 def calibrate_from(
@@ -164,8 +187,16 @@ def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
     measured = {name: _percentiles(values[seen:]) for name, values in quantities(run, run.stamps).items()}
     expected = _predicted(run, calibrated.expected, seen)
     fitted = _predicted(run, calibrated.fitted, seen) if seen else expected
+    token_s = measured[TOKEN_TIME][PERCENTILES.index(50)]
     return [
-        Comparison(name, percentile, *(of[name][at] for of in (measured, fitted, expected)))
+        Comparison(
+            name,
+            percentile,
+            measured[name][at],
+            fitted[name][at],
+            expected[name][at],
+            step_s=token_s if name == QUEUE else 0.0,
+        )
         for name in measured
         for at, percentile in enumerate(PERCENTILES)
     ]
@@ -204,13 +235,13 @@ def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
     if not run.knows_scheduler:
         return {
             "TTFT": stamps.first - stamps.arrival,
-            "time per output token": (stamps.last - stamps.first) / between,
+            TOKEN_TIME: (stamps.last - stamps.first) / between,
             "end to end": stamps.last - stamps.arrival,
         }
     return {
-        "queue": stamps.scheduled - stamps.queued,
+        QUEUE: stamps.scheduled - stamps.queued,
         "service TTFT": stamps.first - stamps.scheduled,
-        "time per output token": (stamps.last - stamps.first) / between,
+        TOKEN_TIME: (stamps.last - stamps.first) / between,
         "end to end": stamps.last - stamps.arrival,
     }
 
@@ -234,18 +265,36 @@ class _Fit:
         self._expected: F64 = np.log([figures[name] for name in self._names])
         self._spreads: F64 = np.array(list(spreads.values()))
         self._measured = _seen(run.stamps, n_seen)
+        # Where tokens are drafted, all may come in one step.
+        self._decodes = self._measured.last > self._measured.first
         self._is_scheduled = ~np.isnan(self._measured.scheduled)
         self._weight = min(1.0, (INDEPENDENT_REQUESTS / n_seen) ** 0.5)
         self._ttft_spread_s = STEP_SPREAD * float((self._measured.first - self._measured.arrival).mean())
 
     def timing(self, on_round: Callable[[int], None]) -> Timing:
         """Return the likeliest timing."""
-        at = self._expected
         rounds = count()
+        expected, *others = (self._nearest(start, lambda: on_round(next(rounds))) for start in self._starts())
+        best = min(others, key=self._cost)
+        return self._timing_at(best if self._cost(best) < LIKELIER * self._cost(expected) else expected)
+
+    def _starts(self) -> list[F64]:
+        """Return where to look from: what is expected, and the likeliest timings of a grid, in which the
+        figures of prefill are moved together, and all others.
+        """
+        moves = np.linspace(-GRID_LOG, GRID_LOG, GRID_POINTS)
+        grid = [self._expected + np.array(way) @ self._groups() for way in product(moves, moves)]
+        return [self._expected, *sorted(grid, key=self._cost)[:STARTS]]
+
+    def _nearest(self, at: F64, on_round: Callable[[], None]) -> F64:
         for difference, together in STAGES:
             ways = self._groups() if together else np.eye(len(at))
-            at = self._nearer(at, ways, difference, lambda: on_round(next(rounds)))
-        return self._timing_at(at)
+            at = self._nearer(at, ways, difference, on_round)
+        return at
+
+    def _cost(self, at: F64) -> float:
+        rest = self._residuals(at)
+        return float(rest @ rest)
 
     def _groups(self) -> F64:
         """Return two ways in which figures may move: those of prefill, and all others."""
@@ -287,7 +336,7 @@ class _Fit:
         config = replace(self._config, timing=self._timing_at(at))
         here = _seen(simulate(self._run, config, first=self._n_seen), self._n_seen)
         there = self._measured
-        decodes = self._run.decodes[: self._n_seen]
+        decodes = self._decodes
         differences = np.concatenate(
             (
                 np.log((here.last - here.first)[decodes] / (there.last - there.first)[decodes])

@@ -5,10 +5,14 @@ from array import array
 import numpy as np
 
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded
+from kvrouter.core.events import pack_hashes
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.mock import MockConfig, MockEngine, NamedContent, SequenceKey
-from kvrouter.sim.measured_run import F64, MeasuredRun, Stamps
+from kvrouter.sim.measured_run import F64, I64, MeasuredRun, Stamps
+
+BEFORE_S = -1e6
+"""When the cache is filled: long before the first request."""
 
 WAITING_WEIGHT = 4
 """How many running requests one waits for counts as, where a rank is picked: as in vLLM."""
@@ -26,7 +30,7 @@ def engine_config(run: MeasuredRun, kv_tokens: int) -> MockConfig:
         chunked_prefill=flags.enable_chunked_prefill is not False,
         async_scheduling=run.meta.plans_ahead,
         dp_size=flags.data_parallel_size,
-        prefix_caching=False,
+        prefix_caching=run.cached_tokens is not None,
     )
 
 
@@ -53,6 +57,8 @@ class _EngineRun:
 
     def stamps(self, first: int) -> Stamps:
         engine, arrival = self._engine, self._run.stamps.arrival
+        if self._run.cached_tokens is not None:
+            self._fill_cache(self._run.cached_tokens)
         left = first
         for number in range(self._run.n_requests + 1):
             until = arrival[number] if number < self._run.n_requests else np.inf
@@ -67,18 +73,16 @@ class _EngineRun:
     def _submit(self, number: int, now: float) -> None:
         rank = min(range(len(self._ranks)), key=lambda at: self._ranks[at].score)
         n_tokens = int(self._run.input_tokens[number])
-        request = EngineRequest(
-            request_id=RequestId(str(number)),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=ModelName(self._run.meta.model),
-            token_ids=array("I"),
-            sampling=Sampling(max_tokens=int(self._run.output_tokens[number])),
-            dp_rank=DpRank(rank),
-        )
-        content = NamedContent(b"", prompt_tokens=n_tokens, salt=number)
+        cached = self._run.cached_tokens
         try:
-            key = self._engine.submit(now, request, content=content)
+            key = self._send(
+                now,
+                number,
+                rank,
+                n_tokens=n_tokens,
+                n_output=int(self._run.output_tokens[number]),
+                n_cached=0 if cached is None else int(cached[number]),
+            )
         except ContextLengthExceeded as error:
             raise ConfigError(
                 f"input_toks: request {number + 1} by arrival has no room in an engine with the flags of "
@@ -90,6 +94,33 @@ class _EngineRun:
         self._ranks[rank].waiting += 1
         # An engine looks at what came as it begins to plan the next step.
         self._queued[number] = max(now, self._engine.next_time() or now)
+
+    def _send(
+        self, now: float, number: int, rank: int, *, n_tokens: int, n_output: int, n_cached: int
+    ) -> SequenceKey:
+        """Submit a request whose first ``n_cached`` tokens are those that all prompts begin with."""
+        request = EngineRequest(
+            request_id=RequestId(str(number)),
+            attempt=0,
+            leg=Leg.AGGREGATED,
+            model=ModelName(self._run.meta.model),
+            token_ids=array("I"),
+            sampling=Sampling(max_tokens=n_output),
+            dp_rank=DpRank(rank),
+        )
+        shared = pack_hashes(range(1, n_cached // self._run.meta.engine_kwargs.block_size + 1))
+        content = NamedContent(shared, prompt_tokens=n_tokens, salt=number)
+        return self._engine.submit(now, request, content=content)
+
+    def _fill_cache(self, cached: I64) -> None:
+        """Have each rank compute, before the run, what prompts found in the cache."""
+        n_tokens = int(cached.max()) + 1
+        for rank in range(len(self._ranks)):
+            number = self._run.n_requests + rank
+            self._send(BEFORE_S, number, rank, n_tokens=n_tokens, n_output=1, n_cached=n_tokens)
+        while (time := self._engine.next_time()) is not None:
+            self._engine.advance(time)
+            self._engine.take_outputs()
 
     def _note(self, time: float, first: int) -> int:
         """Take what the engine did at ``time``; return how many of the ``first`` requests ended."""
