@@ -48,7 +48,7 @@ async def test_what_the_engine_says_is_written_and_what_is_not_known_is_said(tmp
     comments = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     for words in (
         "queue and service are separate in 3 requests that ran alone",
-        "max_num_seqs 256 and max_num_batched_tokens 8192: the engine does not say",
+        "max_num_seqs 256, max_num_batched_tokens 8192 and async_scheduling false: the engine does not say",
         "the engine's own means over all requests: queue 50.00 ms",
     ):
         assert words in output

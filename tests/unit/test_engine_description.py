@@ -36,7 +36,7 @@ async def test_a_vllm_says_its_cache_its_context_and_its_version() -> None:
     assert found.meta.plans_ahead
     assert found.hardware is None
     assert [note.partition(":")[0] for note in found.notes] == [
-        "max_num_seqs 256 and max_num_batched_tokens 8192"
+        "max_num_seqs 256, max_num_batched_tokens 8192 and async_scheduling true"
     ]
 
 

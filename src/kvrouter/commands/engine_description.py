@@ -62,7 +62,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 class EngineDescription(NamedTuple):
     """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that says its shape.
 
-    ``says_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just vLLM's defaults.
+    ``says_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just assumed.
     ``notes`` are lines for the user on what neither the engine nor a file says.
     """
 
@@ -108,20 +108,22 @@ async def describe_engine(
     elif about is not None:
         flags = _with_info(flags, about)
         said_flags = said_flags or about.max_num_seqs is not None
-    if not said_flags:
-        notes.append(
-            f"max_num_seqs {flags.max_num_seqs} and max_num_batched_tokens {flags.max_num_batched_tokens}: "
-            "the engine does not say; put them into meta.json of --engine"
-        )
     if served.max_model_len is None:
         notes.append(f"max_model_len {CONTEXT_TOKENS}: the engine does not say")
     # Only vLLM says its version at this path.
     if version is not None and not meta.vllm_version:
         meta = replace(meta, vllm_version=_decoded(server, "/version", version, _Version).version)
+    meta = replace(meta, engine_kwargs=flags)
+    if not said_flags:
+        notes.append(
+            f"max_num_seqs {flags.max_num_seqs}, max_num_batched_tokens {flags.max_num_batched_tokens} and "
+            f"async_scheduling {str(meta.plans_ahead).lower()}: the engine does not say; put them into "
+            "meta.json of --engine"
+        )
     return EngineDescription(
         served_model=served.id,
         context_tokens=served.max_model_len or CONTEXT_TOKENS,
-        meta=replace(meta, engine_kwargs=flags),
+        meta=meta,
         hardware=_hardware(folder, notes),
         says_flags=said_flags,
         notes=tuple(notes),
