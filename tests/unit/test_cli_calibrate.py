@@ -106,8 +106,11 @@ def test_a_wrong_row_is_named_by_file_line_and_field(run: Path, capsys: pytest.C
     assert "requests.jsonl:5: first_token_ts: must be a finite number" in capsys.readouterr().err
     rows[4] = json.dumps({**json.loads(rows[3]), "input_toks": 3_000_000})
     (run / "requests.jsonl").write_text("\n".join(rows))
+    meta = json.loads((run / "meta.json").read_text())
+    meta["engine_kwargs"]["num_gpu_blocks_override"] = 30_000
+    (run / "meta.json").write_text(json.dumps(meta))
     assert main(["calibrate", str(run), "--requests", "0"]) == 2
-    assert "input_toks: request 5 by arrival has no room in an engine with" in capsys.readouterr().err
+    assert "num_gpu_blocks_override: 30000: a request has 187502 blocks of 16" in capsys.readouterr().err
     assert main(["calibrate", str(run / "nowhere")]) == 2
     assert "nowhere/requests.jsonl: cannot be read" in capsys.readouterr().err
 

@@ -32,8 +32,8 @@ from kvrouter.journey import (
     Shape,
     State,
 )
-from kvrouter.placement.legs import prefill_leg
 from kvrouter.placement.placement import Placement
+from kvrouter.placement.placer import prefill_leg
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,

@@ -41,8 +41,8 @@ from kvrouter.journey import (
     Shape,
     State,
 )
-from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Placement
+from kvrouter.placement.placer import last_leg, prefill_leg
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,

@@ -4,7 +4,6 @@ from array import array
 
 import numpy as np
 
-from kvrouter.core.errors import ConfigError, ContextLengthExceeded
 from kvrouter.core.events import pack_hashes
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
@@ -37,7 +36,7 @@ def engine_config(run: MeasuredRun, kv_tokens: int) -> MockConfig:
 def simulate(run: MeasuredRun, config: MockConfig, *, first: int | None = None) -> Stamps:
     """Return the stamps of all requests, or go on only until the ``first`` so many have ended.
 
-    Raises ConfigError for a request that the engine has no room for.
+    Raises ContextLengthExceeded for a request that the engine has no room for.
     """
     return _EngineRun(run, config).stamps(run.n_requests if first is None else first)
 
@@ -74,21 +73,14 @@ class _EngineRun:
         rank = min(range(len(self._ranks)), key=lambda at: self._ranks[at].score)
         n_tokens = int(self._run.input_tokens[number])
         cached = self._run.cached_tokens
-        try:
-            key = self._send(
-                now,
-                number,
-                rank,
-                n_tokens=n_tokens,
-                n_output=int(self._run.output_tokens[number]),
-                n_cached=0 if cached is None else int(cached[number]),
-            )
-        except ContextLengthExceeded as error:
-            raise ConfigError(
-                f"input_toks: request {number + 1} by arrival has no room in an engine with the flags of "
-                f"meta.json and the memory of config.json: {error.message}",
-                param="input_toks",
-            ) from error
+        key = self._send(
+            now,
+            number,
+            rank,
+            n_tokens=n_tokens,
+            n_output=int(self._run.output_tokens[number]),
+            n_cached=0 if cached is None else int(cached[number]),
+        )
         self._numbers[key] = number
         self._rank_of[number] = rank
         self._ranks[rank].waiting += 1
