@@ -4,7 +4,7 @@ One frontend and one mock worker, processes of their own. The frontend is starte
 switch of this benchmark's own (`benchmarks/recording_switch.py`) stops recording and goes on: one process is
 compared with itself, as two differ by some percent for no reason that matters here.
 
-A slice sends 64 new prompts, four at a time, and waits until what was recorded is written. Its figure is the
+A slice sends 160 new prompts, four at a time, and waits until what was recorded is written. Its figure is the
 processor time of all threads of the frontend, user and system, over its prompts. Two slices follow each other
 as a pair, one recording and one not, and pairs alternate in which comes first. Hundreds of short pairs are
 narrow where a few long ones are not: a machine that others use changes its pace within seconds, and both
@@ -38,11 +38,11 @@ from tests.support.processes import Frontend, eventually, fleet
 from tests.support.served import word_ids
 
 BLOCK_TOKENS = 16
-PROMPTS = 64
+PROMPTS = 160
 """In each slice."""
 
 AT_ONCE = 4
-SETTLE_S = 1.5 * TICK_S
+SETTLE_S = 1.3 * TICK_S
 """Longer than the recorder leaves what it was given."""
 
 WARM_SLICES = 4
@@ -278,7 +278,7 @@ def show(costs: Sequence[RecordingCost]) -> None:
 
 
 @click.command()
-@click.option("--pairs", type=click.IntRange(min=4), default=200, show_default=True)
+@click.option("--pairs", type=click.IntRange(min=4), default=120, show_default=True)
 @click.option("--keep", is_flag=True, help="Write the result to benchmarks/results.")
 def main(pairs: int, *, keep: bool) -> None:
     """Measure, print the ratios, and write the result file where that is asked for."""

@@ -1,6 +1,6 @@
 """A frontend whose recording stops and goes on with each SIGUSR1: one process can be compared with itself.
 
-The recorder's thread is called ``recorder`` in ``/proc`` from the first signal on, and looks for records ten
+The recorder's thread is called ``recorder`` in ``/proc`` from the first signal on, and looks for records four
 times as often as in other frontends: what was recorded is soon written, and a little dearer.
 """
 
@@ -17,7 +17,7 @@ from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.wiring import router
 
 RECORDER = "recorder"
-TICK_S = 0.1
+TICK_S = 0.25
 
 
 class SwitchedInstrumentation(ServiceInstrumentation):

@@ -36,13 +36,16 @@ TICK_S = 1.0
 looks, and costs as much as some ten records do: so it looks once for many.
 """
 
-PAUSE_S = 0.001
-"""How long the thread leaves the interpreter to the event loop after each batch."""
-
 BATCH_RECORDS_MAX = 32
 BATCH_BYTES_MAX = 1 << 17
-"""What the thread makes before it writes: each write, and the pause after it, changes threads and costs as
-much as some records do, and until then the event loop may wait for the interpreter.
+"""What the thread makes before it writes: each write changes threads, and until then the event loop may wait
+for the interpreter.
+"""
+
+PAUSE_BATCHES = 3
+PAUSE_S = 0.001
+"""After how many batches the thread leaves the interpreter to the event loop, and how long: a pause costs as
+much as ten records do.
 """
 
 CLOSE_LIMIT_S = 5.0
@@ -240,7 +243,8 @@ class Recorder:
 
     def _write_all(self) -> None:
         while self._queue:
-            self._write_batch()
+            for _ in range(PAUSE_BATCHES):
+                self._write_batch()
             self._ending.wait(PAUSE_S)
 
     def _write_batch(self) -> None:
