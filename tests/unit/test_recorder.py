@@ -84,7 +84,7 @@ def request(prompt: Prompt, **more: Any) -> MakeRequest:
         "status": Status.FINISHED,
         "ended_s": 0.25,
     }
-    return lambda blocks: RequestRecord(**fields | more, blocks=blocks)
+    return lambda _recorder, blocks: RequestRecord(**fields | more, blocks=blocks)
 
 
 def worker(name: str, *taints: str) -> Worker:
@@ -181,7 +181,7 @@ def test_a_record_that_cannot_be_made_or_encoded_is_lost_and_those_around_it_are
     bench = Bench(tmp_path)
     prompt = Prompt(range(8), block_size=4)
 
-    def mistaken(_names: bytes) -> RequestRecord:
+    def mistaken(_recorder: Recorder, _names: bytes) -> RequestRecord:
         raise KeyError("no such worker")
 
     wrong = (mistaken, request(prompt, model="\ud800"), request(prompt, max_tokens=object()))
@@ -208,7 +208,7 @@ def test_blocks_of_a_record_that_was_lost_no_longer_fill_the_queue(tmp_path: Pat
         is_written.set()
         return os.write(file, packed)
 
-    def mistaken(_names: bytes) -> RequestRecord:
+    def mistaken(_recorder: Recorder, _names: bytes) -> RequestRecord:
         raise KeyError("no such worker")
 
     bench = Bench(tmp_path, write=write)
@@ -309,9 +309,9 @@ def test_a_mistake_while_a_file_is_written_ends_the_recording_and_is_said(tmp_pa
 def test_a_folder_that_is_removed_ends_the_recording_at_its_next_records(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "a")
 
-    def removing(_names: bytes) -> RequestRecord:
+    def removing(recorder: Recorder, _names: bytes) -> RequestRecord:
         shutil.rmtree(tmp_path / "a")
-        return request(Prompt((), block_size=4))(b"")
+        return request(Prompt((), block_size=4))(recorder, b"")
 
     prompt = Prompt((), block_size=4)
     for _ in range(module.BATCH_RECORDS_MAX):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -77,12 +77,16 @@ class Loss(StrEnum):
     """It is longer than all files may be."""
 
 
-MakeRequest = Callable[[bytes], RequestRecord]
-"""Makes the record of a request; is given the salted names of the prompt's blocks."""
+MakeRequest = Callable[["Recorder", bytes], RequestRecord]
+"""Makes the record of a request, with the names that the recorder has for a client's words; is given the
+names of the prompt's blocks.
+"""
 
 
-class _Noted(NamedTuple):
-    make: Callable[[bytes], RequestRecord | RefusalRecord | FleetRecord]
+class _Noted(msgspec.Struct, gc=False):
+    """What waits to be written. Thousands may: the collector does not walk them."""
+
+    what: MakeRequest | RefusalRecord | FleetRecord
     prompt: HashedPrompt | None = None
     n_blocks: int = 0
 
@@ -151,11 +155,11 @@ class Recorder:
 
     def note_request(self, make: MakeRequest, prompt: HashedPrompt) -> None:
         """Record a request, with the hashes of its prompt. ``make`` is called on the recorder's thread."""
-        self._note(make, prompt, prompt.n_blocks)
+        self._note(_Noted(make, prompt, prompt.n_blocks))
 
     def note_refusal(self, record: RefusalRecord) -> None:
         """Record a call that was refused before it was a request."""
-        self._note(lambda _names: record, None, 0)
+        self._note(_Noted(record))
 
     def note_worker(self, change: FleetChange, worker: Worker, *, at_s: float) -> None:
         """Record what became of a worker; ``at_s`` counts from the start of the recording."""
@@ -172,7 +176,7 @@ class Recorder:
         elif len(self._queue) >= 2 * QUEUE_RECORDS_MAX:
             self._count(Loss.QUEUE_FULL)  # the next file begins with the whole fleet
         else:
-            self._queue.append(_Noted(lambda _names: record))
+            self._queue.append(_Noted(record))
 
     def salted(self, constraints: Constraints | None) -> Constraints | None:
         """Return constraints without a client's own words: a taint that no worker carries has a salted name.
@@ -200,22 +204,17 @@ class Recorder:
             preferred_taints={named(taint): weight for taint, weight in preferred.items()},
         )
 
-    def _note(
-        self,
-        make: Callable[[bytes], RequestRecord | RefusalRecord],
-        prompt: HashedPrompt | None,
-        n_blocks: int,
-    ) -> None:
+    def _note(self, noted: _Noted) -> None:
         if not self.is_recording:
             self._count(Loss.ENDED)
         elif (
             len(self._queue) >= QUEUE_RECORDS_MAX
-            or self._blocks_noted - self._blocks_taken + n_blocks > QUEUE_BLOCKS_MAX
+            or self._blocks_noted - self._blocks_taken + noted.n_blocks > QUEUE_BLOCKS_MAX
         ):
             self._lose(Loss.QUEUE_FULL)
         else:
-            self._blocks_noted += n_blocks
-            self._queue.append(_Noted(make, prompt, n_blocks))
+            self._blocks_noted += noted.n_blocks
+            self._queue.append(noted)
 
     def _lose(self, why: Loss, error: Exception | None = None) -> None:
         self._count(why)
@@ -257,7 +256,8 @@ class Recorder:
             n_blocks += noted.n_blocks
             try:
                 names = b"" if noted.prompt is None else self.salt.blocks(noted.prompt.sequence_hashes)
-                record = noted.make(names)
+                what = noted.what
+                record = what if isinstance(what, RefusalRecord | FleetRecord) else what(self, names)
                 self._encode_into(record, lines, -1)
             except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and no other
                 del lines[ends[-1] if ends else 0 :]

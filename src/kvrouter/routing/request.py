@@ -120,7 +120,7 @@ class View(msgspec.Struct, frozen=True):
     rule: SlotRule | None = None
 
 
-class Pick(msgspec.Struct, frozen=True):
+class Pick(msgspec.Struct, frozen=True, gc=False):
     """The worker rank that takes one leg, with the parts of its cost, in blocks.
 
     cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) · multiplier.
@@ -161,7 +161,7 @@ class Candidate(msgspec.Struct, frozen=True):
     picked: bool
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """Where one attempt of a request goes.
 
     ``prefill`` is None when the request is not split: ``decode`` then takes all of it, or its prefill leg

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+
+import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints, adapter_taint
 from kvrouter.core.errors import KvrouterError, Reason, RoutingRefused
@@ -28,7 +28,7 @@ from kvrouter.routing.request import Decision, Pick
 from kvrouter.topology import TransferConstraint, topology_domains, worker_taints
 
 
-class Origin(NamedTuple):
+class Origin(msgspec.Struct, frozen=True, gc=False):
     """What a call says of itself: its route, and the client's ids of its session and of the session that
     began that one.
     """
@@ -128,25 +128,30 @@ class TrafficRecorder:
         of the time of one between other things. Neither tokens nor bodies wait for that.
         """
         recorder = self._recorder
-        refused = error.refusals if isinstance(error, RoutingRefused) else None
-        making = partial(
-            _record_of,
-            recorder,
+        ended = _Ended(
             recorder.workers,
             origin,
-            [_kept(attempt) for attempt in trail],
-            (begun_s, first_token_s, self._clock()),
-            (request.model, request.lora_name, request.has_media, request.sampling.max_tokens),
-            (prompt.isl_tokens, prompt.block_size, output_tokens),
+            tuple([_kept(attempt) for attempt in trail]),
+            begun_s,
+            first_token_s,
+            self._clock(),
+            request.model,
+            request.lora_name,
+            request.has_media,
+            request.sampling.max_tokens,
+            prompt.isl_tokens,
+            prompt.block_size,
+            output_tokens,
             _constraints_of(request),
             Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED,
-            None if error is None else (error.code, error.status_hint),
-            refused or {},
+            None if error is None else error.code,
+            None if error is None else error.status_hint,
+            error.refusals if isinstance(error, RoutingRefused) else None,
         )
-        recorder.note_request(making, prompt)
+        recorder.note_request(ended, prompt)
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct, gc=False):
     """What is recorded of an attempt, without its tokens and streams: as in its trail and its placement."""
 
     decision: Decision
@@ -166,6 +171,60 @@ class _Kept(NamedTuple):
     kv_bytes: int | None
     lost_leg: Leg | None
     kv_loss: KvLoss | None
+
+
+class _Ended(msgspec.Struct, gc=False):
+    """What is recorded of a request, until its record is made.
+
+    Hundreds wait at a time. The collector would walk them all, and again and again what outlives it: that
+    alone cost a frontend as much as their records.
+    """
+
+    workers: Mapping[str, Worker]
+    origin: Origin
+    attempts: tuple[_Kept, ...]
+    begun_s: float
+    first_token_s: float | None
+    ended_s: float
+    model: str
+    adapter: str | None
+    media: bool
+    max_tokens: int
+    input_tokens: int
+    block_size: int
+    output_tokens: int
+    constraints: Constraints | None
+    status: Status
+    code: str | None
+    http_status: int | None
+    refusals: Mapping[Reason, int] | None
+
+    def __call__(self, recorder: Recorder, blocks: bytes) -> RequestRecord:
+        """Make the record."""
+        origin, begun_s, workers = self.origin, self.begun_s, self.workers
+        named = recorder.salt.session
+        return RequestRecord(
+            at_s=recorder.since_start(begun_s),
+            model=self.model,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            max_tokens=self.max_tokens,
+            block_size=self.block_size,
+            blocks=blocks,
+            status=self.status,
+            route=origin.route,
+            adapter=self.adapter,
+            media=self.media,
+            session=None if origin.session is None else named(origin.session),
+            parent=None if origin.parent is None else named(origin.parent),
+            constraints=recorder.salted(self.constraints),
+            attempts=tuple([_attempt_of(attempt, begun_s, workers) for attempt in self.attempts]),
+            first_token_s=_since(begun_s, self.first_token_s),
+            ended_s=microseconds(self.ended_s - begun_s),
+            code=self.code,
+            http_status=self.http_status,
+            refusals={reason.value: count for reason, count in (self.refusals or {}).items()},
+        )
 
 
 def _kept(attempt: AttemptTrail) -> _Kept:
@@ -188,48 +247,6 @@ def _kept(attempt: AttemptTrail) -> _Kept:
         attempt.kv_bytes,
         attempt.lost_leg,
         attempt.kv_loss,
-    )
-
-
-def _record_of(
-    recorder: Recorder,
-    workers: Mapping[str, Worker],
-    origin: Origin,
-    attempts: Sequence[_Kept],
-    moments: tuple[float, float | None, float],
-    asked: tuple[str, str | None, bool, int],
-    tokens: tuple[int, int, int],
-    constraints: Constraints | None,
-    status: Status,
-    error: tuple[str, int] | None,
-    refusals: Mapping[Reason, int],
-    blocks: bytes,
-) -> RequestRecord:
-    begun_s, first_token_s, ended_s = moments
-    model, adapter, media, max_tokens = asked
-    input_tokens, block_size, output_tokens = tokens
-    named = recorder.salt.session
-    return RequestRecord(
-        at_s=recorder.since_start(begun_s),
-        model=model,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        max_tokens=max_tokens,
-        block_size=block_size,
-        blocks=blocks,
-        status=status,
-        route=origin.route,
-        adapter=adapter,
-        media=media,
-        session=None if origin.session is None else named(origin.session),
-        parent=None if origin.parent is None else named(origin.parent),
-        constraints=recorder.salted(constraints),
-        attempts=tuple([_attempt_of(attempt, begun_s, workers) for attempt in attempts]),
-        first_token_s=_since(begun_s, first_token_s),
-        ended_s=microseconds(ended_s - begun_s),
-        code=None if error is None else error[0],
-        http_status=None if error is None else error[1],
-        refusals={reason.value: count for reason, count in refusals.items()},
     )
 
 
