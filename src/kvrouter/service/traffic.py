@@ -176,8 +176,7 @@ class _Kept(msgspec.Struct, gc=False):
 class _Ended(msgspec.Struct, gc=False):
     """What is recorded of a request, until its record is made.
 
-    Hundreds wait at a time. The collector would walk them all, and again and again what outlives it: that
-    alone cost a frontend as much as their records.
+    Hundreds wait at a time: the collector would run more often for them, and walk them all.
     """
 
     workers: Mapping[str, Worker]
