@@ -60,6 +60,11 @@ async function pointed(view) {
   return Object.fromEntries(await faded.jsonValue());
 }
 
+// Runs in the page: waits until it was drawn.
+function drawn() {
+  return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+}
+
 const browser = await chromium.launch({ executablePath: program, args: ["--no-sandbox"] });
 const views = [];
 for (const scheme of ["light", "dark"]) {
@@ -74,6 +79,7 @@ for (const scheme of ["light", "dark"]) {
     view.on("request", (request) => request.url() !== address && requests.push(request.url()));
     await view.goto(address);
     const picture = join(folder, `${scheme}-${width}.png`);
+    await view.evaluate(drawn); // without a drawn frame this browser at times cannot take a picture
     await view.screenshot({ path: picture }); // of the window: this browser at times cannot take the whole page
     const found = await view.evaluate(seen);
     views.push({ scheme, width, complaints, requests, picture, ...found, pointed: await pointed(view) });
