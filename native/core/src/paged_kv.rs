@@ -441,12 +441,12 @@ impl PagedKv {
             released: run.released,
             blocks: begin,
         };
-        let upper_id = self.number(upper);
+        let upper_id = self.allocate(upper);
         self.runs[id as usize].parent = upper_id;
         self.link(upper_id);
         let entry = self.children.find_mut(key, |&other| other == id);
         *entry.expect("every run can be found") = upper_id;
-        self.list(id, child_key(upper_id, rest_key_hash));
+        self.index(id, child_key(upper_id, rest_key_hash));
         upper_id
     }
 
@@ -511,13 +511,14 @@ impl PagedKv {
             released: NEVER,
             blocks,
         };
-        let id = self.number(run);
+        let id = self.allocate(run);
         self.link(id);
-        self.list(id, child_key(end, hashes[0]));
+        self.index(id, child_key(end, hashes[0]));
         id
     }
 
-    fn number(&mut self, run: Run) -> u32 {
+    /// Gives a run its number.
+    fn allocate(&mut self, run: Run) -> u32 {
         if let Some(id) = self.spare.pop() {
             self.runs[id as usize] = run;
             id
@@ -530,17 +531,24 @@ impl PagedKv {
     /// Makes the siblings and the parent of a run name it.
     fn link(&mut self, id: u32) {
         let Run { parent, before, after, .. } = self.runs[id as usize];
+        self.join(parent, before, after, (id, id));
+    }
+
+    /// Between two children of a parent, NONE at its ends: makes the one before name `place.0` as the next, and the
+    /// one after `place.1` as the one before.
+    fn join(&mut self, parent: u32, before: u32, after: u32, place: (u32, u32)) {
         match before {
-            NONE => self.runs[parent as usize].first_child = id,
-            _ => self.runs[before as usize].after = id,
+            NONE => self.runs[parent as usize].first_child = place.0,
+            _ => self.runs[before as usize].after = place.0,
         }
         match after {
-            NONE => self.runs[parent as usize].last_child = id,
-            _ => self.runs[after as usize].before = id,
+            NONE => self.runs[parent as usize].last_child = place.1,
+            _ => self.runs[after as usize].before = place.1,
         }
     }
 
-    fn list(&mut self, id: u32, key: u64) {
+    /// Makes a run found by its parent and its first block.
+    fn index(&mut self, id: u32, key: u64) {
         let runs = &self.runs;
         self.children.insert_unique(key, id, |&id| {
             let run = &runs[id as usize];
@@ -582,17 +590,9 @@ impl PagedKv {
         run.blocks = Vec::new();
         let released = std::mem::replace(&mut run.released, NEVER);
         let (parent, before, after) = (run.parent, run.before, run.after);
-        if let Ok(entry) = self.children.find_entry(child_key(parent, first), |&other| other == id) {
-            entry.remove();
-        }
-        match before {
-            NONE => self.runs[parent as usize].first_child = after,
-            _ => self.runs[before as usize].after = after,
-        }
-        match after {
-            NONE => self.runs[parent as usize].last_child = before,
-            _ => self.runs[after as usize].before = before,
-        }
+        let entry = self.children.find_entry(child_key(parent, first), |&other| other == id);
+        entry.expect("every run can be found").remove();
+        self.join(parent, before, after, (after, before));
         self.spare.push(id);
         let left = &self.runs[parent as usize];
         if parent == ROOT || left.first_child != NONE || left.holders > 0 {

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import click
 
 from kvrouter.cli.commands import kvrouter
-from kvrouter.core.errors import ConfigError, KvrouterError, TopologyUnavailable
+from kvrouter.core.errors import INTERRUPTED, ConfigError, KvrouterError, TopologyUnavailable
 
 RUNTIME_ERROR = 1
 USAGE_ERROR = 2
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,14 +13,13 @@ from rich.text import Text
 from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.commands.replay_inputs import (
-    INTERRUPTED,
     ReplayInputs,
     open_inputs,
     replay_progress,
 )
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.setting import installed_version
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.sim.comparison import reasons_over, shown_columns
 from kvrouter.sim.page.document import render_page
 from kvrouter.sim.places import Places

@@ -25,9 +25,6 @@ from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.variant import Variant
 
-INTERRUPTED = 130
-"""The exit code of a program that was interrupted."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:

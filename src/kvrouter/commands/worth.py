@@ -11,7 +11,6 @@ from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.replay_inputs import (
-    INTERRUPTED,
     ReplayInputs,
     open_inputs,
     replay_progress,
@@ -21,7 +20,7 @@ from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import read_document
 from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.sim.advice import Advice, Alternative, advise, n_decisive
 from kvrouter.sim.comparison import NOTHING
 from kvrouter.sim.places import Places

@@ -28,6 +28,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended: 128 and the number of the signal."""
+
 
 class Reason(StrEnum):
     """Why one worker rank was refused for one request."""

@@ -8,10 +8,9 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.mock import Timing
-from kvrouter.sim.batches import POINTS, Batches, batches_of
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.gpus import LINK_GB_S, known_gpu
-from kvrouter.sim.measured_run import F64, EngineFlags, GpuInstance, MeasuredRun, RunHardware, RunMeta
+from kvrouter.sim.measured_run import F64, EngineFlags, GpuInstance, MeasuredRun, RunHardware, RunMeta, Stamps
 from kvrouter.sim.model_dimensions import AttentionLayers
 from kvrouter.sim.model_shape import ModelShape
 from kvrouter.sim.weight_format import WeightFormat, format_of_method
@@ -51,6 +50,9 @@ SEEN_LEAST = 0.25
 LAYERS_LEAST = 0.01
 """Layers that attend to all tokens, at least: a figure of 0 could not be fitted."""
 
+POINTS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""The quantiles that stand for a distribution."""
+
 ROUNDS = 2
 """How often the batches are looked for."""
 
@@ -89,7 +91,7 @@ def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
     kv_tokens = _kv_tokens(run, run.hardware, shape, costs, kv_bytes, guesses)
     # What weights cost depends on the batches, and batches depend on what steps cost.
     half = max(1.0, flags.max_num_seqs / 2)
-    batches = Batches(
+    batches = _Batches(
         decoding=np.full(len(POINTS), half),
         prefilled=np.full(len(POINTS), float(flags.max_num_batched_tokens)),
         alone=0.0,
@@ -97,8 +99,50 @@ def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
     for _ in range(ROUNDS):
         timing = costs.timing(batches)
         config = replace(engine_config(run, kv_tokens), timing=timing)
-        batches = batches_of(run, simulate(run, config), flags.data_parallel_size)
+        batches = _batches_of(run, simulate(run, config), flags.data_parallel_size)
     return Roofline(costs.timing(batches), kv_tokens, tuple(guesses))
+
+
+class _Batches(NamedTuple):
+    """What the steps of a run have in them.
+
+    ``decoding`` are quantiles of the sequences that decode in a step, over all tokens; ``prefilled`` are
+    quantiles of the prompt tokens that a step computes, over all requests. ``alone`` is the share of prefills
+    in steps in which nothing decodes.
+    """
+
+    decoding: F64
+    prefilled: F64
+    alone: float
+
+
+def _batches_of(run: MeasuredRun, stamps: Stamps, n_ranks: int = 1) -> _Batches:
+    """Return the batches of requests with these stamps, on one of the engine's ``n_ranks``."""
+    ended = np.where(np.isnan(stamps.last), stamps.first, stamps.last)
+    times = np.concatenate((stamps.first, ended))
+    changes = np.concatenate((np.ones(run.n_requests), -np.ones(run.n_requests)))
+    order = np.argsort(times, kind="stable")
+    lasts = np.diff(times[order])
+    running = np.cumsum(changes[order])[:-1]
+    found = np.searchsorted(np.sort(stamps.first), stamps.scheduled, side="right") - np.searchsorted(
+        np.sort(ended), stamps.scheduled, side="right"
+    )
+    limit = run.meta.engine_kwargs.max_num_batched_tokens
+    return _Batches(
+        decoding=np.maximum(1.0, _quantiles(running, lasts * running) / n_ranks),
+        prefilled=np.quantile(np.minimum(run.computed_tokens, limit), POINTS),
+        alone=float(np.mean(found < n_ranks)),
+    )
+
+
+def _quantiles(values: F64, weights: F64) -> F64:
+    order = np.argsort(values, kind="stable")
+    shares = np.cumsum(weights[order])
+    if not len(values) or shares[-1] <= 0.0:
+        return np.ones(len(POINTS))
+    at = np.searchsorted(shares, np.array(POINTS) * shares[-1])
+    found: F64 = values[order][at]
+    return found
 
 
 class _Costs(NamedTuple):
@@ -125,7 +169,7 @@ class _Costs(NamedTuple):
         longer = float((read**OVERLAP + (self.product_ms * n_tokens) ** OVERLAP) ** (1.0 / OVERLAP))
         return max(longer, self.step_launch_ms)
 
-    def timing(self, batches: Batches) -> Timing:
+    def timing(self, batches: _Batches) -> Timing:
         """Return the timing that says the same of steps with such batches."""
         base, sequence = _line(
             batches.decoding, [self.matrices_ms(n) for n in batches.decoding], least=self.matrices_ms(1.0)
