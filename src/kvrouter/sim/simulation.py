@@ -51,7 +51,7 @@ from kvrouter.sim.traces.request import TraceRequest
 CEILING_BLOCKS_MAX = 7_000_000
 """Distinct blocks or pieces of a trace up to which its ceiling is known; more are not kept in mind."""
 
-COLLECTED_OBJECTS = 50_000
+COLLECTED_OBJECTS = 500_000
 """So many new objects call the garbage collector while a replay runs."""
 
 _SALT = 0x9E3779B97F4A7C15
