@@ -12,8 +12,8 @@ Short calls keep the interpreter lock: a call of one microsecond that gave it up
 get it back. Big batches and ``dump`` give it up.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, Self, final
+from collections.abc import Iterator, Sequence
+from typing import Protocol, Self, SupportsIndex, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +176,19 @@ class IndexStats:
     def bytes(self) -> int: ...
 
 @final
+class KvEvents:
+    """Events that engines of this process gave. They become Python objects where somebody looks at them:
+    :meth:`BlockIndex.apply` does not.
+    """
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> KvEvent: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[KvEvent, ...]: ...
+    def __iter__(self) -> Iterator[KvEvent]: ...
+
+@final
 class BlockIndex:
     """Who holds which blocks, as the engines' events say; the contract is kvrouter.index.BlockIndex.
 
@@ -188,7 +201,7 @@ class BlockIndex:
     """
 
     def __new__(cls, *, blocks_per_rank_max: int = ...) -> BlockIndex: ...
-    def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
+    def apply(self, slot: Slot, events: Sequence[KvEvent | Held] | KvEvents) -> Applied:
         """Apply events of one rank, in order; more than 4,096 blocks give the interpreter lock up."""
     def drop_some(self, slot: Slot) -> Applied:
         """Forget some of what the rank holds, a few thousand blocks: none when nothing is left."""
@@ -325,16 +338,16 @@ class EngineRanks:
     ) -> list[
         tuple[
             int,
-            list[tuple[int | None, HashColumn, HashColumn | None]],
+            KvEvents | None,
             tuple[int, int, int, int] | None,
             list[tuple[int, int, int | None, int]],
             list[tuple[int, float]],
         ]
     ]:
-        """Return what each rank did since the last call: its number; its KV events (see
-        ``PagedKv.take_rows``); if it changed, its active blocks, tokens to prefill, running and waiting
-        requests; the sequences with news: tokens, cached tokens where they are new, and how it ended (0 not
-        yet, 1 length, 2 stop, 3 dropped); and those that were given a place in a step, and when.
+        """Return what each rank did since the last call: its number; its KV events, where it has any; if it
+        changed, its active blocks, tokens to prefill, running and waiting requests; the sequences with news:
+        tokens, cached tokens where they are new, and how it ended (0 not yet, 1 length, 2 stop, 3 dropped);
+        and those that were given a place in a step, and when.
         """
     def n_waiting(self, rank: int) -> int:
         """Sequences that wait for memory or a seat."""
@@ -342,7 +355,7 @@ class EngineRanks:
         """Blocks that somebody holds."""
     def cached_blocks(self, rank: int) -> int:
         """Blocks whose content others can use, idle or held."""
-    def snapshot_rows(self, rank: int) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
+    def snapshot(self, rank: int) -> KvEvents:
         """Return all cached blocks as stores, parents first."""
     def check_integrity(self, rank: int) -> list[str]:
         """Return what is wrong with the books of its memory."""
@@ -356,7 +369,7 @@ class EngineContent(Protocol):
         """Whether the output ends with its token number ``n_output``, counted from 1."""
 
 class PagedKv:
-    """The KV memory of a mock engine's rank, on its own; kvrouter.mock.paged_kv makes events of its rows.
+    """The KV memory of a mock engine's rank, on its own.
 
     ``opaque``: blocks get names drawn from ``seed``; else their names follow from their content. A table is
     what one sequence holds. Raises KeyError for a table that is not held, and for a commit beyond what it
@@ -400,11 +413,9 @@ class PagedKv:
         """
     def release(self, table: int) -> None:
         """Give up every block: private ones are free, cached ones stay until evicted."""
-    def take_rows(self) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
-        """Return what happened since the last call, in order: a store is (the parent's name, names, block
-        hashes), a removal (None, names, None).
-        """
-    def snapshot_rows(self) -> list[tuple[int | None, HashColumn, HashColumn | None]]:
+    def take_events(self) -> KvEvents:
+        """Return what was stored and removed since the last call, in order."""
+    def snapshot(self) -> KvEvents:
         """Return all cached blocks as stores, parents first."""
     def check_integrity(self, tables: Sequence[int]) -> list[str]:
         """Return every way in which the books differ from ``tables``, which is all that holds blocks."""

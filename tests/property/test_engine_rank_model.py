@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrouter.core.events import KvEvent, pack_hashes
 from kvrouter.core.ids import DpRank
 from kvrouter.mock import EngineHashing, MockConfig, Timing
-from kvrouter.mock.paged_kv import to_events
 from kvrouter.mock.ranks import EngineRanks, rank_of
 from tests.support.engine_rank_model import Did, EngineRankModel, Leg
 
@@ -74,7 +73,7 @@ class Native:
         for rank, events, load, chunks, seated in self.core.take_outputs(with_loads=True):
             if rank != self.rank:
                 continue
-            self.events += to_events(events)
+            self.events += events or ()
             self.load = load or self.load
             self.did.seated += [(self.names[handle], at_s) for handle, at_s in seated]
             self.did.chunks += [(self.names[row[0]], *row[1:]) for row in chunks]

@@ -148,7 +148,7 @@ class Worker:
 
     def tell(self) -> None:
         for dp_rank, events in self.engine.take_outputs().events:
-            self.publisher.publish(dp_rank, events)
+            self.publisher.publish(dp_rank, tuple(events))
 
     def die(self) -> None:
         self.publisher.close()

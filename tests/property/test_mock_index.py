@@ -6,9 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrouter._native import BlockIndex
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.index import Applied
 from kvrouter.mock import EngineHashing, MockConfig, MockEngine
 from tests.oracles.index import NaiveBlockIndex
 
@@ -25,6 +27,10 @@ PROMPTS = st.lists(
 )
 
 
+def counts(applied: Applied) -> tuple[int, ...]:
+    return (applied.stored, applied.removed, applied.orphaned, applied.unknown_removed, applied.repeated)
+
+
 @given(prompts=PROMPTS, hashing=st.sampled_from(EngineHashing), total_kv_blocks=st.integers(9, 30))
 def test_overlap_equals_the_cached_tokens_that_the_engine_reports(
     prompts: list[list[int]], hashing: EngineHashing, total_kv_blocks: int
@@ -33,7 +39,7 @@ def test_overlap_equals_the_cached_tokens_that_the_engine_reports(
         block_size=BLOCK_SIZE, total_kv_blocks=total_kv_blocks, engine_hashing=hashing, seed=3
     )
     engine = MockEngine(config, worker_id=WorkerId(1), engine_id="mock-1")
-    index = NaiveBlockIndex()
+    index, of_native_events = NaiveBlockIndex(), BlockIndex()
     overlap = np.zeros(1, dtype=np.uint32)
     now = 0.0
     for number, prompt in enumerate(prompts):
@@ -55,7 +61,9 @@ def test_overlap_equals_the_cached_tokens_that_the_engine_reports(
         outputs = engine.take_outputs()
         assert [chunk.cached_tokens for _, chunk in outputs.chunks] == [expected]
         for _, events in outputs.events:
-            applied = index.apply(Slot(0), events)
+            applied = index.apply(Slot(0), tuple(events))
+            assert counts(of_native_events.apply(Slot(0), events)) == counts(applied)
             assert (applied.orphaned, applied.unknown_removed, applied.repeated) == (0, 0, 0)
+    assert of_native_events.dump(Slot(0)) == index.dump(Slot(0))
     held = sum(event.n_blocks for event in engine.snapshot(DpRank(0)))
     assert held == index.held(Slot(0))

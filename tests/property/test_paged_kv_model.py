@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvrouter._native import PagedKv
 from kvrouter.core.events import pack_hashes
 from tests.support.paged_kv_model import PagedKvModel
-from tests.support.paged_kv_native import PagedKv
 
 HASHES = st.lists(st.integers(1, 3), max_size=6).map(pack_hashes)
 
@@ -64,7 +64,7 @@ class PagedKvMachine(RuleBasedStateMachine):
 
     @rule()
     def take_events(self) -> None:
-        assert self.native.take_events() == self.model.take_events()
+        assert tuple(self.native.take_events()) == self.model.take_events()
 
     @invariant()
     def books_agree(self) -> None:
@@ -77,11 +77,11 @@ class PagedKvMachine(RuleBasedStateMachine):
                 model.active_blocks,
                 model.cached_blocks,
             )
-            assert native.snapshot() == model.snapshot()
+            assert tuple(native.snapshot()) == model.snapshot()
 
     def teardown(self) -> None:
         if hasattr(self, "native"):
-            assert self.native.take_events() == self.model.take_events()
+            assert tuple(self.native.take_events()) == self.model.take_events()
 
 
 TestPagedKv = PagedKvMachine.TestCase
@@ -99,4 +99,4 @@ def test_a_memory_in_use_for_long_evicts_as_its_model(sizes: list[int], total: i
             assert table is not None
             memory.commit(table, hashes, size)
             memory.release(table)
-        assert native.take_events() == model.take_events()
+        assert tuple(native.take_events()) == model.take_events()

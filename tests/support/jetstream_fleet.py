@@ -111,7 +111,7 @@ class KvPublisherOf:
 
     def tell(self) -> None:
         for dp_rank, events in self._engine.take_outputs().events:
-            self.kv.publish(dp_rank, events)
+            self.kv.publish(dp_rank, tuple(events))
         self.kv.flush()
 
     def _snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:

@@ -1,15 +1,17 @@
+from collections.abc import Iterable
+
 import pytest
 
+from kvrouter._native import PagedKv
 from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import sequence_hashes
-from tests.support.paged_kv_native import PagedKv, TableId
 
 
 def paged_kv(total_blocks: int = 8, *, opaque: bool = False, seed: int = 0) -> PagedKv:
     return PagedKv(total_blocks=total_blocks, opaque=opaque, seed=seed)
 
 
-def compute(kv: PagedKv, *hashes: int) -> TableId:
+def compute(kv: PagedKv, *hashes: int) -> int:
     """A sequence of full blocks is admitted and computed, as a scheduler would do it."""
     column = pack_hashes(hashes)
     n_matched = kv.matched(column, len(hashes))
@@ -18,15 +20,16 @@ def compute(kv: PagedKv, *hashes: int) -> TableId:
     return table
 
 
-def hold(kv: PagedKv, n_private: int, matched: tuple[int, ...] = ()) -> TableId:
+def hold(kv: PagedKv, n_private: int, matched: tuple[int, ...] = ()) -> int:
     table = kv.hold(pack_hashes(matched), len(matched), n_private)
     assert table is not None
-    return TableId(table)
+    return table
 
 
-def stored_and_removed(events: tuple[KvEvent, ...]) -> tuple[list[int], list[int]]:
-    stored = [h for e in events if isinstance(e, Stored) for h in unpack_hashes(e.block_hashes)]
-    removed = [h for e in events if isinstance(e, Removed) for h in unpack_hashes(e.engine_hashes)]
+def stored_and_removed(events: Iterable[KvEvent]) -> tuple[list[int], list[int]]:
+    given = tuple(events)
+    stored = [h for e in given if isinstance(e, Stored) for h in unpack_hashes(e.block_hashes)]
+    removed = [h for e in given if isinstance(e, Removed) for h in unpack_hashes(e.engine_hashes)]
     return stored, removed
 
 
@@ -169,6 +172,7 @@ def test_a_snapshot_tells_parents_first() -> None:
     known: set[int | None] = {None}
     stored: list[int] = []
     for event in kv.snapshot():
+        assert isinstance(event, Stored)
         assert event.parent in known
         known |= set(unpack_hashes(event.engine_hashes))
         stored += unpack_hashes(event.block_hashes)
@@ -201,3 +205,19 @@ def test_the_books_name_tables_that_nobody_holds() -> None:
     assert kv.check_integrity([table]) == []
     assert any("held by nobody" in problem for problem in kv.check_integrity([]))
     assert any("is not held" in problem for problem in kv.check_integrity([table, 99]))
+
+
+def test_native_events_read_as_a_tuple_of_them() -> None:
+    kv = paged_kv(3)
+    for hashes in ((1, 2), (3,), (4, 5)):
+        kv.release(compute(kv, *hashes))
+    native = kv.take_events()
+    events = tuple(native)
+    assert [type(event) for event in events] == [Stored, Stored, Removed, Stored]
+    assert len(native) == 4
+    assert [native[at] for at in range(-4, 4)] == [*events, *events]
+    assert (native[1:], native[::-2], native[3:1]) == (events[1:], events[::-2], events[3:1])
+    for beyond in (4, -5):
+        with pytest.raises(IndexError, match=f"event {beyond} of 4"):
+            native[beyond]
+    assert tuple(kv.take_events()) == ()

@@ -13,7 +13,7 @@ use pyo3::types::PyBytes;
 
 use crate::buffers::extend_from_column;
 use crate::checked;
-use crate::paged_kv::{rows, Row};
+use crate::events::KvEvents;
 
 /// What sets the names of one leg's own blocks apart.
 const STEP: u64 = 0xD134_2543_DE82_EF95;
@@ -59,7 +59,7 @@ impl sequence::Content for Content {
 
 type LoadRow = (usize, u64, usize, usize);
 type ChunkRow = (u64, u64, Option<u64>, u8);
-type OutputRow<'py> = (u32, Vec<Row<'py>>, Option<LoadRow>, Vec<ChunkRow>, Vec<(u64, f64)>);
+type OutputRow = (u32, Option<KvEvents>, Option<LoadRow>, Vec<ChunkRow>, Vec<(u64, f64)>);
 type EndedRow = (u64, f64, f64, u64, u64);
 
 #[pyclass(subclass, module = "kvrouter._native")]
@@ -221,8 +221,8 @@ impl EngineRanks {
     }
 
     #[pyo3(signature = (*, with_loads))]
-    fn take_outputs<'py>(&mut self, py: Python<'py>, with_loads: bool) -> PyResult<Vec<OutputRow<'py>>> {
-        self.0.take_outputs(with_loads).into_iter().map(|outputs| output_row(py, outputs)).collect()
+    fn take_outputs(&mut self, with_loads: bool) -> Vec<OutputRow> {
+        self.0.take_outputs(with_loads).into_iter().map(output_row).collect()
     }
 
     fn n_waiting(&self, rank: u32) -> PyResult<usize> {
@@ -237,8 +237,8 @@ impl EngineRanks {
         Ok(self.scheduler(rank)?.kv.cached_blocks())
     }
 
-    fn snapshot_rows<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Vec<Row<'py>>> {
-        rows(py, self.scheduler(rank)?.kv.snapshot())
+    fn snapshot(&self, rank: u32) -> PyResult<KvEvents> {
+        Ok(self.scheduler(rank)?.kv.snapshot().into())
     }
 
     fn check_integrity(&self, rank: u32) -> PyResult<Vec<String>> {
@@ -275,7 +275,7 @@ fn no_rank(rank: u32) -> PyErr {
     PyKeyError::new_err(format!("rank {rank} is not here"))
 }
 
-fn output_row(py: Python<'_>, outputs: Outputs) -> PyResult<OutputRow<'_>> {
+fn output_row(outputs: Outputs) -> OutputRow {
     let rank = outputs.rank;
     let load = outputs.load.map(|load| (load.active_blocks, load.prefill_tokens, load.running, load.waiting));
     let chunks = outputs.chunks.into_iter().map(|chunk| {
@@ -288,5 +288,6 @@ fn output_row(py: Python<'_>, outputs: Outputs) -> PyResult<OutputRow<'_>> {
         (to_number(rank, chunk.slot), chunk.n_tokens, chunk.cached_tokens, finish)
     });
     let seated = outputs.seated.into_iter().map(|(slot, at_s)| (to_number(rank, slot), at_s));
-    Ok((rank, rows(py, outputs.events)?, load, chunks.collect(), seated.collect()))
+    let events = (!outputs.events.is_empty()).then(|| outputs.events.into());
+    (rank, events, load, chunks.collect(), seated.collect())
 }

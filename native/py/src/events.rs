@@ -1,13 +1,14 @@
 //! KV events as Python has them (`kvrouter.core.events`) and as the index reads them.
 
 use kvrouter_core::index::{Event, MEDIA};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use kvrouter_core::paged_kv;
+use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyType};
+use pyo3::types::{PyBytes, PyIterator, PySlice, PyTuple, PyType};
 use pyo3::{intern, Borrowed};
 
-use crate::buffers::extend_from_column;
+use crate::buffers::{extend_from_column, to_column};
 
 /// The most blocks of one event of a snapshot, so that applying it blocks no other call for long.
 pub const HELD_BLOCKS_MAX: usize = 4096;
@@ -43,19 +44,21 @@ impl Batch {
     }
 
     pub fn events(&self) -> impl Iterator<Item = Event<'_>> {
-        self.events.iter().map(|event| {
-            let (middle, medium) = (event.begin + event.n_blocks, event.medium);
-            let engine_hashes = &self.hashes[event.begin..middle];
-            let second = || &self.hashes[middle..middle + event.n_blocks];
-            match event.kind {
-                Kind::Stored => {
-                    Event::Stored { parent: event.parent, engine_hashes, block_hashes: second(), medium }
-                }
-                Kind::Held => Event::Held { engine_hashes, sequence_hashes: second(), medium },
-                Kind::Removed => Event::Removed { engine_hashes, medium },
-                Kind::Cleared => Event::Cleared,
+        self.events.iter().map(|event| self.event(event))
+    }
+
+    fn event(&self, event: &Decoded) -> Event<'_> {
+        let (middle, medium) = (event.begin + event.n_blocks, event.medium);
+        let engine_hashes = &self.hashes[event.begin..middle];
+        let second = || &self.hashes[middle..middle + event.n_blocks];
+        match event.kind {
+            Kind::Stored => {
+                Event::Stored { parent: event.parent, engine_hashes, block_hashes: second(), medium }
             }
-        })
+            Kind::Held => Event::Held { engine_hashes, sequence_hashes: second(), medium },
+            Kind::Removed => Event::Removed { engine_hashes, medium },
+            Kind::Cleared => Event::Cleared,
+        }
     }
 
     fn push(&mut self, event: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -111,6 +114,79 @@ fn medium_of(event: &Bound<'_, PyAny>) -> PyResult<usize> {
     match event.getattr(intern!(event.py(), "medium"))?.extract::<usize>()? {
         medium if medium < MEDIA => Ok(medium),
         medium => Err(PyValueError::new_err(format!("medium: within 0..{}, not {medium}", MEDIA - 1))),
+    }
+}
+
+/// Events that engines of this process gave. They become Python objects where somebody looks at them: the
+/// index does not.
+#[pyclass(frozen, sequence, module = "kvrouter._native")]
+pub struct KvEvents(pub Batch);
+
+#[pymethods]
+impl KvEvents {
+    fn __len__(&self) -> usize {
+        self.0.events.len()
+    }
+
+    fn __getitem__<'py>(&self, at: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, n_events) = (at.py(), self.0.events.len() as isize);
+        if let Ok(slice) = at.cast::<PySlice>() {
+            let picked = slice.indices(n_events)?;
+            let numbers = (0..picked.slicelength).map(|i| picked.start + i as isize * picked.step);
+            let events =
+                numbers.map(|number| self.event(py, number as usize)).collect::<PyResult<Vec<_>>>()?;
+            return Ok(PyTuple::new(py, events)?.into_any());
+        }
+        let at = at.extract::<isize>()?;
+        let number = if at < 0 { at + n_events } else { at };
+        if !(0..n_events).contains(&number) {
+            return Err(PyIndexError::new_err(format!("event {at} of {n_events}")));
+        }
+        self.event(py, number as usize)
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        let events = (0..self.0.events.len()).map(|number| self.event(py, number));
+        PyTuple::new(py, events.collect::<PyResult<Vec<_>>>()?)?.try_iter()
+    }
+}
+
+impl KvEvents {
+    /// A `kvrouter.core.events.Stored` or `Removed`.
+    fn event<'py>(&self, py: Python<'py>, number: usize) -> PyResult<Bound<'py, PyAny>> {
+        static STORED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static REMOVED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        match self.0.event(&self.0.events[number]) {
+            Event::Stored { parent, engine_hashes, block_hashes, .. } => {
+                let columns = (parent, to_column(py, engine_hashes)?, to_column(py, block_hashes)?);
+                STORED.import(py, "kvrouter.core.events", "Stored")?.call1(columns)
+            }
+            Event::Removed { engine_hashes, .. } => {
+                REMOVED.import(py, "kvrouter.core.events", "Removed")?.call1((to_column(py, engine_hashes)?,))
+            }
+            Event::Cleared | Event::Held { .. } => unreachable!("an engine's memory gives neither"),
+        }
+    }
+}
+
+impl From<Vec<paged_kv::Event>> for KvEvents {
+    fn from(events: Vec<paged_kv::Event>) -> Self {
+        let mut batch = Batch::default();
+        for event in &events {
+            let begin = batch.hashes.len();
+            let (kind, parent, engine_hashes) = match event {
+                paged_kv::Event::Stored { parent, engine_hashes, .. } => {
+                    (Kind::Stored, *parent, engine_hashes)
+                }
+                paged_kv::Event::Removed { engine_hashes } => (Kind::Removed, None, engine_hashes),
+            };
+            batch.hashes.extend_from_slice(engine_hashes);
+            if let paged_kv::Event::Stored { block_hashes, .. } = event {
+                batch.hashes.extend_from_slice(block_hashes);
+            }
+            batch.events.push(Decoded { kind, parent, medium: 0, begin, n_blocks: engine_hashes.len() });
+        }
+        KvEvents(batch)
     }
 }
 

@@ -10,7 +10,7 @@ use pyo3::sync::MutexExt;
 
 use crate::buffers::{to_column, OutColumn};
 use crate::checked;
-use crate::events::{self, Batch};
+use crate::events::{self, Batch, KvEvents};
 use crate::hashing::Prompt;
 
 /// A batch with more blocks releases the interpreter lock while it is applied.
@@ -116,6 +116,9 @@ impl BlockIndex {
         #[pyo3(from_py_with = checked::slot)] slot: u32,
         events: &Bound<'_, PyAny>,
     ) -> PyResult<Applied> {
+        if let Ok(ready) = events.cast::<KvEvents>() {
+            return Ok(self.apply_batch(py, slot, &ready.get().0).into());
+        }
         let batch = events::decode(events)?;
         Ok(self.apply_batch(py, slot, &batch).into())
     }

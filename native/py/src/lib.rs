@@ -20,6 +20,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<approximate::ApproximateIndex>()?;
     module.add_class::<approximate::ApproximateStats>()?;
     module.add_class::<engine_ranks::EngineRanks>()?;
+    module.add_class::<events::KvEvents>()?;
     module.add_class::<index::Applied>()?;
     module.add_class::<index::BlockIndex>()?;
     module.add_class::<index::IndexStats>()?;

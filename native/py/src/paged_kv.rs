@@ -2,15 +2,12 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kvrouter_core::paged_kv::{self, Event, NoRoom};
+use kvrouter_core::paged_kv::{self, NoRoom};
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
 
-use crate::buffers::to_column;
 use crate::checked;
-
-pub type Row<'py> = (Option<u64>, Bound<'py, PyBytes>, Option<Bound<'py, PyBytes>>);
+use crate::events::KvEvents;
 
 #[pyclass(frozen, subclass, module = "kvrouter._native")]
 pub struct PagedKv(Mutex<paged_kv::PagedKv>);
@@ -94,12 +91,12 @@ impl PagedKv {
         Err(not_held(table))
     }
 
-    fn take_rows<'py>(&self, py: Python<'py>) -> PyResult<Vec<Row<'py>>> {
-        rows(py, self.lock().take_events())
+    fn take_events(&self) -> KvEvents {
+        self.lock().take_events().into()
     }
 
-    fn snapshot_rows<'py>(&self, py: Python<'py>) -> PyResult<Vec<Row<'py>>> {
-        rows(py, self.lock().snapshot())
+    fn snapshot(&self) -> KvEvents {
+        self.lock().snapshot().into()
     }
 
     fn check_integrity(&self, tables: Vec<u64>) -> Vec<String> {
@@ -126,16 +123,4 @@ fn hashes(column: &[u8]) -> PyResult<impl Iterator<Item = u64> + '_> {
         )));
     }
     Ok(column.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))))
-}
-
-pub fn rows(py: Python<'_>, events: Vec<Event>) -> PyResult<Vec<Row<'_>>> {
-    let row = |event| {
-        Ok(match event {
-            Event::Stored { parent, engine_hashes, block_hashes } => {
-                (parent, to_column(py, &engine_hashes)?, Some(to_column(py, &block_hashes)?))
-            }
-            Event::Removed { engine_hashes } => (None, to_column(py, &engine_hashes)?, None),
-        })
-    };
-    events.into_iter().map(row).collect()
 }

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Unavailable
-from kvrouter.core.events import KvEvent, Stored
+from kvrouter.core.events import Stored
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.mock.network import Arrived
-from kvrouter.mock.paged_kv import to_events, to_stores
-from kvrouter.mock.ranks import FINISHES, ChunkRow, EndedRow, EngineRanks, LoadRow, WantingRow
+from kvrouter.mock.ranks import FINISHES, ChunkRow, EndedRow, EngineRanks, KvEvents, LoadRow, WantingRow
 from kvrouter.mock.sequence import (
     UNLIMITED_CREDIT,
     Content,
@@ -74,7 +73,7 @@ class Outputs:
     were given a place in a step, and when.
     """
 
-    events: list[tuple[DpRank, tuple[KvEvent, ...]]] = field(default_factory=list)
+    events: list[tuple[DpRank, KvEvents]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     chunks: list[tuple[SequenceKey, EngineChunk]] = field(default_factory=list)
     scheduled: list[tuple[SequenceKey, float]] = field(default_factory=list)
@@ -275,8 +274,8 @@ class MockEngine:
         """Return what happened since the last call; the tokens of several steps are one chunk a sequence."""
         outputs = Outputs()
         for rank, events, load, chunks, scheduled in self._core.take_outputs(with_loads=with_loads):
-            if events:
-                outputs.events.append((self.rank_numbers[rank].dp_rank, to_events(events)))
+            if events is not None:
+                outputs.events.append((self.rank_numbers[rank].dp_rank, events))
             if load is not None:
                 outputs.loads.append(self.load_report(rank, load))
             outputs.scheduled += [(self._by_handle[handle].key, at_s) for handle, at_s in scheduled]
@@ -304,7 +303,8 @@ class MockEngine:
 
     def snapshot(self, dp_rank: DpRank) -> tuple[Stored, ...]:
         """Return the blocks that the rank holds now, as stores with parents first."""
-        return to_stores(self._core.snapshot_rows(self._ranks[dp_rank]))
+        held = self._core.snapshot(self._ranks[dp_rank])
+        return tuple(event for event in held if isinstance(event, Stored))
 
     def held_blocks(self, dp_rank: DpRank) -> int:
         """Return how many blocks the rank holds now."""

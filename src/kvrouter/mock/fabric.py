@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
@@ -31,8 +30,7 @@ from kvrouter.mock.handoff import (
 )
 from kvrouter.mock.links import DomainPair, LinkChange, Links, Place
 from kvrouter.mock.network import Arrived, Carried, Network
-from kvrouter.mock.paged_kv import to_events
-from kvrouter.mock.ranks import EngineRanks, rank_of
+from kvrouter.mock.ranks import EngineRanks, KvEvents, rank_of
 from kvrouter.mock.remote import (
     REASON_CHARS_MAX,
     Done,
@@ -57,7 +55,7 @@ from kvrouter.mock.sequence import UNLIMITED_CREDIT, Content, LegSink, sequence_
 class FabricOutputs:
     """What all engines did; for each engine, events come before the chunks that they explain."""
 
-    events: list[tuple[WorkerRank, tuple[KvEvent, ...]]] = field(default_factory=list)
+    events: list[tuple[WorkerRank, KvEvents]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     chunks: list[tuple[Party, EngineChunk]] = field(default_factory=list)
 
@@ -298,8 +296,8 @@ class Fabric:
         collected = FabricOutputs()
         for rank, events, load, chunks, _ in self._ranks.take_outputs(with_loads=with_loads):
             engine = self._by_rank[rank].engine
-            if events:
-                collected.events.append((engine.rank_numbers[rank], to_events(events)))
+            if events is not None:
+                collected.events.append((engine.rank_numbers[rank], events))
             if load is not None:
                 collected.loads.append(engine.load_report(rank, load))
             for row in chunks:

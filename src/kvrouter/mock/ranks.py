@@ -25,6 +25,8 @@ EndedRow: TypeAlias = tuple[int, float, float, int, int]
 WantingRow: TypeAlias = tuple[int, int]
 """A sequence that has memory for the KV that it waits for, and the tokens of it that it lacks."""
 
+KvEvents = _native.KvEvents
+
 FINISHES = (None, FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED)
 """How a sequence ended, by the native core's numbers; None: it did not yet."""
 

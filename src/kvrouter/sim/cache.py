@@ -1,5 +1,7 @@
 """The cache view of a replay: each rank's KV events, through its feed, into the index, at once."""
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from kvrouter.core.ids import Epoch, EventId, Slot, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.states import Apply, AskSnapshot, Command, Empty, Load
 from kvrouter.index import BlockIndex
+from kvrouter.mock.ranks import KvEvents
 from kvrouter.routing.request import Decision
 
 U32 = npt.NDArray[np.uint32]
@@ -35,12 +38,14 @@ class EventCacheView:
         self._by_slot: dict[Slot, _Source] = {}
         self._out: U32 = np.zeros(16, np.uint32)
 
-    def publish(self, rank: WorkerRank, events: tuple[KvEvent, ...], *, now_s: float) -> None:
+    def publish(self, rank: WorkerRank, events: KvEvents, *, now_s: float) -> None:
         """A rank's engine published these; of a rank that left they are dropped."""
         source = self._sources.get(rank)
         if source is None:
             return
-        batch = KvBatch(rank, source.epoch, source.next_event_id, events)
+        # the feed and the index read a batch as a sequence: making objects of its events costs much of a
+        # replay with short blocks
+        batch = KvBatch(rank, source.epoch, source.next_event_id, cast("tuple[KvEvent, ...]", events))
         source.next_event_id = batch.next_event_id
         self._carry_out(source, source.feed.on_batch(batch, now_s=now_s), now_s)
 

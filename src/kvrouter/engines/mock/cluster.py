@@ -319,7 +319,7 @@ class MockCluster:
         """Report what happened: KV events first, then load, then tokens."""
         outputs = self._fabric.take_outputs()
         for rank, events in outputs.events:
-            self._sinks[rank.worker_id][0](rank.dp_rank, events)
+            self._sinks[rank.worker_id][0](rank.dp_rank, tuple(events))
         for report in outputs.loads:
             self._sinks[report.rank.worker_id][1](report)
         for party, chunk in outputs.chunks:
