@@ -150,20 +150,21 @@ impl BlockIndex {
             for &name in names {
                 rank.names.prefetch_for_change(mixer.key(name));
             }
-            for &name in names {
-                if let Some(&sequence) = rank.names.get(mixer.key(name)).as_ref() {
-                    blocks.prefetch_for_change(sequence);
-                }
-            }
+            let (mut given_up, mut n_given_up) = ([0; TOGETHER], 0);
             for &name in names {
                 match rank.take_back(pages, mixer.key(name)) {
                     TakenBack::Unknown => applied.unknown_removed += 1,
                     TakenBack::StillStored => applied.removed += 1,
                     TakenBack::Last(sequence) => {
                         applied.removed += 1;
-                        rank.give_up(pages, blocks, sets, slot, sequence);
+                        blocks.prefetch_for_change(sequence);
+                        given_up[n_given_up] = sequence;
+                        n_given_up += 1;
                     }
                 }
+            }
+            for &sequence in &given_up[..n_given_up] {
+                rank.give_up(pages, blocks, sets, slot, sequence);
             }
         }
         if rank.names.is_empty() {
