@@ -44,6 +44,17 @@ pub(crate) struct At {
     index: usize,
 }
 
+/// Slots of one bucket: bit 2 n stands for slot n.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Slots(u32);
+
+impl Slots {
+    #[inline]
+    fn first(self) -> Option<usize> {
+        (self.0 != 0).then(|| self.0.trailing_zeros() as usize / 2)
+    }
+}
+
 pub(crate) enum Found {
     At(At),
     /// The key is absent; it would lie here.
@@ -57,6 +68,9 @@ impl<V: Copy> Shard<V> {
 
     /// Entries of a bucket: all keys lie before all values.
     const SLOTS: usize = Self::BUCKET_BYTES / (size_of::<u64>() + size_of::<V>());
+
+    #[cfg(target_arch = "x86_64")]
+    const EACH_SLOT: u32 = (1 << (2 * Self::SLOTS)) / 3;
 
     pub fn new(pages: &mut PagePool, depth: u32, n_pages: usize) -> Self {
         Filling::new(pages, depth, n_pages).finish()
@@ -141,7 +155,46 @@ impl<V: Copy> Shard<V> {
 
     #[inline]
     fn n_in_bucket(&self, bucket: usize) -> usize {
-        (0..Self::SLOTS).filter(|&index| self.key(At { bucket, index }) != VACANT).count()
+        self.slots_with(bucket, VACANT).first().unwrap_or(Self::SLOTS)
+    }
+
+    /// The slots of a bucket that have this key.
+    #[inline]
+    fn slots_with(&self, bucket: usize, key: u64) -> Slots {
+        #[cfg(target_arch = "x86_64")]
+        {
+            self.slots_with_sse2(bucket, key)
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            self.slots_with_one_by_one(bucket, key)
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    fn slots_with_sse2(&self, bucket: usize, key: u64) -> Slots {
+        use std::arch::x86_64::{
+            _mm_cmpeq_epi32, _mm_load_si128, _mm_movemask_epi8, _mm_packs_epi16, _mm_packs_epi32,
+            _mm_set1_epi64x,
+        };
+        const { assert!(Self::SLOTS <= 8, "four vectors of two keys") };
+        let keys = self.bucket(bucket).cast::<u64>();
+        // SAFETY: every x86-64 has SSE2; a bucket begins on a cache line, and is a line or longer.
+        let equal_halves = unsafe {
+            let wanted = _mm_set1_epi64x(key as i64);
+            let halves = |two: usize| _mm_cmpeq_epi32(_mm_load_si128(keys.add(2 * two).cast()), wanted);
+            let (lower, upper) =
+                (_mm_packs_epi32(halves(0), halves(1)), _mm_packs_epi32(halves(2), halves(3)));
+            _mm_movemask_epi8(_mm_packs_epi16(lower, upper)) as u32
+        };
+        Slots(equal_halves & (equal_halves >> 1) & Self::EACH_SLOT)
+    }
+
+    #[cfg(any(test, not(target_arch = "x86_64")))]
+    fn slots_with_one_by_one(&self, bucket: usize, key: u64) -> Slots {
+        let bit = |index| u32::from(self.key(At { bucket, index }) == key) << (2 * index);
+        Slots((0..Self::SLOTS).map(bit).sum())
     }
 
     /// The bucket where a scan for `key` begins, its first `n_lines` on their way from memory.
@@ -167,8 +220,8 @@ impl<V: Copy> Shard<V> {
             if let Some(at) = self.find_in(bucket, key) {
                 return Found::At(at);
             }
-            if !self.is_full(bucket) {
-                return Found::Vacant(At { bucket, index: self.n_in_bucket(bucket) });
+            if let Some(index) = self.slots_with(bucket, VACANT).first() {
+                return Found::Vacant(At { bucket, index });
             }
             bucket += 1;
         }
@@ -177,13 +230,7 @@ impl<V: Copy> Shard<V> {
     #[inline]
     fn find_in(&self, bucket: usize, key: u64) -> Option<At> {
         // Without a branch for each slot: which one it is cannot be predicted.
-        let mut found = Self::SLOTS;
-        for index in 0..Self::SLOTS {
-            if self.key(At { bucket, index }) == key {
-                found = index;
-            }
-        }
-        (found < Self::SLOTS).then_some(At { bucket, index: found })
+        self.slots_with(bucket, key).first().map(|index| At { bucket, index })
     }
 
     #[inline]
@@ -355,5 +402,41 @@ impl<V: Copy> Shard<V> {
         for page in self.pages.into_iter().flatten() {
             pages.give_back(page);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finds_slots<V: Copy>(value: V) {
+        let mut pages = PagePool::default();
+        for n_keys in 0..=Shard::<V>::SLOTS {
+            let mut shard = Shard::new(&mut pages, 0, 1);
+            // halves that are equal, of other keys: neither may count
+            let keys: Vec<u64> = (0..n_keys as u64).map(|n| ((n / 2) << 32) | (n % 2)).collect();
+            for (index, &key) in keys.iter().enumerate() {
+                shard.write(At { bucket: 0, index }, key, value);
+            }
+            for key in keys.iter().copied().chain([VACANT, 7, 7 << 32, u64::from(u32::MAX), VACANT << 32]) {
+                let found = shard.slots_with(0, key);
+                assert_eq!(found, shard.slots_with_one_by_one(0, key));
+                let expected =
+                    if key == VACANT { n_keys } else { (0..n_keys).find(|&i| keys[i] == key).unwrap_or(9) };
+                assert_eq!(
+                    found.first().unwrap_or(9),
+                    if expected == Shard::<V>::SLOTS { 9 } else { expected }
+                );
+            }
+            shard.release(&mut pages);
+        }
+    }
+
+    #[test]
+    fn slots_are_found_by_whole_keys_and_not_among_values() {
+        finds_slots(0u64);
+        finds_slots(u64::MAX);
+        finds_slots(0u32);
+        finds_slots(u32::MAX);
     }
 }
