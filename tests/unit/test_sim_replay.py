@@ -209,6 +209,20 @@ def test_the_time_limit_of_a_request_ends_it() -> None:
     assert other.error == ""
 
 
+def test_a_rule_knows_the_timing_of_each_engine() -> None:
+    slow = "{prefill_base: 99.0}"
+    file = fleet(f"workers: [{{name: a, engine: {{timing: {slow}}}}}, {{name: b, replicas: 2}}]")
+
+    def prefill_bases(timing: Timing | None) -> list[float]:
+        sim = SimFleet(
+            file, config=file.router, rule=None, seed=0, call_soon=lambda call: call(), timing=timing
+        )
+        return [sim.loads.timings[number].prefill_base for number in sim.loads.timing[:3].tolist()]
+
+    assert prefill_bases(None) == [99.0, TIMING.prefill_base, TIMING.prefill_base]
+    assert prefill_bases(Timing(prefill_base=7.0)) == [7.0] * 3
+
+
 def test_what_no_engine_has_room_for_is_found_before_the_replay() -> None:
     file = fleet("workers: [{name: w, engine: {total_kv_blocks: 4}}]")
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())

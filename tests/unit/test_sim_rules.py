@@ -1,5 +1,7 @@
 """The published rules: each formula on numbers that one can check by hand."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet
+from kvrouter.mock import Timing
 from kvrouter.routing.request import RouteRequest, RoutingSettings, View
 from kvrouter.sim.fleet import SlotLoads
 from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule
@@ -26,6 +29,7 @@ def asked(
     leg: Leg = Leg.AGGREGATED,
     session: str = "",
     draw: int = 0,
+    timings: Sequence[Timing] = (Timing(),) * 3,
 ) -> RuleInput:
     """A decision over three workers; what is not given is 0."""
     fleet = Fleet(MODEL, BLOCK_SIZE)
@@ -33,6 +37,8 @@ def asked(
         fleet.join(card(worker))
     nothing = [0, 0, 0]
     loads = SlotLoads()
+    for slot, timing in enumerate(timings):
+        loads.joined(Slot(slot), timing)
     loads.in_flight[:3] = in_flight or nothing
     loads.waiting[:3] = waiting or nothing
     loads.kv_use[:3] = kv_use or nothing
@@ -89,6 +95,19 @@ def test_predicted_ttft_counts_own_prefill_and_the_queue() -> None:
     rule = parse_rule("predicted-ttft")
     assert rule.pick(asked(overlap=[9, 0, 0], isl_blocks=1_000, active=[99, 0, 0])) == 0
     assert rule.pick(asked(overlap=[9, 0, 0], prefill_tokens=[100_000, 0, 0], active=[0, 3, 1])) == 2
+
+
+def test_predicted_ttft_knows_how_fast_each_engine_is() -> None:
+    rule = parse_rule("predicted-ttft")
+    fast = Timing(prefill_quadratic=0.0, prefill_linear=0.001, prefill_base=1.0)
+    # a prompt of 160 tokens takes 18.9 ms by the default timing, and 1.2 ms on the fast engine
+    assert rule.pick(asked(timings=(Timing(), fast, Timing()), active=[0, 9, 0])) == 1
+    # a queued token takes 0.017 ms, there 0.017 · 9.192 / 169.14 ms: 18,000 take 16.6 ms, 20,500 take 18.9 ms
+    for queued, picked in ((18_000, 1), (20_500, 0)):
+        given = asked(timings=(Timing(), fast, Timing()), active=[0, 9, 1], prefill_tokens=[0, queued, 0])
+        assert rule.pick(given) == picked
+    attending = Timing(prefill_attention=1e-4)
+    assert rule.pick(asked(timings=(attending, attending, Timing()), active=[0, 0, 9])) == 2
 
 
 def test_llm_ds_scores_are_weighted() -> None:

@@ -62,6 +62,8 @@ class SlotLoads:
         self.kv_use: npt.NDArray[np.float64] = np.zeros(16)
         self.lives: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         """How often the slot was freed: what was placed there before that is load no more."""
+        self.timing: npt.NDArray[np.int64] = np.zeros(16, np.int64)
+        self.timings: list[Timing] = []
 
     def ensure_slots(self, n_slots: int) -> None:
         """Make room for so many slots."""
@@ -71,6 +73,13 @@ class SlotLoads:
             self.waiting = np.concatenate((self.waiting, np.zeros(more, np.int64)))
             self.kv_use = np.concatenate((self.kv_use, np.zeros(more)))
             self.lives = np.concatenate((self.lives, np.zeros(more, np.int64)))
+            self.timing = np.concatenate((self.timing, np.zeros(more, np.int64)))
+
+    def joined(self, slot: Slot, timing: Timing) -> None:
+        """An engine with this timing is there now."""
+        if timing not in self.timings:
+            self.timings.append(timing)
+        self.timing[slot] = self.timings.index(timing)
 
     def reported(self, slot: Slot, report: LoadReport) -> None:
         """An engine reported its load."""
@@ -252,6 +261,7 @@ class SimFleet:
             self._freed(slot)
         self.loads.ensure_slots(self.fleet.n_slots)
         for slot in change.joined:
+            self.loads.joined(slot, self._config(card.worker_id, self._groups[card.worker_id], None).timing)
             rank = self.fleet.rank_at(slot)
             if rank is not None and card.publishes_kv_events:
                 self.cache.joined(rank, slot, card.incarnation)

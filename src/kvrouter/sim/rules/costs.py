@@ -67,15 +67,18 @@ class LMetric:
 
 
 class PredictedTtft:
-    """Least predicted time to the first token: this prompt's own prefill, and ``queue_ms_per_token`` for each
-    token that is queued there; of equals the one with the fewest active blocks.
+    """Least predicted time to the first token: this prompt's own prefill by the engine's timing, and
+    ``queue_ms_per_token`` for each token that is queued there; of equals the one with the fewest active
+    blocks.
+
+    A queued token takes that long on an engine with the default timing. On another it takes as much longer as
+    a prompt of 8,192 tokens does.
     """
 
     source: ClassVar[str] = "measured for this project; the least predicted time of llm-d's latency scorer"
 
     def __init__(self, *, queue_ms_per_token: float = 0.017) -> None:
         self._queue_ms_per_token = queue_ms_per_token
-        self._timing = Timing()
 
     def pick(self, given: RuleInput) -> Slot:
         """Take the soonest."""
@@ -83,8 +86,25 @@ class PredictedTtft:
         active = view.active_blocks[allowed]
         if given.leg is Leg.DECODE:
             return lowest(active, given)
-        tokens, timing = new_tokens(given), self._timing
-        own_ms = (timing.prefill_quadratic * tokens + timing.prefill_linear) * tokens + timing.prefill_base
-        predicted_ms = own_ms + self._queue_ms_per_token * view.prefill_tokens[allowed]
+        tokens, queued, whose = new_tokens(given), view.prefill_tokens[allowed], given.loads.timing[allowed]
+        predicted_ms = np.empty(len(allowed))
+        for number, timing in enumerate(given.loads.timings):
+            here = whose == number
+            queue_ms = self._queue_ms_per_token * _slowness(timing) * queued[here]
+            predicted_ms[here] = _prefill_ms(timing, tokens[here], given.request.isl_tokens) + queue_ms
         soonest = predicted_ms == predicted_ms.min()
         return lowest(np.where(soonest, active, np.inf), given)
+
+
+def _prefill_ms(timing: Timing, tokens: FloatColumn, isl_tokens: int) -> FloatColumn:
+    """Return the time that the last ``tokens`` of a prompt take, were they computed in one step."""
+    curve = (timing.prefill_quadratic * tokens + timing.prefill_linear) * tokens + timing.prefill_base
+    attended = tokens * (isl_tokens - tokens) + tokens * (tokens + 1.0) / 2.0
+    lasts: FloatColumn = curve + timing.prefill_attention * attended
+    return lasts
+
+
+def _slowness(timing: Timing) -> float:
+    """Return how much longer a prompt of 8,192 tokens takes with this timing than with the default one."""
+    prompt = np.array([8192.0])
+    return float((_prefill_ms(timing, prompt, 8192) / _prefill_ms(Timing(), prompt, 8192))[0])

@@ -1,5 +1,6 @@
 """A published routing rule, and what it may read of a decision."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -8,17 +9,24 @@ import numpy.typing as npt
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import FloatColumn, SlotColumn
+from kvrouter.mock import Timing
 from kvrouter.routing.request import RouteRequest, View
 
 
 class RankLoads(Protocol):
-    """Load by slot. ``in_flight``: requests placed there that have not ended; the others are of the rank's
-    last load report: requests that wait, and the share of KV blocks in use.
+    """Load by slot. ``in_flight``: requests placed there that have not ended; ``waiting`` and ``kv_use`` are
+    of the rank's last load report: requests that wait, and the share of KV blocks in use. ``timing`` says
+    which of ``timings`` is the engine's.
     """
 
     in_flight: npt.NDArray[np.int64]
     waiting: npt.NDArray[np.int64]
     kv_use: npt.NDArray[np.float64]
+    timing: npt.NDArray[np.int64]
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """The timings of all engines that were here."""
 
 
 class RuleInput(NamedTuple):
