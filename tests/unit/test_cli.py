@@ -1,5 +1,7 @@
 """The command line: flags from the tree, one clear line for each mistake, and never a traceback."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -249,3 +251,13 @@ def test_topology_check_prints_the_report_and_ends_with_its_code(
     monkeypatch.setenv("DYN_TOPOLOGY_ENABLED", "yes")
     assert main(["topology", "check"]) == code
     assert capsys.readouterr().out == "enabled: yes\n"
+
+
+def test_a_command_begins_no_threads_for_linear_algebra() -> None:
+    """A frontend on a machine with 128 cores would have 127 of them, which search for work as it starts."""
+    code = "import os, kvrouter.cli, numpy; print(len(os.listdir('/proc/self/task')))"
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout == "1\n"

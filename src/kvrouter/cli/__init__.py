@@ -1,6 +1,10 @@
 """The command line of ``kvrouter``: its error messages and exit codes."""
 
+import os
 from collections.abc import Sequence
+
+# read when numpy is imported: its linear algebra, which no request needs, would begin a thread for each core
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import click
 
