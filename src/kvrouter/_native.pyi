@@ -21,6 +21,8 @@ from typing_extensions import Buffer
 
 from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
+from kvrouter.core.requests import GenerateRequest
+from kvrouter.recording.records import Worker
 
 U32Buffer = Buffer | npt.NDArray[np.uint32]
 
@@ -104,6 +106,35 @@ class Prompt:
         """The hash of each full block's own tokens, as a column."""
     @property
     def sequence_hashes(self) -> bytes:
+        """The hash of each full block chained over all blocks before it, as a column."""
+
+def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
+    """Read the JSON list of token ids that begins at ``begin``: as a u32 column, and where it ends.
+
+    Raises :class:`kvrouter.core.json_bounds.JsonRefused` of the kind ``token_id`` for an element that is no
+    whole number from 0 to 2**32-1; its path is the element's, such as ``[3]``. From 64 KiB on others run
+    meanwhile.
+    """
+
+def hash_seed(*, lora_name: str | None = None, cache_namespace: str | None = None) -> int:
+    """The seed of block hashes: 1337 [+ xxh3_64(lora_name, 0)] [+ xxh3_64(cache_namespace, 1)] mod 2**64.
+
+    An empty name counts as absent.
+    """
+
+def block_hashes(
+    tokens: U32Buffer | Sequence[int],
+    *,
+    block_size: int,
+    seed: int = 1337,
+    mm_hashes: Sequence[Sequence[int]] | None = None,
+) -> bytes:
+    """The hash of each full block: xxh3_64 of its tokens (u32 LE) and then its sorted mm_hashes (u64 LE).
+
+    Raises what Prompt raises.
+    """
+
+def sequence_hashes(self) -> bytes:
         """The hash of each full block chained over all blocks before it, as a column."""
 
 def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
@@ -258,6 +289,60 @@ class PrefixSet:
     def add(self, prompt: Prompt) -> int | None:
         """Return how many leading blocks were there before; from now on all of them are. None once there were
         too many.
+        """
+
+@final
+class RecordQueue:
+    """Records of a recording between the event loop, which notes them, and the thread that packs them.
+
+    ``key`` are the 16 bytes that blocks' names are made with, ``began_s`` the recording's start on the clock
+    of all moments that are given. Lines that were noted are text, without the names of their blocks; these
+    are made when the lines are packed. The lines are numbered from 0 each time that some are taken.
+    """
+
+    def __new__(cls, *, key: bytes, began_s: float, bytes_max: int) -> RecordQueue: ...
+    def add(self, line: bytes, at_s: float, bytes_max: int) -> bool:
+        """Note a line of ``at_s`` seconds after the start. Return False where more than ``bytes_max`` would
+        wait then.
+        """
+    def add_request(
+        self,
+        request: GenerateRequest,
+        trail: Sequence[object],
+        prompt: Prompt,
+        workers: dict[str, Worker],
+        route: str | None,
+        status: str,
+        begun_s: float,
+        first_token_s: float | None,
+        ended_s: float,
+        output_tokens: int,
+        more: bytes,
+        /,
+    ) -> bool:
+        """Note the line of a :class:`kvrouter.recording.records.RequestRecord`; ``more`` are members of it as
+        JSON, each after a comma. Of each attempt of ``trail`` is read what
+        :class:`kvrouter.service.traffic.AttemptTrail` and its placement say. Return False where more than the
+        queue's ``bytes_max`` would wait then.
+
+        Raises, with nothing noted, where the record cannot be made: UnicodeEncodeError (half of a surrogate
+        pair), ValueError (a moment that is no number), TypeError, OverflowError (above 63 bits),
+        AttributeError.
+        """
+    def take(self) -> int:
+        """Take all lines that were noted, and forget those that were taken before. Return how many there are."""
+    def batch(self, first: int, bytes_max: int) -> tuple[int, int, float]:
+        """Of the lines that were taken: where those from ``first`` on end that take ``bytes_max`` at most, but
+        one at least; how many bytes :meth:`pack` needs for them; and the first one's ``at_s``.
+
+        Raises IndexError.
+        """
+    def pack(self, first: int, end: int, out: bytearray) -> tuple[int, bool]:
+        """Write lines that were taken to ``out``, which nobody else uses meanwhile; others run. Return how many
+        bytes they are, and whether they are a member of a gzip file, which has them as they are. Lines that
+        are no member are worth a search for repeats: less than half of them are names.
+
+        Raises IndexError, ValueError (``out`` is too short).
         """
 
 class EngineRanks:

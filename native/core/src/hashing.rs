@@ -4,7 +4,6 @@
 //! multimodal objects in it, under a seed that carries the LoRA and the cache namespace. A sequence hash
 //! chains block hashes: `s0 = h0`, `si = XXH3-64(s(i-1) ‖ hi)` under [`SEED`].
 
-use siphasher::sip::SipHasher24;
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{xxh3_64_with_secret, xxh3_64_with_seed};
 
@@ -68,12 +67,6 @@ pub fn chain(parent: Option<u64>, block: u64) -> u64 {
             xxh3_64_with_seed(&bytes, SEED)
         }
     }
-}
-
-/// SipHash-2-4 of each hash, as 8 bytes little-endian.
-pub fn salted_hashes(hashes: &[u64], key: &[u8; 16]) -> Vec<u64> {
-    let hasher = SipHasher24::new_with_key(key);
-    hashes.iter().map(|hash| hasher.hash(&hash.to_le_bytes())).collect()
 }
 
 struct BlockHasher {

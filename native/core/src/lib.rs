@@ -15,6 +15,7 @@ pub mod prefix_set;
 pub mod prompt;
 mod rank;
 pub mod ranks;
+pub mod recording;
 pub mod scheduler;
 pub mod sequence;
 mod shard;

@@ -142,6 +142,31 @@ impl OutColumn {
     }
 }
 
+/// Writable bytes, borrowed for one call.
+pub struct OutBytes(PyBuffer<u8>);
+
+impl OutBytes {
+    pub fn get(out: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::<u8>::get(out)?;
+        if buffer.readonly() || !buffer.is_c_contiguous() {
+            return Err(PyBufferError::new_err("out: the buffer has to be writable and C-contiguous"));
+        }
+        Ok(OutBytes(buffer))
+    }
+
+    /// The memory.
+    ///
+    /// # Safety
+    /// Nobody else may read or write it while it is borrowed, other threads included.
+    pub unsafe fn as_mut_slice(&mut self) -> &mut [u8] {
+        if self.0.item_count() == 0 {
+            return &mut [];
+        }
+        // SAFETY: contiguous, writable and kept alive by the buffer; the caller has it alone.
+        unsafe { std::slice::from_raw_parts_mut(self.0.buf_ptr().cast::<u8>(), self.0.item_count()) }
+    }
+}
+
 /// # Safety
 /// `pointer` has to be valid for `len` reads unless `len` is 0.
 unsafe fn slice_of<'a, T>(pointer: *const T, len: usize) -> &'a [T] {

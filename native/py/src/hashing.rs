@@ -132,12 +132,3 @@ pub fn sequence_hashes<'py>(py: Python<'py>, block_hashes: &[u8]) -> PyResult<Bo
     extend_from_column(&mut hashes, block_hashes, "block_hashes")?;
     to_column(py, &core::sequence_hashes(&hashes))
 }
-
-#[pyfunction]
-pub fn salted_hashes<'py>(py: Python<'py>, hashes: &[u8], key: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-    let key: &[u8; 16] =
-        key.try_into().map_err(|_| PyValueError::new_err(format!("key: 16 bytes, not {}", key.len())))?;
-    let mut column = Vec::new();
-    extend_from_column(&mut column, hashes, "hashes")?;
-    to_column(py, &core::salted_hashes(&column, key))
-}

@@ -11,6 +11,7 @@ mod json;
 mod ledger;
 mod paged_kv;
 mod prefix_set;
+mod recording;
 
 use pyo3::prelude::*;
 
@@ -29,10 +30,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ledger::Ledger>()?;
     module.add_class::<paged_kv::PagedKv>()?;
     module.add_class::<prefix_set::PrefixSet>()?;
+    module.add_class::<recording::RecordQueue>()?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;
-    module.add_function(wrap_pyfunction!(hashing::salted_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(json::token_ids, module)?)?;
     Ok(())
 }

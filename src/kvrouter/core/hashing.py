@@ -7,9 +7,9 @@ inputs give equal hashes on every machine, so workers and router replicas agree 
 import re
 from hashlib import blake2b
 
-from kvrouter._native import Prompt, block_hashes, hash_seed, salted_hashes, sequence_hashes
+from kvrouter._native import Prompt, block_hashes, hash_seed, sequence_hashes
 
-__all__ = ["Prompt", "block_hashes", "hash_seed", "multimodal_hash", "salted_hashes", "sequence_hashes"]
+__all__ = ["Prompt", "block_hashes", "hash_seed", "multimodal_hash", "sequence_hashes"]
 
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 

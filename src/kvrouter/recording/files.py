@@ -5,9 +5,7 @@ import fcntl
 import gzip
 import os
 import re
-import struct
 import tempfile
-import zlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,16 +16,7 @@ from kvrouter.recording.records import FILE_SUFFIX, PART_SUFFIX
 FILE_NAME = re.compile(r"recording-\d{8}T\d{6}Z-[0-9a-f]{8}-\d{6}\.jsonl\.gz(\.part)?")
 LOCK_NAME = ".recording.lock"
 
-STORED_MAX_BYTES = 0xFFFF
-"""What one stored block of deflate holds (RFC 1951 §3.2.4)."""
-
-_GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
-"""Deflate, no name, no time, no system (RFC 1952 §2.3)."""
-
-_STORED_BLOCK = struct.Struct("<BHH")
-_GZIP_END = struct.Struct("<II")
-
-Write = Callable[[int, bytes], int]
+Write = Callable[[int, bytes | memoryview], int]
 """As :func:`os.write`: returns how many bytes were written, or raises OSError."""
 
 Head = Callable[[int], bytes]
@@ -70,20 +59,17 @@ class RecordingFolder:
             os.close(self._lock)
             raise _refused(folder, f"cannot be read: {error.strerror or error}") from error
 
-    def add(self, lines: bytes | bytearray, head: Head, *, searched: bool = True) -> bool:
-        """Write whole lines, as a whole member of a gzip file: they are read whatever becomes of this
-        process. Where they no longer fit the file, the next one is begun, with ``head``. Return False, with
-        nothing written, where they and the head of a file are longer than all files may be.
-
-        Lines that are not ``searched`` for repeats are stored as they are, in a hundredth of the time.
+    def add(self, packed: bytes | memoryview, head: Head) -> bool:
+        """Write whole lines, which are packed as a whole member of a gzip file: they are read whatever becomes
+        of this process. Where they no longer fit the file, the next one is begun, with ``head``. Return
+        False, with nothing written, where they and the head of a file are longer than all files may be.
         """
-        packed = gzip.compress(lines, 1, mtime=0) if searched else stored_member(lines)
         if self._file is not None:
             if self._packed_bytes + len(packed) <= self._file_bytes:
                 self._put(self._file, packed)
                 return True
             self.end()
-        begun = gzip.compress(head(self._part + 1), 1, mtime=0) + packed
+        begun = searched_member(head(self._part + 1)) + packed
         if len(begun) > self._total_bytes:
             return False
         self._put(self._begin(), begun)
@@ -113,11 +99,11 @@ class RecordingFolder:
         self._packed_bytes = 0
         return self._file
 
-    def _put(self, file: int, packed: bytes) -> None:
+    def _put(self, file: int, packed: bytes | memoryview) -> None:
         if os.fstat(file).st_nlink == 0:  # a disk takes what nobody can read again
             raise FileNotFoundError(errno.ENOENT, "the file was removed while it was written", self._path)
         self._make_room(len(packed))
-        rest = packed
+        rest = memoryview(packed)
         while rest:
             rest = rest[self._write(file, rest) :]
         self._packed_bytes += len(packed)
@@ -130,20 +116,9 @@ class RecordingFolder:
             held_bytes -= size
 
 
-def stored_member(content: bytes | bytearray) -> bytes:
-    """Return a member of a gzip file that has ``content`` as it is.
-
-    zlib's own level 0 takes four times as long, because it copies everything through its window.
-    """
-    parts: list[bytes | memoryview] = [_GZIP_HEAD]
-    view = memoryview(content)
-    at = 0
-    while at < len(view) or not at:
-        piece = view[at : at + STORED_MAX_BYTES]
-        at += STORED_MAX_BYTES
-        parts += (_STORED_BLOCK.pack(at >= len(view), len(piece), len(piece) ^ 0xFFFF), piece)
-    parts.append(_GZIP_END.pack(zlib.crc32(view), len(view) & 0xFFFF_FFFF))
-    return b"".join(parts)
+def searched_member(lines: bytes | memoryview) -> bytes:
+    """Return lines as a member of a gzip file, searched for repeats."""
+    return gzip.compress(lines, 1, mtime=0)
 
 
 def recording_files(folder: Path) -> list[Path]:

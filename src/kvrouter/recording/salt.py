@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Self
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hashing import salted_hashes
 
 SALT_BYTES = 32
 SALT_FILE_MAX_BYTES = 4096
@@ -15,12 +14,14 @@ _NAME_BYTES = 8
 
 
 class Salt:
-    """The key of a recording's names. ``id`` names it, and says nothing of it."""
+    """The key of a recording's names. ``id`` names it, and says nothing of it. ``block_key`` are the 16 bytes
+    that the names of blocks are made with.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._sessions = _derived(secret, b"sessions", 32)
         self._taints = _derived(secret, b"taints", 32)
-        self._block_key = _derived(secret, b"blocks", 16)
+        self.block_key = _derived(secret, b"blocks", 16)
         self.id = _derived(secret, b"id", 8).hex()
 
     @classmethod
@@ -57,10 +58,6 @@ class Salt:
     def taint(self, taint: str) -> str:
         """Return the name of a taint that a client wrote."""
         return f"salted:{_named(taint, self._taints)}"
-
-    def blocks(self, hashes: bytes) -> bytes:
-        """Return the names of blocks, by their sequence hashes: unsigned 64 bits each, little-endian."""
-        return salted_hashes(hashes, self._block_key)
 
 
 def _derived(secret: bytes, purpose: bytes, n_bytes: int) -> bytes:
