@@ -21,8 +21,7 @@ from typing_extensions import Buffer
 
 from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
-from kvrouter.core.requests import GenerateRequest
-from kvrouter.recording.records import Worker
+from kvrouter.recording.request import RequestFields
 
 U32Buffer = Buffer | npt.NDArray[np.uint32]
 
@@ -133,38 +132,6 @@ def block_hashes(
 
     Raises what Prompt raises.
     """
-
-def sequence_hashes(self) -> bytes:
-        """The hash of each full block chained over all blocks before it, as a column."""
-
-def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
-    """Read the JSON list of token ids that begins at ``begin``: as a u32 column, and where it ends.
-
-    Raises :class:`kvrouter.core.json_bounds.JsonRefused` of the kind ``token_id`` for an element that is no
-    whole number from 0 to 2**32-1; its path is the element's, such as ``[3]``. From 64 KiB on others run
-    meanwhile.
-    """
-
-def hash_seed(*, lora_name: str | None = None, cache_namespace: str | None = None) -> int:
-    """The seed of block hashes: 1337 [+ xxh3_64(lora_name, 0)] [+ xxh3_64(cache_namespace, 1)] mod 2**64.
-
-    An empty name counts as absent.
-    """
-
-def block_hashes(
-    tokens: U32Buffer | Sequence[int],
-    *,
-    block_size: int,
-    seed: int = 1337,
-    mm_hashes: Sequence[Sequence[int]] | None = None,
-) -> bytes:
-    """The hash of each full block: xxh3_64 of its tokens (u32 LE) and then its sorted mm_hashes (u64 LE).
-
-    Raises what Prompt raises.
-    """
-
-def salted_hashes(hashes: HashColumn, key: bytes) -> HashColumn:
-    """Return SipHash-2-4 of each hash, as 8 bytes little-endian, under a key of 16 bytes."""
 
 def sequence_hashes(block_hashes: bytes) -> bytes:
     """The chained column: s0 = h0, si = xxh3_64(s(i-1) LE, then hi LE; seed 1337).
@@ -305,29 +272,12 @@ class RecordQueue:
         """Note a line of ``at_s`` seconds after the start. Return False where more than ``bytes_max`` would
         wait then.
         """
-    def add_request(
-        self,
-        request: GenerateRequest,
-        trail: Sequence[object],
-        prompt: Prompt,
-        workers: dict[str, Worker],
-        route: str | None,
-        status: str,
-        begun_s: float,
-        first_token_s: float | None,
-        ended_s: float,
-        output_tokens: int,
-        more: bytes,
-        /,
-    ) -> bool:
+    def add_request(self, prompt: Prompt, request: RequestFields, more: bytes, /) -> bool:
         """Note the line of a :class:`kvrouter.recording.records.RequestRecord`; ``more`` are members of it as
-        JSON, each after a comma. Of each attempt of ``trail`` is read what
-        :class:`kvrouter.service.traffic.AttemptTrail` and its placement say. Return False where more than the
-        queue's ``bytes_max`` would wait then.
+        JSON, each after a comma. Return False where more than the queue's ``bytes_max`` would wait then.
 
         Raises, with nothing noted, where the record cannot be made: UnicodeEncodeError (half of a surrogate
-        pair), ValueError (a moment that is no number), TypeError, OverflowError (above 63 bits),
-        AttributeError.
+        pair), ValueError (a moment that is no number), TypeError, OverflowError (above 63 bits).
         """
     def take(self) -> int:
         """Take all lines that were noted, and forget those that were taken before. Return how many there are."""

@@ -13,7 +13,7 @@ Tokens are the one input that comes thousands of times: :meth:`Journey.tokens` n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Any
 
 from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RoutingRefused, WorkerFailed
@@ -35,7 +35,7 @@ class State(Enum):
     DONE = auto()
 
 
-class Shape(Enum):
+class Shape(StrEnum):
     """How the legs of one attempt hang together."""
 
     AGGREGATED = auto()

@@ -6,7 +6,7 @@ holds the event loop up.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
 
@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from kvrouter._native import RecordQueue
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.requests import GenerateRequest
 from kvrouter.recording.files import RecordingFolder, searched_member
 from kvrouter.recording.records import (
     Constraints,
@@ -23,9 +22,9 @@ from kvrouter.recording.records import (
     FleetRecord,
     Header,
     RefusalRecord,
-    Status,
     Worker,
 )
+from kvrouter.recording.request import RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
 
 QUEUE_BYTES_MAX = 1 << 24
@@ -58,19 +57,6 @@ class Loss(StrEnum):
     """It is longer than all files may be."""
 
 
-class RequestDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the record of few requests says; the fields are those of
-    :class:`kvrouter.recording.records.RequestRecord`.
-    """
-
-    session: str | None = None
-    parent: str | None = None
-    constraints: Constraints | None = None
-    code: str | None = None
-    http_status: int | None = None
-    refusals: Mapping[str, int] = {}
-
-
 class Recorder:
     """Records into a folder until :meth:`close`. All methods are called on one thread, the event loop's.
 
@@ -97,7 +83,7 @@ class Recorder:
         """Records that were not written."""
         self.written = 0
         self.is_recording = True
-        self.workers: dict[str, Worker] = {}
+        self.workers: Mapping[str, Worker] = {}
         """The fleet, by worker; replaced and never changed, because the thread reads it too."""
         self._folder = folder
         self._began_s = began_s
@@ -131,38 +117,14 @@ class Recorder:
         """Return a moment on the caller's clock as seconds from the start of the recording."""
         return microseconds(at_s - self._began_s)
 
-    def note_request(
-        self,
-        request: GenerateRequest,
-        trail: Sequence[object],
-        prompt: Prompt,
-        *,
-        status: Status,
-        route: str | None,
-        details: RequestDetails | None,
-        begun_s: float,
-        first_token_s: float | None,
-        ended_s: float,
-        output_tokens: int,
-    ) -> None:
-        """Record a request as :meth:`RecordQueue.add_request` does. Moments are on the caller's clock."""
+    def note_request(self, prompt: Prompt, request: RequestFields, details: RequestDetails | None) -> None:
+        """Record a request that has ended."""
         if not self.is_recording:
             self._count(Loss.ENDED)
             return
         try:
-            has_room = self._queue.add_request(
-                request,
-                trail,
-                prompt,
-                self.workers,
-                route,
-                status,
-                begun_s,
-                first_token_s,
-                ended_s,
-                output_tokens,
-                b"" if details is None else b"," + self._encode(details)[1:-1],
-            )
+            more = b"" if details is None else b"," + self._encode(details)[1:-1]
+            has_room = self._queue.add_request(prompt, request, more)
         except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and no other
             self._lose(Loss.ERROR, error)
         else:

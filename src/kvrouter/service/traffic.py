@@ -1,7 +1,7 @@
 """What is recorded of traffic: requests as they end, calls that are refused, changes of the fleet."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,9 +12,11 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import GenerateRequest, KvLoss, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.placement.placement import Placement
-from kvrouter.recording.recorder import Recorder, RequestDetails
+from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, Status, Worker
-from kvrouter.topology import topology_domains, worker_taints
+from kvrouter.recording.request import AttemptFields, LegFields, RequestDetails
+from kvrouter.routing.request import Pick
+from kvrouter.topology import TransferConstraint, topology_domains, worker_taints
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):
@@ -112,17 +114,25 @@ class TrafficRecorder:
         output_tokens: int,
     ) -> None:
         """A request ended: finished, with an error, or because its client left."""
-        self._recorder.note_request(
-            request,
-            trail,
+        ended_s = self._clock()
+        recorder = self._recorder
+        workers = recorder.workers
+        recorder.note_request(
             prompt,
-            status=Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED,
-            route=origin.route,
-            details=self._details(request, origin, error),
-            begun_s=begun_s,
-            first_token_s=first_token_s,
-            ended_s=self._clock(),
-            output_tokens=output_tokens,
+            (
+                request.model,
+                request.lora_name,
+                request.has_media,
+                request.sampling.max_tokens,
+                output_tokens,
+                Status.FAILED if error is not None else Status.FINISHED if finished else Status.CANCELLED,
+                origin.route,
+                begun_s,
+                first_token_s,
+                ended_s,
+                tuple([_attempt_fields(attempt, workers) for attempt in trail]),
+            ),
+            self._details(request, origin, error),
         )
 
     def _details(
@@ -144,6 +154,73 @@ class TrafficRecorder:
             http_status=None if error is None else error.status_hint,
             refusals={reason.value: count for reason, count in refusals.items()},
         )
+
+
+def _attempt_fields(attempt: AttemptTrail, workers: Mapping[str, Worker]) -> AttemptFields:
+    placement = attempt.placement
+    decision = placement.decision
+    pick, constraint = decision.decode, decision.constraint
+    ended_s, last_sent_s = attempt.ended_s, attempt.last_sent_s
+    decode: LegFields = (
+        pick.leg,
+        pick.rank,
+        pick.overlap_blocks,
+        placement.decode_domains,
+        pick.candidates,
+        last_sent_s,
+        attempt.first_token_s,
+        ended_s if last_sent_s else None,
+        attempt.cached_tokens,
+    )
+    legs: tuple[LegFields, ...] = (decode,)
+    kv_bytes = None
+    if decision.prefill is not None:
+        legs = (_prefill_fields(attempt, decision.prefill), decode)
+        kv_bytes = attempt.kv_bytes
+        if kv_bytes is None:
+            kv_bytes = _expected_kv_bytes(placement, decision.prefill, workers)
+    return (
+        placement.shape,
+        decision.mode,
+        attempt.placed_s,
+        legs,
+        kv_bytes,
+        decision.prefill is not None and attempt.kv_bytes is not None,
+        None if constraint is None else _constraint_text(constraint),
+        decision.fallback_used,
+        decision.cross_domain,
+        decision.last_resort,
+        attempt.lost_leg,
+        attempt.kv_loss,
+    )
+
+
+def _prefill_fields(attempt: AttemptTrail, pick: Pick) -> LegFields:
+    sent_s = attempt.prefill_sent_s
+    return (
+        pick.leg,
+        pick.rank,
+        pick.overlap_blocks,
+        attempt.placement.prefill_domains,
+        pick.candidates,
+        sent_s,
+        None,
+        attempt.prefill_done_s or (attempt.ended_s if sent_s else None),
+        attempt.prefill_cached_tokens,
+    )
+
+
+def _expected_kv_bytes(placement: Placement, prefill: Pick, workers: Mapping[str, Worker]) -> int | None:
+    sender = workers.get(str(prefill.rank.worker_id))
+    if sender is None or sender.kv_bytes_per_token is None:
+        return None
+    there_tokens = placement.decision.decode.overlap_blocks * placement.block_size
+    return max(0, placement.prompt.isl_tokens - there_tokens) * sender.kv_bytes_per_token
+
+
+def _constraint_text(constraint: TransferConstraint) -> str:
+    place = constraint.domain if constraint.value is None else f"{constraint.domain}={constraint.value}"
+    return f"{type(constraint.policy).__name__.lower()} {place}"
 
 
 def _constraints_of(request: GenerateRequest) -> Constraints | None:
