@@ -138,8 +138,7 @@ NO_LIMITS = {
         routing.route.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
-        operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_RECORDS_MAX
-        recording.recorder.BATCH_BYTES_MAX
+        operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_BYTES_MAX
     """,
     "`kvrouter replay`, which reads its own user's files and serves nobody": """
         sim.rules.affinity.SESSIONS_MAX sim.rules.registry.GRID_MAX sim.simulation.CEILING_BLOCKS_MAX

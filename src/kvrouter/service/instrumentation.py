@@ -447,4 +447,4 @@ def _log_request(
 
 def _shape_of(placement: Placement) -> str:
     """How a request is served here: whole, as a pair, or its prefill leg alone."""
-    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape.name.lower()
+    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape.value
