@@ -280,17 +280,17 @@ class RecordQueue:
         pair), ValueError (a moment that is no number), TypeError, OverflowError (above 63 bits).
         """
     def take(self) -> int:
-        """Take all lines that were noted, and forget those that were taken before. Return how many there are."""
+        """Take all lines that were noted, and forget those that were taken before; return how many there are."""
     def batch(self, first: int, bytes_max: int) -> tuple[int, int, float]:
-        """Of the lines that were taken: where those from ``first`` on end that take ``bytes_max`` at most, but
-        one at least; how many bytes :meth:`pack` needs for them; and the first one's ``at_s``.
+        """Of the lines that were taken: where those from ``first`` on end that take ``bytes_max`` at most,
+        but one at least; how many bytes :meth:`pack` needs for them; and the first one's ``at_s``.
 
         Raises IndexError.
         """
     def pack(self, first: int, end: int, out: bytearray) -> tuple[int, bool]:
-        """Write lines that were taken to ``out``, which nobody else uses meanwhile; others run. Return how many
-        bytes they are, and whether they are a member of a gzip file, which has them as they are. Lines that
-        are no member are worth a search for repeats: less than half of them are names.
+        """Write lines that were taken to ``out``, which nobody else uses meanwhile; others run. Return how
+        many bytes they are, and whether they are a member of a gzip file, which has them as they are. Lines
+        that are no member are worth a search for repeats: less than half of them are names.
 
         Raises IndexError, ValueError (``out`` is too short).
         """

@@ -7,29 +7,27 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from kvrouter.core.events import pack_hashes, unpack_hashes
 from kvrouter.core.hashing import Prompt
-from kvrouter.recording import recorder as module
 from kvrouter.recording.files import RecordingFolder, Write, recording_files
-from kvrouter.recording.recorder import QUEUE_BLOCKS_MAX, QUEUE_RECORDS_MAX, Loss, MakeRequest, Recorder
-from kvrouter.recording.records import (
-    Constraints,
-    FleetChange,
-    RefusalRecord,
-    RequestRecord,
-    Status,
-    Worker,
-)
+from kvrouter.recording.recorder import BATCH_BYTES_MAX, QUEUE_BYTES_MAX, Loss, Recorder
+from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, Status, Worker
+from kvrouter.recording.request import RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
 from kvrouter.sim.traces.lines import read_lines
+from tests.support.siphash import siphash
 
 SALT = Salt(b"s" * 32)
 SMALL = RefusalRecord(at_s=0.5, code="model_not_found", http_status=404, route="/v1/completions")
+SMALL_BYTES = len(msgspec.json.encode(SMALL)) + 1
+BATCH = BATCH_BYTES_MAX // SMALL_BYTES
+"""How many of them are written at a time."""
 
 
 class Bench:
@@ -73,31 +71,18 @@ class Bench:
         return [msgspec.json.decode(line) for line in packed.splitlines()]
 
 
-def request(prompt: Prompt, **more: Any) -> MakeRequest:
-    fields: dict[str, Any] = {
-        "at_s": 1.0,
-        "model": "m",
-        "input_tokens": prompt.isl_tokens,
-        "output_tokens": 3,
-        "max_tokens": 9,
-        "block_size": prompt.block_size,
-        "status": Status.FINISHED,
-        "ended_s": 0.25,
-    }
-    return lambda _recorder, blocks: RequestRecord(**fields | more, blocks=blocks)
+def request(model: str = "m", *, max_tokens: Any = 9) -> RequestFields:
+    """One that was never placed."""
+    return (model, None, False, max_tokens, 3, Status.FINISHED, None, 8.0, None, 8.25, ())
+
+
+def blocks(n: int) -> Prompt:
+    """A prompt of so many blocks."""
+    return Prompt.from_blocks(bytes(8 * n), isl_tokens=n, block_size=1)
 
 
 def worker(name: str, *taints: str) -> Worker:
     return Worker(worker=name, model="m", role="both", block_size=4, context_length=64, taints=taints)
-
-
-class Blocks:
-    """A prompt of a number of blocks, whose hashes nobody asks for."""
-
-    sequence_hashes = b""
-
-    def __init__(self, n_blocks: int) -> None:
-        self.n_blocks = n_blocks
 
 
 def test_blocks_are_written_under_salted_names_and_the_file_says_who_is_there(tmp_path: Path) -> None:
@@ -105,7 +90,7 @@ def test_blocks_are_written_under_salted_names_and_the_file_says_who_is_there(tm
     prompts = [Prompt(range(n), block_size=4) for n in (0, 3, 9, 17)]
     bench.recorder.note_worker(FleetChange.JOINED, worker("1", "a/b"), at_s=0.5)
     for prompt in prompts:
-        bench.recorder.note_request(request(prompt), prompt)
+        bench.recorder.note_request(prompt, request(), None)
     header, fleet, joined, *requests = bench.written()
     assert header == {
         "kind": "header",
@@ -119,7 +104,8 @@ def test_blocks_are_written_under_salted_names_and_the_file_says_who_is_there(tm
     assert (fleet["change"], [each["worker"] for each in fleet["workers"]]) == ("all", ["1"])
     assert (joined["change"], joined["at_s"]) == ("joined", 0.5)
     for written, prompt in zip(requests, prompts, strict=True):
-        assert base64.b64decode(written["blocks"]) == SALT.blocks(prompt.sequence_hashes)
+        names = [siphash(each, SALT.block_key) for each in unpack_hashes(prompt.sequence_hashes)]
+        assert base64.b64decode(written["blocks"]) == pack_hashes(names)
         assert (written["kind"], written["input_tokens"]) == ("request", prompt.isl_tokens)
     assert (bench.recorder.written, bench.recorder.lost.total()) == (5, 0)
     assert bench.recorder.since_start(9.5) == 2.5
@@ -131,7 +117,7 @@ def test_each_file_begins_with_the_fleet_as_it_is_then(tmp_path: Path) -> None:
         bench.recorder.note_worker(FleetChange.JOINED, worker(name), at_s=0.5)
     for change in (FleetChange.SILENT, FleetChange.LEFT):
         bench.recorder.note_worker(change, worker("1"), at_s=0.5)
-    for _ in range(module.BATCH_RECORDS_MAX):
+    for _ in range(BATCH):
         bench.recorder.note_refusal(SMALL)
     lines = bench.written()
     assert [line["part"] for line in lines if line["kind"] == "header"] == [1, 2]
@@ -146,8 +132,8 @@ def test_a_client_s_words_are_salted_and_a_worker_s_are_not(tmp_path: Path) -> N
     asked = Constraints(
         required_taints=("pool/fast", "who/acme"), preferred_taints={"who/acme": 0.5}, pin="1"
     )
-    salted = bench.recorder.salted
-    bench.recorder.note_request(request(prompt, constraints=salted(asked)), prompt)
+    details = RequestDetails(constraints=bench.recorder.salted(asked))
+    bench.recorder.note_request(prompt, request(), details)
     constraints = bench.written()[-1]["constraints"]
     assert constraints == {
         "required_taints": ["pool/fast", SALT.taint("who/acme")],
@@ -158,21 +144,36 @@ def test_a_client_s_words_are_salted_and_a_worker_s_are_not(tmp_path: Path) -> N
 
 def test_a_full_queue_drops_what_comes_and_keeps_what_waits(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    for _ in range(QUEUE_RECORDS_MAX + 3):
+    n_noted = QUEUE_BYTES_MAX // SMALL_BYTES
+    for _ in range(n_noted + 3):
         bench.recorder.note_refusal(SMALL)
     assert bench.recorder.lost == Counter({Loss.QUEUE_FULL: 3})
     assert bench.lost == [(Loss.QUEUE_FULL, None)] * 3
+    bench.recorder.note_worker(FleetChange.JOINED, worker("1"), at_s=0.5)  # of these are few
     lines = bench.written()
-    assert len([line for line in lines if line["kind"] == "refusal"]) == QUEUE_RECORDS_MAX
-    assert bench.recorder.written == QUEUE_RECORDS_MAX
+    assert len([line for line in lines if line["kind"] == "refusal"]) == n_noted
+    assert lines[-1]["change"] == "joined"
+    assert bench.recorder.written == n_noted + 1
 
 
-def test_the_queue_is_full_of_blocks_too(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    prompt = Prompt(range(4), block_size=4)
-    for n_blocks in (QUEUE_BLOCKS_MAX, 1, 0):
-        bench.recorder.note_request(request(prompt), Blocks(n_blocks))
-    assert bench.recorder.lost == Counter({Loss.QUEUE_FULL: 1})
+def test_the_queue_is_full_of_blocks_too_until_the_thread_takes_them(tmp_path: Path) -> None:
+    is_written = threading.Event()
+
+    def write(file: int, packed: bytes | memoryview) -> int:
+        is_written.set()
+        return os.write(file, packed)
+
+    bench = Bench(tmp_path, write=write, total_bytes=1 << 26)
+    for n_blocks in (QUEUE_BYTES_MAX // 8 + 1, QUEUE_BYTES_MAX // 8, 1):
+        bench.recorder.note_request(blocks(n_blocks), request(), None)
+    assert bench.recorder.lost == Counter({Loss.QUEUE_FULL: 2})
+    bench.recorder.note_refusal(SMALL)
+    assert bench.recorder.lost == Counter({Loss.QUEUE_FULL: 3})
+    bench.recorder.start()
+    assert is_written.wait(60.0)
+    bench.recorder.note_request(blocks(1), request(), None)
+    bench.recorder.close()
+    assert (bench.recorder.written, bench.recorder.lost) == (2, Counter({Loss.QUEUE_FULL: 3}))
 
 
 def test_a_record_that_cannot_be_made_or_encoded_is_lost_and_those_around_it_are_written(
@@ -180,49 +181,28 @@ def test_a_record_that_cannot_be_made_or_encoded_is_lost_and_those_around_it_are
 ) -> None:
     bench = Bench(tmp_path)
     prompt = Prompt(range(8), block_size=4)
-
-    def mistaken(_recorder: Recorder, _names: bytes) -> RequestRecord:
-        raise KeyError("no such worker")
-
-    wrong = (mistaken, request(prompt, model="\ud800"), request(prompt, max_tokens=object()))
-    for make in wrong:
-        bench.recorder.note_request(request(prompt, model="before"), prompt)
-        bench.recorder.note_request(make, prompt)
+    half = RequestDetails(session="\ud800")
+    wrong = [
+        (request("\ud800"), None),
+        (request(max_tokens=object()), None),
+        (request(max_tokens=1 << 70), None),
+        (request(), half),
+    ]
+    for fields, details in wrong:
+        bench.recorder.note_request(prompt, request("before"), None)
+        bench.recorder.note_request(prompt, fields, details)
     bench.recorder.note_worker(FleetChange.JOINED, worker("\ud800"), at_s=0.5)
+    bench.recorder.note_refusal(replace(SMALL, model="\ud800"))
     bench.recorder.note_worker(FleetChange.JOINED, worker("1"), at_s=0.5)
     lines = bench.written()
-    assert [line["model"] for line in lines if line["kind"] == "request"] == ["before"] * 3
+    assert [line["model"] for line in lines if line["kind"] == "request"] == ["before"] * len(wrong)
     fleets = [line for line in lines if line["kind"] == "fleet"]
     assert [[each["worker"] for each in fleet["workers"]] for fleet in fleets] == [["1"], ["1"]]
-    assert bench.recorder.lost == Counter({Loss.ERROR: 4})
+    assert bench.recorder.lost == Counter({Loss.ERROR: 6})
     assert {why for why, _ in bench.lost} == {Loss.ERROR}
     kinds = {type(error) for _, error in bench.lost}
-    assert kinds == {KeyError, UnicodeEncodeError, TypeError}
-    assert (bench.recorder.written, bench.stopped) == (4, [])
-
-
-def test_blocks_of_a_record_that_was_lost_no_longer_fill_the_queue(tmp_path: Path) -> None:
-    is_written = threading.Event()
-
-    def write(file: int, packed: bytes) -> int:
-        is_written.set()
-        return os.write(file, packed)
-
-    def mistaken(_recorder: Recorder, _names: bytes) -> RequestRecord:
-        raise KeyError("no such worker")
-
-    bench = Bench(tmp_path, write=write)
-    prompt = Prompt(range(8), block_size=4)
-    bench.recorder.note_request(mistaken, Blocks(QUEUE_BLOCKS_MAX))
-    bench.recorder.note_request(request(prompt), prompt)
-    assert bench.recorder.lost == Counter({Loss.QUEUE_FULL: 1})
-    bench.recorder.note_refusal(SMALL)
-    bench.recorder.start()
-    assert is_written.wait(60.0)
-    bench.recorder.note_request(request(prompt), prompt)
-    bench.recorder.close()
-    assert bench.recorder.written == 2
-    assert bench.recorder.lost == Counter({Loss.QUEUE_FULL: 1, Loss.ERROR: 1})
+    assert kinds == {OverflowError, UnicodeEncodeError, TypeError}
+    assert (bench.recorder.written, bench.stopped) == (len(wrong) + 1, [])
 
 
 def test_no_file_and_not_all_of_them_hold_more_than_they_may_whatever_the_length_of_a_record(
@@ -230,29 +210,39 @@ def test_no_file_and_not_all_of_them_hold_more_than_they_may_whatever_the_length
 ) -> None:
     held: list[int] = []
 
-    def write(file: int, packed: bytes) -> int:
+    def write(file: int, packed: bytes | memoryview) -> int:
         n_bytes = os.write(file, packed)
         held.append(sum(path.stat().st_size for path in recording_files(tmp_path)))
         return n_bytes
 
-    bench = Bench(tmp_path, write=write, file_bytes=64 << 10, total_bytes=128 << 10)
-    fits, too_long = (Prompt(range(n), block_size=4) for n in (4 * 6_000, 4 * 16_000))
-    for at in range(9):
-        prompt = too_long if at % 3 == 2 else fits
-        bench.recorder.note_request(request(prompt), prompt)
+    bench = Bench(tmp_path, write=write, file_bytes=32 << 10, total_bytes=64 << 10)
+    for n_blocks in (2_500, 2_500, 2_500, 2_500, 8_000, 2_500, 2_500, 8_000):
+        bench.recorder.note_request(blocks(n_blocks), request(), None)
     names = [each for each in bench.written() if each["kind"] == "request"]
-    assert [len(base64.b64decode(each["blocks"])) for each in names] == [8 * 6_000] * 2
-    assert (bench.recorder.written, bench.recorder.lost) == (6, Counter({Loss.TOO_LONG: 3}))
-    assert bench.lost == [(Loss.TOO_LONG, None)] * 3
-    assert max(held) <= 128 << 10
+    assert [len(base64.b64decode(each["blocks"])) for each in names] == [8 * 2_500] * 2
+    assert (bench.recorder.written, bench.recorder.lost) == (6, Counter({Loss.TOO_LONG: 2}))
+    assert bench.lost == [(Loss.TOO_LONG, None)] * 2
+    assert max(held) <= 64 << 10
     assert len(held) == 6
 
 
-def failing(after: int) -> Callable[[int, bytes], int]:
+def test_a_record_that_is_longer_than_what_is_written_at_a_time_is_written_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    sizes = [3, 2 * BATCH_BYTES_MAX // 8, 0, 5 * BATCH_BYTES_MAX // 8, 1]
+    for n_blocks in sizes:
+        bench.recorder.note_request(blocks(n_blocks), request(), None)
+    names = [base64.b64decode(each["blocks"]) for each in bench.written() if each["kind"] == "request"]
+    assert [len(each) // 8 for each in names] == sizes
+    last = unpack_hashes(blocks(max(sizes)).sequence_hashes)[-1]
+    assert names[3][-8:] == pack_hashes([siphash(last, SALT.block_key)])
+    assert bench.recorder.lost.total() == 0
+
+
+def failing(after: int) -> Write:
     """A disk that takes so many writes, half of the next one, and no more."""
     n = 0
 
-    def write(file: int, packed: bytes) -> int:
+    def write(file: int, packed: bytes | memoryview) -> int:
         nonlocal n
         n += 1
         if n == after + 1:
@@ -266,7 +256,7 @@ def failing(after: int) -> Callable[[int, bytes], int]:
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
     bench = Bench(tmp_path, write=failing(1))
-    n_noted = 3 * module.BATCH_RECORDS_MAX
+    n_noted = 3 * BATCH
     for _ in range(n_noted):
         bench.recorder.note_refusal(SMALL)
     bench.recorder.start()
@@ -275,7 +265,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
     assert isinstance(error, OSError)
     assert error.errno == errno.ENOSPC
     assert not bench.recorder.is_recording
-    written = module.BATCH_RECORDS_MAX
+    written = BATCH
     assert (bench.recorder.written, bench.recorder.lost) == (
         written,
         Counter({Loss.ENDED: n_noted - written}),
@@ -287,15 +277,20 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
     (path,) = recording_files(tmp_path)
     said: list[str] = []
     records = [msgspec.json.decode(text) for _, text in read_lines(path, said.append)]
-    assert [record["kind"] for record in records] == ["header", "fleet", *["refusal"] * written]
-    assert said == [f"{path}: is cut short after line {written + 2}"]
+    assert [record["kind"] for record in records[: written + 2]] == [
+        "header",
+        "fleet",
+        *["refusal"] * written,
+    ]
+    assert written + 2 < len(records) < 2 * written + 2  # of what was half written, whole lines are read
+    assert said == [f"{path}: is cut short after line {len(records)}"]
     RecordingFolder(
         tmp_path, recording="0000000b", file_bytes=1, total_bytes=2, started_s=1.0
     ).close()  # it has let go of the folder
 
 
 def test_a_mistake_while_a_file_is_written_ends_the_recording_and_is_said(tmp_path: Path) -> None:
-    def write(_file: int, _packed: bytes) -> int:
+    def write(_file: int, _packed: bytes | memoryview) -> int:
         raise ValueError("a mistake")
 
     bench = Bench(tmp_path, write=write)
@@ -307,19 +302,17 @@ def test_a_mistake_while_a_file_is_written_ends_the_recording_and_is_said(tmp_pa
 
 
 def test_a_folder_that_is_removed_ends_the_recording_at_its_next_records(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "a")
-
-    def removing(recorder: Recorder, _names: bytes) -> RequestRecord:
+    def write(file: int, packed: bytes | memoryview) -> int:
+        n_bytes = os.write(file, packed)
         shutil.rmtree(tmp_path / "a")
-        return request(Prompt((), block_size=4))(recorder, b"")
+        return n_bytes
 
-    prompt = Prompt((), block_size=4)
-    for _ in range(module.BATCH_RECORDS_MAX):
+    bench = Bench(tmp_path / "a", write=write)
+    for _ in range(BATCH + 1):
         bench.recorder.note_refusal(SMALL)
-    bench.recorder.note_request(removing, prompt)
     bench.recorder.start()
     bench.recorder.close()
     (error,) = bench.stopped
     assert isinstance(error, FileNotFoundError)
-    assert bench.recorder.written == module.BATCH_RECORDS_MAX
+    assert bench.recorder.written == BATCH
     assert bench.recorder.lost == Counter({Loss.ENDED: 1})

@@ -8,6 +8,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.recording.salt import Salt
 from tests.support.siphash import siphash
 
+
 def test_the_published_vector_of_siphash() -> None:
     """The ninth vector of the reference implementation: the message 00 01 … 07."""
     number = int.from_bytes(bytes(range(8)), "little")

@@ -143,7 +143,7 @@ impl RecordQueue {
 
     fn batch(&self, first: usize, bytes_max: usize) -> PyResult<(usize, usize, f64)> {
         let lines = locked(&self.taken);
-        check_lines(&lines, first..first + 1)?;
+        check_lines(&lines, first..first.saturating_add(1))?;
         let end = lines.end_of(first, bytes_max);
         Ok((end, lines.size(first..end).room_bytes(), lines.at_s(first)))
     }
@@ -262,7 +262,7 @@ impl Line<'_, '_> {
         self.raw(before);
         self.text
             .seconds(seconds)
-            .map_err(|NotSeconds(seconds)| PyValueError::new_err(format!("{seconds} s")))
+            .map_err(|NotSeconds(seconds)| PyValueError::new_err(format!("{seconds} s are no microseconds")))
     }
 
     fn count(&mut self, before: &str, number: Option<i64>) {

@@ -60,9 +60,9 @@ class RecordingFolder:
             raise _refused(folder, f"cannot be read: {error.strerror or error}") from error
 
     def add(self, packed: bytes | memoryview, head: Head) -> bool:
-        """Write whole lines, which are packed as a whole member of a gzip file: they are read whatever becomes
-        of this process. Where they no longer fit the file, the next one is begun, with ``head``. Return
-        False, with nothing written, where they and the head of a file are longer than all files may be.
+        """Write whole lines, packed as a whole member of a gzip file: they are read whatever becomes of this
+        process. Where they no longer fit the file, the next one is begun, with ``head``. Return False, with
+        nothing written, where they and the head of a file are longer than all files may be.
         """
         if self._file is not None:
             if self._packed_bytes + len(packed) <= self._file_bytes:

@@ -28,8 +28,8 @@ from kvrouter.recording.request import RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
 
 QUEUE_BYTES_MAX = 1 << 24
-"""What waits for the thread to look: the lines of records, and 8 bytes for each block of their prompts. As much
-again is being written meanwhile.
+"""What waits for the thread to look: the text of records, and 8 bytes for each block of their prompts. As
+much again may be what it writes meanwhile.
 """
 
 TICK_S = 1.0
@@ -160,7 +160,9 @@ class Recorder:
             self._count(Loss.QUEUE_FULL)  # the next file begins with the whole fleet
 
     def salted(self, constraints: Constraints | None) -> Constraints | None:
-        """Return constraints without a client's own words: a taint that no worker carries has a salted name."""
+        """Return constraints without a client's own words: a taint that no worker carries has a salted
+        name.
+        """
         if constraints is None:
             return None
         required, of_decode = constraints.required_taints, constraints.required_decode_taints
@@ -238,7 +240,9 @@ class Recorder:
 
     def _head(self, at_s: float, part: int) -> bytes:
         header = replace(self._header, part=part)
-        fleet = FleetRecord(at_s=microseconds(at_s), change=FleetChange.ALL, workers=tuple(self.workers.values()))
+        fleet = FleetRecord(
+            at_s=microseconds(at_s), change=FleetChange.ALL, workers=tuple(self.workers.values())
+        )
         return self._encode(header) + b"\n" + self._encode(fleet) + b"\n"
 
 
