@@ -280,7 +280,7 @@ class RecordQueue:
         pair), ValueError (a moment that is no number), TypeError, OverflowError (above 63 bits).
         """
     def take(self) -> int:
-        """Take all lines that were noted, and forget those that were taken before; return how many there are."""
+        """Take all lines that were noted; forget those that were taken before. Return how many there are."""
     def batch(self, first: int, bytes_max: int) -> tuple[int, int, float]:
         """Of the lines that were taken: where those from ``first`` on end that take ``bytes_max`` at most,
         but one at least; how many bytes :meth:`pack` needs for them; and the first one's ``at_s``.

@@ -27,7 +27,7 @@ from kvrouter.recording.records import (
     Status,
     Worker,
 )
-from kvrouter.recording.request import RequestDetails, RequestFields
+from kvrouter.recording.request import LegFields, RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
 from kvrouter.routing.request import Decision, Pick, RouteRequest
 from kvrouter.service.traffic import AttemptTrail, Origin, TrafficRecorder
@@ -163,7 +163,7 @@ def trails(draw: st.DrawFn, prompt: Prompt) -> AttemptTrail:
     )
 
 
-ERRORS = st.none() | st.builds(WorkerFailed, TEXTS)
+ERRORS: st.SearchStrategy[KvrouterError | None] = st.none() | st.builds(WorkerFailed, TEXTS)
 ERRORS |= st.builds(
     lambda refusals: NoEligibleWorker("no", refusals=refusals),
     st.dictionaries(st.sampled_from(Reason), st.integers(1, 9)),
@@ -337,15 +337,15 @@ def test_the_line_of_a_request_is_the_record_that_python_makes(
         attempts=tuple(attempt_of(each, begun_s) for each in trail),
         first_token_s=since(begun_s, first_token_s),
         ended_s=micro(ended_s - begun_s),
-        code=error and error.code,
-        http_status=error and error.status_hint,
+        code=None if error is None else error.code,
+        http_status=None if error is None else error.status_hint,
         refusals={reason.value: n for reason, n in refusals.items()},
     )
 
 
 def test_what_has_its_default_is_left_out() -> None:
     queue = RecordQueue(key=bytes(16), began_s=0.0, bytes_max=BYTES_MAX)
-    leg = (Leg.AGGREGATED, WorkerRank(WorkerId(1), DpRank(0)), 0, {}, 0, None, 0.0, None, None)
+    leg: LegFields = (Leg.AGGREGATED, WorkerRank(WorkerId(1), DpRank(0)), 0, {}, 0, None, 0.0, None, None)
     no = False
     attempt = (Shape.AGGREGATED, RouterMode.KV, 1.0, (leg,), None, no, None, no, no, no, None, None)
     fields = ("m", None, no, 9, 3, Status.FINISHED, None, 1.0, None, 2.0, (attempt,))

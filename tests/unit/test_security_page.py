@@ -112,7 +112,7 @@ NO_LIMITS = {
         operator.plan.budgets.COUNT_DIGITS_MAX transports.events.port.BLOCKS_MAX
         transports.events.wire.EVENT_ID_MAX
         transports.events.wire.COUNT_MAX transports.requests.tcp.plane._ID_LIMIT
-        placement.placer.ROOM_LIMIT recording.files.STORED_MAX_BYTES sim.roofline.BLOCKS_MAX
+        placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LEVEL_CHARS_MAX

@@ -334,3 +334,68 @@ impl Text<'_> {
         self.0.extend_from_slice(&digits[at.min(digits.len() - n_min)..]);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_siphash_in_base64() {
+        let key: [u8; 16] = std::array::from_fn(|at| at as u8);
+        let hash = u64::from_le_bytes(std::array::from_fn(|at| at as u8));
+        let mut out = [0; 44];
+        // the ninth vector of the reference implementation, 0x93f5f5799a932462
+        assert_eq!(write_names(&[hash], &key, &mut out), 12);
+        assert_eq!(&out[..12], b"YiSTmnn19ZM=");
+        assert_eq!(write_names(&[hash; 2], &key, &mut out), 24);
+        assert_eq!(&out[..24], b"YiSTmnn19ZNiJJOaefX1kw==");
+        assert_eq!(write_names(&[hash; 4], &key, &mut out), 44);
+        assert_eq!(&out[..44], b"YiSTmnn19ZNiJJOaefX1k2Ikk5p59fWTYiSTmnn19ZM=");
+        assert_eq!(write_names(&[], &key, &mut out), 0);
+    }
+
+    #[test]
+    fn seconds_are_whole_microseconds() {
+        let written = |seconds| {
+            let mut line = Vec::new();
+            Text(&mut line).seconds(seconds).map(|()| String::from_utf8(line).unwrap())
+        };
+        for (seconds, text) in [
+            (0.0, "0.000000"),
+            (1.5, "1.500000"),
+            (-0.25, "-0.250000"),
+            (0.000_001_5, "0.000002"),
+            (0.000_002_5, "0.000002"),
+            (-0.000_000_4, "0.000000"),
+            (86_400.000_001, "86400.000001"),
+        ] {
+            assert_eq!(written(seconds).as_deref(), Ok(text));
+        }
+        for wrong in [f64::INFINITY, f64::NEG_INFINITY, 1e10] {
+            assert_eq!(written(wrong), Err(NotSeconds(wrong)));
+        }
+        assert!(written(f64::NAN).is_err());
+    }
+
+    #[test]
+    fn strings_are_escaped() {
+        let mut line = Vec::new();
+        Text(&mut line).string("a\"b\\\n\u{1f}é\u{7f}");
+        assert_eq!(line, "\"a\\\"b\\\\\\u000a\\u001fé\u{7f}\"".as_bytes());
+    }
+
+    #[test]
+    fn of_a_line_that_fails_nothing_is_left() {
+        let mut lines = Lines::default();
+        lines.add(b"before\n", 1.0);
+        let failed = lines.add_request(&[1, 2], 2.0, |text| {
+            text.raw(b"half");
+            Err(())
+        });
+        assert_eq!((failed, lines.n_records(), lines.n_bytes()), (Err(()), 1, 7));
+        lines.add(b"after\n", 3.0);
+        let mut out = vec![0; lines.size(0..2).room_bytes()];
+        assert_eq!(lines.write(0..2, &[0; 16], &mut out), 13);
+        assert_eq!(&out[..13], b"before\nafter\n");
+    }
+}
