@@ -107,7 +107,7 @@ bench-peers: setup ## Our figures and the peers' in one run, with ratios
 bench-replay: setup ## Our replay of a whole trace and Dynamo's own, in one run
 	$(BIN)/python -m benchmarks.offline_replay
 
-bench-policies: setup ## What replays say of policies over links and loads: two hours on two cores
+bench-policies: setup ## What replays say of policies over links and loads: half an hour on two cores
 	$(BIN)/python -m benchmarks.replay --form short
 
 bench-policies-long: setup ## The same over whole traces, nightly; if it was stopped, it goes on: hours
