@@ -53,7 +53,7 @@ async def nats_wire_with_network() -> Wire:
         client,
         namespace=NAMESPACE,
         token=TOKEN,
-        open_timeout_s=0.5,
+        open_timeout_s=1.5,
         heartbeat_s=0.1,
         dead_after_s=DEAD_AFTER_S,
         slow_stream_limit_s=SLOW_STREAM_LIMIT_S,

@@ -25,7 +25,7 @@ async def tcp_wire_with_network() -> Wire:
     await network.start()
     plane = TcpRequestPlane(
         token=TOKEN,
-        open_timeout_s=0.5,
+        open_timeout_s=1.5,
         connect_timeout_s=0.5,
         heartbeat_s=0.1,
         dead_after_s=DEAD_AFTER_S,
