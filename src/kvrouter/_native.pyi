@@ -488,6 +488,12 @@ class Ledger:
     @property
     def active_blocks(self) -> Column:
         """Active blocks, by slot."""
+    @property
+    def requests(self) -> Column:
+        """Open leases, by slot."""
+    @property
+    def waiting(self) -> Column:
+        """Open leases whose first token has not come, by slot."""
     def book(
         self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
     ) -> LeaseId:

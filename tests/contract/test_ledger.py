@@ -54,6 +54,24 @@ def test_a_lease_loads_its_slot_until_it_is_closed(ledger: Ledger) -> None:
     assert len(ledger) == 0
 
 
+def test_requests_count_until_they_end_and_wait_until_their_first_token(ledger: Ledger) -> None:
+    def counts(slot: Slot) -> tuple[int, int]:
+        columns = ledger.columns()
+        return int(columns.requests[slot]), int(columns.waiting[slot])
+
+    one = ledger.book(key=key("r"), slot=A, prompt=prompt(1, 1), prefill_tokens=2)
+    other = ledger.book(key=key("s"), slot=A, prompt=prompt(1, 1), prefill_tokens=0, track_blocks=False)
+    assert counts(A) == (2, 2)
+    assert ledger.first_token(one)
+    assert ledger.first_token(one)
+    assert counts(A) == (2, 1)
+    assert ledger.move(one, B, 0)
+    assert ledger.move(other, B, 0)
+    assert (counts(A), counts(B)) == ((0, 0), (2, 1))
+    assert ledger.drop_slot(B) == 2
+    assert counts(B) == (0, 0)
+
+
 def test_a_closed_lease_changes_nothing_any_more(ledger: Ledger) -> None:
     lease = ledger.book(key=key("r"), slot=A, prompt=prompt(1, 1), prefill_tokens=2)
     assert ledger.close(lease)

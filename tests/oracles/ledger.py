@@ -18,6 +18,7 @@ class _Lease:
     prefill_tokens: int
     track_blocks: bool
     output_blocks: int = 0
+    waits: bool = True
 
     @property
     def sequences(self) -> set[int]:
@@ -57,6 +58,8 @@ class NaiveLedger:
         for lease in self._leases.values():
             self._columns.prefill_tokens[lease.slot] += lease.prefill_tokens
             self._columns.active_blocks[lease.slot] += lease.own_blocks
+            self._columns.requests[lease.slot] += 1
+            self._columns.waiting[lease.slot] += lease.waits
             held.setdefault(lease.slot, set()).update(lease.sequences)
         for slot, sequences in held.items():
             self._columns.active_blocks[slot] += len(sequences)
@@ -88,6 +91,7 @@ class NaiveLedger:
         """Prefill is over."""
         if lease in self._leases:
             self._leases[lease].prefill_tokens = 0
+            self._leases[lease].waits = False
             self._sum_up()
         return lease in self._leases
 
@@ -141,4 +145,4 @@ class NaiveLedger:
 
 
 def _zeros(n_slots: int) -> LedgerColumns:
-    return LedgerColumns(np.zeros(n_slots, np.int64), np.zeros(n_slots, np.int64))
+    return LedgerColumns(*(np.zeros(n_slots, np.int64) for _ in LedgerColumns._fields))

@@ -33,7 +33,7 @@ class BusyMachine(RuleBasedStateMachine):
 
     @property
     def columns(self) -> LedgerColumns:
-        return LedgerColumns(self.booked, self.booked)
+        return LedgerColumns(self.booked, self.booked, self.booked, self.booked)
 
     @rule(passed_s=st.sampled_from([0.001, 0.03, 0.09, 0.1, 0.25, 5.0]))
     def time_passes(self, passed_s: float) -> None:

@@ -1,4 +1,5 @@
-//! The ledger: the load of each slot, in prefill tokens that wait or run and in blocks that running requests hold.
+//! The ledger: the load of each slot, in prefill tokens that wait or run, in blocks that running requests hold,
+//! and in requests.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::Arc;
@@ -22,6 +23,8 @@ pub type Column = Arc<[AtomicI64]>;
 pub struct Ledger {
     prefill_tokens: Column,
     active_blocks: Column,
+    requests: Column,
+    waiting: Column,
     leases: HashMap<u64, Lease>,
     by_key: HashMap<LeaseKey, u64>,
     paths: Paths,
@@ -32,6 +35,8 @@ struct Lease {
     key: LeaseKey,
     slot: u32,
     prefill_tokens: i64,
+    /// Its first token has not come.
+    waits: bool,
     /// None when the lease holds no blocks.
     blocks: Option<Blocks>,
 }
@@ -58,6 +63,8 @@ impl Ledger {
         Ledger {
             prefill_tokens: zeros(n_slots),
             active_blocks: zeros(n_slots),
+            requests: zeros(n_slots),
+            waiting: zeros(n_slots),
             leases: HashMap::new(),
             by_key: HashMap::new(),
             paths: Paths::default(),
@@ -76,6 +83,16 @@ impl Ledger {
 
     pub fn active_blocks(&self) -> &Column {
         &self.active_blocks
+    }
+
+    /// Open leases.
+    pub fn requests(&self) -> &Column {
+        &self.requests
+    }
+
+    /// Open leases whose first token has not come.
+    pub fn waiting(&self) -> &Column {
+        &self.waiting
     }
 
     /// The number of open leases.
@@ -98,7 +115,9 @@ impl Ledger {
         let grows = n_slots > self.n_slots();
         if grows {
             let n_slots = n_slots.next_power_of_two();
-            for column in [&mut self.prefill_tokens, &mut self.active_blocks] {
+            let columns =
+                [&mut self.prefill_tokens, &mut self.active_blocks, &mut self.requests, &mut self.waiting];
+            for column in columns {
                 let values = column.iter().map(|value| value.load(Ordering::Relaxed));
                 *column = values.chain(std::iter::repeat(0)).take(n_slots).map(AtomicI64::new).collect();
             }
@@ -127,8 +146,9 @@ impl Ledger {
         self.check_room(slot, prefill_tokens, prompt)?;
         let id = self.next_id;
         self.next_id += 1;
-        let mut lease = Lease { key: key.clone(), slot, prefill_tokens, blocks: None };
+        let mut lease = Lease { key: key.clone(), slot, prefill_tokens, waits: true, blocks: None };
         add(&self.prefill_tokens, slot, prefill_tokens);
+        self.count(&lease, 1);
         if track_blocks {
             let n_own = (prompt.total_blocks() - prompt.n_blocks()) as i64;
             let (path, n_new) = self.paths.hold(prompt, slot);
@@ -167,7 +187,9 @@ impl Ledger {
     pub fn first_token(&mut self, id: u64) -> bool {
         let Some(lease) = self.leases.get_mut(&id) else { return false };
         add(&self.prefill_tokens, lease.slot, -lease.prefill_tokens);
+        add(&self.waiting, lease.slot, -i64::from(lease.waits));
         lease.prefill_tokens = 0;
+        lease.waits = false;
         true
     }
 
@@ -198,7 +220,14 @@ impl Ledger {
         true
     }
 
+    /// Counts a lease at its slot, or with -1 no longer.
+    fn count(&self, lease: &Lease, change: i64) {
+        add(&self.requests, lease.slot, change);
+        add(&self.waiting, lease.slot, change * i64::from(lease.waits));
+    }
+
     fn withdraw(&mut self, lease: &Lease) {
+        self.count(lease, -1);
         add(&self.prefill_tokens, lease.slot, -lease.prefill_tokens);
         if let Some(blocks) = &lease.blocks {
             let n_shared = blocks.path.map_or(0, |path| self.paths.let_go(path, lease.slot));
@@ -223,6 +252,7 @@ impl Ledger {
         lease.slot = slot;
         lease.prefill_tokens = prefill_tokens;
         add(&self.prefill_tokens, slot, prefill_tokens);
+        self.count(&lease, 1);
         if let Some(blocks) = &mut lease.blocks {
             let (path, n_new) = self.paths.hold(&blocks.prompt, slot);
             blocks.path = path;
@@ -315,6 +345,25 @@ mod tests {
         assert!(ledger.close(a) && ledger.close(b) && ledger.close(c) && !ledger.close(c));
         assert_eq!(active(&ledger), [0, 0]);
         assert_eq!(ledger.n_runs(), 0);
+    }
+
+    #[test]
+    fn requests_count_until_they_end_and_wait_until_their_first_token() {
+        let counts = |column: &Column| -> Vec<i64> {
+            column.iter().map(|value| value.load(Ordering::Relaxed)).collect()
+        };
+        let mut ledger = Ledger::new(2);
+        let prompt = prompt(&[1, 1]);
+        let a = ledger.book(key("a"), 0, &prompt, 2, true).unwrap();
+        let b = ledger.book(key("b"), 0, &prompt, 0, false).unwrap();
+        assert_eq!((counts(ledger.requests()), counts(ledger.waiting())), (vec![2, 0], vec![2, 0]));
+        assert!(ledger.first_token(a) && ledger.first_token(a));
+        assert_eq!((counts(ledger.requests()), counts(ledger.waiting())), (vec![2, 0], vec![1, 0]));
+        assert_eq!(ledger.move_to(a, 1, 0), Ok(true));
+        assert_eq!(ledger.move_to(b, 1, 0), Ok(true));
+        assert_eq!((counts(ledger.requests()), counts(ledger.waiting())), (vec![0, 2], vec![0, 1]));
+        assert!(ledger.close(b) && ledger.close(a) && !ledger.close(a));
+        assert_eq!((counts(ledger.requests()), counts(ledger.waiting())), (vec![0, 0], vec![0, 0]));
     }
 
     #[test]

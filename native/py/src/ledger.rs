@@ -97,6 +97,16 @@ impl Ledger {
         Column::of(self.lock().active_blocks())
     }
 
+    #[getter]
+    fn requests(&self) -> Column {
+        Column::of(self.lock().requests())
+    }
+
+    #[getter]
+    fn waiting(&self) -> Column {
+        Column::of(self.lock().waiting())
+    }
+
     #[pyo3(signature = (*, key, slot, prompt, prefill_tokens, track_blocks=true))]
     fn book(
         &self,

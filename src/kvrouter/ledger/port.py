@@ -25,14 +25,19 @@ class LeaseExists(Exception):
 
 
 class LedgerColumns(NamedTuple):
-    """The ledger's load by slot. The arrays show every later change, until ``ensure_slots`` grows them."""
+    """The ledger's load by slot. The arrays show every later change, until ``ensure_slots`` grows them.
+
+    ``requests`` counts open leases, ``waiting`` those whose first token has not come.
+    """
 
     prefill_tokens: CountColumn
     active_blocks: CountColumn
+    requests: CountColumn
+    waiting: CountColumn
 
 
 class Ledger(Protocol):
-    """Active prefill tokens and active blocks of each slot, as the sum of open leases.
+    """Active prefill tokens, active blocks and requests of each slot, as the sum of open leases.
 
     A block that several requests hold at a slot counts once; a partial tail and a full block of output are
     one each, unshared. Calls for a lease that is not open change nothing and return False.
@@ -56,7 +61,7 @@ class Ledger(Protocol):
         """The open lease with this key."""
 
     def first_token(self, lease: LeaseId) -> bool:
-        """Prefill is over: its tokens are no load any more."""
+        """Prefill is over: its tokens are no load any more, and the request waits no longer."""
 
     def output_block(self, lease: LeaseId, n: int = 1) -> bool:
         """``n`` more blocks are full of output."""
@@ -107,4 +112,9 @@ class NativeLedger(_Ledger):
         return self._columns
 
     def _take_columns(self) -> LedgerColumns:
-        return LedgerColumns(np.asarray(self.prefill_tokens), np.asarray(self.active_blocks))
+        return LedgerColumns(
+            prefill_tokens=np.asarray(self.prefill_tokens),
+            active_blocks=np.asarray(self.active_blocks),
+            requests=np.asarray(self.requests),
+            waiting=np.asarray(self.waiting),
+        )
