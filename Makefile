@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
+.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,12 @@ bench-policies: setup ## What replays say of policies over links and loads: half
 
 bench-policies-long: setup ## The same over whole traces, nightly; if it was stopped, it goes on: hours
 	$(BIN)/python -m benchmarks.replay --form long
+
+bench-choice: setup ## What the cost of time chooses, against its bars: half an hour on two cores
+	$(BIN)/python -m benchmarks.choice --form short
+
+bench-choice-long: setup ## The same over whole traces, nightly: hours
+	$(BIN)/python -m benchmarks.choice --form long
 
 bench-recovery: setup ## How long a router that starts needs to know a million blocks, for each event transport
 	$(BIN)/python -m benchmarks.recovery

@@ -23,6 +23,14 @@ from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 from kvrouter.recording.request import RequestFields
 
+PredictionColumns = tuple[npt.NDArray[np.generic] | None, ...]
+"""Overlap and blocks that are not active (uint32, or None), prefill tokens, active blocks, requests, waiting
+(int64), total blocks, seats, slowness, turnover (float64)."""
+
+PredictionAsked = tuple[tuple[float, float, float, float, float], tuple[bool, bool, bool, bool]]
+"""Prompt tokens and blocks, block size, seconds of an answer, weight of overlap; whether the leg prefills and
+decodes, and whether tokens and blocks count."""
+
 U32Buffer = Buffer | npt.NDArray[np.uint32]
 
 @final
@@ -249,6 +257,34 @@ class ApproximateIndex:
         """Sizes now."""
 
 @final
+class Predictor:
+    """Predicts what a request takes at each slot; :mod:`kvrouter.routing.prediction` has the formulas.
+
+    ``timing`` has the figures of kvrouter.core.timing.Timing in their order. Raises ValueError for
+    ``chunk_tokens`` below 1.
+    """
+
+    def __new__(
+        cls,
+        timing: Sequence[float],
+        *,
+        chunk_tokens: float,
+        others_weight: float,
+        turnover_weight: float,
+        decode_weight: float,
+    ) -> Self: ...
+    def totals(
+        self, out: npt.NDArray[np.float64], columns: PredictionColumns, asked: PredictionAsked
+    ) -> None:
+        """Fill ``out`` with the cost of each slot.
+
+        Raises TypeError or ValueError that names a column of another type, or with fewer entries.
+        """
+    def parts(
+        self, slot: int, columns: PredictionColumns, asked: PredictionAsked
+    ) -> tuple[float, float, float, float, float, float]:
+        """Return the six parts of one slot; raises what :meth:`totals` does."""
+
 class PrefixSet:
     """The blocks of all prompts so far; with more than ``max_blocks`` it is given up."""
 
@@ -321,8 +357,8 @@ class EngineRanks:
     ) -> int:
         """Add a rank whose steps compute up to ``tokens_max`` tokens of ``seqs_max`` sequences.
 
-        ``timing`` has the figures of kvrouter.mock.Timing in their order. With ``leaps`` only what cannot
-        wait ends a :meth:`run`.
+        ``timing`` has the figures of kvrouter.core.timing.Timing in their order. With ``leaps`` only what
+        cannot wait ends a :meth:`run`.
         """
     def remove(self, rank: int) -> None:
         """Take a rank away with all that it holds."""

@@ -13,7 +13,7 @@ import yaml
 
 from kvrouter.cli import main
 from kvrouter.commands.replay_inputs import read_timing
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from tests.engines.real_engine import MODEL, RealEngine
 
 N_FITTED = 10

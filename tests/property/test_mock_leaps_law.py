@@ -11,6 +11,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import (
     EngineHashing,
@@ -20,7 +21,6 @@ from kvrouter.mock import (
     Links,
     MockConfig,
     Party,
-    Timing,
 )
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone_links

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
 from kvrouter.sim.engine_run import engine_config, simulate

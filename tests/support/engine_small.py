@@ -18,9 +18,10 @@ from kvrouter.core.events import KvEvent, Removed, Stored, unpack_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
-from kvrouter.mock import MockConfig, Timing
+from kvrouter.mock import MockConfig
 from kvrouter.mock.tokens import TokenModel
 from tests.support.engine_publisher import Publisher
 from tests.support.engine_server import EVENT_STREAM, JSON

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.measured_run import MeasuredRun, Stamps, read_run
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, Leg, Sampling
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Role
-from kvrouter.mock import MockConfig, MockEngine, Outputs, Timing
+from kvrouter.mock import MockConfig, MockEngine, Outputs
 
 # Round figures: a step takes 100 ms for its prefill part and 1 ms a token, and 10 ms for its decode part.
 TIMING = Timing(

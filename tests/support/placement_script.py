@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import NamedTuple
 
-from kvrouter.core.constraints import RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.constraints import CostRule, RouterConfigOverride, RouterMode, RoutingConstraints
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
@@ -30,7 +30,7 @@ from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.placement.waiting_line import Ticket, WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import CircuitEvents
+from tests.support.placements import CircuitEvents, SpeedEvents
 
 WORKERS = 6
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -59,7 +59,7 @@ class PlacementScript:
         self.due: deque[Callable[[], None]] = deque()
         self.replicas = Replicas(RouterId("here"), silent_after_s=5.0, ask_again_s=1.0)
         self.journal = Journal(RouterId("here"), on_pending=lambda: None)
-        modes = tuple(RouterMode)
+        modes, costs = tuple(RouterMode), tuple(CostRule)
         self.placer = Placer(
             fleet=self.fleet,
             cache=PredictedCacheView(NativeApproximateIndex(ttl_s=20.0)),
@@ -67,6 +67,7 @@ class PlacementScript:
             router_id=RouterId("here"),
             settings=RoutingSettings(
                 mode=modes[seed % len(modes)],
+                cost=costs[seed // len(modes) % len(costs)],
                 temperature=(seed >> 2) % 3 / 2.0,
                 active_decode_blocks_threshold=0.05 if seed & 16 else None,
             ),
@@ -74,6 +75,7 @@ class PlacementScript:
             circuits=CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
             circuit_seed=seed,
             circuit_listener=self.events,
+            speed_listener=SpeedEvents(),
             waiting=WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
             call_soon=self.due.append,
             now_s=self.now_s,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.fleet import Fault
 from kvrouter.placement.placement import Draw
 
@@ -30,3 +30,19 @@ class CircuitEvents:
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """KV of a pair arrived again."""
         self.heard.append(("pair_closed", prefill, decode))
+
+
+class SpeedEvents:
+    """What was heard of predictions and of ranks that are slow, in order."""
+
+    def __init__(self) -> None:
+        self.came_s: list[tuple[WorkerRank, float, float]] = []
+        self.turns: list[tuple[WorkerRank, bool, float]] = []
+
+    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
+        """A first token came."""
+        self.came_s.append((rank, predicted_s, seen_s))
+
+    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
+        """A rank is slow from now on, or no longer."""
+        self.turns.append((rank, is_slow, slowness))

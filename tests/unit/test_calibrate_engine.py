@@ -13,7 +13,7 @@ from kvrouter.commands.calibrate_engine import CalibrateEngineOptions, calibrate
 from kvrouter.commands.engine_measurement import MeasurementFailed
 from kvrouter.commands.replay_inputs import read_timing
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.client_run import client_run
 from kvrouter.sim.engine_load import engine_load
 from kvrouter.sim.measured_run import RunHardware, read_json

@@ -8,7 +8,7 @@ import yaml
 
 from kvrouter.cli import main
 from kvrouter.commands.replay_inputs import read_timing
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from tests.support.measured_runs import written_run
 
 

@@ -9,10 +9,11 @@ from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
 from kvrouter.engines.port import Engine
-from kvrouter.mock import KvLoadFailurePolicy, MockConfig, Timing
+from kvrouter.mock import KvLoadFailurePolicy, MockConfig
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.engine_legs import leg

@@ -26,6 +26,7 @@ def test_only_the_native_doors_import_the_native_core() -> None:
         "ledger/port.py",
         "mock/ranks.py",
         "recording/recorder.py",
+        "routing/prediction.py",
     }
 
 

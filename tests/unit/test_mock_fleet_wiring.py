@@ -5,8 +5,9 @@ import pytest
 from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
 from kvrouter.config.fleet_workers import link_table, mock_links, numbered_workers, worker_card
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.mock import MockConfig, Timing
+from kvrouter.mock import MockConfig
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePool
 from kvrouter.topology import Link

@@ -17,7 +17,7 @@ from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
-from tests.support.placements import A_DRAW, CircuitEvents
+from tests.support.placements import A_DRAW, CircuitEvents, SpeedEvents
 
 
 def placer_of(*workers: tuple[int, Role], mode: RouterMode = RouterMode.KV) -> Placer:
@@ -34,6 +34,7 @@ def placer_of(*workers: tuple[int, Role], mode: RouterMode = RouterMode.KV) -> P
         circuits=CircuitSettings(2, 1.0, 30.0),
         circuit_seed=1,
         circuit_listener=CircuitEvents(),
+        speed_listener=SpeedEvents(),
         waiting=WaitingLimits(8, 5.0, 5.0),
         call_soon=lambda _call: None,
         now_s=0.0,

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.calibration import Comparison, calibrate, compare, quantities
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.measured_run import MeasuredRun, read_run

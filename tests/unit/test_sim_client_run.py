@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.calibration import calibrate_from, compare, quantities
 from kvrouter.sim.client_run import AT_ONCE_SHARE, ClientRequest, client_run
 from kvrouter.sim.engine_load import engine_load

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrouter.config import FleetFile
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.simulation import Result, check_room
 from kvrouter.sim.timetable import (

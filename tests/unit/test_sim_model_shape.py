@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.known_models import KNOWN_MODELS
 from kvrouter.sim.measured_run import MeasuredRun, read_run
 from kvrouter.sim.model_dimensions import AttentionLayers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Slot
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.rules.registry import RULES, parse_rule

@@ -8,8 +8,8 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
+from kvrouter.core.timing import Timing
 from kvrouter.fleet import Fleet
-from kvrouter.mock import Timing
 from kvrouter.routing.request import RouteRequest, RoutingSettings, View
 from kvrouter.sim.fleet import SlotLoads
 from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule

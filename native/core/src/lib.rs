@@ -11,6 +11,7 @@ mod overlap;
 pub mod paged_kv;
 mod pages;
 mod paths;
+pub mod prediction;
 pub mod prefix_set;
 pub mod prompt;
 mod rank;

@@ -1,4 +1,4 @@
-//! How long one engine step takes; `kvrouter.mock.Timing` has the formula.
+//! How long one engine step takes; `kvrouter.core.timing.Timing` has the formula.
 
 /// Milliseconds, in the order of the formula's terms.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,6 +14,27 @@ pub struct Timing {
     pub decode_sequence: f64,
     pub decode_kv_token: f64,
     pub mixed_kv_token: f64,
+}
+
+impl From<[f64; 11]> for Timing {
+    fn from(figures: [f64; 11]) -> Self {
+        let [prefill_quadratic, prefill_linear, prefill_base, prefill_attention, rest @ ..] = figures;
+        let [decode_quadratic, decode_linear, decode_base, decode_min, rest @ ..] = rest;
+        let [decode_sequence, decode_kv_token, mixed_kv_token] = rest;
+        Timing {
+            prefill_quadratic,
+            prefill_linear,
+            prefill_base,
+            prefill_attention,
+            decode_quadratic,
+            decode_linear,
+            decode_base,
+            decode_min,
+            decode_sequence,
+            decode_kv_token,
+            mixed_kv_token,
+        }
+    }
 }
 
 /// What a step computes.

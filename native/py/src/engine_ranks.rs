@@ -95,9 +95,6 @@ impl EngineRanks {
         if total_blocks == 0 || seqs_max == 0 || tokens_max == 0 {
             return Err(PyValueError::new_err("total_blocks, seqs_max, tokens_max: at least 1"));
         }
-        let [prefill_quadratic, prefill_linear, prefill_base, prefill_attention, rest @ ..] = timing;
-        let [decode_quadratic, decode_linear, decode_base, decode_min, rest @ ..] = rest;
-        let [decode_sequence, decode_kv_token, mixed_kv_token] = rest;
         Ok(self.0.add(Config {
             block_size: block_size as u64,
             total_blocks,
@@ -108,19 +105,7 @@ impl EngineRanks {
             prefix_caching,
             opaque,
             seed,
-            timing: Timing {
-                prefill_quadratic,
-                prefill_linear,
-                prefill_base,
-                prefill_attention,
-                decode_quadratic,
-                decode_linear,
-                decode_base,
-                decode_min,
-                decode_sequence,
-                decode_kv_token,
-                mixed_kv_token,
-            },
+            timing: Timing::from(timing),
             leaps,
         }))
     }

@@ -10,6 +10,7 @@ mod index;
 mod json;
 mod ledger;
 mod paged_kv;
+mod prediction;
 mod prefix_set;
 mod recording;
 
@@ -29,6 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ledger::Column>()?;
     module.add_class::<ledger::Ledger>()?;
     module.add_class::<paged_kv::PagedKv>()?;
+    module.add_class::<prediction::Predictor>()?;
     module.add_class::<prefix_set::PrefixSet>()?;
     module.add_class::<recording::RecordQueue>()?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;

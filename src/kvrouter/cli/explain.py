@@ -19,6 +19,19 @@ CROSSED = "The handoff crosses its domain: no decode worker was left in it."
 LAST_RESORT = "Nobody else was left: workers that failed again and again may take it too."
 
 
+class TimesRow(msgspec.Struct, frozen=True):
+    """The parts of a predicted time, in milliseconds."""
+
+    expected_ms: float
+    queue_ms: float
+    prefill_ms: float
+    memory_ms: float
+    decode_ms: float
+    others_ms: float
+    turnover_ms: float
+    transfer_ms: float
+
+
 class CandidateRow(msgspec.Struct, frozen=True):
     """One worker rank, as the decision saw it."""
 
@@ -34,6 +47,7 @@ class CandidateRow(msgspec.Struct, frozen=True):
     multiplier: float
     cost: float | None
     chosen: bool
+    times: TimesRow | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -141,7 +155,8 @@ def _table(title: str, leg: LegPick) -> Table:
     )
     for name in ("", "worker", "where"):
         table.add_column(name)
-    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost"):
+    timed = any(row.times is not None for row in leg.candidates)
+    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost", *(TIMED if timed else ())):
         table.add_column(name, justify="right")
     table.add_column("")
     for row in _ordered(leg)[:ROWS_MAX]:
@@ -153,10 +168,22 @@ def _table(title: str, leg: LegPick) -> Table:
             " ".join(f"{domain}={value}" for domain, value in row.domains.items()),
             str(row.overlap_blocks),
             *map(number_text, numbers),
+            *(_times_cells(row.times) if timed else ()),
             "chosen" if row.chosen else (row.reason or ""),
         ]
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
+
+
+TIMED = ("queue ms", "prefill", "memory", "transfer", "= TTFT ms", "for others")
+"""What stands behind the blocks where a leg's cost is time."""
+
+
+def _times_cells(times: TimesRow | None) -> list[str]:
+    if times is None:
+        return [""] * len(TIMED)
+    own = (times.queue_ms, times.prefill_ms, times.memory_ms, times.transfer_ms, times.expected_ms)
+    return [f"{part:.1f}" for part in (*own, times.decode_ms + times.others_ms + times.turnover_ms)]
 
 
 def _chosen(leg: LegPick) -> str:
@@ -193,6 +220,7 @@ class PickRow(msgspec.Struct, frozen=True):
     multiplier: float
     cost: float
     candidates: int
+    times: TimesRow | None = None
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
@@ -248,12 +276,14 @@ def _decisions_table(attempt: AttemptRow) -> Table:
     )
     for name in ("leg", "worker"):
         table.add_column(name)
-    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost", "candidates"):
+    timed = any(pick is not None and pick.times is not None for pick in (attempt.prefill, attempt.decode))
+    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost", "candidates", *(TIMED * timed)):
         table.add_column(name, justify="right")
     whole = "decode" if attempt.prefill is not None else "whole"
     for leg, pick in (("prefill", attempt.prefill), (whole, attempt.decode)):
         if pick is not None:
-            table.add_row(*map(Text, _cells(leg, pick)), style="bold green")
+            cells = [*_cells(leg, pick), *(_times_cells(pick.times) if timed else ())]
+            table.add_row(*map(Text, cells), style="bold green")
     return table
 
 

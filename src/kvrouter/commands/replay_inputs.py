@@ -14,7 +14,7 @@ from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.recorded_inputs import NO_CHANGES, NONE, RECORDED, RecordedChanges, recorded_changes
 from kvrouter.config.fleet_engines import MockTiming
 from kvrouter.config.problems import config_error, problem_of, read_document
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
 from kvrouter.sim.recorded_fleet import RecordedFleet
 from kvrouter.sim.simulation import Simulation, check_room, longest_request

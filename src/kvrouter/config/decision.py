@@ -1,6 +1,7 @@
 """What placement takes from the router's settings."""
 
 from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.constraints import CostRule
 from kvrouter.fleet import CircuitSettings
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
@@ -14,6 +15,7 @@ def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> Routing
         default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
     return RoutingSettings(
         mode=config.router_mode,
+        cost=config.router_cost,
         overlap_score_weight=config.overlap_score_weight,
         temperature=config.router_temperature,
         track_active_blocks=config.track_active_blocks,
@@ -21,8 +23,9 @@ def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> Routing
         active_decode_blocks_threshold=config.active_decode_blocks_threshold,
         active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
         kv_transfer_weight=config.kv_transfer_weight,
-        links=links if config.kv_transfer_weight > 0.0 else None,
+        links=links if config.kv_transfer_weight > 0.0 or config.router_cost is CostRule.TIME else None,
         topology_default=default,
+        decode_weight=config.router_decode_weight,
     )
 
 

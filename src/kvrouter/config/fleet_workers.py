@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from kvrouter.config.fleet import FleetFile, LinkSpec, TopologySpec, WorkerGroup
 from kvrouter.config.fleet_engines import HandoffKind, MockEngineSpec
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
-from kvrouter.mock import Links, MockConfig, Peer, Timing
+from kvrouter.mock import Links, MockConfig, Peer
 from kvrouter.topology import Link, LinkTable
 
 BOOTSTRAP_PORT = 8998

@@ -23,7 +23,7 @@ from kvrouter.config.setting import (
     Switch,
     Whole,
 )
-from kvrouter.core.constraints import RouterMode
+from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.topology import MismatchPolicy
 
 
@@ -53,6 +53,26 @@ class KvRouterConfig(Section):
     ] = RouterMode.KV
     """How a worker is picked among those that are eligible: by cost, in turn, or by chance. Eligibility
     (roles, taints, topology, busy workers) is the same in every mode."""
+
+    router_cost: Annotated[
+        CostRule,
+        Setting(flag="--router-cost", variable="KVROUTER_ROUTER_COST", group=SettingGroup.ROUTING),
+    ] = CostRule.BLOCKS
+    """What a worker costs where the cheapest is picked: blocks to prefill and to decode, the predicted time
+    to the first token, or LMetric's product of prompt tokens and requests. Time learns how fast each worker
+    is; neither it nor LMetric has to be tuned."""
+
+    router_decode_weight: Annotated[
+        NonNegative,
+        Setting(
+            flag="--router-decode-weight",
+            variable="KVROUTER_ROUTER_DECODE_WEIGHT",
+            group=SettingGroup.ROUTING,
+            unit="tokens",
+        ),
+    ] = 8.0
+    """Under the cost of time, for how many tokens of its answer a request weighs how long a decode step takes
+    on a worker. Higher favours even load and the time between tokens over the time to the first."""
 
     overlap_score_weight: Annotated[
         NonNegative,

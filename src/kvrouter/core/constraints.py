@@ -16,6 +16,17 @@ class RouterMode(StrEnum):
     RANDOM = "random"
 
 
+class CostRule(StrEnum):
+    """What a worker costs, where the cheapest is picked."""
+
+    BLOCKS = "blocks"
+    """Blocks to prefill and blocks that are decoded."""
+    TIME = "time"
+    """Predicted seconds to the first token, and what the request costs others."""
+    LMETRIC = "lmetric"
+    """Prompt tokens to compute there, times requests there (LMetric, arXiv 2603.15202)."""
+
+
 class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0).
 

@@ -29,8 +29,9 @@ _Entry = TypeVar("_Entry", bound=np.generic)
 class Columns:
     """What each slot's worker rank is, and its latest load report. Readers get arrays that they cannot write.
 
-    Shapes: every column has ``n_slots`` entries. ``total_blocks`` is infinite where it is unknown, so that a
-    fraction of it is 0; the other counts are ``UNKNOWN``. The arrays are replaced when ``n_slots`` changes:
+    Shapes: every column has ``n_slots`` entries. ``total_blocks`` and ``seats``, how many requests run at a
+    time, are infinite where they are unknown, so that a fraction of them is 0; the other counts are
+    ``UNKNOWN``. The arrays are replaced when ``n_slots`` changes:
     fetch them again after each change of the fleet.
     """
 
@@ -44,6 +45,7 @@ class Columns:
     prefill: BoolColumn
     decode_or_both: BoolColumn
     total_blocks: FloatColumn
+    seats: FloatColumn
     kv_bytes_per_token: npt.NDArray[np.int64]
     context_length: npt.NDArray[np.int64]
     has_report: BoolColumn
@@ -65,6 +67,7 @@ class Columns:
             "prefill": (np.bool_, False),
             "decode_or_both": (np.bool_, False),
             "total_blocks": (np.float64, np.inf),
+            "seats": (np.float64, np.inf),
             "kv_bytes_per_token": (np.int64, UNKNOWN),
             "context_length": (np.int64, UNKNOWN),
             "has_report": (np.bool_, False),

@@ -343,6 +343,7 @@ class Fleet:
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
         write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
         write(slot, "context_length", card.context_length)
+        write(slot, "seats", config.max_num_seqs or np.inf)
         if not keep_total_blocks:  # a load report may have said better meanwhile
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
         self._places.put(slot, topology_domains(config), config.taints)

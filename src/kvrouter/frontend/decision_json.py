@@ -8,7 +8,7 @@ from kvrouter.core.ids import RequestId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.errors import refusal_counts
-from kvrouter.routing.request import Candidate, Decision, Pick
+from kvrouter.routing.request import Candidate, Decision, Pick, Times
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.topology.policy import TransferPolicy
 
@@ -139,4 +139,11 @@ def _cost_json(of: Pick | Candidate) -> Json:
         "transfer_blocks": of.transfer_blocks,
         "multiplier": of.multiplier,
         "cost": of.cost,
+        "times": None if of.times is None else _times_json(of.times),
     }
+
+
+def _times_json(times: Times) -> Json:
+    """The parts in milliseconds, and what the leg itself is expected to take."""
+    parts = {name.removesuffix("_s") + "_ms": round(1e3 * part, 3) for name, part in times._asdict().items()}
+    return {"expected_ms": round(1e3 * times.expected_s, 3), **parts}

@@ -12,6 +12,7 @@ from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.placement.cache_view import PredictedCacheView
+from kvrouter.placement.speeds import SpeedReading
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
 from kvrouter.service.event_ingest import EventCacheView, FeedReading
 from kvrouter.service.model_router import ModelRouter
@@ -40,6 +41,7 @@ class RankReading:
     silent_s: float | None
     kv_events_missing: bool | None
     account: ReportReading
+    speed: SpeedReading | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     silent_s=None if feed is None else feed.silent_s,
                     kv_events_missing=None if feed is None else feed.is_missing,
                     account=model.accounts.reading(slot),
+                    speed=model.placer.speeds.reading(slot),
                 )
             )
         is_alive, circuit = fleet.is_alive(card.worker_id), model.circuit_state(card.worker_id)
@@ -151,6 +154,7 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "model": model.fleet.model,
         "block_size": model.fleet.block_size,
         "router_mode": settings.mode.value,
+        "router_cost": settings.cost.value,
         "workers": workers,
         "worker_ranks": sum(card.dp_size for card in model.fleet),
         "waiting_requests": model.waiting,
@@ -222,6 +226,7 @@ def _rank_json(rank: RankReading) -> Json:
         "feed": feed,
         "kv_events_skipped": rank.account.events_skipped,
         "predictions": None if rank.account.answers is None else _predictions_json(rank.account.answers),
+        "speed": None if rank.speed is None else _speed_json(rank.speed),
         "kv_transfers": None if rank.account.transfers is None else _transfers_json(rank.account.transfers),
     }
 
@@ -232,6 +237,17 @@ def _predictions_json(answers: AnswerCounts) -> Json:
         "wrong": answers.n_wrong,
         "wrong_share": round(answers.n_wrong / answers.n_answers, 3),
         "mean_error_blocks": round(answers.mean_error_blocks, 3),
+    }
+
+
+def _speed_json(speed: SpeedReading) -> Json:
+    return {
+        "slowness": round(speed.slowness, 3),
+        "relative": round(speed.relative, 3),
+        "requests": speed.requests,
+        "predicted_ttft_s": round(speed.predicted_s, 4),
+        "seen_ttft_s": round(speed.seen_s, 4),
+        "slow": speed.is_slow,
     }
 
 
@@ -302,6 +318,8 @@ class Gauges:
         telemetry.feed_state.replace(page.feed_state)
         telemetry.feed_staleness.replace(page.staleness)
         telemetry.kv_transfer_slow.replace(page.slow)
+        telemetry.rank_slowness.replace(page.slowness)
+        telemetry.rank_slow.replace(page.slow_ranks)
 
 
 class _Page:
@@ -322,6 +340,8 @@ class _Page:
         self.lag: Values = {}
         self.missing: Values = {}
         self.slow: Values = {}
+        self.slowness: Values = {}
+        self.slow_ranks: Values = {}
 
     def add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
@@ -357,6 +377,9 @@ class _Page:
             self.missing[labels] = float(rank.kv_events_missing)
         if rank.account.transfers is not None:
             self.slow[labels] = float(rank.account.transfers.is_slow)
+        if rank.speed is not None:
+            self.slowness[labels] = rank.speed.relative
+            self.slow_ranks[labels] = float(rank.speed.is_slow)
 
 
 def _place(worker: WorkerReading) -> str:

@@ -1,6 +1,6 @@
 """The mock engine: (now, input) → events. It knows nothing of sockets or asyncio."""
 
-from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig, Timing
+from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig
 from kvrouter.mock.engine import EngineFull, MockEngine, Outputs
 from kvrouter.mock.fabric import Fabric, FabricOutputs
 from kvrouter.mock.handoff import Party, RemoteSink
@@ -64,7 +64,6 @@ __all__ = [
     "SequenceKey",
     "SinkWord",
     "SourceWord",
-    "Timing",
     "ToSink",
     "ToSource",
     "Want",

@@ -9,6 +9,7 @@ from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import Bootstrap, Leg, TokenBuffer
 from kvrouter.fleet import Circuit, Pair
 from kvrouter.journey import RetryPlan, Shape
+from kvrouter.placement.speeds import Expected
 from kvrouter.routing.request import Decision, Pick, RouteRequest
 
 
@@ -59,6 +60,9 @@ class Placement:
     """Whether its answer brought something, and has not failed."""
     tries: tuple[tuple[WorkerId | Pair, Circuit], ...] = ()
     """The half-open circuits that let it in, to see whether their workers are well."""
+    expected: Expected | None = None
+    """What its prompt was expected to take where it is prefilled; None where times are not predicted."""
+    first_token_s: float | None = None
     decode_domains: Mapping[str, str] = field(default_factory=dict)
     prefill_domains: Mapping[str, str] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from kvrouter.core.constraints import Pin, RouterMode
+from kvrouter.core.constraints import CostRule, Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId, WorkerRank
@@ -34,6 +34,7 @@ from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.circuits import CircuitListener, Circuits
 from kvrouter.placement.load_at_report import LoadAtReport
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
+from kvrouter.placement.speeds import LearnedSpeeds, SpeedListener
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
 from kvrouter.routing.route import route, route_decode
@@ -143,6 +144,7 @@ class Placer:
         circuits: CircuitSettings,
         circuit_seed: int,
         circuit_listener: CircuitListener,
+        speed_listener: SpeedListener,
         waiting: WaitingLimits,
         call_soon: CallSoon,
         now_s: float,
@@ -159,6 +161,7 @@ class Placer:
         self.circuits = Circuits(
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
         )
+        self.speeds = LearnedSpeeds(fleet, speed_listener)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = self._begin_at_report(now_s)
         self._replication = replication
@@ -226,6 +229,7 @@ class Placer:
         """A slot has no worker rank any more: its leases and its cache go."""
         self.ledger.drop_slot(slot)
         self.cache.freed(slot)
+        self.speeds.freed(slot)
 
     def reported(self, report: LoadReport, slot: Slot, *, now_s: float) -> None:
         """The worker rank at ``slot`` reported its load."""
@@ -282,7 +286,14 @@ class Placer:
             tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
             blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
             rule=self.rule,
+            requests=columns.requests[:n_slots],
+            waiting=columns.waiting[:n_slots],
+            speeds=self.speeds.speeds(n_slots, now_s=now_s) if self._learns else None,
         )
+
+    @property
+    def _learns(self) -> bool:
+        return self.settings.cost is CostRule.TIME
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
@@ -424,7 +435,19 @@ class Placer:
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
         if self.circuits.not_closed:
             self.circuits.booked(placement, now_s=now_s)
+        if self._learns:
+            self._expect(placement, now_s)
         return placement
+
+    def _expect(self, placement: Placement, now_s: float) -> None:
+        """Note what is predicted of both legs."""
+        prompt, block_tokens = placement.prompt, self.fleet.block_size
+        picks = (placement.decision.prefill, placement.decision.decode)
+        for pick in picks:
+            if pick is not None:
+                tokens = max(0, prompt.isl_tokens - pick.overlap_blocks * block_tokens)
+                expected = self.speeds.placed(pick, tokens, now_s=now_s)
+                placement.expected = placement.expected or expected
 
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
         decode = decision.decode
@@ -467,6 +490,9 @@ class Placer:
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
         self.circuits.prefilled(placement, now_s=now_s)
+        if placement.expected is not None and placement.decision.decode.leg is not Leg.AGGREGATED:
+            self.speeds.came(placement.expected, now_s=now_s)
+            placement.expected = None
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
             self.load_changed()
@@ -474,6 +500,10 @@ class Placer:
     def first_token(self, placement: Placement, *, now_s: float) -> None:
         """The first token came: load moves from prefill to decode."""
         self.circuits.begun(placement, now_s=now_s)
+        placement.first_token_s = now_s
+        if placement.expected is not None and placement.decision.decode.leg is Leg.AGGREGATED:
+            self.speeds.came(placement.expected, now_s=now_s)
+            placement.expected = None
         self.ledger.first_token(placement.decode_lease)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
@@ -486,6 +516,10 @@ class Placer:
 
     def release(self, placement: Placement, *, now_s: float) -> None:
         """Close the leases; idempotent."""
+        if placement.first_token_s is not None:
+            if self._learns:
+                self.speeds.answered(placement.decision.decode.slot, now_s - placement.first_token_s)
+            placement.first_token_s = None
         self.circuits.released(placement, now_s=now_s)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)

@@ -1,6 +1,6 @@
-"""The cost of each candidate, in blocks: named columns over slots, and links; lower is better.
+"""The cost of each candidate: named columns over slots, and links; lower is better.
 
-::
+Under the blocks rule it is in blocks::
 
     prefill_blocks  = (active prefill tokens + max(0, isl_tokens − overlap_blocks · block_size)) / block_size
     decode_blocks   = active blocks + the request's blocks that are not active there
@@ -10,20 +10,34 @@
 
 A prefill leg has no decode_blocks, and the decode leg of a pair no prefill_blocks; only that decode leg has
 transfer_blocks. A column that would be the same nothing everywhere is None.
+
+Under the time rule it is in seconds, by :mod:`kvrouter.routing.prediction`::
+
+    cost = (overlap_score_weight · (queue_s + prefill_s) + memory_s + decode_s + others_s + turnover_s
+            + transfer_s) · multiplier
+
+and under LMetric a product, which a decode leg has without its first factor (Wang et al., arXiv 2603.15202;
+the requests that run and this one, as in AIBrix's implementation)::
+
+    cost = prefill_blocks · block_size · (requests + 1) · multiplier
+
+Columns of blocks are there under every rule.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import exp, tanh
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrouter.core.constraints import RouterConfigOverride, RouterMode
+from kvrouter.core.constraints import CostRule, RouterConfigOverride, RouterMode
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
 from kvrouter.routing.eligibility import fitted
+from kvrouter.routing.prediction import LegTimes, own_s
 from kvrouter.routing.request import Pick, RouteRequest, RoutingSettings, View
 from kvrouter.topology import Link, LinkTable, Preferred, TransferConstraint
 
@@ -50,16 +64,16 @@ def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules
     )
 
 
-def transfer_blocks(
+def transfer_seconds(
     request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
 ) -> FloatColumn | None:
-    """Return what moving the KV from ``prefill_slot`` costs; None unless weight and links are given.
+    """Return how long moving the KV from ``prefill_slot`` takes; None where the links are not weighed.
 
     kv_bytes = (isl_tokens − tokens cached on the decode worker) · kv_bytes_per_token of the prefill worker.
     Where that worker does not publish it, the latency alone counts.
     """
     settings, fleet = view.settings, view.fleet
-    if settings.links is None or settings.kv_transfer_weight == 0.0:
+    if settings.links is None or (settings.kv_transfer_weight == 0.0 and settings.cost is not CostRule.TIME):
         return None
     links, which = links_from(fleet, settings.links, prefill_slot)
     latency_s = np.array([link.latency_s for link in links])[which]
@@ -71,7 +85,6 @@ def transfer_blocks(
     bytes_per_token = max(0, int(fleet.columns.kv_bytes_per_token[prefill_slot]))
     with np.errstate(over="ignore"):
         transfer_s: FloatColumn = latency_s + tokens * bytes_per_token / bandwidth_bytes_per_s
-        transfer_s *= settings.kv_transfer_weight
     return transfer_s
 
 
@@ -107,7 +120,9 @@ def links_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot) -> tuple[list
 
 
 class Costs(NamedTuple):
-    """The columns of one leg, each with an entry per slot, eligible or not."""
+    """The columns of one leg, each with an entry per slot, eligible or not. Under the time rule those of
+    blocks to prefill and to decode are not made: ``blocks_at`` has them of one slot.
+    """
 
     overlap_blocks: IntColumn | None
     prefill_blocks: FloatColumn | None
@@ -115,6 +130,8 @@ class Costs(NamedTuple):
     transfer_blocks: FloatColumn | None
     multiplier: FloatColumn | None
     cost: FloatColumn
+    times: LegTimes | None = None
+    blocks_at: Callable[[Slot], tuple[float, float]] | None = None
 
 
 def leg_costs(
@@ -127,30 +144,61 @@ def leg_costs(
     prefill_slot: Slot | None = None,
 ) -> Costs:
     """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from."""
-    n_slots = view.fleet.n_slots
+    settings, n_slots = view.settings, view.fleet.n_slots
     overlap = None if view.overlap_blocks is None else fitted(view.overlap_blocks, n_slots)
-    prefill = decode = transfer = None
-    if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
-        prefill = _prefill_blocks(request, view, overlap)
-    if leg is not Leg.PREFILL and view.settings.track_active_blocks:
-        decode = _decode_blocks(request, view)
+    transfer = transfer_s = None
     if prefill_slot is not None:
-        transfer = transfer_blocks(request, view, overlap, prefill_slot)
+        transfer_s = transfer_seconds(request, view, overlap, prefill_slot)
+    if transfer_s is not None and settings.kv_transfer_weight > 0.0:
+        with np.errstate(over="ignore"):
+            transfer = transfer_s * settings.kv_transfer_weight
     multiplier = _multiplier(view.fleet, _preferred_taints(request, leg, constraint))
-    cost = _total(prefill, decode, transfer, rules.overlap_score_weight, n_slots)
+    weight = rules.overlap_score_weight
+    if settings.cost is CostRule.TIME:
+        times = LegTimes(request, view, leg, overlap, transfer_s, overlap_score_weight=weight)
+        cost, blocks_at = times.cost, partial(_blocks_at, request, view, leg, overlap)
+        if multiplier is not None:
+            cost = cost * multiplier
+        return Costs(overlap, None, None, transfer, multiplier, cost, times, blocks_at)
+    prefill = decode = None
+    if leg is not Leg.DECODE and settings.track_prefill_tokens:
+        prefill = _prefill_blocks(request, view, overlap)
+    if leg is not Leg.PREFILL and settings.track_active_blocks:
+        decode = _decode_blocks(request, view)
+    if settings.cost is CostRule.LMETRIC:
+        cost = _lmetric(prefill, view)
+    else:
+        cost = _total(prefill, decode, transfer, weight, n_slots)
     if multiplier is not None:
         cost *= multiplier
     return Costs(overlap, prefill, decode, transfer, multiplier, cost)
 
 
-def own_blocks(request: RouteRequest, view: View, leg: Leg, rules: Rules) -> float:
+def own_cost(request: RouteRequest, view: View, leg: Leg, rules: Rules) -> float:
     """Return what the leg of such a request adds to the cost of a rank that holds nothing of it."""
+    if view.settings.cost is CostRule.TIME:
+        return own_s(request, view, leg)
     blocks = 0.0
     if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
-        blocks += rules.overlap_score_weight * request.isl_tokens / view.fleet.block_size
+        weight = rules.overlap_score_weight if view.settings.cost is CostRule.BLOCKS else 1.0
+        blocks += weight * request.isl_tokens / view.fleet.block_size
+    if view.settings.cost is CostRule.LMETRIC:
+        return blocks * view.fleet.block_size or 1.0
     if leg is not Leg.PREFILL and view.settings.track_active_blocks:
         blocks += request.total_blocks
     return blocks
+
+
+def _lmetric(prefill: FloatColumn | None, view: View) -> FloatColumn:
+    n_slots = view.fleet.n_slots
+    batch: FloatColumn = np.ones(n_slots)
+    if view.requests is not None:
+        batch += fitted(view.requests, n_slots)
+    if prefill is None:
+        return batch
+    tokens: FloatColumn = prefill * float(view.fleet.block_size)
+    tokens *= batch
+    return tokens
 
 
 def _prefill_blocks(request: RouteRequest, view: View, overlap: IntColumn | None) -> FloatColumn:
@@ -173,6 +221,22 @@ def _decode_blocks(request: RouteRequest, view: View) -> FloatColumn:
     if view.not_active is None:
         return np.add(active, float(request.total_blocks))
     return np.add(active, fitted(view.not_active, n_slots), dtype=np.float64)
+
+
+def _blocks_at(
+    request: RouteRequest, view: View, leg: Leg, overlap: IntColumn | None, slot: Slot
+) -> tuple[float, float]:
+    """Return one slot's blocks to prefill and to decode."""
+    prefill = decode = 0.0
+    if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
+        cached = 0 if overlap is None else overlap.item(slot) * view.fleet.block_size
+        prefill = (
+            max(0, request.isl_tokens - cached) + view.prefill_tokens.item(slot)
+        ) / view.fleet.block_size
+    if leg is not Leg.PREFILL and view.settings.track_active_blocks:
+        new = request.total_blocks if view.not_active is None else view.not_active.item(slot)
+        decode = float(view.active_blocks.item(slot) + new)
+    return prefill, decode
 
 
 def _total(
@@ -228,17 +292,23 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
     rank = fleet.rank_at(slot)
     if rank is None:
         raise ValueError(f"slot {slot} is free")
-    overlap, prefill, decode, transfer, multiplier, cost = costs
+    overlap, prefill, decode, transfer, multiplier, cost, times, blocks_at = costs
+    if blocks_at is not None:
+        prefill_blocks, decode_blocks = blocks_at(slot)
+    else:
+        prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
+        decode_blocks = 0.0 if decode is None else decode.item(slot)
     return Pick(
         slot=slot,
         rank=rank,
         leg=leg,
         overlap_blocks=0 if overlap is None else overlap.item(slot),
-        prefill_blocks=0.0 if prefill is None else prefill.item(slot),
-        decode_blocks=0.0 if decode is None else decode.item(slot),
+        prefill_blocks=prefill_blocks,
+        decode_blocks=decode_blocks,
         transfer_blocks=0.0 if transfer is None else transfer.item(slot),
         multiplier=1.0 if multiplier is None else multiplier.item(slot),
         cost=cost.item(slot),
         candidates=candidates,
         unseen=unseen,
+        times=None if times is None else times.at(slot),
     )

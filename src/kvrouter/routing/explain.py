@@ -44,6 +44,7 @@ def rows_of(
                 cost=pick.cost,
                 refused=refused_for.get(slot),
                 picked=slot == picked,
+                times=pick.times,
             )
         )
     return tuple(rows)

@@ -1,15 +1,16 @@
 """The types of a decision: the request, the view, the settings, the decision."""
 
 from math import isfinite
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.constraints import CostRule, Pin, RouterConfigOverride, RouterMode, RoutingConstraints
 from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, IntColumn, SlotColumn
+from kvrouter.core.timing import Timing
+from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
 from kvrouter.topology import LinkTable, RouterTopologyDefault, TransferConstraint
 
 
@@ -18,11 +19,14 @@ class RoutingSettings(msgspec.Struct, frozen=True):
 
     ``active_decode_blocks_threshold`` is a fraction of a worker's blocks, ``active_prefill_tokens_threshold``
     a number of tokens; above either one a worker is busy. ``kv_transfer_weight`` is in blocks a second of
-    transfer, and counts only where ``links`` is given. With ``prefill_alone`` the prefill leg is all that is
-    decided: somebody else picks decode. Raises ConfigError naming the setting.
+    transfer, and counts only where ``links`` is given. ``timing`` is what an engine is taken to need for a
+    step before anything is known of it; ``decode_weight`` is for how many tokens of its answer a request
+    weighs the time of a decode step. Both count only where ``cost`` is time. With ``prefill_alone`` the
+    prefill leg is all that is decided: somebody else picks decode. Raises ConfigError naming the setting.
     """
 
     mode: RouterMode = RouterMode.KV
+    cost: CostRule = CostRule.BLOCKS
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     track_active_blocks: bool = True
@@ -33,11 +37,14 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     links: LinkTable | None = None
     topology_default: RouterTopologyDefault | None = None
     prefill_alone: bool = False
+    timing: Timing = Timing()
+    decode_weight: float = 8.0
 
     def __post_init__(self) -> None:
         _check_at_least_0("overlap_score_weight", self.overlap_score_weight)
         _check_at_least_0("temperature", self.temperature)
         _check_at_least_0("kv_transfer_weight", self.kv_transfer_weight)
+        _check_at_least_0("decode_weight", self.decode_weight)
         fraction = self.active_decode_blocks_threshold
         if fraction is not None and not 0.0 <= fraction <= 1.0:
             raise ConfigError(
@@ -93,6 +100,43 @@ class SlotRule(Protocol):
         """Return one of ``allowed``: at least one slot, in the order of ranks. ``draw`` is 64 random bits."""
 
 
+class Speeds(NamedTuple):
+    """What a router has learned of its worker ranks, by slot.
+
+    ``slowness``: how many times as long as the settings' timing says prompts take there. ``turnover``: the
+    natural logarithm of how fast what is cached there is replaced, over the mean of all. ``answer_s``: how
+    many seconds an answer keeps its blocks, on a rank of slowness 1.
+    """
+
+    slowness: FloatColumn
+    turnover: FloatColumn
+    answer_s: float
+
+
+class Times(NamedTuple):
+    """The predicted seconds of one leg at one rank; the first three are the request's own wait."""
+
+    queue_s: float
+    """Until what is queued there is prefilled."""
+    prefill_s: float
+    """To prefill what of the prompt is not cached there."""
+    memory_s: float
+    """Until there is KV memory and a seat."""
+    decode_s: float
+    """What the steps of its answer take, as many as ``decode_weight`` says."""
+    others_s: float
+    """What those who wait there wait longer for it."""
+    turnover_s: float
+    """What later requests lose, as its KV is replaced sooner there than elsewhere; below 0: gain."""
+    transfer_s: float
+    """To move its KV there."""
+
+    @property
+    def expected_s(self) -> float:
+        """What the leg itself is expected to take to its first token."""
+        return self.queue_s + self.prefill_s + self.memory_s + self.transfer_s
+
+
 class View(msgspec.Struct, frozen=True):
     """One reading of everything that the decision depends on; each column has a slot's entry at its index
     and at least ``fleet.n_slots`` entries.
@@ -103,7 +147,8 @@ class View(msgspec.Struct, frozen=True):
     ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
     may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
     load when the slot's latest load report was taken; None where all that is booked is in the report.
-    ``rule`` picks instead of the settings' mode.
+    ``rule`` picks instead of the settings' mode. ``requests``, ``waiting``: the ledger's requests, and those
+    whose first token has not come; None counts as none. ``speeds`` is None where nothing is learned.
     """
 
     fleet: Fleet
@@ -118,14 +163,18 @@ class View(msgspec.Struct, frozen=True):
     tokens_at_report: IntColumn | None = None
     blocks_at_report: IntColumn | None = None
     rule: SlotRule | None = None
+    requests: IntColumn | None = None
+    waiting: IntColumn | None = None
+    speeds: Speeds | None = None
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False):
     """The worker rank that takes one leg, with the parts of its cost, in blocks.
 
-    cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) · multiplier.
-    ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is how many requests like this
-    one were taken to be on their way, from other routers, to the ranks that are cheapest.
+    Under the blocks rule cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) ·
+    multiplier; the other rules' costs are in :mod:`kvrouter.routing.cost`. ``times`` is None unless the cost
+    is time. ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is how many requests
+    like this one were taken to be on their way, from other routers, to the ranks that are cheapest.
     """
 
     slot: Slot
@@ -139,6 +188,7 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
     cost: float
     candidates: int
     unseen: int = 0
+    times: Times | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -159,6 +209,7 @@ class Candidate(msgspec.Struct, frozen=True):
     cost: float
     refused: Reason | None
     picked: bool
+    times: Times | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

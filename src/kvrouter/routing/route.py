@@ -19,7 +19,7 @@ from kvrouter.core.errors import NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import RequestId, Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, FloatColumn, SlotColumn, mix64
-from kvrouter.routing.cost import Costs, Rules, leg_costs, own_blocks, pick_at, rules_of
+from kvrouter.routing.cost import Costs, Rules, leg_costs, own_cost, pick_at, rules_of
 from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals, not_busy, ready, screen
 from kvrouter.routing.explain import (
     busy_steps,
@@ -74,30 +74,30 @@ def pick_slot(
     draw: int,
     turn: int,
     unseen: int = 0,
-    own_blocks: float = 0.0,
+    own_cost: float = 0.0,
 ) -> Slot:
     """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits.
 
     The lowest cost is what it would be after ``unseen`` requests went where they are cheapest, one by one,
-    each of which adds ``own_blocks`` to its rank.
+    each of which adds ``own_cost`` to its rank.
     """
     if rules.mode is RouterMode.KV:
         if rules.temperature > 0.0:
             return _softmax(cost, _in_rank_order(mask, fleet), rules.temperature, draw)
         if unseen:
-            cost = _after(unseen, own_blocks, cost, mask)
+            cost = _after(unseen, own_cost, cost, mask)
         return _lowest(cost, mask, fleet, request_id)
     eligible = _in_rank_order(mask, fleet)
     at = turn if rules.mode is RouterMode.ROUND_ROBIN else mix64(draw)
     return Slot(int(eligible[at % len(eligible)]))
 
 
-def _after(unseen: int, own_blocks: float, cost: FloatColumn, mask: Mask) -> FloatColumn:
+def _after(unseen: int, own_cost: float, cost: FloatColumn, mask: Mask) -> FloatColumn:
     """Return the costs after so many requests went where they are cheapest."""
     cost = cost.copy()
     np.putmask(cost, mask.refused, np.inf)
     for _ in range(unseen):
-        cost[cost.argmin()] += own_blocks
+        cost[cost.argmin()] += own_cost
     return cost
 
 
@@ -406,7 +406,7 @@ def _pick(
     slot = pick_slot(
         costs.cost, mask, view.fleet, rules,
         request_id=request.request_id, draw=draw, turn=turn,
-        unseen=unseen, own_blocks=own_blocks(request, view, leg, rules) if unseen else 0.0,
+        unseen=unseen, own_cost=own_cost(request, view, leg, rules) if unseen else 0.0,
     )  # fmt: skip
     return _Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)
 

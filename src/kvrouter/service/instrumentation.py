@@ -87,14 +87,47 @@ class CircuitInstrumentation:
         )
 
 
+class SpeedInstrumentation:
+    """What is learned of how fast one model's ranks are."""
+
+    def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self._telemetry = telemetry
+        self._model = model
+
+    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
+        """A first token came, after so long."""
+        labels = self._model, str(rank.worker_id), str(rank.dp_rank)
+        self._telemetry.ttft_predicted.inc(*labels, by=predicted_s)
+        self._telemetry.ttft_seen.inc(*labels, by=seen_s)
+        self._telemetry.ttft_error.observe(abs(seen_s - predicted_s), self._model)
+
+    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
+        """A rank is slow from now on, or no longer."""
+        log_event(
+            logger,
+            Event.RANK_SLOW if is_slow else Event.RANK_WELL,
+            model=self._model,
+            worker=str(rank.worker_id),
+            dp_rank=rank.dp_rank,
+            slowness=round(slowness, 2),
+        )
+
+    def gone(self, rank: WorkerRank) -> None:
+        """A rank left: its counters go with it."""
+        labels = self._model, str(rank.worker_id), str(rank.dp_rank)
+        self._telemetry.ttft_predicted.forget(*labels)
+        self._telemetry.ttft_seen.forget(*labels)
+
+
 class ModelInstrumentation:
     """The events of one model; ``engines`` has those that its engines report of themselves, ``circuits``
-    those of its workers' circuits.
+    those of its workers' circuits, ``speeds`` what is learned of its ranks' speeds.
     """
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self.engines = EngineInstrumentation(telemetry, model)
         self.circuits = CircuitInstrumentation(telemetry, model)
+        self.speeds = SpeedInstrumentation(telemetry, model)
         self._telemetry = telemetry
         self._model = model
 

@@ -106,6 +106,7 @@ class ModelRouter:
             circuits=circuit_settings(config),
             circuit_seed=seeds.getrandbits(64),
             circuit_listener=observed.circuits,
+            speed_listener=observed.speeds,
             waiting=waiting_limits(config),
             call_soon=_call_soon,
             now_s=clock(),

@@ -19,12 +19,13 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.ids import Epoch, ModelName, RouterId, Slot, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, RouterId, Slot, WorkerId, WorkerRank
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.fleet import Fault, Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
-from kvrouter.mock import Fabric, MockConfig, Peer, Timing
+from kvrouter.mock import Fabric, MockConfig, Peer
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import SlotRule
@@ -38,7 +39,7 @@ VOCABULARY = 16
 
 
 class NoListener:
-    """Circuits that open and close are in the outcomes of requests."""
+    """What circuits and slow ranks cost is in the outcomes of requests."""
 
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A worker failed too often in a row."""
@@ -51,6 +52,12 @@ class NoListener:
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """KV of a pair arrived again."""
+
+    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
+        """A first token came."""
+
+    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
+        """A rank is slow from now on, or no longer."""
 
 
 class SlotLoads:
@@ -131,6 +138,7 @@ class SimFleet:
             circuits=circuit_settings(config),
             circuit_seed=seed,
             circuit_listener=NoListener(),
+            speed_listener=NoListener(),
             waiting=waiting_limits(config),
             call_soon=call_soon,
             now_s=0.0,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.engine_load import LONE_LEAST
 from kvrouter.sim.measured_run import F64, MeasuredRun
 from kvrouter.sim.roofline import MIXED_SHARE, Roofline

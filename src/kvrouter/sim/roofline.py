@@ -7,7 +7,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.mock import Timing
+from kvrouter.core.timing import Timing
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.gpus import LINK_GB_S, known_gpu
 from kvrouter.sim.measured_run import F64, EngineFlags, GpuInstance, MeasuredRun, RunHardware, RunMeta, Stamps

@@ -21,9 +21,10 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Leg, Sampling
+from kvrouter.core.timing import Timing
 from kvrouter.fleet import SlotColumn, mix64
 from kvrouter.index import PrefixSet
-from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party, Timing
+from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import RouteRequest, View

@@ -24,6 +24,8 @@ TRANSFER_KEYS = ("domain", "enforcement", "preferred_weight")
 
 ROUTER_KEYS = (
     "router_mode",
+    "router_cost",
+    "router_decode_weight",
     "overlap_score_weight",
     "router_temperature",
     "track_prefill_tokens",

@@ -87,6 +87,8 @@ class Event(StrEnum):
     INDEX_WRONG = "index_wrong"
     KV_TRANSFER_SLOW = "kv_transfer_slow"
     KV_TRANSFER_WELL = "kv_transfer_well"
+    RANK_SLOW = "rank_slow"
+    RANK_WELL = "rank_well"
     BUSY_THRESHOLD = "busy_threshold"
     ROUTING_HINT_IGNORED = "routing_hint_ignored"
     HTTP_BAD_REQUEST = "http_bad_request"
@@ -165,6 +167,7 @@ class Fields(TypedDict, total=False):
     running_requests: int
     duration_s: float
     detail: str
+    slowness: float
     started: bool
     unsent_bytes: int
     plane: str
@@ -368,6 +371,11 @@ EVENTS: dict[Event, EventSpec] = {
     Event.KV_TRANSFER_WELL: EventSpec(
         logging.INFO, "KV travels to a rank at half of the speed that it has shown, or faster, again."
     ),
+    Event.RANK_SLOW: EventSpec(
+        logging.WARNING,
+        "A rank takes 1.5 times as long for a prompt as half of the ranks do, or longer: it gets less to do.",
+    ),
+    Event.RANK_WELL: EventSpec(logging.INFO, "A rank that was slow is about as fast as the others again."),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.ROUTING_HINT_IGNORED: EventSpec(
         logging.WARNING,

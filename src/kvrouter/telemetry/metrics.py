@@ -144,6 +144,40 @@ class Telemetry(MetricsPage):
         "dp_rank",
     )
 
+    ttft_predicted = counter(
+        "kvrouter_ttft_predicted_seconds",
+        "Under the cost of time: predicted times to the first token, of requests whose first token came. "
+        "With kvrouter_ttft_seen_seconds_total it shows the mean error of a rank's predictions.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+    ttft_seen = counter(
+        "kvrouter_ttft_seen_seconds",
+        "What the same requests took to their first token, or to the end of their prefill leg.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+    ttft_error = histogram(
+        "kvrouter_ttft_prediction_error_seconds",
+        "Under the cost of time: by how much a time to the first token was more or less than was predicted.",
+        "model",
+        bounds=_TTFT_S,
+    )
+    rank_slowness = gauge(
+        "kvrouter_rank_slowness",
+        "Under the cost of time: how many times as long as half of the ranks do a rank takes for a prompt.",
+        "worker",
+        "dp_rank",
+    )
+    rank_slow = gauge(
+        "kvrouter_rank_slow",
+        "1 for a rank that takes at least 1.5 times as long as half of the ranks do.",
+        "worker",
+        "dp_rank",
+    )
+
     ttft = histogram(
         "kvrouter_time_to_first_token_seconds",
         "From the last byte of a request to the first byte of its first token.",

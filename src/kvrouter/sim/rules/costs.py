@@ -6,8 +6,8 @@ import numpy as np
 
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
+from kvrouter.core.timing import Timing
 from kvrouter.fleet import FloatColumn
-from kvrouter.mock import Timing
 from kvrouter.sim.rules.rule import RuleInput, lowest, new_tokens
 
 

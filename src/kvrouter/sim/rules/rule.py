@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
+from kvrouter.core.timing import Timing
 from kvrouter.fleet import FloatColumn, SlotColumn
-from kvrouter.mock import Timing
 from kvrouter.routing.request import RouteRequest, View
 
 

@@ -1,0 +1,1 @@
+"""What the cost of time chooses, against the blocks rule and the best of the published rules, in replays."""

@@ -1,0 +1,183 @@
+"""Aggregated workers: memory that is ample and memory that is short, and workers of unlike speed."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import yaml
+
+from benchmarks.replay.cases import BLOCK, CASES, Rows, rows_of
+from benchmarks.replay.replays import OBJECTIVE
+from kvrouter.config import Document, parse_document
+from kvrouter.core.timing import Timing
+from kvrouter.placement.speeds import LearnedSpeeds
+from kvrouter.routing.request import Speeds
+from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
+from kvrouter.sim.places import Places
+from kvrouter.sim.rules.registry import RULES
+from kvrouter.sim.simulation import Result, Simulation
+from kvrouter.sim.summary import summarize
+from kvrouter.sim.tuning import merit, points, second_half
+from kvrouter.sim.variant import OURS, Variant, variants
+
+WORKERS = 8
+LOADS = (1.0, 3.0, 5.0)
+BLOCKS = (4096, 1024, 512)
+SLOWER = 2.0
+"""How many times as long the slow half of the workers takes."""
+
+FINALISTS = 3
+"""So many rules, the best of the first half of the rows, are replayed with every seed."""
+
+TIME = f"{OURS}:router_cost=time"
+BLOCKS_RULE = f"{OURS}:router_cost=blocks"
+KNOWING = "kvrouter that knows every worker's speed"
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """One policy in one cell, of the second half of the rows; a value for each seed."""
+
+    policy: str
+    ttft_ms: tuple[float, ...]
+    ttft_p99_ms: tuple[float, ...]
+    itl_ms: tuple[float, ...]
+    good: tuple[float, ...]
+    failed: tuple[int, ...]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One trace at one load over one fleet."""
+
+    case: int
+    load: float
+    blocks: int
+    half_is_slow: bool
+    rows: int
+    seeds: int
+
+    @property
+    def key(self) -> str:
+        """What it is called; no two of a run are called the same."""
+        fleet = "half of the workers slow" if self.half_is_slow else f"{self.blocks} blocks"
+        return f"{CASES[self.case].name}, {self.load:g} times as fast, {fleet}"
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """What came of a job: ours by time and by blocks, and the published rules that were best at first."""
+
+    job: Job
+    figures: tuple[Figures, ...]
+
+
+def jobs(rows: int, seeds: int, cases: Sequence[int], loads: Sequence[float]) -> list[Job]:
+    """Return every cell of the aggregated bars; those that take longest first."""
+    plain = [
+        Job(case, load, blocks, False, rows, seeds) for case in cases for load in loads for blocks in BLOCKS
+    ]
+    slow = [Job(case, load, BLOCKS[0], True, rows, seeds) for case in cases for load in loads]
+    return plain + slow
+
+
+def fleet(job: Job) -> Document:
+    """The fleet file of a job."""
+    engine: dict[str, object] = {"total_kv_blocks": job.blocks}
+    groups = [{"name": "worker", "role": "both", "replicas": WORKERS, "engine": engine}]
+    if job.half_is_slow:
+        usual = Timing()
+        slower = {
+            name: getattr(usual, name) * SLOWER
+            for name in usual.__struct_fields__
+            if getattr(usual, name) != 0.0
+        }
+        groups = [
+            {"name": "fast", "role": "both", "replicas": WORKERS // 2, "engine": engine},
+            {
+                "name": "slow",
+                "role": "both",
+                "replicas": WORKERS // 2,
+                "engine": {**engine, "timing": slower},
+            },
+        ]
+    content = {
+        "version": 1,
+        "models": [{"name": "m", "block_size": BLOCK, "context_length": 1_000_000}],
+        "workers": groups,
+    }
+    return parse_document(yaml.safe_dump(content), job.key)
+
+
+class KnownSpeeds(LearnedSpeeds):
+    """Speeds that need not be learned: those of the fleet file, whose slow half comes last."""
+
+    def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
+        """What is known."""
+        learned = super().speeds(n_slots, now_s=now_s)
+        slowness = np.where(np.arange(n_slots) < WORKERS // 2, 1.0, SLOWER)
+        return learned._replace(slowness=slowness)
+
+
+class _Replays(NamedTuple):
+    job: Job
+    document: Document
+    rows: Rows
+
+    def run(self, policy: str, seed: int, *, is_half: bool = False) -> tuple[Result, Variant]:
+        is_knowing = policy == KNOWING
+        variant = variants(self.document, [TIME if is_knowing else policy], [])[0]
+        rows = self.rows.rows[: self.rows.half] if is_half else self.rows.rows
+        simulation = Simulation(
+            variant.fleet,
+            rows,
+            config=variant.fleet.router,
+            dispatch=ClosedLoop() if self.rows.is_closed else ByTimeStamp(),
+            piece_tokens=self.rows.piece_tokens,
+            rule=variant.make_rule(),
+            seed=seed,
+        )
+        if is_knowing:
+            placer = simulation.fleet.placer
+            placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.listener)
+        result = simulation.run()
+        if not result.is_whole:
+            raise KeyboardInterrupt
+        return result, variant
+
+    def merit(self, policy: str) -> tuple[int, float]:
+        return merit(self.run(policy, 0, is_half=True)[0].outcomes)
+
+    def figures(self, policy: str) -> Figures:
+        seen: list[tuple[float, float, float, float, int]] = []
+        for seed in range(self.job.seeds):
+            if len(seen) == 2 and seen[0] == seen[1]:  # nothing is drawn from seeds
+                seen += [seen[0]] * (self.job.seeds - 2)
+                break
+            result, variant = self.run(policy, seed)
+            places = Places(variant.fleet)
+            summary = summarize(second_half(result, len(self.rows.rows), places), OBJECTIVE, places)
+            seen.append(
+                (
+                    summary.ttft_ms.mean or 0.0,
+                    summary.ttft_ms.p99 or 0.0,
+                    summary.itl_ms.mean or 0.0,
+                    summary.good_share,
+                    sum(summary.errors.values()),
+                )
+            )
+        ttft, p99, itl, good, failed = zip(*seen, strict=True)
+        return Figures(policy, ttft, p99, itl, good, failed)
+
+
+def measured(job: Job) -> Cell:
+    """Replay one job."""
+    replays = _Replays(job, fleet(job), rows_of(CASES[job.case], job.load, job.rows))
+    ours = [TIME, BLOCKS_RULE, *([KNOWING] if job.half_is_slow else [])]
+    best = [_least(points(rule), replays.merit) for rule in RULES]
+    finalists = [policy for policy, _ in sorted(best, key=lambda found: found[1])[:FINALISTS]]
+    return Cell(job, tuple(replays.figures(policy) for policy in (*ours, *finalists)))
+
+
+def _least(
+    policies: Sequence[str], merit_of: Callable[[str], tuple[int, float]]
+) -> tuple[str, tuple[int, float]]:
+    return min(((policy, merit_of(policy)) for policy in policies), key=lambda found: found[1])

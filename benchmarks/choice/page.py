@@ -1,0 +1,143 @@
+"""The page of the results: each bar with what was measured, and which of them do not hold."""
+
+from collections.abc import Iterable, Sequence
+from statistics import mean
+
+import msgspec
+
+from benchmarks.choice.aggregated import BLOCKS, BLOCKS_RULE, KNOWING, TIME, Cell, Figures
+from benchmarks.http_replay.machine import Commit, Machine
+from benchmarks.replay.cases import CASES
+
+OF_BLOCKS = 0.75
+"""On the conversation trace at 3 times its speed: the mean TTFT by time over that by blocks, at most."""
+
+SHORT_MEMORY = 1.02
+OF_KNOWING = 1.05
+
+
+class Study(msgspec.Struct, frozen=True):
+    """All that was measured in one run."""
+
+    form: str
+    measured_at: str
+    commit: Commit
+    machine: Machine
+    rows: int
+    seeds: int
+    cells: tuple[Cell, ...]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One cell as the page shows it. ``missed`` names the bars that do not hold there."""
+
+    cell: Cell
+    ours: Figures
+    blocks: Figures
+    best: Figures
+    missed: tuple[str, ...]
+
+
+def row_of(cell: Cell) -> Row:
+    """Compare a cell with its bars."""
+    by_policy = {figures.policy: figures for figures in cell.figures}
+    ours, blocks = by_policy[TIME], by_policy[BLOCKS_RULE]
+    rules = [figures for name, figures in by_policy.items() if name not in (TIME, BLOCKS_RULE, KNOWING)]
+    best = min(rules, key=lambda figures: (mean(figures.failed), mean(figures.ttft_ms)))
+    job = cell.job
+    missed: list[str] = []
+
+    def at_most(what: str, seen: Sequence[float], bar: Sequence[float], times: float = 1.0) -> None:
+        if round(mean(seen) / mean(bar), 3) > times:
+            missed.append(f"{what} {mean(seen) / mean(bar):.3f}, wanted {times:g}")
+
+    if job.half_is_slow:
+        at_most("mean TTFT of knowing", ours.ttft_ms, by_policy[KNOWING].ttft_ms, OF_KNOWING)
+    elif job.blocks == BLOCKS[0]:
+        at_most("mean TTFT of the best rule", ours.ttft_ms, best.ttft_ms)
+        at_most("p99 TTFT of blocks", ours.ttft_p99_ms, blocks.ttft_p99_ms)
+        at_most("mean ITL of blocks", ours.itl_ms, blocks.itl_ms)
+        if CASES[job.case].name == "conversation" and job.load == 3.0:
+            at_most("mean TTFT of blocks", ours.ttft_ms, blocks.ttft_ms, OF_BLOCKS)
+    else:
+        at_most("mean TTFT of the best rule", ours.ttft_ms, best.ttft_ms, SHORT_MEMORY)
+        at_most("p99 TTFT of the best rule", ours.ttft_p99_ms, best.ttft_p99_ms, SHORT_MEMORY)
+    if mean(ours.failed) > mean(best.failed):
+        missed.append(f"{mean(ours.failed):.0f} failed, {mean(best.failed):.0f} under the best rule")
+    return Row(cell, ours, blocks, best, tuple(missed))
+
+
+def markdown(study: Study) -> str:
+    """Return the page."""
+    rows = [row_of(cell) for cell in study.cells]
+    plain = [row for row in rows if not row.cell.job.half_is_slow]
+    missed = [row for row in rows if row.missed]
+    text = [
+        "# What the cost of time chooses",
+        "",
+        f"Written by `python -m benchmarks.choice --form {study.form}`: the first {study.rows:,} requests of "
+        f"each trace, {study.seeds} seeds, commit {study.commit.id}{' with changes' * study.commit.changed}, "
+        f"{study.machine.cpu}, {study.machine.cores} cores. All figures are in "
+        f"[results](results/{study.form}.json). Mock engines answer by a formula: the page compares rules, "
+        "it predicts no fleet.",
+        "",
+        "8 aggregated workers. Figures are of the second half of the requests. The best rule is the one with "
+        "the least mean TTFT of the published ones, each with the parameters that did best on the first "
+        "half, of 12 points at most; the three best of the first half are replayed with every seed. `time` "
+        "and `blocks` are kvrouter's costs as they are by default: nothing is tuned.",
+        "",
+        "## Memory that is ample, and short",
+        "",
+        "| trace | load | blocks | time: TTFT mean ms | p99 | ITL | blocks rule: mean | p99 | ITL "
+        "| best rule | mean | p99 | time / blocks | time / best |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|",
+        *map(_line, plain),
+        "",
+        "## Half of the workers at half speed",
+        "",
+        "Nobody announces it. *Knowing*: the same rule with every worker's speed given.",
+        "",
+        "| trace | load | time: TTFT mean ms | p99 | knowing: mean | p99 | blocks rule: mean | best rule "
+        "| mean | time / knowing |",
+        "|---|--:|--:|--:|--:|--:|--:|---|--:|--:|",
+        *(_slow_line(row) for row in rows if row.cell.job.half_is_slow),
+        "",
+        "## Bars that do not hold",
+        "",
+        *([f"- {row.cell.job.key}: {'; '.join(row.missed)}" for row in missed] or ["All hold."]),
+        "",
+    ]
+    return "\n".join(text)
+
+
+def _line(row: Row) -> str:
+    job = row.cell.job
+    figures = (row.ours, row.blocks)
+    cells = [CASES[job.case].name, f"{job.load:g}", str(job.blocks)]
+    for each in figures:
+        cells += [_ms(each.ttft_ms), _ms(each.ttft_p99_ms), f"{mean(each.itl_ms):.1f}"]
+    cells += [row.best.policy, _ms(row.best.ttft_ms), _ms(row.best.ttft_p99_ms)]
+    cells += [_ratio(row.ours, row.blocks), _ratio(row.ours, row.best)]
+    return _joined(cells)
+
+
+def _slow_line(row: Row) -> str:
+    job = row.cell.job
+    knowing = next(figures for figures in row.cell.figures if figures.policy == KNOWING)
+    cells = [CASES[job.case].name, f"{job.load:g}"]
+    for each in (row.ours, knowing):
+        cells += [_ms(each.ttft_ms), _ms(each.ttft_p99_ms)]
+    cells += [_ms(row.blocks.ttft_ms), row.best.policy, _ms(row.best.ttft_ms), _ratio(row.ours, knowing)]
+    return _joined(cells)
+
+
+def _ms(values: Sequence[float]) -> str:
+    return f"{mean(values):,.0f}"
+
+
+def _ratio(one: Figures, other: Figures) -> str:
+    return f"{mean(one.ttft_ms) / mean(other.ttft_ms):.3f}"
+
+
+def _joined(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,205 @@
+//! The seconds that a request is expected to take to its first token at each slot, part by part;
+//! `kvrouter.routing.prediction` has the formulas.
+
+use crate::timing::Timing;
+
+/// How many parts a prediction has.
+pub const N_PARTS: usize = 6;
+
+/// What each slot holds and does. The columns have an entry for each slot.
+pub struct Slots<'a> {
+    /// Leading blocks of the request that are there; None where no index is kept.
+    pub overlap_blocks: Option<&'a [u32]>,
+    /// Blocks of the request that no running one holds there; None: all of them.
+    pub not_active: Option<&'a [u32]>,
+    pub prefill_tokens: &'a [i64],
+    pub active_blocks: &'a [i64],
+    pub requests: &'a [i64],
+    pub waiting: &'a [i64],
+    /// Infinite where it is unknown.
+    pub total_blocks: &'a [f64],
+    /// Infinite where it is unknown.
+    pub seats: &'a [f64],
+    pub slowness: &'a [f64],
+    pub turnover: &'a [f64],
+}
+
+/// What is asked for, and what of it counts.
+#[derive(Clone, Copy)]
+pub struct Asked {
+    pub isl_tokens: f64,
+    pub total_blocks: f64,
+    pub block_size: f64,
+    pub prefills: bool,
+    pub decodes: bool,
+    /// Whether prompt tokens count, and blocks.
+    pub counts_tokens: bool,
+    pub counts_blocks: bool,
+}
+
+/// What holds for every slot.
+#[derive(Clone, Copy)]
+pub struct Rates {
+    pub timing: Timing,
+    /// Prompt tokens of one step.
+    pub chunk_tokens: f64,
+    /// How long an answer keeps its blocks.
+    pub answer_s: f64,
+    pub overlap_weight: f64,
+    pub others_weight: f64,
+    pub turnover_weight: f64,
+    pub decode_weight: f64,
+}
+
+/// What is predicted for one request.
+pub struct Prediction<'a> {
+    slots: Slots<'a>,
+    asked: Asked,
+    rates: Rates,
+    steps: Steps,
+    /// What the prompt weighs in how fast a cache is replaced, in seconds.
+    prompt_s: f64,
+}
+
+impl<'a> Prediction<'a> {
+    /// # Panics
+    /// When a column has fewer than `n_slots` entries.
+    pub fn new(slots: &Slots<'a>, n_slots: usize, asked: Asked, rates: Rates) -> Self {
+        let steps = Steps::new(rates);
+        let counts = asked.counts_tokens || asked.counts_blocks;
+        let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
+        Prediction {
+            slots: slots.first(n_slots),
+            asked,
+            rates,
+            steps,
+            prompt_s: if counts { prompt_s } else { 0.0 },
+        }
+    }
+
+    /// Fills `total` with the sum of the parts of each slot, in which queue and prefill are weighed.
+    pub fn totals(&self, total: &mut [f64]) {
+        for (slot, total) in total.iter_mut().enumerate() {
+            let [queue_s, prefill_s, memory_s, decode_s, others_s, turnover_s] = self.at(slot);
+            *total = self.rates.overlap_weight * (queue_s + prefill_s)
+                + memory_s
+                + decode_s
+                + others_s
+                + turnover_s;
+        }
+    }
+
+    /// The parts of one slot: queue, prefill, memory, decode, others, turnover.
+    #[inline(always)]
+    pub fn at(&self, slot: usize) -> [f64; N_PARTS] {
+        let (slots, asked, rates, steps) = (&self.slots, &self.asked, &self.rates, &self.steps);
+        let slowness = slots.slowness[slot];
+        let waiting = slots.waiting[slot] as f64;
+        let held = slots.active_blocks[slot] as f64;
+        let total_blocks = slots.total_blocks[slot];
+        let running = (slots.requests[slot] - slots.waiting[slot]).max(0) as f64;
+        let (mut queue_s, mut prefill_s) = (0.0, 0.0);
+        if asked.prefills && asked.counts_tokens {
+            let overlap = slots.overlap_blocks.map_or(0.0, |column| f64::from(column[slot]));
+            let new_tokens = (asked.isl_tokens - overlap * asked.block_size).max(0.0);
+            let queued_tokens = steps.queued_tokens(slots.prefill_tokens[slot] as f64);
+            queue_s = queued_tokens * steps.token_s();
+            prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
+            if running > 0.0 {
+                // Those who decode share each step, and on average half of one is still to run.
+                let use_share = (held / total_blocks).min(1.0);
+                let n_steps = 1.0 + (queued_tokens + new_tokens) / rates.chunk_tokens;
+                queue_s += n_steps * steps.decode_s(use_share, running, held * asked.block_size);
+            }
+            queue_s *= slowness;
+        }
+        let (mut memory_s, mut decode_s, mut held_s) = (0.0, 0.0, 0.0);
+        if asked.decodes && asked.counts_blocks {
+            let new_blocks = slots.not_active.map_or(asked.total_blocks, |column| f64::from(column[slot]));
+            let active = held + new_blocks;
+            let lacking = active - total_blocks;
+            let answer_s = slowness * rates.answer_s;
+            if lacking > 0.0 {
+                memory_s = lacking * answer_s / total_blocks;
+                held_s = new_blocks * answer_s / total_blocks;
+            }
+            let seats = slots.seats[slot];
+            let unseated = slots.requests[slot] as f64 + 1.0 - seats;
+            if unseated > 0.0 {
+                memory_s = memory_s.max(unseated * answer_s / seats);
+            }
+            if rates.decode_weight > 0.0 {
+                let use_share = (active / total_blocks).min(1.0);
+                let step_s = steps.decode_s(use_share, running + 1.0, active * asked.block_size);
+                decode_s = rates.decode_weight * slowness * step_s;
+            }
+        }
+        let others_s = rates.others_weight * waiting * (prefill_s + held_s);
+        [queue_s, prefill_s, memory_s, decode_s, others_s, slowness * self.prompt_s * slots.turnover[slot]]
+    }
+}
+
+impl<'a> Slots<'a> {
+    fn first(&self, n_slots: usize) -> Self {
+        Slots {
+            overlap_blocks: self.overlap_blocks.map(|column| &column[..n_slots]),
+            not_active: self.not_active.map(|column| &column[..n_slots]),
+            prefill_tokens: &self.prefill_tokens[..n_slots],
+            active_blocks: &self.active_blocks[..n_slots],
+            requests: &self.requests[..n_slots],
+            waiting: &self.waiting[..n_slots],
+            total_blocks: &self.total_blocks[..n_slots],
+            seats: &self.seats[..n_slots],
+            slowness: &self.slowness[..n_slots],
+            turnover: &self.turnover[..n_slots],
+        }
+    }
+}
+
+/// Times of steps, for an engine of slowness 1.
+struct Steps {
+    timing: Timing,
+    chunk_tokens: f64,
+    /// A step that is full of prompt tokens.
+    chunk_s: f64,
+    token_s: f64,
+}
+
+impl Steps {
+    fn new(rates: Rates) -> Self {
+        let chunk_s = curve_s(&rates.timing, rates.chunk_tokens);
+        let token_s = chunk_s / rates.chunk_tokens;
+        Steps { timing: rates.timing, chunk_tokens: rates.chunk_tokens, chunk_s, token_s }
+    }
+
+    /// The seconds of a prompt token in a full step.
+    fn token_s(&self) -> f64 {
+        self.token_s
+    }
+
+    /// What is left to compute of tokens that are queued: the step that runs is half over.
+    fn queued_tokens(&self, tokens: f64) -> f64 {
+        tokens - 0.5 * tokens.min(self.chunk_tokens)
+    }
+
+    /// The last `tokens` of a prompt, in steps of their own.
+    fn prefill_s(&self, tokens: f64, isl_tokens: f64) -> f64 {
+        // A cast cuts the fraction off, and is one instruction where `floor` is a call.
+        let full = (tokens / self.chunk_tokens) as i64 as f64;
+        let rest = tokens - full * self.chunk_tokens;
+        let steps_s = full * self.chunk_s + if rest > 0.0 { curve_s(&self.timing, rest) } else { 0.0 };
+        let attended = tokens * (isl_tokens - tokens).max(0.0) + 0.5 * tokens * (tokens + 1.0);
+        steps_s + self.timing.prefill_attention * attended / 1_000.0
+    }
+
+    fn decode_s(&self, use_share: f64, n_sequences: f64, kv_tokens: f64) -> f64 {
+        let timing = &self.timing;
+        let curve = (timing.decode_quadratic * use_share + timing.decode_linear) * use_share;
+        let lasts = (curve + timing.decode_base).max(timing.decode_min);
+        (lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens) / 1_000.0
+    }
+}
+
+fn curve_s(timing: &Timing, tokens: f64) -> f64 {
+    ((timing.prefill_quadratic * tokens + timing.prefill_linear) * tokens + timing.prefill_base) / 1_000.0
+}

@@ -1,0 +1,169 @@
+//! `Predictor`: the expected seconds of a request at each slot, from columns that numpy holds.
+
+use kvrouter_core::prediction::{Asked, Prediction, Rates, Slots, N_PARTS};
+use kvrouter_core::timing::Timing;
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+/// The columns of one call: read-only where nothing is written.
+struct Columns<T: Element>(PyBuffer<T>);
+
+impl<T: Element> Columns<T> {
+    fn get(name: &str, column: &Bound<'_, PyAny>, at_least: usize) -> PyResult<Self> {
+        let buffer = PyBuffer::<T>::get(column)
+            .map_err(|error| PyTypeError::new_err(format!("{name}: not a column of its type: {error}")))?;
+        if !buffer.is_c_contiguous() || buffer.item_count() < at_least {
+            return Err(PyValueError::new_err(format!("{name}: at least {at_least} entries, C-contiguous")));
+        }
+        Ok(Columns(buffer))
+    }
+
+    fn maybe(name: &str, column: Option<&Bound<'_, PyAny>>, at_least: usize) -> PyResult<Option<Self>> {
+        column.map(|column| Self::get(name, column, at_least)).transpose()
+    }
+
+    fn needed(name: &str, column: Option<&Bound<'_, PyAny>>, at_least: usize) -> PyResult<Self> {
+        Self::maybe(name, column, at_least)?
+            .ok_or_else(|| PyTypeError::new_err(format!("{name}: a column, not None")))
+    }
+
+    fn as_slice(&self, _attached: Python<'_>) -> &[T] {
+        if self.0.item_count() == 0 {
+            return &[];
+        }
+        // SAFETY: contiguous, aligned elements (checked by PyBuffer), kept alive by the buffer; while the caller is
+        // attached no Python code writes to them, and the ledger's owner is the thread that is attached.
+        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<T>(), self.0.item_count()) }
+    }
+}
+
+#[pyclass(frozen, module = "kvrouter._native")]
+pub struct Predictor(Rates);
+
+#[pymethods]
+impl Predictor {
+    #[new]
+    #[pyo3(signature = (timing, *, chunk_tokens, others_weight, turnover_weight, decode_weight))]
+    fn new(
+        timing: [f64; 11],
+        chunk_tokens: f64,
+        others_weight: f64,
+        turnover_weight: f64,
+        decode_weight: f64,
+    ) -> PyResult<Self> {
+        if !(chunk_tokens >= 1.0 && chunk_tokens.is_finite()) {
+            return Err(PyValueError::new_err("chunk_tokens: at least 1"));
+        }
+        Ok(Predictor(Rates {
+            timing: Timing::from(timing),
+            chunk_tokens,
+            answer_s: 0.0,
+            overlap_weight: 1.0,
+            others_weight,
+            turnover_weight,
+            decode_weight,
+        }))
+    }
+
+    /// Fills `out` with the cost of each slot.
+    fn totals(
+        &self,
+        py: Python<'_>,
+        out: &Bound<'_, PyAny>,
+        columns: ColumnArgs<'_>,
+        asked: AskedArgs,
+    ) -> PyResult<()> {
+        let out = PyBuffer::<f64>::get(out)?;
+        if out.readonly() || !out.is_c_contiguous() {
+            return Err(PyBufferError::new_err("out: the buffer has to be writable and C-contiguous"));
+        }
+        let n_slots = out.item_count();
+        if n_slots == 0 {
+            return Ok(());
+        }
+        let columns = Borrowed::get(&columns, n_slots)?;
+        // SAFETY: contiguous, writable and kept alive by the buffer; the caller is attached, and none of the columns that
+        // are read is a part of it.
+        let total = unsafe { std::slice::from_raw_parts_mut(out.buf_ptr().cast::<f64>(), n_slots) };
+        self.prediction(&columns.slots(py), n_slots, asked).totals(total);
+        Ok(())
+    }
+
+    /// The parts of one slot.
+    fn parts(
+        &self,
+        py: Python<'_>,
+        slot: usize,
+        columns: ColumnArgs<'_>,
+        asked: AskedArgs,
+    ) -> PyResult<[f64; N_PARTS]> {
+        let columns = Borrowed::get(&columns, slot + 1)?;
+        Ok(self.prediction(&columns.slots(py), slot + 1, asked).at(slot))
+    }
+}
+
+/// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
+/// slowness, turnover.
+type ColumnArgs<'py> = [Option<Bound<'py, PyAny>>; 10];
+
+/// Prompt tokens and blocks, the size of a block, the seconds of an answer, the weight of overlap; whether the leg
+/// prefills and decodes, and whether tokens and blocks count.
+type AskedArgs = ([f64; 5], [bool; 4]);
+
+impl Predictor {
+    fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
+        let ([isl_tokens, total_blocks, block_size, answer_s, overlap_weight], flags) = asked;
+        let [prefills, decodes, counts_tokens, counts_blocks] = flags;
+        let asked =
+            Asked { isl_tokens, total_blocks, block_size, prefills, decodes, counts_tokens, counts_blocks };
+        Prediction::new(slots, n_slots, asked, Rates { answer_s, overlap_weight, ..self.0 })
+    }
+}
+
+struct Borrowed {
+    overlap_blocks: Option<Columns<u32>>,
+    not_active: Option<Columns<u32>>,
+    counts: [Columns<i64>; 4],
+    figures: [Columns<f64>; 4],
+}
+
+impl Borrowed {
+    fn get(columns: &ColumnArgs<'_>, n_slots: usize) -> PyResult<Self> {
+        let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, turnover] =
+            columns;
+        Ok(Borrowed {
+            overlap_blocks: Columns::maybe("overlap_blocks", overlap.as_ref(), n_slots)?,
+            not_active: Columns::maybe("not_active", not_active.as_ref(), n_slots)?,
+            counts: [
+                Columns::needed("prefill_tokens", tokens.as_ref(), n_slots)?,
+                Columns::needed("active_blocks", blocks.as_ref(), n_slots)?,
+                Columns::needed("requests", requests.as_ref(), n_slots)?,
+                Columns::needed("waiting", waiting.as_ref(), n_slots)?,
+            ],
+            figures: [
+                Columns::needed("total_blocks", total.as_ref(), n_slots)?,
+                Columns::needed("seats", seats.as_ref(), n_slots)?,
+                Columns::needed("slowness", slowness.as_ref(), n_slots)?,
+                Columns::needed("turnover", turnover.as_ref(), n_slots)?,
+            ],
+        })
+    }
+
+    fn slots<'a>(&'a self, py: Python<'_>) -> Slots<'a> {
+        let [prefill_tokens, active_blocks, requests, waiting] = &self.counts;
+        let [total_blocks, seats, slowness, turnover] = &self.figures;
+        Slots {
+            overlap_blocks: self.overlap_blocks.as_ref().map(|column| column.as_slice(py)),
+            not_active: self.not_active.as_ref().map(|column| column.as_slice(py)),
+            prefill_tokens: prefill_tokens.as_slice(py),
+            active_blocks: active_blocks.as_slice(py),
+            requests: requests.as_slice(py),
+            waiting: waiting.as_slice(py),
+            total_blocks: total_blocks.as_slice(py),
+            seats: seats.as_slice(py),
+            slowness: slowness.as_slice(py),
+            turnover: turnover.as_slice(py),
+        }
+    }
+}

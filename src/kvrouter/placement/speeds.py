@@ -1,0 +1,255 @@
+"""How fast each worker rank is, learned from what its requests took to their first token.
+
+A rank's slowness is what its last requests took, over what they would have taken one of slowness 1: the least
+squares of a line through 0, in which long prompts weigh most, as what else delays a request is the same for
+all, and old ones less. A rank without evidence is as slow as
+ranks are on average; one that was not heard of for long becomes so again by halves, so that it is tried
+again.
+Requests that had to wait for KV memory or a seat say nothing of its speed.
+"""
+
+from math import log
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.fleet import Fleet
+from kvrouter.fleet.columns import resized
+from kvrouter.routing.prediction import ANSWER_S
+from kvrouter.routing.request import Pick, Speeds
+
+MEMORY = 16
+"""About how many of a rank's last requests count."""
+
+CAUTION = 4.0
+"""As many requests' worth it is taken for as slow as the others, until so many of its own were seen."""
+
+CLIP = 4.0
+"""One request changes the view of a rank as if it had taken at most so many times what was expected."""
+
+FORGET_S = 120.0
+"""After so long without a request half of what sets a rank apart is forgotten."""
+
+TURNOVER_S = 100.0
+"""What was cached so long ago counts half, in how fast a cache is replaced."""
+
+TURNOVER_FLOOR = 0.25
+"""A cache into which nothing came counts as replaced at this share of the others' mean."""
+
+ANSWERS = 64
+"""About how many of the last answers count in how long one keeps its blocks."""
+
+SLOW = 1.5
+"""A rank that takes so many times as long as half of the ranks do is slow,"""
+
+WELL = 1.25
+"""and at this or below it is well again."""
+
+SLOW_REQUESTS = 4
+"""So many of its own requests must say so."""
+
+_REFRESH_S = 1.0
+_REBASE = 60.0
+
+
+class SpeedListener(Protocol):
+    """Who hears how predictions fare."""
+
+    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
+        """A first token came, after so long."""
+
+    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
+        """A rank is slow from now on, or no longer: it takes ``slowness`` times as long as the others."""
+
+
+class Expected(NamedTuple):
+    """What one leg was expected to take at a slot when it was placed."""
+
+    slot: Slot
+    rank: WorkerRank
+    at_s: float
+    plain_s: float
+    """Queue and prefill, on a rank of slowness 1."""
+    predicted_s: float
+    is_clear: bool
+    """Whether nothing but the rank's speed decides how long it takes."""
+
+
+class SpeedReading(NamedTuple):
+    """What is known of one rank's speed."""
+
+    slowness: float
+    """Over the settings' timing."""
+    relative: float
+    """Over the slowness that half of the ranks are within."""
+    requests: int
+    """How many of its requests showed it."""
+    predicted_s: float
+    """The mean prediction of its last requests to the first token,"""
+    seen_s: float
+    """and what they took."""
+    is_slow: bool
+
+
+class LearnedSpeeds:
+    """The speeds of one model's ranks. ``now_s`` is a moment of one monotonic clock."""
+
+    def __init__(self, fleet: Fleet, listener: SpeedListener) -> None:
+        self._fleet = fleet
+        self.listener = listener
+        self._slowness: npt.NDArray[np.float64] = np.ones(16)
+        self._turnover: npt.NDArray[np.float64] = np.zeros(16)
+        self._inserted: npt.NDArray[np.float64] = np.zeros(16)
+        """Tokens that came into each cache, each counted 2^(its age before ``_base_s`` / TURNOVER_S)."""
+        self._ranks: dict[Slot, _Rank] = {}
+        self._base_s = self._refreshed_s = 0.0
+        self._has_begun = False
+        self._mean = self._median = 1.0
+        self._mean_inserted: dict[bool, float] = {}
+        """By role: what came into the caches of those who only prefill, and of the others."""
+        self._answer_s = ANSWER_S
+        self._answers = 0
+
+    def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
+        """What is known now; the columns are those of the next reading too."""
+        if n_slots > len(self._slowness):
+            capacity = max(n_slots, 2 * len(self._slowness))
+            self._slowness = resized(self._slowness, capacity, self._mean)
+            self._turnover = resized(self._turnover, capacity, log(TURNOVER_FLOOR))
+            self._inserted = resized(self._inserted, capacity, 0.0)
+        if now_s - self._refreshed_s >= _REFRESH_S or not self._has_begun:
+            self._refresh(now_s)
+        return Speeds(self._slowness[:n_slots], self._turnover[:n_slots], self._answer_s)
+
+    def placed(self, pick: Pick, tokens: int, *, now_s: float) -> Expected | None:
+        """A leg was placed, and ``tokens`` of its prompt come into that rank's cache."""
+        times = pick.times
+        slot = pick.slot
+        self._insert(slot, tokens, now_s)
+        if times is None:
+            return None
+        plain_s = (times.queue_s + times.prefill_s) / float(self._slowness[slot])
+        return Expected(slot, pick.rank, now_s, plain_s, times.expected_s, times.memory_s == 0.0)
+
+    def came(self, expected: Expected, *, now_s: float) -> None:
+        """What was expected came: the first token, or the end of a prefill leg."""
+        slot, seen_s = expected.slot, now_s - expected.at_s
+        if self._fleet.rank_at(slot) != expected.rank:
+            return
+        self.listener.came(expected.rank, predicted_s=expected.predicted_s, seen_s=seen_s)
+        rank = self._ranks.get(slot)
+        if rank is None:
+            rank = self._ranks[slot] = _Rank()
+        rank.predicted(expected.predicted_s, seen_s)
+        if not expected.is_clear or expected.plain_s <= 0.0:
+            return
+        before = float(self._slowness[slot])
+        rank.note(expected.plain_s, seen_s, before, now_s)
+        self._slowness[slot] = rank.slowness(self._mean, now_s)
+        self._judge(rank, expected.rank, float(self._slowness[slot]))
+
+    def answered(self, slot: Slot, seconds: float) -> None:
+        """An answer ended so long after its first token."""
+        self._answers += 1
+        share = 1.0 / min(self._answers, ANSWERS)
+        self._answer_s += share * (seconds / float(self._slowness[slot]) - self._answer_s)
+
+    def freed(self, slot: Slot) -> None:
+        """The slot's rank is gone."""
+        self._ranks.pop(slot, None)
+        if slot < len(self._slowness):
+            self._slowness[slot] = self._mean
+            self._inserted[slot] = 0.0
+            self._turnover[slot] = log(TURNOVER_FLOOR)
+
+    def reading(self, slot: Slot) -> SpeedReading | None:
+        """What is known of the slot's rank; None before the first of its requests."""
+        rank = self._ranks.get(slot)
+        if rank is None:
+            return None
+        slowness = float(self._slowness[slot])
+        return SpeedReading(
+            slowness, slowness / self._median, rank.n_seen, rank.predicted_s, rank.seen_s, rank.is_slow
+        )
+
+    def _judge(self, rank: "_Rank", who: WorkerRank, slowness: float) -> None:
+        if rank.n_seen < SLOW_REQUESTS or len(self._ranks) < 2:
+            return
+        relative = slowness / self._median
+        is_slow = relative > (WELL if rank.is_slow else SLOW)
+        if is_slow != rank.is_slow:
+            rank.is_slow = is_slow
+            self.listener.turned(who, is_slow=is_slow, slowness=relative)
+
+    def _insert(self, slot: Slot, tokens: int, now_s: float) -> None:
+        self._inserted[slot] += tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
+        mean = self._mean_inserted.get(bool(self._fleet.columns.prefill[slot]), 0.0)
+        if mean > 0.0:
+            self._turnover[slot] = log(max(float(self._inserted[slot]) / mean, TURNOVER_FLOOR))
+
+    def _refresh(self, now_s: float) -> None:
+        """Let what is old count less, and columns be of now."""
+        if not self._has_begun:
+            self._has_begun, self._base_s = True, now_s
+        if (now_s - self._base_s) / TURNOVER_S > _REBASE:
+            self._inserted *= 2.0 ** -((now_s - self._base_s) / TURNOVER_S)
+            self._base_s = now_s
+        self._refreshed_s = now_s
+        columns = self._fleet.columns
+        n_slots = len(columns.present)
+        for prefills in (True, False):
+            alike = columns.present & (columns.prefill == prefills)
+            inserted = self._inserted[:n_slots][alike]
+            mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
+            if mean > 0.0:
+                self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean, TURNOVER_FLOOR))
+        known = sorted(rank.own() for rank in self._ranks.values() if rank.n_seen >= SLOW_REQUESTS)
+        if known:
+            self._mean, self._median = sum(known) / len(known), known[(len(known) - 1) // 2]
+        self._slowness[:] = self._mean
+        for slot, rank in self._ranks.items():
+            self._slowness[slot] = rank.slowness(self._mean, now_s)
+
+
+class _Rank:
+    """What the last requests of one rank took."""
+
+    __slots__ = ("_last_s", "_n_predicted", "_plain", "_taken", "is_slow", "n_seen", "predicted_s", "seen_s")
+
+    def __init__(self) -> None:
+        self._plain = self._taken = self._last_s = 0.0
+        self._n_predicted = 0
+        self.n_seen = 0
+        self.predicted_s = self.seen_s = 0.0
+        self.is_slow = False
+
+    def predicted(self, predicted_s: float, seen_s: float) -> None:
+        """A prediction, and what came."""
+        self._n_predicted += 1
+        share = 1.0 / min(self._n_predicted, MEMORY)
+        self.predicted_s += share * (predicted_s - self.predicted_s)
+        self.seen_s += share * (seen_s - self.seen_s)
+
+    def note(self, plain_s: float, taken_s: float, slowness: float, now_s: float) -> None:
+        """A request took so long that would have taken a rank of slowness 1 ``plain_s``."""
+        keep = 1.0 - 1.0 / MEMORY
+        bounded_s = min(max(taken_s, plain_s * slowness / CLIP), plain_s * slowness * CLIP)
+        self._plain = keep * self._plain + plain_s * plain_s
+        self._taken = keep * self._taken + plain_s * bounded_s
+        self._last_s = now_s
+        self.n_seen += 1
+
+    def own(self) -> float:
+        """What its own requests say, of which there are some."""
+        return self._taken / self._plain
+
+    def slowness(self, others: float, now_s: float) -> float:
+        """The rank's slowness now, where the others' is ``others``."""
+        if self.n_seen == 0:
+            return others
+        caution = CAUTION * max(0.0, 1.0 - self.n_seen / MEMORY) / min(self.n_seen, MEMORY)
+        own = (self.own() + caution * others) / (1.0 + caution)
+        kept: float = 2.0 ** -(max(0.0, now_s - self._last_s) / FORGET_S)
+        return others + (own - others) * kept

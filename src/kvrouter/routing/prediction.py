@@ -1,0 +1,163 @@
+"""The predicted seconds of one leg at each rank, from what is queued there and how fast the rank is.
+
+With t tokens of the prompt that are not cached there, a chunk of :data:`CHUNK_TOKENS` prompt tokens a step,
+and the settings' ``timing`` for a step::
+
+    queue_s    = slowness · (q · step of a chunk / chunk
+                             + (1 + (q + t) / chunk) · the step of decode there, where requests decode)
+                 q = queued tokens, less half of a chunk of them
+    prefill_s  = slowness · (the steps that t tokens take, full ones first)
+    memory_s   = slowness · answer_s · max(blocks that are lacking / blocks,
+                                           requests without a seat / seats)          (Little's law)
+    decode_s   = slowness · decode_weight · the step of decode with this request
+    others_s   = 0.5 · requests that wait there · (prefill_s + slowness · answer_s · new blocks / blocks,
+                                                   where blocks are lacking)
+    turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
+
+The first three are what the request waits for itself; the mock engine's tests compare them with what it then
+took. ``others_s`` makes a fleet that is overloaded keep requests where they are cheap, for the sake of all
+that wait: weights between 0.3 and 1 give the same mean times to the first token below saturation, and less
+than half of those without it beyond. ``turnover_s`` counts what a prompt's next turn loses where blocks are
+evicted sooner: of gaps between uses that are spread evenly over their orders of magnitude, a cache that is
+replaced e times as fast misses a constant share more (Che's approximation of a least-recently-used cache).
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import astuple
+
+from kvrouter._native import Predictor
+from kvrouter.core.ids import Slot
+from kvrouter.core.requests import Leg
+from kvrouter.core.timing import Timing
+from kvrouter.fleet import FloatColumn, IntColumn
+from kvrouter.routing.request import RouteRequest, Speeds, Times, View
+
+CHUNK_TOKENS = 8192
+"""Prompt tokens that an engine computes in one step: what vLLM and SGLang take by default on large GPUs."""
+
+OTHERS_WEIGHT = 0.5
+TURNOVER_WEIGHT = 0.1
+
+ANSWER_S = 5.0
+"""How long an answer keeps its blocks, before one was seen."""
+
+
+class LegTimes:
+    """The predicted times of one leg. ``cost`` has the seconds of each slot; parts are made on demand."""
+
+    __slots__ = ("_asked", "_columns", "_predictor", "_transfer_s", "cost")
+
+    def __init__(
+        self,
+        request: RouteRequest,
+        view: View,
+        leg: Leg,
+        overlap: IntColumn | None,
+        transfer_s: FloatColumn | None,
+        *,
+        overlap_score_weight: float,
+    ) -> None:
+        fleet, settings = view.fleet, view.settings
+        n_slots = fleet.n_slots
+        speeds = view.speeds or unlearned(n_slots)
+        columns = fleet.columns
+        self._transfer_s = transfer_s
+        self._predictor = predictor_of(settings.timing, settings.decode_weight)
+        self._columns = (
+            _typed(overlap, _UINT32),
+            _typed(view.not_active, _UINT32),
+            _typed(view.prefill_tokens, _INT64),
+            _typed(view.active_blocks, _INT64),
+            _none(n_slots) if view.requests is None else _typed(view.requests, _INT64),
+            _none(n_slots) if view.waiting is None else _typed(view.waiting, _INT64),
+            columns.total_blocks,
+            columns.seats,
+            speeds.slowness,
+            speeds.turnover,
+        )
+        self._asked = (
+            (
+                request.isl_tokens,
+                request.total_blocks,
+                fleet.block_size,
+                speeds.answer_s,
+                overlap_score_weight,
+            ),
+            (
+                leg is not Leg.DECODE,
+                leg is not Leg.PREFILL,
+                settings.track_prefill_tokens,
+                settings.track_active_blocks,
+            ),
+        )
+        self.cost: FloatColumn = np.empty(n_slots)
+        self._predictor.totals(self.cost, self._columns, self._asked)
+        if transfer_s is not None:
+            self.cost += transfer_s
+
+    def at(self, slot: Slot) -> Times:
+        """Return the parts at one slot."""
+        transfer_s = 0.0 if self._transfer_s is None else self._transfer_s.item(slot)
+        return Times(*self._predictor.parts(slot, self._columns, self._asked), transfer_s)
+
+
+def own_s(request: RouteRequest, view: View, leg: Leg) -> float:
+    """Return what the leg of such a request adds to the seconds of a rank that holds nothing of it."""
+    settings, seconds = view.settings, 0.0
+    if leg is not Leg.DECODE and settings.track_prefill_tokens:
+        seconds += prompt_s(settings.timing, request.isl_tokens)
+    if leg is not Leg.PREFILL and settings.track_active_blocks:
+        answer_s = ANSWER_S if view.speeds is None else view.speeds.answer_s
+        total = view.fleet.columns.total_blocks
+        finite = total[np.isfinite(total)]
+        if len(finite):
+            seconds += answer_s * request.total_blocks / float(finite.mean())
+    return seconds
+
+
+def prompt_s(timing: Timing, tokens: int) -> float:
+    """Return what a prompt of so many tokens takes an engine of slowness 1, in steps of its own."""
+    full, rest = divmod(tokens, CHUNK_TOKENS)
+    steps_ms = full * timing.prefill_ms(CHUNK_TOKENS) + timing.prefill_ms(rest)
+    return (steps_ms + timing.prefill_attention * tokens * (tokens + 1) / 2) / 1e3
+
+
+@lru_cache(maxsize=64)
+def predictor_of(timing: Timing, decode_weight: float) -> Predictor:
+    """Return the predictor for a timing; the same one again."""
+    return Predictor(
+        astuple(timing),
+        chunk_tokens=CHUNK_TOKENS,
+        others_weight=OTHERS_WEIGHT,
+        turnover_weight=TURNOVER_WEIGHT,
+        decode_weight=decode_weight,
+    )
+
+
+@lru_cache(maxsize=64)
+def unlearned(n_slots: int) -> Speeds:
+    """Return what is taken for the speeds of ranks of which nothing is known."""
+    slowness, turnover = np.ones(n_slots), np.zeros(n_slots)
+    slowness.flags.writeable = turnover.flags.writeable = False
+    return Speeds(slowness, turnover, ANSWER_S)
+
+
+@lru_cache(maxsize=64)
+def _none(n_slots: int) -> npt.NDArray[np.int64]:
+    column = np.zeros(n_slots, np.int64)
+    column.flags.writeable = False
+    return column
+
+
+_INT64, _UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
+
+
+def _typed(column: IntColumn | None, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+    """Return the column as the native core reads it: itself, where it is of the type already."""
+    if column is None or (column.dtype is dtype and column.strides[0] == dtype.itemsize):
+        return column
+    return np.ascontiguousarray(column, dtype)
