@@ -229,3 +229,20 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     assert "failed again and again" in out
     assert out.startswith("\x1b[1;31mno_eligible_worker: nobody in zone=c\x1b[0m\n")
     assert "\x1b[1;32m" in out
+
+
+def test_times_stand_behind_the_blocks_where_there_are_any(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"queue_ms": 1.25, "prefill_ms": 30.0, "memory_ms": 0.0, "transfer_ms": 2.0}
+    others = {"decode_ms": 4.0, "others_ms": 1.0, "turnover_ms": -0.5}
+    timed = {**row(1, 0.038, chosen=True), "times": {"expected_ms": 33.25, **parts, **others}}
+    prefill = {"chosen": {"worker_id": 1, "dp_rank": 0}, "candidates": [timed]}
+    monkeypatch.setattr(Router, "answer", json.dumps({**ANSWER, "prefill": prefill}).encode())
+    assert main(["explain", "hello", "--url", url]) == 0
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if "33.2" in line)
+    assert [cell for cell in line.replace("│", " ").split() if "." in cell][-6:] == [
+        "1.2", "30.0", "0.0", "2.0", "33.2", "4.5",
+    ]  # fmt: skip
+    assert out.count("TTFT") == 1

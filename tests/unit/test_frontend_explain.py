@@ -3,6 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.constraints import CostRule
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.service.model_router import ATTEMPTS_MAX
 from tests.support.fleets import MODEL, card
@@ -131,3 +134,22 @@ async def test_an_id_that_is_sent_again_and_again_keeps_its_last_decisions() -> 
             await house.http.post("/v1/chat/completions", json=SECRET, headers={"x-request-id": "same"})
         kept = (await house.http.get("/v1/decisions/same")).json()
     assert len(kept["attempts"]) == ATTEMPTS_MAX
+
+
+async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -> None:
+    config = KvRouterConfig(router_cost=CostRule.TIME)
+    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
+        body = {"model": MODEL, "prompt": [1] * 400}
+        explained = (await house.http.post("/v1/route/explain", json=body)).json()
+        headers = {"x-request-id": "timed"}
+        assert (await house.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        (attempt,) = (await house.http.get("/v1/decisions/timed")).json()["attempts"]
+    for row in explained["decode"]["candidates"]:
+        times = row["times"]
+        own = ("queue_ms", "prefill_ms", "memory_ms", "transfer_ms")
+        others = ("decode_ms", "others_ms", "turnover_ms")
+        assert times["expected_ms"] == pytest.approx(sum(times[part] for part in own), abs=0.01)
+        assert row["cost"] * 1e3 == pytest.approx(sum(times[part] for part in (*own, *others)), abs=0.01)
+        assert times["prefill_ms"] == pytest.approx(Timing().prefill_ms(400), abs=0.01)
+        assert row["prefill_blocks"] == 25.0
+    assert attempt["decode"]["times"] == explained["decode"]["candidates"][0]["times"]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import RouterMode
+from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
@@ -159,6 +159,33 @@ async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> No
     shown = {"answers": 4, "wrong": 4, "wrong_share": 1.0, "mean_error_blocks": -2.0}
     assert [worker["ranks"][0]["predictions"] for worker in fleet["workers"]] == [shown, None]
     assert metrics["kvrouter_index_predictions_total", "0", MODEL, "too_few", "1"] == 4
+
+
+async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_predicted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = KvRouterConfig(router_cost=CostRule.TIME)
+    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
+        before = (await house.http.get("/v1/fleet")).json()
+        for _ in range(3):
+            await house.complete([5] * 40, nvext={"worker_id": 1})
+        fleet = (await house.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(house)
+        speeds = next(iter(house.bench.service.models())).observed.speeds
+        speeds.turned(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
+    assert before["models"][0]["router_cost"] == "time"
+    assert [worker["ranks"][0]["speed"] for worker in before["workers"]] == [None, None]
+    shown, other = (worker["ranks"][0]["speed"] for worker in fleet["workers"])
+    assert (other, shown["requests"], shown["slow"], shown["relative"]) == (None, 3, False, shown["slowness"])
+    assert shown["predicted_ttft_s"] > 0.0
+    labels = ("0", MODEL, "1")
+    seen = [metrics[f"kvrouter_ttft_{kind}_seconds_total", *labels] for kind in ("predicted", "seen")]
+    assert min(seen) > 0.0
+    assert metrics["kvrouter_ttft_prediction_error_seconds_count", MODEL] == 3
+    assert metrics["kvrouter_rank_slow", "0", "1"] == 0
+    assert metrics["kvrouter_rank_slowness", "0", "1"] == shown["relative"]
+    (line,) = (each for each in caplog.records if event_of(each) == "rank_slow")
+    assert getattr(line, "kvrouter_fields", {})["slowness"] == 2.5
 
 
 async def test_what_is_not_known_for_sure_is_not_compared() -> None:

@@ -1,0 +1,251 @@
+"""Which worker is the cheapest, under the costs of time and of LMetric."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvrouter import _native
+from kvrouter.core.constraints import CostRule, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId
+from kvrouter.core.timing import Timing
+from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.fleet import Fleet
+from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
+from kvrouter.routing.prediction import prompt_s
+from kvrouter.routing.request import Speeds
+from kvrouter.topology import Link, LinkTable
+
+BLOCK = 16
+
+
+def fleet_of(*roles: Role, config: ModelRuntimeConfig | None = None, slow_links: bool = False) -> Fleet:
+    fleet = Fleet(ModelName("m"), BLOCK)
+    for worker_id, role in enumerate(roles, start=1):
+        its = config or ModelRuntimeConfig()
+        if slow_links:
+            its = ModelRuntimeConfig(
+                topology_domains={"zone": "ab"[worker_id % 2]},
+                topology_levels=("zone",),
+                kv_bytes_per_token=100_000,
+            )
+        fleet.join(
+            WorkerCard(
+                WorkerId(worker_id), Epoch(1), fleet.model, role, BLOCK, 100_000, "a", runtime_config=its
+            )
+        )
+    return fleet
+
+
+def view(
+    fleet: Fleet,
+    cost: CostRule = CostRule.TIME,
+    *,
+    overlap: Sequence[int] | None = None,
+    tokens: Sequence[int] | None = None,
+    active: Sequence[int] | None = None,
+    fresh: Sequence[int] | None = None,
+    requests: Sequence[int] | None = None,
+    waiting: Sequence[int] | None = None,
+    slowness: Sequence[float] | None = None,
+    turnover: Sequence[float] | None = None,
+    settings: RoutingSettings | None = None,
+    unseen: float = 0.0,
+    seed: int = 0,
+) -> View:
+    nothing = [0] * fleet.n_slots
+    speeds = None
+    if slowness is not None or turnover is not None:
+        ones, zeros = np.ones(fleet.n_slots), np.zeros(fleet.n_slots)
+        speeds = Speeds(
+            ones if slowness is None else np.array(slowness),
+            zeros if turnover is None else np.array(turnover),
+            5.0,
+        )
+    return View(
+        fleet=fleet,
+        settings=settings or RoutingSettings(cost=cost),
+        overlap_blocks=np.array(overlap or nothing, np.uint32),
+        prefill_tokens=np.array(tokens or nothing, np.int64),
+        active_blocks=np.array(active or nothing, np.int64),
+        not_active=None if fresh is None else np.array(fresh, np.uint32),
+        requests=np.array(requests or nothing, np.int64),
+        waiting=np.array(waiting or nothing, np.int64),
+        speeds=speeds,
+        unseen=unseen,
+        seed=seed,
+    )
+
+
+def asked(isl_tokens: int = 3200, **rest: object) -> RouteRequest:
+    blocks = -(-isl_tokens // BLOCK)
+    return RouteRequest(RequestId("r"), isl_tokens, blocks, **rest)  # type: ignore[arg-type]
+
+
+def worker(decision: Decision) -> int:
+    return decision.decode.rank.worker_id
+
+
+TWO = (Role.BOTH, Role.BOTH)
+
+
+def test_a_cached_prompt_is_worth_a_queue_that_takes_less_long_than_computing_it() -> None:
+    cached = [0, 150]
+    assert worker(route(asked(), view(fleet_of(*TWO), overlap=cached, tokens=[0, 2000]))) == 2
+    assert worker(route(asked(), view(fleet_of(*TWO), overlap=cached, tokens=[0, 20_000]))) == 1
+
+
+def test_a_slow_rank_gets_less_and_its_cache_counts_by_the_time_it_saves() -> None:
+    fleet, settings = fleet_of(*TWO), RoutingSettings(cost=CostRule.TIME, decode_weight=0.0)
+
+    def choice(*cached: int) -> int:
+        taken = view(fleet, slowness=[3.0, 1.0], overlap=cached, settings=settings)
+        return worker(route(asked(), taken))
+
+    assert [choice(0, 0), choice(100, 0), choice(190, 0)] == [2, 2, 1]
+
+
+def test_a_rank_without_memory_or_seat_is_passed_over_for_one_that_must_compute() -> None:
+    small = ModelRuntimeConfig(total_kv_blocks=1000, max_num_seqs=8)
+    fleet = fleet_of(*TWO, config=small)
+    assert worker(route(asked(), view(fleet, overlap=[200, 0], active=[700, 700]))) == 1
+    full = route(asked(), view(fleet, overlap=[200, 0], active=[1000, 700]), explain=True)
+    assert worker(full) == 2
+    assert [row.times.memory_s for row in full.rows if row.times] == [pytest.approx(1.0), 0.0]
+    seated = route(asked(), view(fleet, overlap=[200, 0], requests=[12, 3]), explain=True)
+    assert worker(seated) == 2
+    assert [row.times.memory_s for row in seated.rows if row.times] == [pytest.approx(5 * 5 / 8), 0.0]
+
+
+def test_where_many_wait_a_request_goes_to_where_it_costs_the_least() -> None:
+    """Alone it would go to the shorter queue; it makes all that wait there wait longer."""
+    fleet, cached = fleet_of(*TWO), [0, 200]
+    assert worker(route(asked(), view(fleet, overlap=cached, tokens=[0, 12_000]))) == 1
+    crowd = view(fleet, overlap=cached, tokens=[40_000, 52_000], waiting=[30, 30], requests=[30, 30])
+    assert worker(route(asked(), crowd)) == 2
+
+
+def test_of_equals_the_cache_that_is_replaced_less_fast_gets_the_prompt() -> None:
+    fleet = fleet_of(*TWO)
+    assert worker(route(asked(), view(fleet, turnover=[0.5, -0.5]))) == 2
+    assert worker(route(asked(), view(fleet, turnover=[-0.5, 0.5]))) == 1
+
+
+def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> None:
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 1e8), {})
+    settings = RoutingSettings(cost=CostRule.TIME, links=links)
+    fleet = fleet_of(*roles, slow_links=True)
+    decision = route(asked(), view(fleet, active=[0, 0, 500], settings=settings))
+    assert worker(decision) == 3
+    assert decision.decode.times is not None
+    assert decision.decode.times.transfer_s == pytest.approx(1e-4 + 3200 * 100_000 / 1e10)
+    assert decision.decode.transfer_blocks == 0.0
+    blocks = RoutingSettings(links=links)
+    assert worker(route(asked(), view(fleet, active=[0, 0, 500], settings=blocks))) == 2
+
+
+def test_preferred_taints_multiply_seconds_as_they_do_blocks() -> None:
+    fleet = fleet_of(*TWO)
+    fleet.join(
+        WorkerCard(
+            WorkerId(3),
+            Epoch(1),
+            fleet.model,
+            Role.BOTH,
+            BLOCK,
+            100_000,
+            "a",
+            runtime_config=ModelRuntimeConfig(taints=frozenset({Taint("gpu")})),
+        )
+    )
+    constraints = RoutingConstraints(preferred_taints={Taint("gpu"): 2.0})
+    decision = route(asked(constraints=constraints), view(fleet, tokens=[0, 0, 4000]))
+    assert worker(decision) == 3
+    assert decision.decode.multiplier < 1.0
+    assert decision.decode.times is not None
+    assert decision.decode.cost == pytest.approx(sum(decision.decode.times) * decision.decode.multiplier)
+
+
+def test_a_request_may_weigh_its_prefill_more_or_not_at_all() -> None:
+    view_ = view(fleet_of(*TWO), overlap=[0, 200], tokens=[0, 8000])
+    heavy = RouterConfigOverride(overlap_score_weight=0.0)
+    assert worker(route(asked(), view_)) == 1
+    assert {worker(route(asked(override=heavy), view_))} <= {1, 2}
+    decision = route(asked(override=heavy), view_)
+    assert decision.decode.times is not None
+    assert decision.decode.cost == pytest.approx(decision.decode.times.decode_s)
+
+
+def test_blocks_are_counted_for_the_pick_as_under_the_blocks_rule() -> None:
+    made = {
+        cost: route(
+            asked(),
+            view(fleet_of(Role.BOTH), cost, overlap=[50], tokens=[64], active=[7], fresh=[150]),
+            explain=True,
+        )
+        for cost in CostRule
+    }
+    parts = {
+        (pick.overlap_blocks, pick.prefill_blocks, pick.decode_blocks, pick.transfer_blocks)
+        for decision in made.values()
+        for pick in (decision.decode, *decision.rows)
+    }
+    assert parts == {(50, 154.0, 157.0, 0.0)}
+    assert made[CostRule.BLOCKS].decode.times is made[CostRule.LMETRIC].decode.times is None
+
+
+def test_lmetric_is_the_product_of_prompt_tokens_and_requests() -> None:
+    fleet = fleet_of(Role.BOTH, Role.BOTH, Role.BOTH)
+    taken = view(fleet, CostRule.LMETRIC, overlap=[100, 0, 0], tokens=[0, 0, 500], requests=[3, 1, 0])
+    decision = route(asked(), taken, explain=True)
+    assert [row.cost for row in decision.rows] == [1600 * 4, 3200 * 2, 3700]
+    assert worker(decision) == 3
+
+
+def test_the_decode_leg_of_lmetric_goes_to_the_fewest_requests() -> None:
+    fleet = fleet_of(Role.PREFILL, Role.DECODE, Role.DECODE)
+    decision = route(asked(), view(fleet, CostRule.LMETRIC, active=[0, 1, 90], requests=[0, 5, 4]))
+    assert (worker(decision), decision.decode.cost) == (3, 5.0)
+
+
+@pytest.mark.parametrize("cost", [CostRule.TIME, CostRule.LMETRIC])
+def test_requests_that_other_routers_have_under_way_are_spread_before_this_one(cost: CostRule) -> None:
+    fleet = fleet_of(*[Role.BOTH] * 4)
+    chosen = {worker(route(asked(), view(fleet, cost, unseen=3.0, seed=seed))) for seed in range(64)}
+    assert len(chosen) > 1
+
+
+def test_a_prompt_takes_whole_steps_and_a_last_one() -> None:
+    timing = Timing()
+    assert prompt_s(timing, 20_000) == pytest.approx(
+        (2 * timing.prefill_ms(8192) + timing.prefill_ms(20_000 - 2 * 8192)) / 1e3
+    )
+    assert prompt_s(timing, 0) == 0.0
+
+
+def test_a_weight_below_0_is_named() -> None:
+    with pytest.raises(ConfigError, match="decode_weight"):
+        RoutingSettings(decode_weight=-1.0)
+
+
+def test_the_native_core_names_a_column_that_does_not_fit() -> None:
+    timing = [0.0] * 11
+    predictor = _native.Predictor(
+        timing, chunk_tokens=8192, others_weight=0.5, turnover_weight=0.1, decode_weight=1.0
+    )
+    counts, figures = np.zeros(2, np.int64), np.ones(2)
+    columns = (None, None, counts, counts, counts, counts, figures, figures, figures, figures)
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True))
+    predictor.totals(np.empty(2), columns, wanted)
+    with pytest.raises(ValueError, match="prefill_tokens: at least 3"):
+        predictor.totals(np.empty(3), columns, wanted)
+    with pytest.raises(TypeError, match="waiting"):
+        predictor.totals(np.empty(2), (*columns[:5], figures, *columns[6:]), wanted)
+    with pytest.raises(TypeError, match="seats: a column, not None"):
+        predictor.parts(0, (*columns[:7], None, *columns[8:]), wanted)
+    with pytest.raises(ValueError, match="prefill_tokens"):
+        predictor.parts(2, columns, wanted)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        _native.Predictor(timing, chunk_tokens=0, others_weight=0, turnover_weight=0, decode_weight=0)
