@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvrouter.cli import main
-from kvrouter.commands.replay_inputs import read_timing
+from kvrouter.config.timing_file import read_timing
 from kvrouter.core.timing import Timing
 from tests.support.mock_fleets import alike
 from tests.support.served import served

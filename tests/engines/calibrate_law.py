@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kvrouter.cli import main
-from kvrouter.commands.replay_inputs import read_timing
+from kvrouter.config.timing_file import read_timing
 from kvrouter.core.timing import Timing
 from tests.engines.real_engine import MODEL, RealEngine
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvrouter.commands.calibrate_engine import CalibrateEngineOptions, calibrate_engine, fit_engine
 from kvrouter.commands.engine_measurement import MeasurementFailed
-from kvrouter.commands.replay_inputs import read_timing
+from kvrouter.config.timing_file import read_timing
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.sim.client_run import client_run

@@ -1,11 +1,14 @@
 """Which worker is the cheapest, under the costs of time and of LMetric."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvrouter import _native
+from kvrouter.config import KvRouterConfig
+from kvrouter.config.decision import routing_settings
 from kvrouter.core.constraints import CostRule, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId
@@ -188,9 +191,13 @@ def test_blocks_are_counted_for_the_pick_as_under_the_blocks_rule() -> None:
         for cost in CostRule
     }
     parts = {
-        (pick.overlap_blocks, pick.prefill_blocks, pick.decode_blocks, pick.transfer_blocks)
+        (row.overlap_blocks, row.prefill_blocks, row.decode_blocks, row.transfer_blocks)
         for decision in made.values()
-        for pick in (decision.decode, *decision.rows)
+        for row in decision.rows
+    }
+    parts |= {
+        (pick.overlap_blocks, pick.prefill_blocks, pick.decode_blocks, pick.transfer_blocks)
+        for pick in (decision.decode for decision in made.values())
     }
     assert parts == {(50, 154.0, 157.0, 0.0)}
     assert made[CostRule.BLOCKS].decode.times is made[CostRule.LMETRIC].decode.times is None
@@ -249,3 +256,17 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
         predictor.parts(2, columns, wanted)
     with pytest.raises(ValueError, match="chunk_tokens"):
         _native.Predictor(timing, chunk_tokens=0, others_weight=0, turnover_weight=0, decode_weight=0)
+
+
+def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:
+    path = tmp_path / "timing.yaml"
+    path.write_text("prefill_quadratic: 0\nprefill_linear: 1\nprefill_base: 0\n", "utf-8")
+    settings = routing_settings(KvRouterConfig(router_cost=CostRule.TIME, router_timing=str(path)), None)
+    decision = route(asked(), view(fleet_of(Role.BOTH), settings=settings))
+    assert decision.decode.times is not None
+    assert decision.decode.times.prefill_s == pytest.approx(3.2)
+    path.write_text("prefill_linear: fast\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"router_timing: .*timing.yaml:1: prefill_linear"):
+        routing_settings(KvRouterConfig(router_timing=str(path)), None)
+    with pytest.raises(ConfigError, match="router_timing: "):
+        routing_settings(KvRouterConfig(router_timing=str(tmp_path / "none.yaml")), None)

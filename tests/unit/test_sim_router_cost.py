@@ -65,7 +65,7 @@ def test_workers_that_are_slow_are_learned_and_get_less_to_do() -> None:
     assert [reading.is_slow for reading in readings if reading is not None] == [False, False, True, True]
     taken = [0, 0]
     for outcome in simulation.result.outcomes:
-        taken[outcome.decode > 2] += 1
+        taken[(outcome.decode or 0) > 2] += 1
     assert taken[0] > 2 * taken[1]
 
 

@@ -3,17 +3,14 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.recorded_inputs import NO_CHANGES, NONE, RECORDED, RecordedChanges, recorded_changes
-from kvrouter.config.fleet_engines import MockTiming
-from kvrouter.config.problems import config_error, problem_of, read_document
+from kvrouter.config.timing_file import read_timing
 from kvrouter.core.timing import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
 from kvrouter.sim.recorded_fleet import RecordedFleet
@@ -101,17 +98,6 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
         () if options.events in (None, NONE, RECORDED) else read_timetable(options.events),
         Objective(ttft_s=options.slo_ttft, itl_s=options.slo_itl),
     )
-
-
-def read_timing(path: Path) -> Timing:
-    """Read the timing of all engines from a YAML file; raises ConfigError that names line and field."""
-    document = read_document(path)
-    try:
-        return Timing(**MockTiming.model_validate(document.content).model_dump())
-    except ValidationError as error:
-        raise config_error(
-            [problem_of(item, MockTiming) for item in error.errors()], document.place
-        ) from error
 
 
 def replay_progress() -> Progress:

@@ -1,7 +1,12 @@
 """What placement takes from the router's settings."""
 
+from pathlib import Path
+
 from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.timing_file import read_timing
 from kvrouter.core.constraints import CostRule
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.timing import Timing
 from kvrouter.fleet import CircuitSettings
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
@@ -9,7 +14,7 @@ from kvrouter.topology import LinkTable, RouterTopologyDefault
 
 
 def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
-    """What the decision reads of the router's settings."""
+    """What the decision reads of the router's settings. Raises ConfigError for a timing that is no timing."""
     default = None
     if config.kv_transfer_topology_level is not None:
         default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
@@ -25,8 +30,16 @@ def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> Routing
         kv_transfer_weight=config.kv_transfer_weight,
         links=links if config.kv_transfer_weight > 0.0 or config.router_cost is CostRule.TIME else None,
         topology_default=default,
+        timing=Timing() if config.router_timing is None else _timing(config.router_timing),
         decode_weight=config.router_decode_weight,
     )
+
+
+def _timing(path: str) -> Timing:
+    try:
+        return read_timing(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"router_timing: {error.message}", param="router_timing") from error
 
 
 def circuit_settings(config: KvRouterConfig) -> CircuitSettings:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from annotated_types import Interval, MaxLen
+from annotated_types import Interval, MaxLen, MinLen
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
@@ -73,6 +73,14 @@ class KvRouterConfig(Section):
     ] = 8.0
     """Under the cost of time, for how many tokens of its answer a request weighs how long a decode step takes
     on a worker. Higher favours even load and the time between tokens over the time to the first."""
+
+    router_timing: Annotated[
+        Annotated[str, MinLen(1)] | None,
+        Setting(flag="--router-timing", variable="KVROUTER_ROUTER_TIMING", group=SettingGroup.ROUTING),
+    ] = None
+    """A file that `kvrouter calibrate` wrote: how long a step of these engines takes, which predictions begin
+    with under the cost of time, until each worker's own speed is learned. Unset: that of vLLM with a model of
+    8 billion parameters on one large GPU."""
 
     overlap_score_weight: Annotated[
         NonNegative,

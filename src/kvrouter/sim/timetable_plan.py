@@ -25,6 +25,7 @@ TRANSFER_KEYS = ("domain", "enforcement", "preferred_weight")
 ROUTER_KEYS = (
     "router_mode",
     "router_cost",
+    "router_timing",
     "router_decode_weight",
     "overlap_score_weight",
     "router_temperature",
