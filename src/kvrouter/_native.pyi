@@ -25,7 +25,7 @@ from kvrouter.recording.request import RequestFields
 
 PredictionColumns = tuple[npt.NDArray[np.generic] | None, ...]
 """Overlap and blocks that are not active (uint32, or None), prefill tokens, active blocks, requests, waiting
-(int64), total blocks, seats, slowness, turnover (float64)."""
+(int64), total blocks, seats, slowness, slowness of decode, turnover (float64)."""
 
 PredictionAsked = tuple[tuple[float, float, float, float, float], tuple[bool, bool, bool, bool]]
 """Prompt tokens and blocks, block size, seconds of an answer, weight of overlap; whether the leg prefills and

@@ -20,6 +20,7 @@ class RankLoad(NamedTuple):
     total_blocks: float
     seats: float
     slowness: float
+    decode_slowness: float
     turnover: float
 
 
@@ -40,7 +41,7 @@ def predicted(
     if leg is not Leg.DECODE:
         new = max(0, isl_tokens - load.overlap_blocks * block_size)
         queued = load.prefill_tokens - min(load.prefill_tokens, CHUNK_TOKENS) / 2
-        queue_s = queued * token_s
+        queue_s = load.slowness * queued * token_s
         full, rest = divmod(new, CHUNK_TOKENS)
         prefill_s = (full * timing.prefill_ms(CHUNK_TOKENS) + timing.prefill_ms(rest)) / 1e3
         attended = new * max(0, isl_tokens - new) + new * (new + 1) / 2
@@ -48,7 +49,7 @@ def predicted(
         if running:
             use = min(1.0, load.active_blocks / load.total_blocks)
             step_s = timing.decode_ms(use, running, load.active_blocks * block_size) / 1e3
-            queue_s += (1 + (queued + new) / CHUNK_TOKENS) * step_s
+            queue_s += load.decode_slowness * (1 + (queued + new) / CHUNK_TOKENS) * step_s
     if leg is not Leg.PREFILL:
         held = load.active_blocks + load.not_active
         lacking, unseated = held - load.total_blocks, load.requests + 1 - load.seats
@@ -61,11 +62,11 @@ def predicted(
         decode_s = decode_weight * step_ms / 1e3
     slowness = load.slowness
     return Times(
-        queue_s=slowness * queue_s,
+        queue_s=queue_s,
         prefill_s=slowness * prefill_s,
-        memory_s=slowness * memory_s,
-        decode_s=slowness * decode_s,
-        others_s=OTHERS_WEIGHT * load.waiting * slowness * (prefill_s + held_s),
+        memory_s=load.decode_slowness * memory_s,
+        decode_s=load.decode_slowness * decode_s,
+        others_s=OTHERS_WEIGHT * load.waiting * (slowness * prefill_s + load.decode_slowness * held_s),
         turnover_s=TURNOVER_WEIGHT * slowness * token_s * isl_tokens * load.turnover,
         transfer_s=0.0,
     )

@@ -35,6 +35,7 @@ LOADS = st.builds(
     total_blocks=st.sampled_from((64, 1000, None)).map(lambda blocks: blocks or inf),
     seats=st.sampled_from((4, 256, None)).map(lambda seats: seats or inf),
     slowness=st.floats(0.1, 20.0),
+    decode_slowness=st.floats(0.1, 20.0),
     turnover=st.floats(-1.4, 3.0),
 )
 
@@ -62,6 +63,7 @@ def view_of(loads: list[RankLoad], settings: RoutingSettings, answer_s: float, r
         waiting=np.array([load.waiting for load in loads], np.int64),
         speeds=Speeds(
             np.array([load.slowness for load in loads]),
+            np.array([load.decode_slowness for load in loads]),
             np.array([load.turnover for load in loads]),
             answer_s,
         ),
@@ -111,7 +113,7 @@ def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_
     view = view_of([load], settings, 4.0, Role.PREFILL if leg is Leg.PREFILL else Role.DECODE)
     other = Role.DECODE if leg is Leg.PREFILL else Role.PREFILL
     view.fleet.join(WorkerCard(WorkerId(99), Epoch(1), view.fleet.model, other, BLOCK, 100_000, "b"))
-    both = [load, RankLoad(0, 0, 0, 0, 0, 0, inf, inf, 1.0, 0.0)]
+    both = [load, RankLoad(0, 0, 0, 0, 0, 0, inf, inf, 1.0, 1.0, 0.0)]
     whole = view_of(both, settings, 4.0, Role.BOTH)
     view = View(
         **{

@@ -173,6 +173,10 @@ def test_answers_say_how_long_one_keeps_its_blocks() -> None:
     ranks = Ranks(2)
     ranks.serve_all([1.0, 2.0])
     for _ in range(200):
-        ranks.learned.answered(Slot(0), 8.0)
-        ranks.learned.answered(Slot(1), 16.0)
-    assert ranks.learned.speeds(2, now_s=ranks.now_s).answer_s == pytest.approx(8.0, rel=0.05)
+        ranks.learned.answered(Slot(0), 401, 8.0, step_s=0.02, now_s=ranks.now_s)
+        ranks.learned.answered(Slot(1), 401, 16.0, step_s=0.02, now_s=ranks.now_s)
+        ranks.learned.answered(Slot(0), 1, 0.0, step_s=0.02, now_s=ranks.now_s)
+    speeds = ranks.learned.speeds(2, now_s=ranks.now_s)
+    assert list(speeds.decode_slowness) == pytest.approx([1.0, 2.0], rel=0.02)
+    assert speeds.answer_s == pytest.approx(8.0 * 2 / 3, rel=0.1)
+    assert list(speeds.slowness) == pytest.approx([1.0, 2.0], rel=0.02)

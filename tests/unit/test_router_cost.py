@@ -63,6 +63,7 @@ def view(
         ones, zeros = np.ones(fleet.n_slots), np.zeros(fleet.n_slots)
         speeds = Speeds(
             ones if slowness is None else np.array(slowness),
+            ones,
             zeros if turnover is None else np.array(turnover),
             5.0,
         )
@@ -100,11 +101,8 @@ def test_a_cached_prompt_is_worth_a_queue_that_takes_less_long_than_computing_it
 
 
 def test_a_slow_rank_gets_less_and_its_cache_counts_by_the_time_it_saves() -> None:
-    fleet, settings = fleet_of(*TWO), RoutingSettings(cost=CostRule.TIME, decode_weight=0.0)
-
     def choice(*cached: int) -> int:
-        taken = view(fleet, slowness=[3.0, 1.0], overlap=cached, settings=settings)
-        return worker(route(asked(), taken))
+        return worker(route(asked(), view(fleet_of(*TWO), slowness=[3.0, 1.0], overlap=cached)))
 
     assert [choice(0, 0), choice(100, 0), choice(190, 0)] == [2, 2, 1]
 
@@ -243,7 +241,7 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
         timing, chunk_tokens=8192, others_weight=0.5, turnover_weight=0.1, decode_weight=1.0
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
-    columns = (None, None, counts, counts, counts, counts, figures, figures, figures, figures)
+    columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True))
     predictor.totals(np.empty(2), columns, wanted)
     with pytest.raises(ValueError, match="prefill_tokens: at least 3"):

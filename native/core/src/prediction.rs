@@ -21,6 +21,7 @@ pub struct Slots<'a> {
     /// Infinite where it is unknown.
     pub seats: &'a [f64],
     pub slowness: &'a [f64],
+    pub decode_slowness: &'a [f64],
     pub turnover: &'a [f64],
 }
 
@@ -93,7 +94,7 @@ impl<'a> Prediction<'a> {
     #[inline(always)]
     pub fn at(&self, slot: usize) -> [f64; N_PARTS] {
         let (slots, asked, rates, steps) = (&self.slots, &self.asked, &self.rates, &self.steps);
-        let slowness = slots.slowness[slot];
+        let (slowness, decode_slowness) = (slots.slowness[slot], slots.decode_slowness[slot]);
         let waiting = slots.waiting[slot] as f64;
         let held = slots.active_blocks[slot] as f64;
         let total_blocks = slots.total_blocks[slot];
@@ -103,22 +104,22 @@ impl<'a> Prediction<'a> {
             let overlap = slots.overlap_blocks.map_or(0.0, |column| f64::from(column[slot]));
             let new_tokens = (asked.isl_tokens - overlap * asked.block_size).max(0.0);
             let queued_tokens = steps.queued_tokens(slots.prefill_tokens[slot] as f64);
-            queue_s = queued_tokens * steps.token_s();
+            queue_s = slowness * queued_tokens * steps.token_s();
             prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
             if running > 0.0 {
                 // Those who decode share each step, and on average half of one is still to run.
                 let use_share = (held / total_blocks).min(1.0);
                 let n_steps = 1.0 + (queued_tokens + new_tokens) / rates.chunk_tokens;
-                queue_s += n_steps * steps.decode_s(use_share, running, held * asked.block_size);
+                let step_s = steps.decode_s(use_share, running, held * asked.block_size);
+                queue_s += decode_slowness * n_steps * step_s;
             }
-            queue_s *= slowness;
         }
         let (mut memory_s, mut decode_s, mut held_s) = (0.0, 0.0, 0.0);
         if asked.decodes && asked.counts_blocks {
             let new_blocks = slots.not_active.map_or(asked.total_blocks, |column| f64::from(column[slot]));
             let active = held + new_blocks;
             let lacking = active - total_blocks;
-            let answer_s = slowness * rates.answer_s;
+            let answer_s = decode_slowness * rates.answer_s;
             if lacking > 0.0 {
                 memory_s = lacking * answer_s / total_blocks;
                 held_s = new_blocks * answer_s / total_blocks;
@@ -131,7 +132,7 @@ impl<'a> Prediction<'a> {
             if rates.decode_weight > 0.0 {
                 let use_share = (active / total_blocks).min(1.0);
                 let step_s = steps.decode_s(use_share, running + 1.0, active * asked.block_size);
-                decode_s = rates.decode_weight * slowness * step_s;
+                decode_s = rates.decode_weight * decode_slowness * step_s;
             }
         }
         let others_s = rates.others_weight * waiting * (prefill_s + held_s);
@@ -151,6 +152,7 @@ impl<'a> Slots<'a> {
             total_blocks: &self.total_blocks[..n_slots],
             seats: &self.seats[..n_slots],
             slowness: &self.slowness[..n_slots],
+            decode_slowness: &self.decode_slowness[..n_slots],
             turnover: &self.turnover[..n_slots],
         }
     }

@@ -104,8 +104,8 @@ impl Predictor {
 }
 
 /// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
-/// slowness, turnover.
-type ColumnArgs<'py> = [Option<Bound<'py, PyAny>>; 10];
+/// slowness, slowness of decode, turnover.
+type ColumnArgs<'py> = [Option<Bound<'py, PyAny>>; 11];
 
 /// Prompt tokens and blocks, the size of a block, the seconds of an answer, the weight of overlap; whether the leg
 /// prefills and decodes, and whether tokens and blocks count.
@@ -125,12 +125,12 @@ struct Borrowed {
     overlap_blocks: Option<Columns<u32>>,
     not_active: Option<Columns<u32>>,
     counts: [Columns<i64>; 4],
-    figures: [Columns<f64>; 4],
+    figures: [Columns<f64>; 5],
 }
 
 impl Borrowed {
     fn get(columns: &ColumnArgs<'_>, n_slots: usize) -> PyResult<Self> {
-        let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, turnover] =
+        let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, decode, turnover] =
             columns;
         Ok(Borrowed {
             overlap_blocks: Columns::maybe("overlap_blocks", overlap.as_ref(), n_slots)?,
@@ -145,6 +145,7 @@ impl Borrowed {
                 Columns::needed("total_blocks", total.as_ref(), n_slots)?,
                 Columns::needed("seats", seats.as_ref(), n_slots)?,
                 Columns::needed("slowness", slowness.as_ref(), n_slots)?,
+                Columns::needed("decode_slowness", decode.as_ref(), n_slots)?,
                 Columns::needed("turnover", turnover.as_ref(), n_slots)?,
             ],
         })
@@ -152,7 +153,7 @@ impl Borrowed {
 
     fn slots<'a>(&'a self, py: Python<'_>) -> Slots<'a> {
         let [prefill_tokens, active_blocks, requests, waiting] = &self.counts;
-        let [total_blocks, seats, slowness, turnover] = &self.figures;
+        let [total_blocks, seats, slowness, decode_slowness, turnover] = &self.figures;
         Slots {
             overlap_blocks: self.overlap_blocks.as_ref().map(|column| column.as_slice(py)),
             not_active: self.not_active.as_ref().map(|column| column.as_slice(py)),
@@ -163,6 +164,7 @@ impl Borrowed {
             total_blocks: total_blocks.as_slice(py),
             seats: seats.as_slice(py),
             slowness: slowness.as_slice(py),
+            decode_slowness: decode_slowness.as_slice(py),
             turnover: turnover.as_slice(py),
         }
     }

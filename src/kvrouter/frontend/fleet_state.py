@@ -243,6 +243,7 @@ def _predictions_json(answers: AnswerCounts) -> Json:
 def _speed_json(speed: SpeedReading) -> Json:
     return {
         "slowness": round(speed.slowness, 3),
+        "decode_slowness": round(speed.decode_slowness, 3),
         "relative": round(speed.relative, 3),
         "requests": speed.requests,
         "predicted_ttft_s": round(speed.predicted_s, 4),

@@ -63,6 +63,10 @@ class Placement:
     expected: Expected | None = None
     """What its prompt was expected to take where it is prefilled; None where times are not predicted."""
     first_token_s: float | None = None
+    resumed_tokens: int = 0
+    """What earlier attempts had generated."""
+    step_s: float = 0.0
+    """What a decode step was expected to take, at its first token, on a rank of slowness 1."""
     decode_domains: Mapping[str, str] = field(default_factory=dict)
     prefill_domains: Mapping[str, str] = field(default_factory=dict)
 

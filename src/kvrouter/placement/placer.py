@@ -500,7 +500,8 @@ class Placer:
     def first_token(self, placement: Placement, *, now_s: float) -> None:
         """The first token came: load moves from prefill to decode."""
         self.circuits.begun(placement, now_s=now_s)
-        placement.first_token_s = now_s
+        if self._learns:
+            placement.first_token_s, placement.step_s = now_s, self._step_s(placement)
         if placement.expected is not None and placement.decision.decode.leg is Leg.AGGREGATED:
             self.speeds.came(placement.expected, now_s=now_s)
             placement.expected = None
@@ -514,17 +515,26 @@ class Placer:
         self._read_load(now_s)
         self.ledger.output_block(placement.decode_lease, blocks)
 
-    def release(self, placement: Placement, *, now_s: float) -> None:
-        """Close the leases; idempotent."""
+    def release(self, placement: Placement, *, now_s: float, tokens: int = 0) -> None:
+        """Close the leases, after an attempt that brought so many tokens; idempotent."""
         if placement.first_token_s is not None:
-            if self._learns:
-                self.speeds.answered(placement.decision.decode.slot, now_s - placement.first_token_s)
+            slot, took_s = placement.decision.decode.slot, now_s - placement.first_token_s
+            step_s = (placement.step_s + self._step_s(placement)) / 2
+            self.speeds.answered(slot, tokens, took_s, step_s=step_s, now_s=now_s)
             placement.first_token_s = None
         self.circuits.released(placement, now_s=now_s)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)
         self.load_changed()
+
+    def _step_s(self, placement: Placement) -> float:
+        """What a decode step takes where the answer comes from now, on a rank of slowness 1."""
+        slot, columns = placement.decision.decode.slot, self.ledger.columns()
+        held = int(columns.active_blocks[slot])
+        running = max(1, int(columns.requests[slot]) - int(columns.waiting[slot]))
+        use_share = min(1.0, held / float(self.fleet.columns.total_blocks[slot]))
+        return self.settings.timing.decode_ms(use_share, running, held * self.fleet.block_size) / 1e3
 
 
 def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:

@@ -1,4 +1,4 @@
-"""How fast each worker rank is, learned from what its requests took to their first token.
+"""How fast each worker rank is, learned from what its requests took to their first token and between tokens.
 
 A rank's slowness is what its last requests took, over what they would have taken one of slowness 1: the least
 squares of a line through 0, in which long prompts weigh most, as what else delays a request is the same for
@@ -8,6 +8,7 @@ again.
 Requests that had to wait for KV memory or a seat say nothing of its speed.
 """
 
+from collections.abc import Mapping
 from math import log
 from typing import NamedTuple, Protocol
 
@@ -77,11 +78,17 @@ class Expected(NamedTuple):
     """Whether nothing but the rank's speed decides how long it takes."""
 
 
+ANSWER_TOKENS_MIN = 4
+"""Shorter answers say nothing of how fast a rank decodes."""
+
+
 class SpeedReading(NamedTuple):
     """What is known of one rank's speed."""
 
     slowness: float
-    """Over the settings' timing."""
+    """Of its prompts, over the settings' timing."""
+    decode_slowness: float
+    """Of its decode steps."""
     relative: float
     """Over the slowness that half of the ranks are within."""
     requests: int
@@ -100,13 +107,15 @@ class LearnedSpeeds:
         self._fleet = fleet
         self.listener = listener
         self._slowness: npt.NDArray[np.float64] = np.ones(16)
+        self._decode_slowness: npt.NDArray[np.float64] = np.ones(16)
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
         """Tokens that came into each cache, each counted 2^(its age before ``_base_s`` / TURNOVER_S)."""
         self._ranks: dict[Slot, _Rank] = {}
+        self._decoding: dict[Slot, _Rank] = {}
         self._base_s = self._refreshed_s = 0.0
         self._has_begun = False
-        self._mean = self._median = 1.0
+        self._mean = self._median = self._decode_mean = 1.0
         self._mean_inserted: dict[bool, float] = {}
         """By role: what came into the caches of those who only prefill, and of the others."""
         self._answer_s = ANSWER_S
@@ -117,11 +126,17 @@ class LearnedSpeeds:
         if n_slots > len(self._slowness):
             capacity = max(n_slots, 2 * len(self._slowness))
             self._slowness = resized(self._slowness, capacity, self._mean)
+            self._decode_slowness = resized(self._decode_slowness, capacity, self._decode_mean)
             self._turnover = resized(self._turnover, capacity, log(TURNOVER_FLOOR))
             self._inserted = resized(self._inserted, capacity, 0.0)
         if now_s - self._refreshed_s >= _REFRESH_S or not self._has_begun:
             self._refresh(now_s)
-        return Speeds(self._slowness[:n_slots], self._turnover[:n_slots], self._answer_s)
+        return Speeds(
+            self._slowness[:n_slots],
+            self._decode_slowness[:n_slots],
+            self._turnover[:n_slots],
+            self._answer_s,
+        )
 
     def placed(self, pick: Pick, tokens: int, *, now_s: float) -> Expected | None:
         """A leg was placed, and ``tokens`` of its prompt come into that rank's cache."""
@@ -150,17 +165,29 @@ class LearnedSpeeds:
         self._slowness[slot] = rank.slowness(self._mean, now_s)
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
-    def answered(self, slot: Slot, seconds: float) -> None:
-        """An answer ended so long after its first token."""
+    def answered(self, slot: Slot, tokens: int, seconds: float, *, step_s: float, now_s: float) -> None:
+        """An answer of so many tokens ended so long after its first one, where decode steps would take one of
+        slowness 1 ``step_s``.
+        """
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)
-        self._answer_s += share * (seconds / float(self._slowness[slot]) - self._answer_s)
+        slowness = float(self._decode_slowness[slot])
+        self._answer_s += share * (seconds / slowness - self._answer_s)
+        if tokens < ANSWER_TOKENS_MIN or step_s <= 0.0:
+            return
+        rank = self._decoding.get(slot)
+        if rank is None:
+            rank = self._decoding[slot] = _Rank()
+        rank.note(step_s, seconds / (tokens - 1), slowness, now_s)
+        self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
         self._ranks.pop(slot, None)
+        self._decoding.pop(slot, None)
         if slot < len(self._slowness):
             self._slowness[slot] = self._mean
+            self._decode_slowness[slot] = self._decode_mean
             self._inserted[slot] = 0.0
             self._turnover[slot] = log(TURNOVER_FLOOR)
 
@@ -171,7 +198,13 @@ class LearnedSpeeds:
             return None
         slowness = float(self._slowness[slot])
         return SpeedReading(
-            slowness, slowness / self._median, rank.n_seen, rank.predicted_s, rank.seen_s, rank.is_slow
+            slowness=slowness,
+            decode_slowness=float(self._decode_slowness[slot]),
+            relative=slowness / self._median,
+            requests=rank.n_seen,
+            predicted_s=rank.predicted_s,
+            seen_s=rank.seen_s,
+            is_slow=rank.is_slow,
         )
 
     def _judge(self, rank: "_Rank", who: WorkerRank, slowness: float) -> None:
@@ -205,12 +238,24 @@ class LearnedSpeeds:
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean, TURNOVER_FLOOR))
-        known = sorted(rank.own() for rank in self._ranks.values() if rank.n_seen >= SLOW_REQUESTS)
+        known = _known(self._ranks)
         if known:
             self._mean, self._median = sum(known) / len(known), known[(len(known) - 1) // 2]
-        self._slowness[:] = self._mean
-        for slot, rank in self._ranks.items():
-            self._slowness[slot] = rank.slowness(self._mean, now_s)
+        decoding = _known(self._decoding)
+        if decoding:
+            self._decode_mean = sum(decoding) / len(decoding)
+        for slowness, ranks, mean in (
+            (self._slowness, self._ranks, self._mean),
+            (self._decode_slowness, self._decoding, self._decode_mean),
+        ):
+            slowness[:] = mean
+            for slot, rank in ranks.items():
+                slowness[slot] = rank.slowness(mean, now_s)
+
+
+def _known(ranks: Mapping[Slot, "_Rank"]) -> list[float]:
+    """The slowness of ranks that were seen often enough, the least first."""
+    return sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SLOW_REQUESTS)
 
 
 class _Rank:

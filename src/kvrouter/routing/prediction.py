@@ -3,15 +3,15 @@
 With t tokens of the prompt that are not cached there, a chunk of :data:`CHUNK_TOKENS` prompt tokens a step,
 and the settings' ``timing`` for a step::
 
-    queue_s    = slowness · (q · step of a chunk / chunk
-                             + (1 + (q + t) / chunk) · the step of decode there, where requests decode)
+    queue_s    = slowness · q · step of a chunk / chunk
+                 + decode slowness · (1 + (q + t) / chunk) · the step of decode there, where requests decode
                  q = queued tokens, less half of a chunk of them
     prefill_s  = slowness · (the steps that t tokens take, full ones first)
-    memory_s   = slowness · answer_s · max(blocks that are lacking / blocks,
-                                           requests without a seat / seats)          (Little's law)
-    decode_s   = slowness · decode_weight · the step of decode with this request
-    others_s   = 0.5 · requests that wait there · (prefill_s + slowness · answer_s · new blocks / blocks,
-                                                   where blocks are lacking)
+    memory_s   = decode slowness · answer_s · max(blocks that are lacking / blocks,
+                                                  requests without a seat / seats)     (Little's law)
+    decode_s   = decode slowness · decode_weight · the step of decode with this request
+    others_s   = 0.5 · requests that wait there
+                 · (prefill_s + decode slowness · answer_s · new blocks / blocks, where blocks are lacking)
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
 The first three are what the request waits for itself; the mock engine's tests compare them with what it then
@@ -77,6 +77,7 @@ class LegTimes:
             columns.total_blocks,
             columns.seats,
             speeds.slowness,
+            speeds.decode_slowness,
             speeds.turnover,
         )
         self._asked = (
@@ -143,7 +144,7 @@ def unlearned(n_slots: int) -> Speeds:
     """Return what is taken for the speeds of ranks of which nothing is known."""
     slowness, turnover = np.ones(n_slots), np.zeros(n_slots)
     slowness.flags.writeable = turnover.flags.writeable = False
-    return Speeds(slowness, turnover, ANSWER_S)
+    return Speeds(slowness, slowness, turnover, ANSWER_S)
 
 
 @lru_cache(maxsize=64)

@@ -103,12 +103,13 @@ class SlotRule(Protocol):
 class Speeds(NamedTuple):
     """What a router has learned of its worker ranks, by slot.
 
-    ``slowness``: how many times as long as the settings' timing says prompts take there. ``turnover``: the
-    natural logarithm of how fast what is cached there is replaced, over the mean of all. ``answer_s``: how
-    many seconds an answer keeps its blocks, on a rank of slowness 1.
+    ``slowness`` and ``decode_slowness``: how many times as long as the settings' timing says prompts and
+    decode steps take there. ``turnover``: the natural logarithm of how fast what is cached there is replaced,
+    over the mean of all. ``answer_s``: how many seconds an answer keeps its blocks, where that is 1.
     """
 
     slowness: FloatColumn
+    decode_slowness: FloatColumn
     turnover: FloatColumn
     answer_s: float
 

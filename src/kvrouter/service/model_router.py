@@ -296,9 +296,9 @@ class ModelRouter:
         """So many more blocks are full of output."""
         self.placer.output_blocks(placement, blocks, now_s=self._clock())
 
-    def release(self, placement: Placement) -> None:
-        """Close the leases; idempotent."""
-        self.placer.release(placement, now_s=self._clock())
+    def release(self, placement: Placement, *, tokens: int = 0) -> None:
+        """Close the leases, after an attempt that brought so many tokens; idempotent."""
+        self.placer.release(placement, now_s=self._clock(), tokens=tokens)
 
     # What becomes of legs
 

@@ -261,6 +261,7 @@ class RequestRun:
         if self._lost_leg is not None:
             self._observed.sent_again(self._request, self._lost_leg, streaming=bool(generated))
         now_s = time.monotonic()
+        placement.resumed_tokens = len(generated)
         self.attempt = Attempt(placement, placed_s=now_s)
         self.placement = placement
         self.output.begin(placement)
@@ -394,7 +395,8 @@ class RequestRun:
             attempt.decode.cancel(reason)
         if attempt.prefill is not None:
             attempt.prefill.cancel(reason)
-        self._model.release(attempt.placement)
+        placement = attempt.placement
+        self._model.release(placement, tokens=len(self.journey.generated) - placement.resumed_tokens)
 
     def _too_long(self, kind: TooLong, silent_s: float) -> None:
         """A limit was reached: cancel the legs, and the read that meets their end reports why."""

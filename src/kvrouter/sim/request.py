@@ -307,6 +307,7 @@ class SimRequest:
             return self._wait_or_fail(command, refused)
         self._stop_waiting()
         self._placement = placement
+        placement.resumed_tokens = len(self.journey.generated)
         self._sent_s = host.now_s
         self._tail_tokens = prompt.isl_tokens % placement.block_size
         outcome, decision = self.outcome, placement.decision
@@ -412,7 +413,8 @@ class SimRequest:
         outcome.decode = decision.decode.rank.worker_id
         outcome.crosses = decision.cross_domain
         host.released(placement)
-        host.placer.release(placement, now_s=host.now_s)
+        tokens = len(self.journey.generated) + self._unnoted_tokens - placement.resumed_tokens
+        host.placer.release(placement, now_s=host.now_s, tokens=tokens)
 
     def _end(self, error: KvrouterError | None) -> None:
         if error is not None:
