@@ -245,4 +245,5 @@ def test_times_stand_behind_the_blocks_where_there_are_any(
     assert [cell for cell in line.replace("│", " ").split() if "." in cell][-6:] == [
         "1.2", "30.0", "0.0", "2.0", "33.2", "4.5",
     ]  # fmt: skip
+    assert "38" in line
     assert out.count("TTFT") == 1

@@ -156,12 +156,14 @@ def _table(title: str, leg: LegPick) -> Table:
     for name in ("", "worker", "where"):
         table.add_column(name)
     timed = any(row.times is not None for row in leg.candidates)
-    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost", *(TIMED if timed else ())):
+    cost = "cost ms" if timed else "cost"
+    for name in ("overlap", "prefill", "decode", "transfer", "×", cost, *(TIMED if timed else ())):
         table.add_column(name, justify="right")
     table.add_column("")
     for row in _ordered(leg)[:ROWS_MAX]:
         style = "bold green" if row.chosen else ("" if row.eligible else "dim")
-        numbers = (row.prefill_blocks, row.decode_blocks, row.transfer_blocks, row.multiplier, row.cost)
+        blocks = (row.prefill_blocks, row.decode_blocks, row.transfer_blocks)
+        numbers = (*blocks, row.multiplier, _cost_shown(row.cost, row.times))
         cells = [
             "→" if row.chosen else "",
             f"{row.worker_id}/{row.dp_rank}",
@@ -184,6 +186,11 @@ def _times_cells(times: TimesRow | None) -> list[str]:
         return [""] * len(TIMED)
     own = (times.queue_ms, times.prefill_ms, times.memory_ms, times.transfer_ms, times.expected_ms)
     return [f"{part:.1f}" for part in (*own, times.decode_ms + times.others_ms + times.turnover_ms)]
+
+
+def _cost_shown(cost: float | None, times: TimesRow | None) -> float | None:
+    """The cost as tables show it: in milliseconds where it is a time."""
+    return cost if cost is None or times is None else 1e3 * cost
 
 
 def _chosen(leg: LegPick) -> str:
@@ -277,7 +284,8 @@ def _decisions_table(attempt: AttemptRow) -> Table:
     for name in ("leg", "worker"):
         table.add_column(name)
     timed = any(pick is not None and pick.times is not None for pick in (attempt.prefill, attempt.decode))
-    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost", "candidates", *(TIMED * timed)):
+    cost = "cost ms" if timed else "cost"
+    for name in ("overlap", "prefill", "decode", "transfer", "×", cost, "candidates", *(TIMED * timed)):
         table.add_column(name, justify="right")
     whole = "decode" if attempt.prefill is not None else "whole"
     for leg, pick in (("prefill", attempt.prefill), (whole, attempt.decode)):
@@ -293,6 +301,6 @@ def _cells(leg: str, pick: PickRow) -> list[str]:
         leg,
         f"{pick.worker_id}/{pick.dp_rank}",
         str(pick.overlap_blocks),
-        *map(number_text, (*blocks, pick.multiplier, pick.cost)),
+        *map(number_text, (*blocks, pick.multiplier, _cost_shown(pick.cost, pick.times))),
         str(pick.candidates),
     ]

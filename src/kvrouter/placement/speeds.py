@@ -48,7 +48,7 @@ SLOW = 1.5
 WELL = 1.25
 """and at this or below it is well again."""
 
-SLOW_REQUESTS = 4
+SLOW_REQUESTS = 3
 """So many of its own requests must say so."""
 
 _REFRESH_S = 1.0
