@@ -14,7 +14,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.routing import RouteRequest, RoutingSettings, View, route
-from kvrouter.routing.request import Pick, Speeds, Times
+from kvrouter.routing.request import CostInput, Pick, Speeds, Times
 from tests.oracles.prediction import RankLoad, predicted
 
 BLOCK = 16
@@ -59,13 +59,15 @@ def view_of(loads: list[RankLoad], settings: RoutingSettings, answer_s: float, r
         prefill_tokens=np.array([load.prefill_tokens for load in loads], np.int64),
         active_blocks=np.array([load.active_blocks for load in loads], np.int64),
         not_active=np.array([load.not_active for load in loads], np.uint32),
-        requests=np.array([load.requests for load in loads], np.int64),
-        waiting=np.array([load.waiting for load in loads], np.int64),
-        speeds=Speeds(
-            np.array([load.slowness for load in loads]),
-            np.array([load.decode_slowness for load in loads]),
-            np.array([load.turnover for load in loads]),
-            answer_s,
+        cost_input=CostInput(
+            np.array([load.requests for load in loads], np.int64),
+            np.array([load.waiting for load in loads], np.int64),
+            Speeds(
+                np.array([load.slowness for load in loads]),
+                np.array([load.decode_slowness for load in loads]),
+                np.array([load.turnover for load in loads]),
+                answer_s,
+            ),
         ),
     )
 

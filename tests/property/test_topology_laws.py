@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
-from kvrouter.routing.cost import links_from
+from kvrouter.mock import Links
+from kvrouter.routing.links import links_from, shared_from
 from kvrouter.topology import (
     Link,
+    LinkLoads,
     LinkTable,
+    SharedLink,
     distance,
     policy_of,
     topology_domains,
@@ -171,3 +174,48 @@ def test_a_rank_keeps_its_slot_through_an_update() -> None:
     fleet.join(card(1, ModelRuntimeConfig(), dp_size=2))
     fleet.join(card(1, ModelRuntimeConfig(), dp_size=3, draining=1))
     assert [fleet.slot_of(WorkerRank(WorkerId(1), DpRank(at))) for at in range(3)] == [0, 1, 2]
+
+
+def test_transfers_share_a_link_where_mock_workers_do() -> None:
+    """Where every place is known: links of one number are those of one name, in either direction."""
+    for seed in range(1_000):
+        rng = Random(seed)
+        order = LEVELS[: rng.randrange(1, 4)]
+        table = LinkTable(draw_table(rng).by_level, Link(1e-3, 1e9), {})
+        workers = [{level: rng.choice("abc") for level in order} for _ in range(rng.randrange(2, 12))]
+        fleet = Fleet(ModelName("m"), 4)
+        for worker_id, domains in enumerate(workers):
+            fleet.join(card(worker_id, ModelRuntimeConfig(topology_domains=domains, topology_levels=order)))
+        links, loads = Links(table=table, levels=order), LinkLoads()
+        of: dict[object, int] = {}
+        for src, domains in enumerate(workers):
+            numbers = shared_from(fleet, table, Slot(src), loads)
+            for dst, others in enumerate(workers):
+                name, _ = links.shared(
+                    links.place(domains, WorkerId(src)), links.place(others, WorkerId(dst))
+                )
+                assert of.setdefault(name, int(numbers[dst])) == numbers[dst] > 0
+        assert len(set(of.values())) == len(of)
+
+
+def test_a_measured_pair_of_values_is_a_link_of_its_own() -> None:
+    fleet = Fleet(ModelName("m"), 4)
+    for worker_id, zone in enumerate("abcab"):
+        config = ModelRuntimeConfig(topology_domains={"zone": zone}, topology_levels=("zone",))
+        fleet.join(card(worker_id, config))
+    fleet.join(card(9, ModelRuntimeConfig()))
+    table = LinkTable({}, Link(1e-3, 1e9), {("zone", "a", "b"): Link(1e-4, 2e9)})
+    loads = LinkLoads()
+    near, measured, far, same, again, unknown = shared_from(fleet, table, Slot(0), loads).tolist()
+    assert (near, measured, unknown) == (same, again, 0)
+    assert len({near, measured, far}) == 3
+    back = shared_from(fleet, table, Slot(1), loads).tolist()
+    assert back[0] not in (near, measured, far)
+    loads.add(measured, 100.0)
+    loads.add(measured, 50.5)
+    loads.remove(measured, 100.0)
+    assert (loads.bytes[measured], loads.count[measured]) == (50.5, 1)
+    loads.remove(measured, 50.0)
+    assert (loads.bytes[measured], loads.count[measured]) == (0.0, 0)
+    for number in range(100):
+        assert loads.number(SharedLink("rack", ("x",), str(number))) < len(loads.bytes)

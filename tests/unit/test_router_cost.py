@@ -11,14 +11,15 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
 from kvrouter.core.constraints import CostRule, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
+from kvrouter.routing.links import shared_from
 from kvrouter.routing.prediction import prompt_s
-from kvrouter.routing.request import Speeds
-from kvrouter.topology import Link, LinkTable
+from kvrouter.routing.request import CostInput, Speeds
+from kvrouter.topology import Link, LinkLoads, LinkTable
 
 BLOCK = 16
 
@@ -56,6 +57,7 @@ def view(
     settings: RoutingSettings | None = None,
     unseen: float = 0.0,
     seed: int = 0,
+    transfers: LinkLoads | None = None,
 ) -> View:
     nothing = [0] * fleet.n_slots
     speeds = None
@@ -74,9 +76,12 @@ def view(
         prefill_tokens=np.array(tokens or nothing, np.int64),
         active_blocks=np.array(active or nothing, np.int64),
         not_active=None if fresh is None else np.array(fresh, np.uint32),
-        requests=np.array(requests or nothing, np.int64),
-        waiting=np.array(waiting or nothing, np.int64),
-        speeds=speeds,
+        cost_input=CostInput(
+            np.array(requests or nothing, np.int64),
+            np.array(waiting or nothing, np.int64),
+            speeds,
+            transfers,
+        ),
         unseen=unseen,
         seed=seed,
     )
@@ -145,6 +150,27 @@ def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> N
     assert decision.decode.transfer_blocks == 0.0
     blocks = RoutingSettings(links=links)
     assert worker(route(asked(), view(fleet, active=[0, 0, 500], settings=blocks))) == 2
+
+
+def test_a_link_that_is_crowded_is_passed_over_for_a_slower_one_that_is_free() -> None:
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 2e9), {})
+    settings = RoutingSettings(cost=CostRule.TIME, links=links)
+    fleet, loads = fleet_of(*roles, slow_links=True), LinkLoads()
+    taken = view(fleet, settings=settings, transfers=loads)
+    assert worker(route(asked(), taken)) == 3
+    crowded = int(shared_from(fleet, links, Slot(0), loads)[2])
+    for _ in range(9):
+        loads.add(crowded, 1e9)
+    decision = route(asked(), taken, explain=True)
+    assert worker(decision) == 2
+    alone_s = 3200 * 100_000 / 1e10
+    (row,) = (row for row in decision.rows if row.rank.worker_id == 3)
+    assert row.times is not None
+    assert row.times.transfer_s == pytest.approx(1e-4 + 10 * alone_s)
+    for _ in range(9):
+        loads.remove(crowded, 1e9)
+    assert worker(route(asked(), taken)) == 3
 
 
 def test_preferred_taints_multiply_seconds_as_they_do_blocks() -> None:

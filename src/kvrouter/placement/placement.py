@@ -10,6 +10,7 @@ from kvrouter.core.requests import Bootstrap, Leg, TokenBuffer
 from kvrouter.fleet import Circuit, Pair
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.placement.speeds import Expected
+from kvrouter.placement.transfers import Transfer
 from kvrouter.routing.request import Decision, Pick, RouteRequest
 
 
@@ -62,6 +63,8 @@ class Placement:
     """The half-open circuits that let it in, to see whether their workers are well."""
     expected: Expected | None = None
     """What its prompt was expected to take where it is prefilled; None where times are not predicted."""
+    transfer: Transfer | None = None
+    """The KV that its pair has still to move, where that is counted."""
     first_token_s: float | None = None
     resumed_tokens: int = 0
     """What earlier attempts had generated."""

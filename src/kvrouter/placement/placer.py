@@ -28,15 +28,16 @@ from kvrouter.core.requests import (
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey import RetryPlan, Shape
-from kvrouter.ledger.port import Ledger
+from kvrouter.ledger.port import Ledger, LedgerColumns
 from kvrouter.ledger.replicas import Replication
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.circuits import CircuitListener, Circuits
 from kvrouter.placement.load_at_report import LoadAtReport
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.speeds import LearnedSpeeds, SpeedListener
+from kvrouter.placement.transfers import Transfers
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
-from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
+from kvrouter.routing.request import CostInput, Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
 from kvrouter.routing.route import route, route_decode
 
 U32 = npt.NDArray[np.uint32]
@@ -157,11 +158,13 @@ class Placer:
         self.cache = cache
         self.ledger: Ledger = ledger
         self.settings = settings
+        self._note_cost()
         self.waiting = WaitingLines(waiting, call_soon)
         self.circuits = Circuits(
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
         )
         self.speeds = LearnedSpeeds(fleet, speed_listener)
+        self.transfers = Transfers()
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = self._begin_at_report(now_s)
         self._replication = replication
@@ -195,9 +198,15 @@ class Placer:
             prefill_alone=self.settings.prefill_alone,
             track_active_blocks=self.settings.track_active_blocks,
         )
+        self._note_cost()
         self._at_report = self._at_report or self._begin_at_report(now_s)
         self.waiting.domain.pulse()
         self.load_changed()
+
+    def _note_cost(self) -> None:
+        """Note what the cost reads, once: enumerations are slow before Python 3.12."""
+        self._learns = self.settings.cost is CostRule.TIME
+        self._counts = self.settings.cost is not CostRule.BLOCKS
 
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
@@ -286,14 +295,14 @@ class Placer:
             tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
             blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
             rule=self.rule,
-            requests=columns.requests[:n_slots],
-            waiting=columns.waiting[:n_slots],
-            speeds=self.speeds.speeds(n_slots, now_s=now_s) if self._learns else None,
+            cost_input=self._cost_input(columns, n_slots, now_s) if self._counts else None,
         )
 
-    @property
-    def _learns(self) -> bool:
-        return self.settings.cost is CostRule.TIME
+    def _cost_input(self, columns: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
+        counts = columns.requests[:n_slots], columns.waiting[:n_slots]
+        if not self._learns:
+            return CostInput(*counts)
+        return CostInput(*counts, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.loads)
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
@@ -347,6 +356,9 @@ class Placer:
         card = self._card(decision.decode)
         placement.decision = decision
         self.circuits.booked(placement, now_s=now_s)
+        if placement.transfer is not None:
+            self._end_transfer(placement)
+            self._begin_transfer(placement)
         placement.decode_address = card.address
         placement.decode_context_tokens = card.context_length
         placement.decode_domains = card.runtime_config.topology_domains
@@ -448,6 +460,23 @@ class Placer:
                 tokens = max(0, prompt.isl_tokens - pick.overlap_blocks * block_tokens)
                 expected = self.speeds.placed(pick, tokens, now_s=now_s)
                 placement.expected = placement.expected or expected
+        self._begin_transfer(placement)
+
+    def _begin_transfer(self, placement: Placement) -> None:
+        """Count what the pair has to move, where links are weighed."""
+        decision, links = placement.decision, self.settings.links
+        if decision.prefill is None or links is None:
+            return
+        prompt, decode = placement.prompt, decision.decode
+        tokens = max(0, prompt.isl_tokens - decode.overlap_blocks * self.fleet.block_size)
+        placement.transfer = self.transfers.begin(
+            self.fleet, links, decision.prefill.slot, decode.slot, tokens
+        )
+
+    def _end_transfer(self, placement: Placement) -> None:
+        if placement.transfer is not None:
+            self.transfers.end(placement.transfer)
+            placement.transfer = None
 
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
         decode = decision.decode
@@ -500,6 +529,7 @@ class Placer:
     def first_token(self, placement: Placement, *, now_s: float) -> None:
         """The first token came: load moves from prefill to decode."""
         self.circuits.begun(placement, now_s=now_s)
+        self._end_transfer(placement)
         if self._learns:
             placement.first_token_s, placement.step_s = now_s, self._step_s(placement)
         if placement.expected is not None and placement.decision.decode.leg is Leg.AGGREGATED:
@@ -517,6 +547,7 @@ class Placer:
 
     def release(self, placement: Placement, *, now_s: float, tokens: int = 0) -> None:
         """Close the leases, after an attempt that brought so many tokens; idempotent."""
+        self._end_transfer(placement)
         if placement.first_token_s is not None:
             slot, took_s = placement.decision.decode.slot, now_s - placement.first_token_s
             step_s = (placement.step_s + self._step_s(placement)) / 2

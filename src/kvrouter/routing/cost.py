@@ -30,16 +30,20 @@ from math import exp, tanh
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from msgspec import structs
 
 from kvrouter.core.constraints import CostRule, RouterConfigOverride, RouterMode
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
+from kvrouter.fleet import Fleet, FloatColumn, IntColumn
 from kvrouter.routing.eligibility import fitted
+from kvrouter.routing.links import transfer_seconds
 from kvrouter.routing.prediction import LegTimes, own_s
 from kvrouter.routing.request import Pick, RouteRequest, RoutingSettings, View
-from kvrouter.topology import Link, LinkTable, Preferred, TransferConstraint
+from kvrouter.topology import Preferred, TransferConstraint
+
+_BLOCKS, _TIME, _LMETRIC = CostRule
+"""An enumeration's attributes are slow before Python 3.12."""
 
 
 class Rules(NamedTuple):
@@ -64,64 +68,9 @@ def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules
     )
 
 
-def transfer_seconds(
-    request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
-) -> FloatColumn | None:
-    """Return how long moving the KV from ``prefill_slot`` takes; None where the links are not weighed.
-
-    kv_bytes = (isl_tokens − tokens cached on the decode worker) · kv_bytes_per_token of the prefill worker.
-    Where that worker does not publish it, the latency alone counts.
-    """
-    settings, fleet = view.settings, view.fleet
-    if settings.links is None or (settings.kv_transfer_weight == 0.0 and settings.cost is not CostRule.TIME):
-        return None
-    links, which = links_from(fleet, settings.links, prefill_slot)
-    latency_s = np.array([link.latency_s for link in links])[which]
-    bandwidth_bytes_per_s = np.array([link.bandwidth_bytes_per_s for link in links])[which]
-    tokens = np.full(fleet.n_slots, float(request.isl_tokens))
-    if overlap is not None:
-        tokens -= overlap * float(fleet.block_size)
-        np.maximum(tokens, 0.0, out=tokens)
-    bytes_per_token = max(0, int(fleet.columns.kv_bytes_per_token[prefill_slot]))
-    with np.errstate(over="ignore"):
-        transfer_s: FloatColumn = latency_s + tokens * bytes_per_token / bandwidth_bytes_per_s
-    return transfer_s
-
-
-def links_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot) -> tuple[list[Link], npt.NDArray[np.intp]]:
-    """Return the links, and per slot which of them leads there from ``prefill_slot``.
-
-    The same link as ``table.link`` gives for the two workers' domain values, by the prefill worker's levels.
-    """
-    card = fleet.card_at(prefill_slot)
-    levels = () if card is None else tuple(level.strip() for level in card.runtime_config.topology_levels)
-    links = [table.otherwise]
-    which = np.zeros(fleet.n_slots, np.intp)
-    together = np.ones(fleet.n_slots, np.bool_)
-    at = 0
-    for level in levels:
-        if level in table.by_level:
-            links.append(table.by_level[level])
-            at = len(links) - 1
-        ids = fleet.domain_ids(level)
-        own = int(ids[prefill_slot])
-        if own == UNKNOWN_VALUE:
-            continue
-        together &= (ids == own) | (ids == UNKNOWN_VALUE)
-        which[together & (ids == own)] = at
-    for (domain, one, other), link in reversed(tuple(table.pairs.items())):
-        here = fleet.domain_value_at(domain, prefill_slot)
-        for value, far in ((one, other), (other, one)):
-            far_id = fleet.domain_value_id(domain, far)
-            if here == value and far_id is not None:
-                links.append(link)
-                which[fleet.domain_ids(domain) == far_id] = len(links) - 1
-    return links, which
-
-
 class Costs(NamedTuple):
     """The columns of one leg, each with an entry per slot, eligible or not. Under the time rule those of
-    blocks to prefill and to decode are not made: ``blocks_at`` has them of one slot.
+    blocks to prefill and to decode are not made: ``timed`` adds them to a pick, and its times.
     """
 
     overlap_blocks: IntColumn | None
@@ -130,8 +79,7 @@ class Costs(NamedTuple):
     transfer_blocks: FloatColumn | None
     multiplier: FloatColumn | None
     cost: FloatColumn
-    times: LegTimes | None = None
-    blocks_at: Callable[[Slot], tuple[float, float]] | None = None
+    timed: Callable[[Pick], Pick] | None = None
 
 
 def leg_costs(
@@ -147,28 +95,25 @@ def leg_costs(
     settings, n_slots = view.settings, view.fleet.n_slots
     overlap = None if view.overlap_blocks is None else fitted(view.overlap_blocks, n_slots)
     transfer = transfer_s = None
-    if prefill_slot is not None:
+    if prefill_slot is not None and settings.links is not None:
         transfer_s = transfer_seconds(request, view, overlap, prefill_slot)
-    if transfer_s is not None and settings.kv_transfer_weight > 0.0:
-        with np.errstate(over="ignore"):
-            transfer = transfer_s * settings.kv_transfer_weight
+        if transfer_s is not None and settings.kv_transfer_weight > 0.0:
+            with np.errstate(over="ignore"):
+                transfer = transfer_s * settings.kv_transfer_weight
     multiplier = _multiplier(view.fleet, _preferred_taints(request, leg, constraint))
     weight = rules.overlap_score_weight
-    if settings.cost is CostRule.TIME:
+    rule = settings.cost
+    if rule is _TIME:
         times = LegTimes(request, view, leg, overlap, transfer_s, overlap_score_weight=weight)
-        cost, blocks_at = times.cost, partial(_blocks_at, request, view, leg, overlap)
-        if multiplier is not None:
-            cost = cost * multiplier
-        return Costs(overlap, None, None, transfer, multiplier, cost, times, blocks_at)
+        cost = times.cost if multiplier is None else times.cost * multiplier
+        timed = partial(_timed, request, view, leg, times)
+        return Costs(overlap, None, None, transfer, multiplier, cost, timed)
     prefill = decode = None
     if leg is not Leg.DECODE and settings.track_prefill_tokens:
         prefill = _prefill_blocks(request, view, overlap)
     if leg is not Leg.PREFILL and settings.track_active_blocks:
         decode = _decode_blocks(request, view)
-    if settings.cost is CostRule.LMETRIC:
-        cost = _lmetric(prefill, view)
-    else:
-        cost = _total(prefill, decode, transfer, weight, n_slots)
+    cost = _lmetric(prefill, view) if rule is _LMETRIC else _total(prefill, decode, transfer, weight, n_slots)
     if multiplier is not None:
         cost *= multiplier
     return Costs(overlap, prefill, decode, transfer, multiplier, cost)
@@ -176,13 +121,13 @@ def leg_costs(
 
 def own_cost(request: RouteRequest, view: View, leg: Leg, rules: Rules) -> float:
     """Return what the leg of such a request adds to the cost of a rank that holds nothing of it."""
-    if view.settings.cost is CostRule.TIME:
+    if view.settings.cost is _TIME:
         return own_s(request, view, leg)
     blocks = 0.0
     if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
-        weight = rules.overlap_score_weight if view.settings.cost is CostRule.BLOCKS else 1.0
+        weight = rules.overlap_score_weight if view.settings.cost is _BLOCKS else 1.0
         blocks += weight * request.isl_tokens / view.fleet.block_size
-    if view.settings.cost is CostRule.LMETRIC:
+    if view.settings.cost is _LMETRIC:
         return blocks * view.fleet.block_size or 1.0
     if leg is not Leg.PREFILL and view.settings.track_active_blocks:
         blocks += request.total_blocks
@@ -192,8 +137,8 @@ def own_cost(request: RouteRequest, view: View, leg: Leg, rules: Rules) -> float
 def _lmetric(prefill: FloatColumn | None, view: View) -> FloatColumn:
     n_slots = view.fleet.n_slots
     batch: FloatColumn = np.ones(n_slots)
-    if view.requests is not None:
-        batch += fitted(view.requests, n_slots)
+    if view.cost_input is not None:
+        batch += fitted(view.cost_input.requests, n_slots)
     if prefill is None:
         return batch
     tokens: FloatColumn = prefill * float(view.fleet.block_size)
@@ -223,20 +168,17 @@ def _decode_blocks(request: RouteRequest, view: View) -> FloatColumn:
     return np.add(active, fitted(view.not_active, n_slots), dtype=np.float64)
 
 
-def _blocks_at(
-    request: RouteRequest, view: View, leg: Leg, overlap: IntColumn | None, slot: Slot
-) -> tuple[float, float]:
-    """Return one slot's blocks to prefill and to decode."""
+def _timed(request: RouteRequest, view: View, leg: Leg, times: LegTimes, pick: Pick) -> Pick:
+    """Return a pick with its times, and its blocks to prefill and to decode."""
+    slot, block_size = pick.slot, view.fleet.block_size
     prefill = decode = 0.0
     if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
-        cached = 0 if overlap is None else overlap.item(slot) * view.fleet.block_size
-        prefill = (
-            max(0, request.isl_tokens - cached) + view.prefill_tokens.item(slot)
-        ) / view.fleet.block_size
+        uncached = max(0, request.isl_tokens - pick.overlap_blocks * block_size)
+        prefill = (uncached + view.prefill_tokens.item(slot)) / block_size
     if leg is not Leg.PREFILL and view.settings.track_active_blocks:
         new = request.total_blocks if view.not_active is None else view.not_active.item(slot)
         decode = float(view.active_blocks.item(slot) + new)
-    return prefill, decode
+    return structs.replace(pick, prefill_blocks=prefill, decode_blocks=decode, times=times.at(slot))
 
 
 def _total(
@@ -292,23 +234,18 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
     rank = fleet.rank_at(slot)
     if rank is None:
         raise ValueError(f"slot {slot} is free")
-    overlap, prefill, decode, transfer, multiplier, cost, times, blocks_at = costs
-    if blocks_at is not None:
-        prefill_blocks, decode_blocks = blocks_at(slot)
-    else:
-        prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
-        decode_blocks = 0.0 if decode is None else decode.item(slot)
-    return Pick(
+    overlap, prefill, decode, transfer, multiplier, cost, timed = costs
+    pick = Pick(
         slot=slot,
         rank=rank,
         leg=leg,
         overlap_blocks=0 if overlap is None else overlap.item(slot),
-        prefill_blocks=prefill_blocks,
-        decode_blocks=decode_blocks,
+        prefill_blocks=0.0 if prefill is None else prefill.item(slot),
+        decode_blocks=0.0 if decode is None else decode.item(slot),
         transfer_blocks=0.0 if transfer is None else transfer.item(slot),
         multiplier=1.0 if multiplier is None else multiplier.item(slot),
         cost=cost.item(slot),
         candidates=candidates,
         unseen=unseen,
-        times=None if times is None else times.at(slot),
     )
+    return pick if timed is None else timed(pick)

@@ -34,7 +34,7 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import FloatColumn, IntColumn
-from kvrouter.routing.request import RouteRequest, Speeds, Times, View
+from kvrouter.routing.request import CostInput, RouteRequest, Speeds, Times, View
 
 CHUNK_TOKENS = 8192
 """Prompt tokens that an engine computes in one step: what vLLM and SGLang take by default on large GPUs."""
@@ -63,7 +63,8 @@ class LegTimes:
     ) -> None:
         fleet, settings = view.fleet, view.settings
         n_slots = fleet.n_slots
-        speeds = view.speeds or unlearned(n_slots)
+        given = view.cost_input or CostInput(_none(n_slots), _none(n_slots))
+        speeds = given.speeds or unlearned(n_slots)
         columns = fleet.columns
         self._transfer_s = transfer_s
         self._predictor = predictor_of(settings.timing, settings.decode_weight)
@@ -72,8 +73,8 @@ class LegTimes:
             _typed(view.not_active, _UINT32),
             _typed(view.prefill_tokens, _INT64),
             _typed(view.active_blocks, _INT64),
-            _none(n_slots) if view.requests is None else _typed(view.requests, _INT64),
-            _none(n_slots) if view.waiting is None else _typed(view.waiting, _INT64),
+            _typed(given.requests, _INT64),
+            _typed(given.waiting, _INT64),
             columns.total_blocks,
             columns.seats,
             speeds.slowness,
@@ -112,7 +113,8 @@ def own_s(request: RouteRequest, view: View, leg: Leg) -> float:
     if leg is not Leg.DECODE and settings.track_prefill_tokens:
         seconds += prompt_s(settings.timing, request.isl_tokens)
     if leg is not Leg.PREFILL and settings.track_active_blocks:
-        answer_s = ANSWER_S if view.speeds is None else view.speeds.answer_s
+        speeds = None if view.cost_input is None else view.cost_input.speeds
+        answer_s = ANSWER_S if speeds is None else speeds.answer_s
         total = view.fleet.columns.total_blocks
         finite = total[np.isfinite(total)]
         if len(finite):

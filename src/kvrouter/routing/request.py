@@ -11,7 +11,7 @@ from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
-from kvrouter.topology import LinkTable, RouterTopologyDefault, TransferConstraint
+from kvrouter.topology import LinkLoads, LinkTable, RouterTopologyDefault, TransferConstraint
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):
@@ -138,6 +138,17 @@ class Times(NamedTuple):
         return self.queue_s + self.prefill_s + self.memory_s + self.transfer_s
 
 
+class CostInput(NamedTuple):
+    """What other costs than that of blocks read: the ledger's requests by slot, those of them whose first
+    token has not come, what was learned of ranks, and what travels over links; None where nobody counts.
+    """
+
+    requests: IntColumn
+    waiting: IntColumn
+    speeds: Speeds | None = None
+    transfers: LinkLoads | None = None
+
+
 class View(msgspec.Struct, frozen=True):
     """One reading of everything that the decision depends on; each column has a slot's entry at its index
     and at least ``fleet.n_slots`` entries.
@@ -148,8 +159,7 @@ class View(msgspec.Struct, frozen=True):
     ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
     may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
     load when the slot's latest load report was taken; None where all that is booked is in the report.
-    ``rule`` picks instead of the settings' mode. ``requests``, ``waiting``: the ledger's requests, and those
-    whose first token has not come; None counts as none. ``speeds`` is None where nothing is learned.
+    ``rule`` picks instead of the settings' mode. ``cost_input`` is None under the blocks rule.
     """
 
     fleet: Fleet
@@ -164,9 +174,7 @@ class View(msgspec.Struct, frozen=True):
     tokens_at_report: IntColumn | None = None
     blocks_at_report: IntColumn | None = None
     rule: SlotRule | None = None
-    requests: IntColumn | None = None
-    waiting: IntColumn | None = None
-    speeds: Speeds | None = None
+    cost_input: CostInput | None = None
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False):

@@ -6,7 +6,9 @@ from kvrouter.topology.links import (
     SAME_LEVEL_LINK,
     Distance,
     Link,
+    LinkLoads,
     LinkTable,
+    SharedLink,
     distance,
 )
 from kvrouter.topology.policy import (
@@ -35,11 +37,13 @@ __all__ = [
     "Distance",
     "Fallback",
     "Link",
+    "LinkLoads",
     "LinkTable",
     "MismatchPolicy",
     "Preferred",
     "Required",
     "RouterTopologyDefault",
+    "SharedLink",
     "TransferConstraint",
     "TransferPolicy",
     "derive",

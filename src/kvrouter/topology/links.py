@@ -5,6 +5,8 @@ from math import isfinite
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 
@@ -105,3 +107,50 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
             if level in self.by_level:
                 return self.by_level[level], level
         return self.otherwise, None
+
+
+class SharedLink(NamedTuple):
+    """What transfers have in common that share a link: the level that decides it, the values of the source
+    from the broadest level down to it, and that of the destination.
+    """
+
+    level: str
+    src: tuple[str | None, ...]
+    dst: str | None
+
+
+class LinkLoads:
+    """What of KV is to travel over each shared link, by its number, from 1 on. 0 is no link: workers whose
+    place nobody knows share theirs with none.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[SharedLink, int] = {}
+        self.bytes: npt.NDArray[np.float64] = np.zeros(16)
+        self.count: npt.NDArray[np.float64] = np.zeros(16)
+        """How many transfers these are."""
+
+    def __len__(self) -> int:
+        """The number of links that were asked for."""
+        return len(self._numbers)
+
+    def number(self, link: SharedLink) -> int:
+        """Return the number of a link, a new one when it is asked for first."""
+        number = self._numbers.setdefault(link, len(self._numbers) + 1)
+        if number >= len(self.bytes):
+            self.bytes = np.concatenate((self.bytes, np.zeros(len(self.bytes))))
+            self.count = np.concatenate((self.count, np.zeros(len(self.count))))
+        return number
+
+    def add(self, number: int, kv_bytes: float) -> None:
+        """One more transfer, of so many bytes."""
+        if number:
+            self.bytes[number] += kv_bytes
+            self.count[number] += 1
+
+    def remove(self, number: int, kv_bytes: float) -> None:
+        """One of them is over."""
+        if number:
+            self.count[number] -= 1
+            # no rest of sums where nothing travels
+            self.bytes[number] = self.bytes[number] - kv_bytes if self.count[number] else 0.0
