@@ -80,8 +80,34 @@ impl<'a> Prediction<'a> {
 
     /// Fills `total` with the sum of the parts of each slot, in which queue and prefill are weighed.
     pub fn totals(&self, total: &mut [f64]) {
+        match self.legs() {
+            (true, true) => self.fill::<true, true>(total),
+            (true, false) => self.fill::<true, false>(total),
+            (false, true) => self.fill::<false, true>(total),
+            (false, false) => self.fill::<false, false>(total),
+        }
+    }
+
+    /// The parts of one slot: queue, prefill, memory, decode, others, turnover.
+    pub fn at(&self, slot: usize) -> [f64; N_PARTS] {
+        match self.legs() {
+            (true, true) => self.parts::<true, true>(slot),
+            (true, false) => self.parts::<true, false>(slot),
+            (false, true) => self.parts::<false, true>(slot),
+            (false, false) => self.parts::<false, false>(slot),
+        }
+    }
+
+    /// Whether the prompt counts, and the blocks.
+    fn legs(&self) -> (bool, bool) {
+        let asked = &self.asked;
+        (asked.prefills && asked.counts_tokens, asked.decodes && asked.counts_blocks)
+    }
+
+    fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64]) {
         for (slot, total) in total.iter_mut().enumerate() {
-            let [queue_s, prefill_s, memory_s, decode_s, others_s, turnover_s] = self.at(slot);
+            let [queue_s, prefill_s, memory_s, decode_s, others_s, turnover_s] =
+                self.parts::<PREFILLS, DECODES>(slot);
             *total = self.rates.overlap_weight * (queue_s + prefill_s)
                 + memory_s
                 + decode_s
@@ -90,17 +116,17 @@ impl<'a> Prediction<'a> {
         }
     }
 
-    /// The parts of one slot: queue, prefill, memory, decode, others, turnover.
     #[inline(always)]
-    pub fn at(&self, slot: usize) -> [f64; N_PARTS] {
+    fn parts<const PREFILLS: bool, const DECODES: bool>(&self, slot: usize) -> [f64; N_PARTS] {
         let (slots, asked, rates, steps) = (&self.slots, &self.asked, &self.rates, &self.steps);
         let (slowness, decode_slowness) = (slots.slowness[slot], slots.decode_slowness[slot]);
         let waiting = slots.waiting[slot] as f64;
         let held = slots.active_blocks[slot] as f64;
         let total_blocks = slots.total_blocks[slot];
+        let of_blocks = total_blocks.recip();
         let running = (slots.requests[slot] - slots.waiting[slot]).max(0) as f64;
         let (mut queue_s, mut prefill_s) = (0.0, 0.0);
-        if asked.prefills && asked.counts_tokens {
+        if PREFILLS {
             let overlap = slots.overlap_blocks.map_or(0.0, |column| f64::from(column[slot]));
             let new_tokens = (asked.isl_tokens - overlap * asked.block_size).max(0.0);
             let queued_tokens = steps.queued_tokens(slots.prefill_tokens[slot] as f64);
@@ -108,21 +134,21 @@ impl<'a> Prediction<'a> {
             prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
             if running > 0.0 {
                 // Those who decode share each step, and on average half of one is still to run.
-                let use_share = (held / total_blocks).min(1.0);
-                let n_steps = 1.0 + (queued_tokens + new_tokens) / rates.chunk_tokens;
+                let use_share = (held * of_blocks).min(1.0);
+                let n_steps = 1.0 + (queued_tokens + new_tokens) * steps.of_chunk;
                 let step_s = steps.decode_s(use_share, running, held * asked.block_size);
                 queue_s += decode_slowness * n_steps * step_s;
             }
         }
         let (mut memory_s, mut decode_s, mut held_s) = (0.0, 0.0, 0.0);
-        if asked.decodes && asked.counts_blocks {
+        if DECODES {
             let new_blocks = slots.not_active.map_or(asked.total_blocks, |column| f64::from(column[slot]));
             let active = held + new_blocks;
             let lacking = active - total_blocks;
             let answer_s = decode_slowness * rates.answer_s;
             if lacking > 0.0 {
-                memory_s = lacking * answer_s / total_blocks;
-                held_s = new_blocks * answer_s / total_blocks;
+                memory_s = lacking * answer_s * of_blocks;
+                held_s = new_blocks * answer_s * of_blocks;
             }
             let seats = slots.seats[slot];
             let unseated = slots.requests[slot] as f64 + 1.0 - seats;
@@ -130,7 +156,7 @@ impl<'a> Prediction<'a> {
                 memory_s = memory_s.max(unseated * answer_s / seats);
             }
             if rates.decode_weight > 0.0 {
-                let use_share = (active / total_blocks).min(1.0);
+                let use_share = (active * of_blocks).min(1.0);
                 let step_s = steps.decode_s(use_share, running + 1.0, active * asked.block_size);
                 decode_s = rates.decode_weight * decode_slowness * step_s;
             }
@@ -165,13 +191,20 @@ struct Steps {
     /// A step that is full of prompt tokens.
     chunk_s: f64,
     token_s: f64,
+    of_chunk: f64,
 }
 
 impl Steps {
     fn new(rates: Rates) -> Self {
         let chunk_s = curve_s(&rates.timing, rates.chunk_tokens);
         let token_s = chunk_s / rates.chunk_tokens;
-        Steps { timing: rates.timing, chunk_tokens: rates.chunk_tokens, chunk_s, token_s }
+        Steps {
+            timing: rates.timing,
+            chunk_tokens: rates.chunk_tokens,
+            chunk_s,
+            token_s,
+            of_chunk: rates.chunk_tokens.recip(),
+        }
     }
 
     /// The seconds of a prompt token in a full step.
@@ -187,7 +220,7 @@ impl Steps {
     /// The last `tokens` of a prompt, in steps of their own.
     fn prefill_s(&self, tokens: f64, isl_tokens: f64) -> f64 {
         // A cast cuts the fraction off, and is one instruction where `floor` is a call.
-        let full = (tokens / self.chunk_tokens) as i64 as f64;
+        let full = (tokens * self.of_chunk) as i64 as f64;
         let rest = tokens - full * self.chunk_tokens;
         let steps_s = full * self.chunk_s + if rest > 0.0 { curve_s(&self.timing, rest) } else { 0.0 };
         let attended = tokens * (isl_tokens - tokens).max(0.0) + 0.5 * tokens * (tokens + 1.0);
