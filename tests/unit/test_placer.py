@@ -3,11 +3,12 @@
 from array import array
 
 import pytest
+from msgspec import structs
 
-from kvrouter.core.constraints import RouterMode
+from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, RouterId, WorkerId
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import NativeLedger
@@ -16,11 +17,14 @@ from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
+from kvrouter.topology import Link, LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.placements import A_DRAW, CircuitEvents, SpeedEvents
 
 
-def placer_of(*workers: tuple[int, Role], mode: RouterMode = RouterMode.KV) -> Placer:
+def placer_of(
+    *workers: tuple[int, Role], mode: RouterMode = RouterMode.KV, settings: RoutingSettings | None = None
+) -> Placer:
     fleet = Fleet(MODEL, BLOCK_SIZE)
     for worker_id, role in workers:
         fleet.join(card(worker_id, role))
@@ -29,7 +33,7 @@ def placer_of(*workers: tuple[int, Role], mode: RouterMode = RouterMode.KV) -> P
         cache=NoCacheView(),
         ledger=NativeLedger(1),
         router_id=RouterId("here"),
-        settings=RoutingSettings(mode=mode),
+        settings=settings or RoutingSettings(mode=mode),
         tracks_active_blocks=True,
         circuits=CircuitSettings(2, 1.0, 30.0),
         circuit_seed=1,
@@ -103,3 +107,29 @@ def test_a_released_placement_leaves_no_load() -> None:
     placer.release(placement, now_s=0.0)
     placer.release(placement, now_s=0.0)
     assert len(placer.ledger) == 0
+
+
+def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_itself() -> None:
+    links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
+    placer = placer_of(settings=RoutingSettings(cost=CostRule.TIME, links=links))
+    for worker_id, role, zone in ((1, Role.PREFILL, "a"), (2, Role.DECODE, "a"), (3, Role.DECODE, "b")):
+        config = ModelRuntimeConfig(
+            topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=1000
+        )
+        placer.fleet.join(structs.replace(card(worker_id, role), runtime_config=config))
+    loads = placer.transfers.loads
+    first = place(placer)
+    assert first.decision.decode.rank.worker_id == 2
+    assert (loads.count.sum(), loads.bytes.sum()) == (1, 1000 * first.prompt.isl_tokens)
+    assert not placer.pick_decode_again(first, now_s=0.0)
+    second = place(placer, Draw(1, 1, 1))
+    assert second.decision.decode.rank.worker_id == 3
+    assert loads.count.sum() == 2
+    leave(placer, 2)
+    assert placer.pick_decode_again(first, now_s=0.0)
+    assert sorted(loads.count.tolist())[-1] == 2
+    placer.first_token(first, now_s=1.0)
+    placer.release(first, now_s=2.0)
+    placer.release(second, now_s=2.0)
+    assert not loads.count.any()
+    assert not loads.bytes.any()

@@ -349,6 +349,8 @@ class Placer:
         """
         old = placement.decision
         self.circuits.give_back(placement, now_s=now_s)  # or it would be passed over for its own sake
+        has_transfer = placement.transfer is not None
+        self._end_transfer(placement)  # or its own KV would crowd the link
         decision = structs.replace(self._decide_decode_again(placement, now_s), prefill=old.prefill)
         if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
             # The worker left during prefill, and the lease with it.
@@ -356,8 +358,7 @@ class Placer:
         card = self._card(decision.decode)
         placement.decision = decision
         self.circuits.booked(placement, now_s=now_s)
-        if placement.transfer is not None:
-            self._end_transfer(placement)
+        if has_transfer:
             self._begin_transfer(placement)
         placement.decode_address = card.address
         placement.decode_context_tokens = card.context_length
