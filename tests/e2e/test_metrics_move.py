@@ -110,6 +110,15 @@ OF_CIRCUITS = {"kvrouter_worker_circuit", "kvrouter_circuits_opened_total", "kvr
 OF_CALLS_AS_WRITTEN = {"kvrouter_retry_body_bytes", "kvrouter_retry_bodies_dropped_total"}
 """Asserted where engines get calls as clients wrote them."""
 
+OF_THE_COST_OF_TIME = {
+    "kvrouter_ttft_predicted_seconds_total",
+    "kvrouter_ttft_seen_seconds_total",
+    "kvrouter_ttft_prediction_error_seconds",
+    "kvrouter_rank_slowness",
+    "kvrouter_rank_slow",
+}
+"""Asserted where the fleet is shown under that cost."""
+
 OF_RECORDINGS = {
     "kvrouter_recording_active",
     "kvrouter_recording_records_total",
@@ -122,7 +131,7 @@ def test_no_metric_is_left_out_here() -> None:
     elsewhere = (
         OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     )
-    elsewhere |= OF_RECORDINGS
+    elsewhere |= OF_RECORDINGS | OF_THE_COST_OF_TIME
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 

@@ -36,7 +36,7 @@ LOADS = st.builds(
     seats=st.sampled_from((4, 256, None)).map(lambda seats: seats or inf),
     slowness=st.floats(0.1, 20.0),
     decode_slowness=st.floats(0.1, 20.0),
-    turnover=st.floats(-1.4, 3.0),
+    turnover=st.floats(0.0, 4.0),
 )
 
 

@@ -37,6 +37,7 @@ class SpeedEvents:
 
     def __init__(self) -> None:
         self.came_s: list[tuple[WorkerRank, float, float]] = []
+        self.left: list[WorkerRank] = []
         self.turns: list[tuple[WorkerRank, bool, float]] = []
 
     def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
@@ -46,3 +47,7 @@ class SpeedEvents:
     def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
         """A rank is slow from now on, or no longer."""
         self.turns.append((rank, is_slow, slowness))
+
+    def gone(self, rank: WorkerRank) -> None:
+        """A rank left of which first tokens came."""
+        self.left.append(rank)

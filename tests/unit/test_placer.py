@@ -133,3 +133,22 @@ def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_
     placer.release(second, now_s=2.0)
     assert not loads.count.any()
     assert not loads.bytes.any()
+
+
+def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -> None:
+    links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
+    workers = ((1, Role.DECODE), (2, Role.PREFILL))
+    placer = placer_of(*workers, settings=RoutingSettings(cost=CostRule.TIME, links=links))
+    begun, late, waiting = (place(placer, Draw(turn, turn, turn)) for turn in range(3))
+    placer.first_token(begun, now_s=1.0)
+    leave(placer, 2)
+    placer.fleet.join(card(3, Role.BOTH))
+    assert waiting.decision.prefill is not None
+    placer.pick_decode_again(waiting, now_s=1.0)
+    leave(placer, 3)
+    leave(placer, 1)
+    placer.first_token(late, now_s=1.0)
+    for placement in (begun, late, waiting):
+        placer.release(placement, now_s=2.0, tokens=50)
+    assert len(placer.ledger) == 0
+    assert not placer.transfers.loads.count.any()

@@ -134,8 +134,8 @@ def test_where_many_wait_a_request_goes_to_where_it_costs_the_least() -> None:
 
 def test_of_equals_the_cache_that_is_replaced_less_fast_gets_the_prompt() -> None:
     fleet = fleet_of(*TWO)
-    assert worker(route(asked(), view(fleet, turnover=[0.5, -0.5]))) == 2
-    assert worker(route(asked(), view(fleet, turnover=[-0.5, 0.5]))) == 1
+    assert worker(route(asked(), view(fleet, turnover=[1.0, 0.5]))) == 2
+    assert worker(route(asked(), view(fleet, turnover=[0.5, 1.0]))) == 1
 
 
 def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> None:
@@ -233,6 +233,11 @@ def test_lmetric_is_the_product_of_prompt_tokens_and_requests() -> None:
     decision = route(asked(), taken, explain=True)
     assert [row.cost for row in decision.rows] == [1600 * 4, 3200 * 2, 3700]
     assert worker(decision) == 3
+
+
+def test_lmetric_takes_the_fewest_requests_where_nothing_of_a_prompt_is_to_compute() -> None:
+    taken = view(fleet_of(*TWO), CostRule.LMETRIC, requests=[4, 3])
+    assert worker(route(asked(isl_tokens=0), taken)) == 2
 
 
 def test_the_decode_leg_of_lmetric_goes_to_the_fewest_requests() -> None:

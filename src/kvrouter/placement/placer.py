@@ -37,6 +37,7 @@ from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.speeds import LearnedSpeeds, SpeedListener
 from kvrouter.placement.transfers import Transfers
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
+from kvrouter.routing.prediction import CHUNK_TOKENS
 from kvrouter.routing.request import CostInput, Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
 from kvrouter.routing.route import route, route_decode
 
@@ -459,7 +460,7 @@ class Placer:
         for pick in picks:
             if pick is not None:
                 tokens = max(0, prompt.isl_tokens - pick.overlap_blocks * block_tokens)
-                expected = self.speeds.placed(pick, tokens, now_s=now_s)
+                expected = self.speeds.placed(pick, tokens, steps_s=self._steps_s(pick, tokens), now_s=now_s)
                 placement.expected = placement.expected or expected
         self._begin_transfer(placement)
 
@@ -467,6 +468,10 @@ class Placer:
         """Count what the pair has to move, where links are weighed."""
         decision, links = placement.decision, self.settings.links
         if decision.prefill is None or links is None:
+            return
+        if (
+            self.fleet.rank_at(decision.prefill.slot) != decision.prefill.rank
+        ):  # it left: nobody knows its place
             return
         prompt, decode = placement.prompt, decision.decode
         tokens = max(0, prompt.isl_tokens - decode.overlap_blocks * self.fleet.block_size)
@@ -532,7 +537,8 @@ class Placer:
         self.circuits.begun(placement, now_s=now_s)
         self._end_transfer(placement)
         if self._learns:
-            placement.first_token_s, placement.step_s = now_s, self._step_s(placement)
+            step_s = self._step_s(placement)
+            placement.first_token_s, placement.step_s = (None, 0.0) if step_s is None else (now_s, step_s)
         if placement.expected is not None and placement.decision.decode.leg is Leg.AGGREGATED:
             self.speeds.came(placement.expected, now_s=now_s)
             placement.expected = None
@@ -551,8 +557,10 @@ class Placer:
         self._end_transfer(placement)
         if placement.first_token_s is not None:
             slot, took_s = placement.decision.decode.slot, now_s - placement.first_token_s
-            step_s = (placement.step_s + self._step_s(placement)) / 2
-            self.speeds.answered(slot, tokens, took_s, step_s=step_s, now_s=now_s)
+            step_s = self._step_s(placement)
+            if step_s is not None:
+                mean_s = (placement.step_s + step_s) / 2
+                self.speeds.answered(slot, tokens, took_s, step_s=mean_s, now_s=now_s)
             placement.first_token_s = None
         self.circuits.released(placement, now_s=now_s)
         if placement.prefill_lease is not None:
@@ -560,9 +568,22 @@ class Placer:
         self.ledger.close(placement.decode_lease)
         self.load_changed()
 
-    def _step_s(self, placement: Placement) -> float:
-        """What a decode step takes where the answer comes from now, on a rank of slowness 1."""
-        slot, columns = placement.decision.decode.slot, self.ledger.columns()
+    def _steps_s(self, pick: Pick, tokens: int) -> float:
+        """What of a pick's queue the decode steps of others take, while so many tokens are prefilled."""
+        columns, weight = self.ledger.columns(), self.settings.decode_weight
+        is_alone = columns.requests[pick.slot] <= columns.waiting[pick.slot]
+        if pick.times is None or weight == 0.0 or is_alone:
+            return 0.0
+        return pick.times.decode_s / weight * (1.0 + tokens / CHUNK_TOKENS)
+
+    def _step_s(self, placement: Placement) -> float | None:
+        """What a decode step takes where the answer comes from now, on a rank of slowness 1; None where that
+        rank left.
+        """
+        decode = placement.decision.decode
+        if self.fleet.rank_at(decode.slot) != decode.rank:
+            return None
+        slot, columns = decode.slot, self.ledger.columns()
         held = int(columns.active_blocks[slot])
         running = max(1, int(columns.requests[slot]) - int(columns.waiting[slot]))
         use_share = min(1.0, held / float(self.fleet.columns.total_blocks[slot]))

@@ -37,7 +37,7 @@ TURNOVER_S = 100.0
 """What was cached so long ago counts half, in how fast a cache is replaced."""
 
 TURNOVER_FLOOR = 0.25
-"""A cache into which nothing came counts as replaced at this share of the others' mean."""
+"""A cache into which less came than this share of the others' mean is calm: its turnover is 0."""
 
 ANSWERS = 64
 """About how many of the last answers count in how long one keeps its blocks."""
@@ -47,6 +47,9 @@ SLOW = 1.5
 
 WELL = 1.25
 """and at this or below it is well again."""
+
+SLOWNESS_MIN = 1e-3
+SLOWNESS_MAX = 1e3
 
 SLOW_REQUESTS = 3
 """So many of its own requests must say so."""
@@ -64,6 +67,9 @@ class SpeedListener(Protocol):
     def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
         """A rank is slow from now on, or no longer: it takes ``slowness`` times as long as the others."""
 
+    def gone(self, rank: WorkerRank) -> None:
+        """A rank left of which first tokens came."""
+
 
 class Expected(NamedTuple):
     """What one leg was expected to take at a slot when it was placed."""
@@ -72,7 +78,9 @@ class Expected(NamedTuple):
     rank: WorkerRank
     at_s: float
     plain_s: float
-    """Queue and prefill, on a rank of slowness 1."""
+    """What is queued and this prompt, on a rank of slowness 1."""
+    steps_s: float
+    """What the decode steps of others take meanwhile."""
     predicted_s: float
     is_clear: bool
     """Whether nothing but the rank's speed decides how long it takes."""
@@ -123,12 +131,7 @@ class LearnedSpeeds:
 
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
         """What is known now; the columns are those of the next reading too."""
-        if n_slots > len(self._slowness):
-            capacity = max(n_slots, 2 * len(self._slowness))
-            self._slowness = resized(self._slowness, capacity, self._mean)
-            self._decode_slowness = resized(self._decode_slowness, capacity, self._decode_mean)
-            self._turnover = resized(self._turnover, capacity, log(TURNOVER_FLOOR))
-            self._inserted = resized(self._inserted, capacity, 0.0)
+        self._ensure_slots(n_slots)
         if now_s - self._refreshed_s >= _REFRESH_S or not self._has_begun:
             self._refresh(now_s)
         return Speeds(
@@ -138,15 +141,21 @@ class LearnedSpeeds:
             self._answer_s,
         )
 
-    def placed(self, pick: Pick, tokens: int, *, now_s: float) -> Expected | None:
-        """A leg was placed, and ``tokens`` of its prompt come into that rank's cache."""
+    def placed(self, pick: Pick, tokens: int, *, steps_s: float, now_s: float) -> Expected | None:
+        """A leg was placed, ``tokens`` of its prompt come into that rank's cache, and of its queue the decode
+        steps of others take ``steps_s``.
+        """
         times = pick.times
         slot = pick.slot
+        self._ensure_slots(slot + 1)
         self._insert(slot, tokens, now_s)
         if times is None:
             return None
-        plain_s = (times.queue_s + times.prefill_s) / float(self._slowness[slot])
-        return Expected(slot, pick.rank, now_s, plain_s, times.expected_s, times.memory_s == 0.0)
+        own_s = times.queue_s + times.prefill_s
+        plain_s = max(0.0, own_s - steps_s) / float(self._slowness[slot])
+        # Where decode steps are most of the wait it says little of how fast prompts are computed.
+        is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and steps_s <= own_s / 2
+        return Expected(slot, pick.rank, now_s, plain_s, steps_s, times.expected_s, is_clear)
 
     def came(self, expected: Expected, *, now_s: float) -> None:
         """What was expected came: the first token, or the end of a prefill leg."""
@@ -157,11 +166,12 @@ class LearnedSpeeds:
         rank = self._ranks.get(slot)
         if rank is None:
             rank = self._ranks[slot] = _Rank()
+            rank.who = expected.rank
         rank.predicted(expected.predicted_s, seen_s)
         if not expected.is_clear or expected.plain_s <= 0.0:
             return
         before = float(self._slowness[slot])
-        rank.note(expected.plain_s, seen_s, before, now_s)
+        rank.note(expected.plain_s, max(seen_s - expected.steps_s, seen_s / 10), before, now_s)
         self._slowness[slot] = rank.slowness(self._mean, now_s)
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
@@ -169,6 +179,7 @@ class LearnedSpeeds:
         """An answer of so many tokens ended so long after its first one, where decode steps would take one of
         slowness 1 ``step_s``.
         """
+        self._ensure_slots(slot + 1)
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)
         slowness = float(self._decode_slowness[slot])
@@ -183,13 +194,14 @@ class LearnedSpeeds:
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
-        self._ranks.pop(slot, None)
+        rank = self._ranks.pop(slot, None)
+        if rank is not None and rank.who is not None:
+            self.listener.gone(rank.who)
         self._decoding.pop(slot, None)
         if slot < len(self._slowness):
             self._slowness[slot] = self._mean
             self._decode_slowness[slot] = self._decode_mean
-            self._inserted[slot] = 0.0
-            self._turnover[slot] = log(TURNOVER_FLOOR)
+            self._inserted[slot] = self._turnover[slot] = 0.0
 
     def reading(self, slot: Slot) -> SpeedReading | None:
         """What is known of the slot's rank; None before the first of its requests."""
@@ -207,6 +219,14 @@ class LearnedSpeeds:
             is_slow=rank.is_slow,
         )
 
+    def _ensure_slots(self, n_slots: int) -> None:
+        if n_slots > len(self._slowness):
+            capacity = max(n_slots, 2 * len(self._slowness))
+            self._slowness = resized(self._slowness, capacity, self._mean)
+            self._decode_slowness = resized(self._decode_slowness, capacity, self._decode_mean)
+            self._turnover = resized(self._turnover, capacity, 0.0)
+            self._inserted = resized(self._inserted, capacity, 0.0)
+
     def _judge(self, rank: "_Rank", who: WorkerRank, slowness: float) -> None:
         if rank.n_seen < SLOW_REQUESTS or len(self._ranks) < 2:
             return
@@ -220,7 +240,7 @@ class LearnedSpeeds:
         self._inserted[slot] += tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
         mean = self._mean_inserted.get(bool(self._fleet.columns.prefill[slot]), 0.0)
         if mean > 0.0:
-            self._turnover[slot] = log(max(float(self._inserted[slot]) / mean, TURNOVER_FLOOR))
+            self._turnover[slot] = log(max(float(self._inserted[slot]) / mean / TURNOVER_FLOOR, 1.0))
 
     def _refresh(self, now_s: float) -> None:
         """Let what is old count less, and columns be of now."""
@@ -237,7 +257,7 @@ class LearnedSpeeds:
             inserted = self._inserted[:n_slots][alike]
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
-                self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean, TURNOVER_FLOOR))
+                self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean / TURNOVER_FLOOR, 1.0))
         known = _known(self._ranks)
         if known:
             self._mean, self._median = sum(known) / len(known), known[(len(known) - 1) // 2]
@@ -261,7 +281,17 @@ def _known(ranks: Mapping[Slot, "_Rank"]) -> list[float]:
 class _Rank:
     """What the last requests of one rank took."""
 
-    __slots__ = ("_last_s", "_n_predicted", "_plain", "_taken", "is_slow", "n_seen", "predicted_s", "seen_s")
+    __slots__ = (
+        "_last_s",
+        "_n_predicted",
+        "_plain",
+        "_taken",
+        "is_slow",
+        "n_seen",
+        "predicted_s",
+        "seen_s",
+        "who",
+    )
 
     def __init__(self) -> None:
         self._plain = self._taken = self._last_s = 0.0
@@ -269,6 +299,7 @@ class _Rank:
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
         self.is_slow = False
+        self.who: WorkerRank | None = None
 
     def predicted(self, predicted_s: float, seen_s: float) -> None:
         """A prediction, and what came."""
@@ -287,8 +318,8 @@ class _Rank:
         self.n_seen += 1
 
     def own(self) -> float:
-        """What its own requests say, of which there are some."""
-        return self._taken / self._plain
+        """What its own requests say, of which there are some; within what hardware can differ by."""
+        return min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
 
     def slowness(self, others: float, now_s: float) -> float:
         """The rank's slowness now, where the others' is ``others``."""

@@ -46,6 +46,12 @@ def transfer_seconds(
     return transfer_s
 
 
+VALUES_MAX = 64
+"""To more values of one level than this, transfers are taken for alone on their links: of so many links each
+is hardly ever shared.
+"""
+
+
 def links_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot) -> tuple[list[Link], npt.NDArray[np.intp]]:
     """Return the links, and per slot which of them leads there from ``prefill_slot``.
 
@@ -127,7 +133,8 @@ def _shared(fleet: Fleet, of: _From) -> npt.NDArray[np.intp]:
             continue
         differs = together & (column != own) & (column != UNKNOWN_VALUE)
         decides = differs & open_
-        for far in np.unique(column[decides]).tolist():
+        others = np.unique(column[decides]).tolist()
+        for far in others if len(others) <= VALUES_MAX else ():
             at = decides & (column == far)
             name = SharedLink(level, tuple(values), fleet.domain_value_at(level, Slot(int(at.argmax()))))
             shared[at] = loads.number(name)

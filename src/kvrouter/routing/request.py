@@ -105,7 +105,7 @@ class Speeds(NamedTuple):
 
     ``slowness`` and ``decode_slowness``: how many times as long as the settings' timing says prompts and
     decode steps take there. ``turnover``: the natural logarithm of how fast what is cached there is replaced,
-    over the mean of all. ``answer_s``: how many seconds an answer keeps its blocks, where that is 1.
+    over a calm cache; 0 or more. ``answer_s``: how many seconds an answer keeps its blocks, where that is 1.
     """
 
     slowness: FloatColumn
@@ -128,7 +128,7 @@ class Times(NamedTuple):
     others_s: float
     """What those who wait there wait longer for it."""
     turnover_s: float
-    """What later requests lose, as its KV is replaced sooner there than elsewhere; below 0: gain."""
+    """What later requests lose, as its KV is replaced sooner there than in a calm cache."""
     transfer_s: float
     """To move its KV there."""
 

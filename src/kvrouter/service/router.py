@@ -409,8 +409,6 @@ class RouterService:
             return
         for slot in model.fleet.leave(worker_id, card.incarnation):
             model.freed(slot)
-        for rank in card.ranks():
-            model.observed.speeds.gone(rank)
         self._parts.observed.worker_gone(card)
         model.observed.circuits.gone(worker_id)
         model.fleet_changed()

@@ -59,6 +59,9 @@ class NoListener:
     def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
         """A rank is slow from now on, or no longer."""
 
+    def gone(self, rank: WorkerRank) -> None:
+        """A rank left."""
+
 
 class SlotLoads:
     """Load by slot, as the router sees it and as engines last reported it."""
