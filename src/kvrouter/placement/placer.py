@@ -455,12 +455,12 @@ class Placer:
 
     def _expect(self, placement: Placement, now_s: float) -> None:
         """Note what is predicted of both legs."""
-        prompt, block_tokens = placement.prompt, self.fleet.block_size
-        picks = (placement.decision.prefill, placement.decision.decode)
-        for pick in picks:
+        for pick in (placement.decision.prefill, placement.decision.decode):
             if pick is not None:
-                tokens = max(0, prompt.isl_tokens - pick.overlap_blocks * block_tokens)
-                expected = self.speeds.placed(pick, tokens, steps_s=self._steps_s(pick, tokens), now_s=now_s)
+                tokens = self._missing_tokens(pick, placement.prompt)
+                expected = self.speeds.placed(
+                    pick, tokens, steps_s=self._decode_share_s(pick, tokens), now_s=now_s
+                )
                 placement.expected = placement.expected or expected
         self._begin_transfer(placement)
 
@@ -473,8 +473,8 @@ class Placer:
             self.fleet.rank_at(decision.prefill.slot) != decision.prefill.rank
         ):  # it left: nobody knows its place
             return
-        prompt, decode = placement.prompt, decision.decode
-        tokens = max(0, prompt.isl_tokens - decode.overlap_blocks * self.fleet.block_size)
+        decode = decision.decode
+        tokens = self._missing_tokens(decode, placement.prompt)
         placement.transfer = self.transfers.begin(
             self.fleet, links, decision.prefill.slot, decode.slot, tokens
         )
@@ -495,8 +495,10 @@ class Placer:
         )
 
     def _uncached_tokens(self, pick: Pick, prompt: Prompt) -> int:
-        if not self.settings.track_prefill_tokens:
-            return 0
+        return self._missing_tokens(pick, prompt) if self.settings.track_prefill_tokens else 0
+
+    def _missing_tokens(self, pick: Pick, prompt: Prompt) -> int:
+        """Tokens of the prompt that are not cached where it was picked for."""
         return max(0, prompt.isl_tokens - pick.overlap_blocks * self.fleet.block_size)
 
     def _key(self, request_id: RequestId, number: int) -> LeaseKey:
@@ -568,7 +570,7 @@ class Placer:
         self.ledger.close(placement.decode_lease)
         self.load_changed()
 
-    def _steps_s(self, pick: Pick, tokens: int) -> float:
+    def _decode_share_s(self, pick: Pick, tokens: int) -> float:
         """What of a pick's queue the decode steps of others take, while so many tokens are prefilled."""
         columns, weight = self.ledger.columns(), self.settings.decode_weight
         is_alone = columns.requests[pick.slot] <= columns.waiting[pick.slot]

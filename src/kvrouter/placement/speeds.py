@@ -42,6 +42,9 @@ TURNOVER_FLOOR = 0.25
 ANSWERS = 64
 """About how many of the last answers count in how long one keeps its blocks."""
 
+ANSWER_TOKENS_MIN = 4
+"""Shorter answers say nothing of how fast a rank decodes."""
+
 SLOW = 1.5
 """A rank that takes so many times as long as half of the ranks do is slow,"""
 
@@ -84,10 +87,6 @@ class Expected(NamedTuple):
     predicted_s: float
     is_clear: bool
     """Whether nothing but the rank's speed decides how long it takes."""
-
-
-ANSWER_TOKENS_MIN = 4
-"""Shorter answers say nothing of how fast a rank decodes."""
 
 
 class SpeedReading(NamedTuple):

@@ -141,8 +141,9 @@ def _lmetric(prefill: FloatColumn | None, view: View) -> FloatColumn:
         batch += fitted(view.cost_input.requests, n_slots)
     if prefill is None:
         return batch
+    # at least 1, so that requests count where nothing of a prompt is known, or all of it is cached
     tokens: FloatColumn = np.maximum(prefill * float(view.fleet.block_size), 1.0)
-    tokens *= batch  # also where nothing of a prompt is known, or all of it is cached
+    tokens *= batch
     return tokens
 
 

@@ -57,8 +57,7 @@ def links_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot) -> tuple[list
 
     The same link as ``table.link`` gives for the two workers' domain values, by the prefill worker's levels.
     """
-    card = fleet.card_at(prefill_slot)
-    levels = () if card is None else tuple(level.strip() for level in card.runtime_config.topology_levels)
+    levels = _levels_at(fleet, prefill_slot)
     links = [table.otherwise]
     which = np.zeros(fleet.n_slots, np.intp)
     together = np.ones(fleet.n_slots, np.bool_)
@@ -83,12 +82,16 @@ def links_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot) -> tuple[list
     return links, which
 
 
+def _levels_at(fleet: Fleet, slot: Slot) -> tuple[str, ...]:
+    card = fleet.card_at(slot)
+    return () if card is None else tuple(level.strip() for level in card.runtime_config.topology_levels)
+
+
 def shared_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot, loads: LinkLoads) -> npt.NDArray[np.intp]:
     """Return per slot the number of the link that leads there from ``prefill_slot``; kept until the fleet
     changes.
     """
-    card = fleet.card_at(prefill_slot)
-    levels = () if card is None else tuple(level.strip() for level in card.runtime_config.topology_levels)
+    levels = _levels_at(fleet, prefill_slot)
     named = {domain for domain, _, _ in table.pairs}
     place = tuple((name, fleet.domain_value_at(name, prefill_slot)) for name in sorted({*levels, *named}))
     return fleet.derived(_shared, _From(table, loads, levels, place, prefill_slot))
