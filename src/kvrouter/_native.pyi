@@ -27,9 +27,11 @@ PredictionColumns = tuple[npt.NDArray[np.generic] | None, ...]
 """Overlap and blocks that are not active (uint32, or None), prefill tokens, active blocks, requests, waiting
 (int64), total blocks, seats, slowness, slowness of decode, turnover (float64)."""
 
-PredictionAsked = tuple[tuple[float, float, float, float, float], tuple[bool, bool, bool, bool]]
+PredictionAsked = tuple[tuple[float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
 """Prompt tokens and blocks, block size, seconds of an answer, weight of overlap; whether the leg prefills and
-decodes, and whether tokens and blocks count."""
+decodes, whether tokens and blocks count, and whether those do who are answered meanwhile."""
+
+Seconds = npt.NDArray[np.float64]
 
 U32Buffer = Buffer | npt.NDArray[np.uint32]
 
@@ -255,6 +257,97 @@ class ApproximateIndex:
         """Forget the slot; return how many blocks it was thought to hold."""
     def stats(self) -> ApproximateStats:
         """Sizes now."""
+
+@final
+class LinkMap:
+    """The links between slots, by the values of their domains; :mod:`kvrouter.routing.links` has the rules.
+
+    ``domains`` are columns of value ids over slots, -1 where there is none. ``order_at`` says for each slot
+    which of the ``orders`` of levels its worker has: each level is the number of its domain, and that of its
+    link or None. ``pairs`` are links that were measured: the number of a domain, two of its value ids, the
+    number of the link. ``destinations`` are the slots that KV may be sent to, ``links`` the latency in
+    seconds, bytes a second and price a byte of each link; the first one serves those who share no level.
+    Raises ValueError for a number of something that is not there.
+    """
+
+    def __new__(
+        cls,
+        domains: Sequence[npt.NDArray[np.int32]],
+        order_at: Sequence[int],
+        orders: Sequence[Sequence[tuple[int, int | None]]],
+        pairs: Sequence[tuple[int, int, int, int]],
+        destinations: Sequence[int],
+        links: Sequence[tuple[float, float, float]],
+    ) -> Self: ...
+    def link(self, src: int, dst: int) -> tuple[int, int]:
+        """Return the number of the link between two slots, and that of what its transfers share: 0 where
+        nobody knows. IndexError for a slot that is not there.
+        """
+    def name(self, shared: int) -> tuple[list[tuple[int, int]], int] | None:
+        """Return what transfers share: the numbers of domains with the value ids of the source, and the value
+        id of the destination in the last of them; None for 0.
+        """
+    def number(self, source: Sequence[tuple[int, int]], dst: int) -> int:
+        """Return the number of what :meth:`name` returns."""
+    def load(self, shared: int) -> tuple[float, float]:
+        """Return what is to travel there: bytes, and transfers. IndexError for a number that none has."""
+    def set_load(self, shared: int, kv_bytes: float, count: float) -> None:
+        """Say what is to travel there. IndexError for a number that none has."""
+    def clear_loads(self) -> None:
+        """Nothing travels anywhere."""
+    def transfer_seconds(
+        self,
+        out: Seconds,
+        src: int,
+        overlap: npt.NDArray[np.uint32] | None,
+        asked: tuple[float, float, float],
+    ) -> None:
+        """Fill ``out`` with how long a transfer to each destination takes, 0 elsewhere; ``asked`` are prompt
+        tokens, tokens a block and bytes a token.
+        """
+    def prices(self, out: Seconds, src: int) -> None:
+        """Fill ``out`` with what a byte to each destination costs, 0 elsewhere."""
+    def least_pairs(
+        self,
+        out: Seconds,
+        predictor: Predictor,
+        columns: PredictionColumns,
+        asked: tuple[PredictionAsked, PredictionAsked],
+        senders: Senders,
+        masks: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
+        multipliers: tuple[Seconds | None, Seconds | None, Sequence[Seconds | None]],
+        price_weight: float,
+    ) -> None:
+        """Fill ``out`` with the least cost of a pair for each slot of the first mask, whose decode slot is
+        one of the second; infinity elsewhere. ``asked`` are the two legs, ``multipliers`` those of prefill
+        slots, of decode slots, and by limit of decode slots in a domain that is preferred.
+        """
+    def pair_costs(
+        self,
+        out: Seconds,
+        predictor: Predictor,
+        columns: PredictionColumns,
+        asked: tuple[PredictionAsked, PredictionAsked],
+        senders: Senders,
+        sender: int,
+        multiplier: Seconds | None,
+        price_weight: float,
+    ) -> None:
+        """Fill ``out`` with what each destination adds to the cost of a prefill slot; infinity elsewhere."""
+
+@final
+class Senders:
+    """What prefill slots ask of their decode slots: ``limits`` are a rule (anywhere, required, fallback or
+    preferred) and the numbers of a domain and a value, ``limit_of`` and ``kv_bytes_per_token`` columns.
+    """
+
+    def __new__(
+        cls,
+        links: LinkMap,
+        limits: Sequence[tuple[str, tuple[int, int] | None]],
+        limit_of: Sequence[int],
+        kv_bytes_per_token: Sequence[float],
+    ) -> Self: ...
 
 @final
 class Predictor:

@@ -10,7 +10,7 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, W
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.mock import Links
-from kvrouter.routing.links import links_from, shared_from
+from kvrouter.routing.links import FleetLinks, links_of
 from kvrouter.topology import (
     Link,
     LinkLoads,
@@ -73,8 +73,9 @@ def test_links_over_a_fleet_are_the_table_asked_worker_by_worker() -> None:
         fleet = Fleet(ModelName("m"), 4)
         for worker_id, domains in enumerate(workers):
             fleet.join(card(worker_id, ModelRuntimeConfig(topology_domains=domains, topology_levels=order)))
-        found, which = links_from(fleet, table, Slot(0))
-        assert [found[at] for at in which] == [table.link(workers[0], domains, order) for domains in workers]
+        links = FleetLinks(fleet, table)
+        found = [links.link(Slot(0), Slot(slot)) for slot in range(fleet.n_slots)]
+        assert found == [table.link(workers[0], domains, order) for domains in workers]
 
 
 def draw_card(rng: Random) -> WorkerCard:
@@ -177,7 +178,7 @@ def test_a_rank_keeps_its_slot_through_an_update() -> None:
 
 
 def test_transfers_share_a_link_where_mock_workers_do() -> None:
-    """Where every place is known: links of one number are those of one name, in either direction."""
+    """Where every place is known: transfers share what mock workers do, in either direction."""
     for seed in range(1_000):
         rng = Random(seed)
         order = LEVELS[: rng.randrange(1, 4)]
@@ -186,15 +187,15 @@ def test_transfers_share_a_link_where_mock_workers_do() -> None:
         fleet = Fleet(ModelName("m"), 4)
         for worker_id, domains in enumerate(workers):
             fleet.join(card(worker_id, ModelRuntimeConfig(topology_domains=domains, topology_levels=order)))
-        links, loads = Links(table=table, levels=order), LinkLoads()
-        of: dict[object, int] = {}
+        links, shared = Links(table=table, levels=order), FleetLinks(fleet, table)
+        of: dict[object, SharedLink | None] = {}
         for src, domains in enumerate(workers):
-            numbers = shared_from(fleet, table, Slot(src), loads)
             for dst, others in enumerate(workers):
                 name, _ = links.shared(
                     links.place(domains, WorkerId(src)), links.place(others, WorkerId(dst))
                 )
-                assert of.setdefault(name, int(numbers[dst])) == numbers[dst] > 0
+                found = shared.shared(Slot(src), Slot(dst))
+                assert of.setdefault(name, found) == found is not None
         assert len(set(of.values())) == len(of)
 
 
@@ -205,17 +206,59 @@ def test_a_measured_pair_of_values_is_a_link_of_its_own() -> None:
         fleet.join(card(worker_id, config))
     fleet.join(card(9, ModelRuntimeConfig()))
     table = LinkTable({}, Link(1e-3, 1e9), {("zone", "a", "b"): Link(1e-4, 2e9)})
-    loads = LinkLoads()
-    near, measured, far, same, again, unknown = shared_from(fleet, table, Slot(0), loads).tolist()
-    assert (near, measured, unknown) == (same, again, 0)
+    links = links_of(fleet, table)
+    near, measured, far, same, again, unknown = (links.shared(Slot(0), Slot(slot)) for slot in range(6))
+    assert (near, measured, unknown) == (same, again, None)
     assert len({near, measured, far}) == 3
-    back = shared_from(fleet, table, Slot(1), loads).tolist()
-    assert back[0] not in (near, measured, far)
+    assert links.shared(Slot(1), Slot(0)) not in (near, measured, far)
+    assert links.link(Slot(0), Slot(4)) == Link(1e-4, 2e9)
+    assert measured is not None
+    loads = LinkLoads()
     loads.add(measured, 100.0)
     loads.add(measured, 50.5)
     loads.remove(measured, 100.0)
-    assert (loads.bytes[measured], loads.count[measured]) == (50.5, 1)
+    assert loads.on(measured) == (50.5, 1)
     loads.remove(measured, 50.0)
-    assert (loads.bytes[measured], loads.count[measured]) == (0.0, 0)
-    for number in range(100):
-        assert loads.number(SharedLink("rack", ("x",), str(number))) < len(loads.bytes)
+    assert (loads.on(measured), len(loads)) == ((0.0, 0), 0)
+
+
+def test_what_travels_is_known_again_after_the_fleet_has_changed() -> None:
+    """A fleet's links are made again with each card; loads belong to the names of places."""
+    fleet, loads = Fleet(ModelName("m"), 4), LinkLoads()
+    table = LinkTable({"zone": Link(1e-3, 1e9)})
+
+    def place(zone: str, rack: str) -> ModelRuntimeConfig:
+        domains = {"zone": zone, "rack": rack}
+        return ModelRuntimeConfig(topology_domains=domains, topology_levels=("zone", "rack"))
+
+    for worker_id, (zone, rack) in enumerate((("a", "1"), ("a", "2"), ("b", "1"), ("c", "1"))):
+        fleet.join(card(worker_id, place(zone, rack)))
+    links = links_of(fleet, table)
+    links.use(loads)
+    within, across = links.shared(Slot(0), Slot(1)), links.shared(Slot(0), Slot(2))
+    assert within is not None
+    assert across is not None
+    loads.add(within, 1e9)
+    loads.add(across, 2e9)
+    assert links.transfer(Slot(0), Slot(1), 1e9)[0] == 1e-3 + 2.0
+    assert links_of(fleet, table) is links
+    fleet.set_alive(WorkerId(3), False)
+    assert links_of(fleet, table) is links
+    fleet.leave(WorkerId(2), Epoch(1))
+    fleet.leave(WorkerId(0), Epoch(1))
+    fleet.join(card(7, place("a", "9")))
+    links = links_of(fleet, table)
+    links.use(loads)
+    here = fleet.slots_of(WorkerId(7))[0]
+    assert links.transfer(here, Slot(1), 1e9)[0] == 1e-3 + 2.0
+    assert links.transfer(here, Slot(3), 1e9) == (table.otherwise.transfer_s(1e9), 0.0)
+    fleet.join(card(2, place("b", "5")))
+    links = links_of(fleet, table)
+    links.use(loads)
+    back = fleet.slots_of(WorkerId(2))[0]
+    assert links.transfer(here, back, 1e9)[0] == table.otherwise.transfer_s(2e9)
+    links.use(None)
+    assert links.transfer(here, back, 1e9)[0] == table.otherwise.transfer_s(1e9)
+    links.use(loads)
+    loads.remove(across, 2e9)
+    assert links.transfer(here, back, 1e9)[0] == table.otherwise.transfer_s(1e9)

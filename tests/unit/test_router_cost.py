@@ -16,7 +16,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
-from kvrouter.routing.links import shared_from
+from kvrouter.routing.links import links_of
 from kvrouter.routing.prediction import prompt_s
 from kvrouter.routing.request import CostInput, Speeds
 from kvrouter.topology import Link, LinkLoads, LinkTable
@@ -159,7 +159,8 @@ def test_a_link_that_is_crowded_is_passed_over_for_a_slower_one_that_is_free() -
     fleet, loads = fleet_of(*roles, slow_links=True), LinkLoads()
     taken = view(fleet, settings=settings, transfers=loads)
     assert worker(route(asked(), taken)) == 3
-    crowded = int(shared_from(fleet, links, Slot(0), loads)[2])
+    crowded = links_of(fleet, links).shared(Slot(0), Slot(2))
+    assert crowded is not None
     for _ in range(9):
         loads.add(crowded, 1e9)
     decision = route(asked(), taken, explain=True)
@@ -273,7 +274,7 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
     columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
-    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True))
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
     with pytest.raises(ValueError, match="prefill_tokens: at least 3"):
         predictor.totals(np.empty(3), columns, wanted)

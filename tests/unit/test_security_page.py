@@ -134,9 +134,9 @@ NO_LIMITS = {
         transports.discovery.file.discovery.THREADS_MAX recording.recorder.CLOSE_LIMIT_S
     """,
     "how much of a known size is done or remembered at a time": """
-        placement.transfers.LINKS_MAX routing.links.VALUES_MAX placement.speeds.SLOWNESS_MAX
+        placement.speeds.SLOWNESS_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
-        routing.route.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
+        routing.pick.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_BYTES_MAX

@@ -36,6 +36,8 @@ pub struct Asked {
     /// Whether prompt tokens count, and blocks.
     pub counts_tokens: bool,
     pub counts_blocks: bool,
+    /// Whether those count who are answered while the prompt is computed.
+    pub stalls: bool,
 }
 
 /// What holds for every slot.
@@ -98,6 +100,33 @@ impl<'a> Prediction<'a> {
         }
     }
 
+    /// The cost of a prefill leg, and what of it is the request's own time.
+    #[inline]
+    pub fn prefill_leg(&self, slot: usize) -> (f64, f64) {
+        let parts = self.at(slot);
+        (self.weighed(&parts), parts[0] + parts[1])
+    }
+
+    /// What a decode leg costs without the wait for memory, and that wait.
+    #[inline]
+    pub fn decode_leg(&self, slot: usize) -> (f64, f64) {
+        let [_, _, memory_s, decode_s, others_s, turnover_s] = self.at(slot);
+        (decode_s + others_s + turnover_s, memory_s)
+    }
+
+    /// Tokens of the prompt that are not cached at the slot.
+    #[inline]
+    pub fn missing_tokens(&self, slot: usize) -> f64 {
+        let overlap = self.slots.overlap_blocks.map_or(0.0, |column| f64::from(column[slot]));
+        (self.asked.isl_tokens - overlap * self.asked.block_size).max(0.0)
+    }
+
+    #[inline(always)]
+    fn weighed(&self, parts: &[f64; N_PARTS]) -> f64 {
+        let [queue_s, prefill_s, memory_s, decode_s, others_s, turnover_s] = parts;
+        self.rates.overlap_weight * (queue_s + prefill_s) + memory_s + decode_s + others_s + turnover_s
+    }
+
     /// Whether the prompt counts, and the blocks.
     fn legs(&self) -> (bool, bool) {
         let asked = &self.asked;
@@ -106,13 +135,7 @@ impl<'a> Prediction<'a> {
 
     fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64]) {
         for (slot, total) in total.iter_mut().enumerate() {
-            let [queue_s, prefill_s, memory_s, decode_s, others_s, turnover_s] =
-                self.parts::<PREFILLS, DECODES>(slot);
-            *total = self.rates.overlap_weight * (queue_s + prefill_s)
-                + memory_s
-                + decode_s
-                + others_s
-                + turnover_s;
+            *total = self.weighed(&self.parts::<PREFILLS, DECODES>(slot));
         }
     }
 
@@ -127,8 +150,7 @@ impl<'a> Prediction<'a> {
         let running = (slots.requests[slot] - slots.waiting[slot]).max(0) as f64;
         let (mut queue_s, mut prefill_s) = (0.0, 0.0);
         if PREFILLS {
-            let overlap = slots.overlap_blocks.map_or(0.0, |column| f64::from(column[slot]));
-            let new_tokens = (asked.isl_tokens - overlap * asked.block_size).max(0.0);
+            let new_tokens = self.missing_tokens(slot);
             let queued_tokens = steps.queued_tokens(slots.prefill_tokens[slot] as f64);
             queue_s = slowness * queued_tokens * steps.token_s();
             prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
@@ -161,7 +183,11 @@ impl<'a> Prediction<'a> {
                 decode_s = rates.decode_weight * decode_slowness * step_s;
             }
         }
-        let others_s = rates.others_weight * waiting * (prefill_s + held_s);
+        let mut others_s = rates.others_weight * waiting * (prefill_s + held_s);
+        if asked.stalls && running > 0.0 && decode_s > 0.0 {
+            // Each who is answered there waits once for the prompt: spread over the steps of its answer.
+            others_s += running * prefill_s * (decode_s / (decode_slowness * rates.answer_s)).min(1.0);
+        }
         [queue_s, prefill_s, memory_s, decode_s, others_s, slowness * self.prompt_s * slots.turnover[slot]]
     }
 }

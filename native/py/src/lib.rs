@@ -9,6 +9,7 @@ mod hashing;
 mod index;
 mod json;
 mod ledger;
+mod links;
 mod paged_kv;
 mod prediction;
 mod prefix_set;
@@ -29,6 +30,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<json::JsonBounds>()?;
     module.add_class::<ledger::Column>()?;
     module.add_class::<ledger::Ledger>()?;
+    module.add_class::<links::LinkMap>()?;
+    module.add_class::<links::Senders>()?;
     module.add_class::<paged_kv::PagedKv>()?;
     module.add_class::<prediction::Predictor>()?;
     module.add_class::<prefix_set::PrefixSet>()?;

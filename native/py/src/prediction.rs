@@ -7,10 +7,10 @@ use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 /// The columns of one call: read-only where nothing is written.
-struct Columns<T: Element>(PyBuffer<T>);
+pub struct Columns<T: Element>(PyBuffer<T>);
 
 impl<T: Element> Columns<T> {
-    fn get(name: &str, column: &Bound<'_, PyAny>, at_least: usize) -> PyResult<Self> {
+    pub fn get(name: &str, column: &Bound<'_, PyAny>, at_least: usize) -> PyResult<Self> {
         let buffer = PyBuffer::<T>::get(column)
             .map_err(|error| PyTypeError::new_err(format!("{name}: not a column of its type: {error}")))?;
         if !buffer.is_c_contiguous() || buffer.item_count() < at_least {
@@ -19,7 +19,7 @@ impl<T: Element> Columns<T> {
         Ok(Columns(buffer))
     }
 
-    fn maybe(name: &str, column: Option<&Bound<'_, PyAny>>, at_least: usize) -> PyResult<Option<Self>> {
+    pub fn maybe(name: &str, column: Option<&Bound<'_, PyAny>>, at_least: usize) -> PyResult<Option<Self>> {
         column.map(|column| Self::get(name, column, at_least)).transpose()
     }
 
@@ -28,7 +28,7 @@ impl<T: Element> Columns<T> {
             .ok_or_else(|| PyTypeError::new_err(format!("{name}: a column, not None")))
     }
 
-    fn as_slice(&self, _attached: Python<'_>) -> &[T] {
+    pub fn as_slice(&self, _attached: Python<'_>) -> &[T] {
         if self.0.item_count() == 0 {
             return &[];
         }
@@ -105,23 +105,31 @@ impl Predictor {
 
 /// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
 /// slowness, slowness of decode, turnover.
-type ColumnArgs<'py> = [Option<Bound<'py, PyAny>>; 11];
+pub type ColumnArgs<'py> = [Option<Bound<'py, PyAny>>; 11];
 
 /// Prompt tokens and blocks, the size of a block, the seconds of an answer, the weight of overlap; whether the leg
-/// prefills and decodes, and whether tokens and blocks count.
-type AskedArgs = ([f64; 5], [bool; 4]);
+/// prefills and decodes, whether tokens and blocks count, and whether those do who are answered meanwhile.
+pub type AskedArgs = ([f64; 5], [bool; 5]);
 
 impl Predictor {
-    fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
+    pub fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
         let ([isl_tokens, total_blocks, block_size, answer_s, overlap_weight], flags) = asked;
-        let [prefills, decodes, counts_tokens, counts_blocks] = flags;
-        let asked =
-            Asked { isl_tokens, total_blocks, block_size, prefills, decodes, counts_tokens, counts_blocks };
+        let [prefills, decodes, counts_tokens, counts_blocks, stalls] = flags;
+        let asked = Asked {
+            isl_tokens,
+            total_blocks,
+            block_size,
+            prefills,
+            decodes,
+            counts_tokens,
+            counts_blocks,
+            stalls,
+        };
         Prediction::new(slots, n_slots, asked, Rates { answer_s, overlap_weight, ..self.0 })
     }
 }
 
-struct Borrowed {
+pub struct Borrowed {
     overlap_blocks: Option<Columns<u32>>,
     not_active: Option<Columns<u32>>,
     counts: [Columns<i64>; 4],
@@ -129,7 +137,7 @@ struct Borrowed {
 }
 
 impl Borrowed {
-    fn get(columns: &ColumnArgs<'_>, n_slots: usize) -> PyResult<Self> {
+    pub fn get(columns: &ColumnArgs<'_>, n_slots: usize) -> PyResult<Self> {
         let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, decode, turnover] =
             columns;
         Ok(Borrowed {
@@ -151,7 +159,7 @@ impl Borrowed {
         })
     }
 
-    fn slots<'a>(&'a self, py: Python<'_>) -> Slots<'a> {
+    pub fn slots<'a>(&'a self, py: Python<'_>) -> Slots<'a> {
         let [prefill_tokens, active_blocks, requests, waiting] = &self.counts;
         let [total_blocks, seats, slowness, decode_slowness, turnover] = &self.figures;
         Slots {

@@ -54,6 +54,7 @@ def engine_card(
         takes_calls=True,
         names=attached.names,
         engine=attached.version,
+        decode_only=attached.decode_only,
         runtime_config=replace(
             spec.runtime_config,
             taints=spec.runtime_config.taints

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.timing_file import read_timing
-from kvrouter.core.constraints import CostRule
+from kvrouter.core.constraints import CostRule, PdSelection
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import CircuitSettings
@@ -14,13 +14,21 @@ from kvrouter.topology import LinkTable, RouterTopologyDefault
 
 
 def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
-    """What the decision reads of the router's settings. Raises ConfigError for a timing that is no timing."""
+    """What the decision reads of the router's settings. Raises ConfigError for a timing that is no timing, and
+    for pairs chosen together by another cost than that of time.
+    """
+    if config.router_pd_selection is PdSelection.JOINT and config.router_cost is not CostRule.TIME:
+        raise ConfigError(
+            f"router_pd_selection: joint compares times: router_cost has to be time, not {config.router_cost}",
+            param="router_pd_selection",
+        )
     default = None
     if config.kv_transfer_topology_level is not None:
         default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
     return RoutingSettings(
         mode=config.router_mode,
         cost=config.router_cost,
+        pd_selection=config.router_pd_selection,
         overlap_score_weight=config.overlap_score_weight,
         temperature=config.router_temperature,
         track_active_blocks=config.track_active_blocks,
@@ -32,6 +40,7 @@ def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> Routing
         topology_default=default,
         timing=Timing() if config.router_timing is None else _timing(config.router_timing),
         decode_weight=config.router_decode_weight,
+        price_weight=config.router_price_weight,
     )
 
 

@@ -23,6 +23,7 @@ from kvrouter.config.problems import (
     raise_problems,
 )
 from kvrouter.config.tree import Settings
+from kvrouter.core.constraints import CostRule, PdSelection
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.topology import RESERVED_TAINT_PREFIX, MismatchPolicy
 
@@ -302,7 +303,7 @@ def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
             "log": settings.log,
         }
     )
-    raise_problems(list(_router_problems(fleet)), dotted)
+    raise_problems([*_router_problems(fleet), *_selection_problems(fleet)], dotted)
     return _with_warnings(fleet)
 
 
@@ -382,6 +383,13 @@ def _router_problems(fleet: FleetFile) -> Iterator[Problem]:
         return  # which domains there are, those workers' files say
     if must := _unknown_level(fleet, level.strip()):
         yield Problem(("router", "kv_transfer_topology_level"), must)
+
+
+def _selection_problems(fleet: FleetFile) -> Iterator[Problem]:
+    router = fleet.router
+    if router.router_pd_selection is PdSelection.JOINT and router.router_cost is not CostRule.TIME:
+        must = f"joint compares times: router_cost has to be time, not {router.router_cost}"
+        yield Problem(("router", "router_pd_selection"), must)
 
 
 def _size_problems(fleet: FleetFile) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from kvrouter.config.setting import (
     Switch,
     Whole,
 )
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import CostRule, PdSelection, RouterMode
 from kvrouter.topology import MismatchPolicy
 
 
@@ -61,6 +61,28 @@ class KvRouterConfig(Section):
     """What a worker costs where the cheapest is picked: blocks to prefill and to decode, the predicted time
     to the first token, or LMetric's product of prompt tokens and requests. Time learns how fast each worker
     is; neither it nor LMetric has to be tuned."""
+
+    router_pd_selection: Annotated[
+        PdSelection,
+        Setting(
+            flag="--router-pd-selection", variable="KVROUTER_ROUTER_PD_SELECTION", group=SettingGroup.ROUTING
+        ),
+    ] = PdSelection.SEQUENTIAL
+    """How a prefill and a decode worker are picked: prefill first and decode for its KV, or both together by
+    what the pair costs. Together, a decode worker may also prefill for itself where that is sooner. It needs
+    the cost of time."""
+
+    router_price_weight: Annotated[
+        NonNegative,
+        Setting(
+            flag="--router-price-weight",
+            variable="KVROUTER_ROUTER_PRICE_WEIGHT",
+            group=SettingGroup.ROUTING,
+            unit="seconds",
+        ),
+    ] = 0.0
+    """Under the cost of time, how many seconds of waiting one unit of the links' prices is worth: KV crosses
+    a link that has a price where that saves more. At 0 prices change nothing."""
 
     router_decode_weight: Annotated[
         NonNegative,

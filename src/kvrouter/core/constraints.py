@@ -27,6 +27,15 @@ class CostRule(StrEnum):
     """Prompt tokens to compute there, times requests there (LMetric, arXiv 2603.15202)."""
 
 
+class PdSelection(StrEnum):
+    """How a prefill and a decode worker are picked."""
+
+    SEQUENTIAL = "sequential"
+    """Prefill first, then decode for its KV."""
+    JOINT = "joint"
+    """The pair that costs least together, or a decode worker that prefills for itself."""
+
+
 class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0).
 

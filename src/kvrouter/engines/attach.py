@@ -96,6 +96,8 @@ class Attached:
     dp_start: int = 0
     bootstrap: tuple[str, int] | None = None
     """Host and port where prefill handoffs meet."""
+    decode_only: bool = False
+    """Whether it takes no prompt without its KV."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """What else calls may ask it for: another name of the model (None), or an adapter of it."""
     identity: Mapping[str, object] = field(default_factory=dict)

@@ -44,6 +44,7 @@ class Columns:
     circuit_open: BoolColumn
     prefill: BoolColumn
     decode_or_both: BoolColumn
+    decode_only: BoolColumn
     total_blocks: FloatColumn
     seats: FloatColumn
     kv_bytes_per_token: npt.NDArray[np.int64]
@@ -66,6 +67,7 @@ class Columns:
             "circuit_open": (np.bool_, False),
             "prefill": (np.bool_, False),
             "decode_or_both": (np.bool_, False),
+            "decode_only": (np.bool_, False),
             "total_blocks": (np.float64, np.inf),
             "seats": (np.float64, np.inf),
             "kv_bytes_per_token": (np.int64, UNKNOWN),
@@ -238,6 +240,11 @@ class PlaceColumns:
         if own_taints:
             self._taints_of[slot] = own_taints
         self._taint_columns.clear()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains that some worker has a value of, by name."""
+        return tuple(sorted(self._domains))
 
     def domain(self, name: str) -> DomainColumn | None:
         """Return the column of one domain; None when no worker has a value of it."""

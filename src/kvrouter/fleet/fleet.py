@@ -75,6 +75,7 @@ class Fleet:
         self._rank_at: list[WorkerRank | None] = []
         self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
+        self._derived_from_cards: dict[tuple[object, object], object] = {}
         self._last_took_calls = False
         self._last_names: Mapping[str, str | None] = {}
 
@@ -169,6 +170,11 @@ class Fleet:
 
     # --- columns over slots
 
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains that some worker has a value of, by name."""
+        return self._places.domains
+
     def domain_ids(self, domain: str) -> npt.NDArray[np.int32]:
         """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
         return self._places.ids(domain)
@@ -214,6 +220,16 @@ class Fleet:
             return cast("Built", self._derived[build, key])
         except KeyError:
             built = self._derived[build, key] = build(self, key)
+            return built
+
+    def derived_from_cards(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
+        """Return ``build(self, key)``, kept until a card changes: whether workers answer, and their circuits,
+        change nothing of it.
+        """
+        try:
+            return cast("Built", self._derived_from_cards[build, key])
+        except KeyError:
+            built = self._derived_from_cards[build, key] = build(self, key)
             return built
 
     # --- changes
@@ -330,6 +346,7 @@ class Fleet:
                 slot = member.slots[rank.dp_rank] = self._take_slot(rank)
                 joined.append(slot)
             self._write(slot, member, keep_total_blocks=same_blocks and not is_new)
+        self._derived_from_cards.clear()
         member.slots = dict(sorted(member.slots.items()))
         return tuple(joined)
 
@@ -341,6 +358,7 @@ class Fleet:
         write(slot, "circuit_open", member.circuit_open)
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
+        write(slot, "decode_only", card.decode_only)
         write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
         write(slot, "context_length", card.context_length)
         write(slot, "seats", config.max_num_seqs or np.inf)
@@ -381,6 +399,7 @@ class Fleet:
     def _drop(self, member: _Member) -> list[Slot]:
         freed = [self._free_slot(slot) for slot in member.slots.values()]
         member.slots.clear()
+        self._derived_from_cards.clear()
         return freed
 
     def _changed(self) -> None:

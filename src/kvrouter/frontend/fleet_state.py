@@ -155,6 +155,7 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "block_size": model.fleet.block_size,
         "router_mode": settings.mode.value,
         "router_cost": settings.cost.value,
+        "router_pd_selection": settings.pd_selection.value,
         "workers": workers,
         "worker_ranks": sum(card.dp_size for card in model.fleet),
         "waiting_requests": model.waiting,

@@ -4,17 +4,14 @@ from typing import NamedTuple
 
 from kvrouter.core.ids import Slot
 from kvrouter.fleet import Fleet
-from kvrouter.routing.links import shared_from
-from kvrouter.topology import LinkLoads, LinkTable
-
-LINKS_MAX = 65_536
-"""So many links are numbered before the numbers begin again, as soon as nothing travels."""
+from kvrouter.routing.links import kv_bytes_per_token, links_of
+from kvrouter.topology import LinkLoads, LinkTable, SharedLink
 
 
 class Transfer(NamedTuple):
-    """What one request has to move, over the link of this number."""
+    """What one request has to move; ``link`` is None where nobody knows what it shares."""
 
-    link: int
+    link: SharedLink | None
     bytes: float
 
 
@@ -23,19 +20,16 @@ class Transfers:
 
     def __init__(self) -> None:
         self.loads = LinkLoads()
-        self._open = 0
 
     def begin(self, fleet: Fleet, table: LinkTable, prefill: Slot, decode: Slot, tokens: int) -> Transfer:
         """So many tokens of KV will travel from one worker to the other."""
-        if self._open == 0 and len(self.loads) > LINKS_MAX:
-            self.loads = LinkLoads()
-        link = int(shared_from(fleet, table, prefill, self.loads)[decode])
-        transfer = Transfer(link, float(tokens * max(0, int(fleet.columns.kv_bytes_per_token[prefill]))))
-        self._open += 1
-        self.loads.add(*transfer)
+        link = links_of(fleet, table).shared(prefill, decode)
+        transfer = Transfer(link, float(tokens * kv_bytes_per_token(fleet, prefill)))
+        if link is not None:
+            self.loads.add(link, transfer.bytes)
         return transfer
 
     def end(self, transfer: Transfer) -> None:
         """It arrived, or never will."""
-        self._open -= 1
-        self.loads.remove(*transfer)
+        if transfer.link is not None:
+            self.loads.remove(transfer.link, transfer.bytes)

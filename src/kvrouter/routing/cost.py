@@ -14,7 +14,7 @@ transfer_blocks. A column that would be the same nothing everywhere is None.
 Under the time rule it is in seconds, by :mod:`kvrouter.routing.prediction`::
 
     cost = (overlap_score_weight · (queue_s + prefill_s) + memory_s + decode_s + others_s + turnover_s
-            + transfer_s) · multiplier
+            + transfer_s + price_s) · multiplier
 
 and under LMetric a product, which a decode leg has without its first factor (Wang et al., arXiv 2603.15202;
 the requests that run and this one, as in AIBrix's implementation)::
@@ -37,9 +37,9 @@ from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, FloatColumn, IntColumn
 from kvrouter.routing.eligibility import fitted
-from kvrouter.routing.links import transfer_seconds
+from kvrouter.routing.links import price_seconds, transfer_seconds
 from kvrouter.routing.prediction import LegTimes, own_s
-from kvrouter.routing.request import Pick, RouteRequest, RoutingSettings, View
+from kvrouter.routing.request import Pick, RouteRequest, RoutingSettings, Times, View
 from kvrouter.topology import Preferred, TransferConstraint
 
 _BLOCKS, _TIME, _LMETRIC = CostRule
@@ -90,23 +90,34 @@ def leg_costs(
     *,
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
+    stalls: bool = False,
 ) -> Costs:
-    """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from."""
+    """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from, ``stalls``
+    is for a decode worker that prefills for itself.
+    """
     settings, n_slots = view.settings, view.fleet.n_slots
-    overlap = None if view.overlap_blocks is None else fitted(view.overlap_blocks, n_slots)
+    overlap = overlap_of(view)
     transfer = transfer_s = None
     if prefill_slot is not None and settings.links is not None:
         transfer_s = transfer_seconds(request, view, overlap, prefill_slot)
         if transfer_s is not None and settings.kv_transfer_weight > 0.0:
             with np.errstate(over="ignore"):
                 transfer = transfer_s * settings.kv_transfer_weight
-    multiplier = _multiplier(view.fleet, _preferred_taints(request, leg, constraint))
+    multiplier = multiplier_of(view.fleet, preferred_taints(request, leg, constraint))
     weight = rules.overlap_score_weight
     rule = settings.cost
     if rule is _TIME:
-        times = LegTimes(request, view, leg, overlap, transfer_s, overlap_score_weight=weight)
-        cost = times.cost if multiplier is None else times.cost * multiplier
-        timed = partial(_timed, request, view, leg, times)
+        times = LegTimes(request, view, leg, overlap, overlap_score_weight=weight, stalls=stalls)
+        cost = times.costs(n_slots)
+        price_s = None
+        if transfer_s is not None and prefill_slot is not None:
+            cost += transfer_s
+            price_s = price_seconds(request, view, overlap, prefill_slot)
+            if price_s is not None:
+                cost += price_s
+        if multiplier is not None:
+            cost *= multiplier
+        timed = partial(_timed, request, view, leg, times, transfer_s, price_s)
         return Costs(overlap, None, None, transfer, multiplier, cost, timed)
     prefill = decode = None
     if leg is not Leg.DECODE and settings.track_prefill_tokens:
@@ -147,6 +158,11 @@ def _lmetric(prefill: FloatColumn | None, view: View) -> FloatColumn:
     return tokens
 
 
+def overlap_of(view: View) -> IntColumn | None:
+    """Return the leading blocks of the request that each slot holds."""
+    return None if view.overlap_blocks is None else fitted(view.overlap_blocks, view.fleet.n_slots)
+
+
 def _prefill_blocks(request: RouteRequest, view: View, overlap: IntColumn | None) -> FloatColumn:
     block_size = float(view.fleet.block_size)
     active = fitted(view.prefill_tokens, view.fleet.n_slots)
@@ -169,7 +185,24 @@ def _decode_blocks(request: RouteRequest, view: View) -> FloatColumn:
     return np.add(active, fitted(view.not_active, n_slots), dtype=np.float64)
 
 
-def _timed(request: RouteRequest, view: View, leg: Leg, times: LegTimes, pick: Pick) -> Pick:
+def _timed(
+    request: RouteRequest,
+    view: View,
+    leg: Leg,
+    times: LegTimes,
+    transfer_s: FloatColumn | None,
+    price_s: FloatColumn | None,
+    pick: Pick,
+) -> Pick:
+    at = times.at(
+        pick.slot,
+        transfer_s=0.0 if transfer_s is None else transfer_s.item(pick.slot),
+        price_s=0.0 if price_s is None else price_s.item(pick.slot),
+    )
+    return with_times(request, view, leg, pick, at)
+
+
+def with_times(request: RouteRequest, view: View, leg: Leg, pick: Pick, times: Times) -> Pick:
     """Return a pick with its times, and its blocks to prefill and to decode."""
     slot, block_size = pick.slot, view.fleet.block_size
     prefill = decode = 0.0
@@ -179,7 +212,7 @@ def _timed(request: RouteRequest, view: View, leg: Leg, times: LegTimes, pick: P
     if leg is not Leg.PREFILL and view.settings.track_active_blocks:
         new = request.total_blocks if view.not_active is None else view.not_active.item(slot)
         decode = float(view.active_blocks.item(slot) + new)
-    return structs.replace(pick, prefill_blocks=prefill, decode_blocks=decode, times=times.at(slot))
+    return structs.replace(pick, prefill_blocks=prefill, decode_blocks=decode, times=times)
 
 
 def _total(
@@ -203,9 +236,10 @@ def _total(
     return cost
 
 
-def _preferred_taints(
+def preferred_taints(
     request: RouteRequest, leg: Leg, constraint: TransferConstraint | None
 ) -> Mapping[Taint, float]:
+    """Return the weights of the taints that make a rank cheaper or dearer for this leg."""
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
     if pin is not None:
         return {}
@@ -215,15 +249,21 @@ def _preferred_taints(
     return weights
 
 
-def _multiplier(fleet: Fleet, weights: Mapping[Taint, float]) -> FloatColumn | None:
-    if not weights:
+def multiplier_of(
+    fleet: Fleet, weights: Mapping[Taint, float], *, everywhere: float = 0.0
+) -> FloatColumn | None:
+    """Return the multiplier of each slot by the taints that it carries; ``everywhere`` adds a weight to all.
+    None where it is 1.
+    """
+    if not weights and not everywhere:
         return None
     sums = np.zeros(fleet.n_slots)
     with np.errstate(over="ignore"):  # tanh of an infinite sum is 1
         for taint in sorted(weights):
             sums += fleet.carries(taint) * weights[taint]
+        sums += everywhere
     # The few distinct sums go through math and not numpy, whose last bits depend on the machine.
-    distinct = {*weights.values()} if len(weights) == 1 else {*sums.tolist()}
+    distinct = {*weights.values()} if len(weights) == 1 and not everywhere else {*sums.tolist()}
     multiplier = np.ones(fleet.n_slots)
     for weight in distinct - {0.0}:
         multiplier[sums == weight] = exp(-tanh(weight))

@@ -1,161 +1,182 @@
-"""How long moving KV to each slot takes: the links of the table, and what else travels over them.
+"""The links between the slots of a fleet: how long moving KV takes, and what else is to travel there.
 
 With n other transfers of B bytes in all on the link, and its bandwidth shared evenly::
 
     transfer_s = latency_s + (kv_bytes + min(B, n · kv_bytes)) / bandwidth_bytes_per_s
+    price_s    = price_weight · price_per_gb · kv_bytes / 10⁹
     kv_bytes   = (isl_tokens − tokens cached on the decode worker) · kv_bytes_per_token of the prefill worker
 
-Others count under the cost of time alone: the blocks rule weighs a transfer as if it were alone.
+Others count, and prices, under the cost of time alone: the blocks rule weighs a transfer as if it were alone.
+Where the prefill worker does not publish its bytes a token, the latency alone counts.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from kvrouter._native import LinkMap
 from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Slot
 from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
 from kvrouter.routing.request import RouteRequest, View
-from kvrouter.topology import Link, LinkLoads, LinkTable, SharedLink
+from kvrouter.topology import Link, LinkLoad, LinkLoads, LinkTable, SharedLink
+from kvrouter.topology.links import BYTES_PER_GB
+
+
+class FleetLinks:
+    """The links of a table between the slots of a fleet, which hold until a card changes.
+
+    Each is the one that ``table.link`` gives for two workers' domain values, by the levels of the first one.
+    Transfers share it that go from and to the same values of the level, or the domain, that decides it; where
+    none does, of the broadest level in which the two differ, else of the narrowest that they share.
+    """
+
+    def __init__(self, fleet: Fleet, table: LinkTable) -> None:
+        self._fleet = fleet
+        self._loads: LinkLoads | None = None
+        self._numbers: dict[SharedLink, int | None] = {}
+        slots = [Slot(slot) for slot in range(fleet.n_slots)]
+        orders: dict[tuple[str, ...], int] = {}
+        order_at = [orders.setdefault(_levels_at(fleet, slot), len(orders)) for slot in slots]
+        levels = (level for order in orders for level in order)
+        measured = (domain for domain, _, _ in table.pairs)
+        self.domains = tuple(dict.fromkeys((*levels, *measured, *fleet.domains)))
+        self._at = at = {domain: number for number, domain in enumerate(self.domains)}
+        self.links = (table.otherwise, *table.by_level.values(), *table.pairs.values())
+        of_level = {level: number for number, level in enumerate(table.by_level, start=1)}
+        pairs = []
+        for number, (domain, one, other) in enumerate(table.pairs, start=1 + len(of_level)):
+            here, there = fleet.domain_value_id(domain, one), fleet.domain_value_id(domain, other)
+            if here is not None and there is not None:
+                pairs.append((at[domain], here, there, number))
+        columns = fleet.columns
+        self.map = LinkMap(
+            [np.ascontiguousarray(fleet.domain_ids(domain)) for domain in self.domains],
+            order_at,
+            [[(at[level], of_level.get(level)) for level in order] for order in orders] or [[]],
+            pairs,
+            np.flatnonzero(columns.present & columns.decode_or_both).tolist(),
+            [(link.latency_s, link.bandwidth_bytes_per_s, _price_per_byte(link)) for link in self.links],
+        )
+
+    def transfer(self, src: Slot, dst: Slot, kv_bytes: float) -> tuple[float, float]:
+        """Return the seconds that a transfer takes, with what else travels there, and what it costs."""
+        at, shared = self.map.link(src, dst)
+        link, (others_bytes, n_others) = self.links[at], self.map.load(shared)
+        transfer_s = link.transfer_s(kv_bytes + min(others_bytes, n_others * kv_bytes))
+        return transfer_s, link.cost(kv_bytes) or 0.0
+
+    def link(self, src: Slot, dst: Slot) -> Link:
+        """Return the link from one slot to another."""
+        return self.links[self.map.link(src, dst)[0]]
+
+    def shared(self, src: Slot, dst: Slot) -> SharedLink | None:
+        """Return what transfers from one slot to another share; None where nobody knows."""
+        number = self.map.link(src, dst)[1]
+        found = self.map.name(number)
+        if found is None:
+            return None
+        source, _ = found
+        value_at = self._fleet.domain_value_at
+        levels = [self.domains[domain] for domain, _ in source]
+        name = SharedLink(tuple((level, value_at(level, src)) for level in levels), value_at(levels[-1], dst))
+        self._numbers[name] = number
+        return name
+
+    def prices(self, src: Slot) -> FloatColumn:
+        """Return what a byte from there to each decode slot costs; 0 elsewhere."""
+        prices: FloatColumn = np.empty(self._fleet.n_slots)
+        self.map.prices(prices, src)
+        return prices
+
+    def use(self, loads: LinkLoads | None) -> None:
+        """Count what ``loads`` has from now on; None: nothing."""
+        if loads is self._loads and (loads is None or loads.reader is self):
+            return
+        self._loads = loads
+        self.map.clear_loads()
+        if loads is not None:
+            loads.reader = self
+            for link, load in loads:
+                self.loaded(link, load)
+
+    def loaded(self, link: SharedLink, load: LinkLoad) -> None:
+        """This is what is to travel over the link from now on."""
+        try:
+            number = self._numbers[link]
+        except KeyError:
+            number = self._numbers[link] = self._number(link)
+        if number is not None:
+            self.map.set_load(number, load.bytes, load.transfers)
+
+    def _number(self, link: SharedLink) -> int | None:
+        """None where nobody is there any more."""
+        level, _ = link.src[-1]
+        far = self._id(level, link.dst)
+        source = []
+        for name, value in link.src:
+            at, value_id = self._at.get(name), self._id(name, value)
+            if at is None or value_id is None:
+                return None
+            source.append((at, value_id))
+        return None if far is None else self.map.number(source, far)
+
+    def _id(self, domain: str, value: str | None) -> int | None:
+        return UNKNOWN_VALUE if value is None else self._fleet.domain_value_id(domain, value)
+
+
+def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
+    """Return the links of ``table`` between the fleet's slots; the same ones until a card changes."""
+    return fleet.derived_from_cards(FleetLinks, table)
 
 
 def transfer_seconds(
     request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
 ) -> FloatColumn | None:
-    """Return how long moving the KV from ``prefill_slot`` takes; None where the links are not weighed.
-
-    Where the prefill worker does not publish its bytes a token, the latency alone counts.
+    """Return how long moving the KV from ``prefill_slot`` to each decode slot takes; None where the links are
+    not weighed.
     """
     settings, fleet = view.settings, view.fleet
     if settings.links is None or (settings.kv_transfer_weight == 0.0 and settings.cost is not CostRule.TIME):
         return None
-    links, which = links_from(fleet, settings.links, prefill_slot)
-    latency_s = np.array([link.latency_s for link in links])[which]
-    bandwidth_bytes_per_s = np.array([link.bandwidth_bytes_per_s for link in links])[which]
+    links = links_of(fleet, settings.links)
+    links.use(None if view.cost_input is None else view.cost_input.transfers)
+    transfer_s: FloatColumn = np.empty(fleet.n_slots)
+    links.map.transfer_seconds(
+        transfer_s,
+        prefill_slot,
+        None if overlap is None else np.ascontiguousarray(overlap, np.uint32),
+        (request.isl_tokens, fleet.block_size, kv_bytes_per_token(fleet, prefill_slot)),
+    )
+    return transfer_s
+
+
+def price_seconds(
+    request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
+) -> FloatColumn | None:
+    """Return what the price of moving the KV from ``prefill_slot`` to each decode slot weighs; None where
+    prices weigh nothing.
+    """
+    settings, fleet = view.settings, view.fleet
+    if settings.links is None or settings.price_weight == 0.0:
+        return None
+    links = links_of(fleet, settings.links)
     tokens = np.full(fleet.n_slots, float(request.isl_tokens))
     if overlap is not None:
         tokens -= overlap * float(fleet.block_size)
         np.maximum(tokens, 0.0, out=tokens)
-    bytes_per_token = max(0, int(fleet.columns.kv_bytes_per_token[prefill_slot]))
-    with np.errstate(over="ignore"):
-        kv_bytes = tokens * bytes_per_token
-        loads = None if view.cost_input is None else view.cost_input.transfers
-        if loads is not None:
-            shared = shared_from(fleet, settings.links, prefill_slot, loads)
-            kv_bytes += np.minimum(loads.bytes[shared], loads.count[shared] * kv_bytes)
-        transfer_s: FloatColumn = latency_s + kv_bytes / bandwidth_bytes_per_s
-    return transfer_s
+    weight = settings.price_weight * kv_bytes_per_token(fleet, prefill_slot)
+    price_s: FloatColumn = tokens * links.prices(prefill_slot) * weight
+    return price_s
 
 
-VALUES_MAX = 64
-"""To more values of one level than this, transfers are taken for alone on their links: of so many links each
-is hardly ever shared.
-"""
+def kv_bytes_per_token(fleet: Fleet, prefill_slot: Slot) -> int:
+    """Return how many bytes of KV a token has; 0 where the worker does not say."""
+    return max(0, int(fleet.columns.kv_bytes_per_token[prefill_slot]))
 
 
-def links_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot) -> tuple[list[Link], npt.NDArray[np.intp]]:
-    """Return the links, and per slot which of them leads there from ``prefill_slot``.
-
-    The same link as ``table.link`` gives for the two workers' domain values, by the prefill worker's levels.
-    """
-    levels = _levels_at(fleet, prefill_slot)
-    links = [table.otherwise]
-    which = np.zeros(fleet.n_slots, np.intp)
-    together = np.ones(fleet.n_slots, np.bool_)
-    at = 0
-    for level in levels:
-        if level in table.by_level:
-            links.append(table.by_level[level])
-            at = len(links) - 1
-        ids = fleet.domain_ids(level)
-        own = int(ids[prefill_slot])
-        if own == UNKNOWN_VALUE:
-            continue
-        together &= (ids == own) | (ids == UNKNOWN_VALUE)
-        which[together & (ids == own)] = at
-    for (domain, one, other), link in reversed(tuple(table.pairs.items())):
-        here = fleet.domain_value_at(domain, prefill_slot)
-        for value, far in ((one, other), (other, one)):
-            far_id = fleet.domain_value_id(domain, far)
-            if here == value and far_id is not None:
-                links.append(link)
-                which[fleet.domain_ids(domain) == far_id] = len(links) - 1
-    return links, which
+def _price_per_byte(link: Link) -> float:
+    return (link.price_per_gb or 0.0) / BYTES_PER_GB
 
 
 def _levels_at(fleet: Fleet, slot: Slot) -> tuple[str, ...]:
     card = fleet.card_at(slot)
     return () if card is None else tuple(level.strip() for level in card.runtime_config.topology_levels)
-
-
-def shared_from(fleet: Fleet, table: LinkTable, prefill_slot: Slot, loads: LinkLoads) -> npt.NDArray[np.intp]:
-    """Return per slot the number of the link that leads there from ``prefill_slot``; kept until the fleet
-    changes.
-    """
-    levels = _levels_at(fleet, prefill_slot)
-    named = {domain for domain, _, _ in table.pairs}
-    place = tuple((name, fleet.domain_value_at(name, prefill_slot)) for name in sorted({*levels, *named}))
-    return fleet.derived(_shared, _From(table, loads, levels, place, prefill_slot))
-
-
-class _From:
-    """Where KV comes from. Equal where the place is, whichever worker is there."""
-
-    __slots__ = ("_key", "levels", "loads", "slot", "table")
-
-    def __init__(
-        self,
-        table: LinkTable,
-        loads: LinkLoads,
-        levels: tuple[str, ...],
-        place: tuple[tuple[str, str | None], ...],
-        slot: Slot,
-    ) -> None:
-        self.table, self.loads, self.levels, self.slot = table, loads, levels, slot
-        self._key = (id(table), id(loads), levels, place)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _From) and self._key == other._key
-
-
-def _shared(fleet: Fleet, of: _From) -> npt.NDArray[np.intp]:
-    """As :meth:`kvrouter.mock.Links.shared` names links, but for the broader levels of a measured pair."""
-    slot, loads, table = of.slot, of.loads, of.table
-    shared = np.zeros(fleet.n_slots, np.intp)
-    values: list[str | None] = []
-    open_ = np.ones(fleet.n_slots, np.bool_)
-    together = np.ones(fleet.n_slots, np.bool_)
-    for level in of.levels:
-        value = fleet.domain_value_at(level, slot)
-        values.append(value)
-        column = fleet.domain_ids(level)
-        own = int(column[slot])
-        if own == UNKNOWN_VALUE:
-            continue
-        differs = together & (column != own) & (column != UNKNOWN_VALUE)
-        decides = differs & open_
-        others = np.unique(column[decides]).tolist()
-        for far in others if len(others) <= VALUES_MAX else ():
-            at = decides & (column == far)
-            name = SharedLink(level, tuple(values), fleet.domain_value_at(level, Slot(int(at.argmax()))))
-            shared[at] = loads.number(name)
-        together &= ~differs
-        same = together & (column == own)
-        if level in table.by_level:
-            shared[same] = loads.number(SharedLink(level, tuple(values), value))
-            open_ &= ~same
-        else:
-            at = same & open_
-            if at.any():
-                shared[at] = loads.number(SharedLink(level, tuple(values), value))
-    for (domain, one, other), _ in reversed(tuple(table.pairs.items())):
-        here = fleet.domain_value_at(domain, slot)
-        for value, far_value in ((one, other), (other, one)):
-            far_id = fleet.domain_value_id(domain, far_value)
-            if here == value and far_id is not None:
-                shared[fleet.domain_ids(domain) == far_id] = loads.number(
-                    SharedLink(domain, (here,), far_value)
-                )
-    return shared

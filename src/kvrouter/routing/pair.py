@@ -175,6 +175,11 @@ def shares_domain(fleet: Fleet, constraint: TransferConstraint) -> BoolColumn:
     return np.zeros(fleet.n_slots, np.bool_) if taint is None else fleet.carries(taint)
 
 
+def crosses_domain(fleet: Fleet, constraint: TransferConstraint | None, decode: Slot) -> bool:
+    """Whether KV at ``decode`` is not known to have kept to the constraint's domain."""
+    return constraint is not None and not shares_domain(fleet, constraint)[decode]
+
+
 def constraint_of(
     fleet: Fleet, prefill_slot: Slot, router_default: RouterTopologyDefault | None
 ) -> TransferConstraint | None:

@@ -12,6 +12,8 @@ and the settings' ``timing`` for a step::
     decode_s   = decode slowness · decode_weight · the step of decode with this request
     others_s   = 0.5 · requests that wait there
                  · (prefill_s + decode slowness · answer_s · new blocks / blocks, where blocks are lacking)
+                 + requests that are answered there · prefill_s · decode_s / (decode slowness · answer_s),
+                   where a decode worker prefills for itself
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
 The first three are what the request waits for itself; the mock engine's tests compare them with what it then
@@ -20,6 +22,9 @@ that wait: weights between 0.3 and 1 give the same mean times to the first token
 than half of those without it beyond. ``turnover_s`` counts what a prompt's next turn loses where blocks are
 evicted sooner: of gaps between uses that are spread evenly over their orders of magnitude, a cache that is
 replaced e times as fast misses a constant share more (Che's approximation of a least-recently-used cache).
+
+A decode worker that prefills for itself lets those wait whom it answers: each once for prefill_s, which over
+the steps of an answer weighs as much as a slower decode step does.
 """
 
 from functools import lru_cache
@@ -47,9 +52,9 @@ ANSWER_S = 5.0
 
 
 class LegTimes:
-    """The predicted times of one leg. ``cost`` has the seconds of each slot; parts are made on demand."""
+    """The predicted times of one leg. With ``stalls`` those count who are answered where it is prefilled."""
 
-    __slots__ = ("_asked", "_columns", "_predictor", "_transfer_s", "cost")
+    __slots__ = ("asked", "columns", "predictor")
 
     def __init__(
         self,
@@ -57,18 +62,17 @@ class LegTimes:
         view: View,
         leg: Leg,
         overlap: IntColumn | None,
-        transfer_s: FloatColumn | None,
         *,
         overlap_score_weight: float,
+        stalls: bool = False,
     ) -> None:
         fleet, settings = view.fleet, view.settings
         n_slots = fleet.n_slots
         given = view.cost_input or CostInput(_none(n_slots), _none(n_slots))
         speeds = given.speeds or unlearned(n_slots)
         columns = fleet.columns
-        self._transfer_s = transfer_s
-        self._predictor = predictor_of(settings.timing, settings.decode_weight)
-        self._columns = (
+        self.predictor = predictor_of(settings.timing, settings.decode_weight)
+        self.columns = (
             _typed(overlap, _UINT32),
             _typed(view.not_active, _UINT32),
             _typed(view.prefill_tokens, _INT64),
@@ -81,7 +85,7 @@ class LegTimes:
             speeds.decode_slowness,
             speeds.turnover,
         )
-        self._asked = (
+        self.asked = (
             (
                 request.isl_tokens,
                 request.total_blocks,
@@ -94,17 +98,19 @@ class LegTimes:
                 leg is not Leg.PREFILL,
                 settings.track_prefill_tokens,
                 settings.track_active_blocks,
+                stalls,
             ),
         )
-        self.cost: FloatColumn = np.empty(n_slots)
-        self._predictor.totals(self.cost, self._columns, self._asked)
-        if transfer_s is not None:
-            self.cost += transfer_s
 
-    def at(self, slot: Slot) -> Times:
+    def costs(self, n_slots: int) -> FloatColumn:
+        """Return the sum of the parts at each slot."""
+        cost: FloatColumn = np.empty(n_slots)
+        self.predictor.totals(cost, self.columns, self.asked)
+        return cost
+
+    def at(self, slot: Slot, *, transfer_s: float = 0.0, price_s: float = 0.0) -> Times:
         """Return the parts at one slot."""
-        transfer_s = 0.0 if self._transfer_s is None else self._transfer_s.item(slot)
-        return Times(*self._predictor.parts(slot, self._columns, self._asked), transfer_s)
+        return Times(*self.predictor.parts(slot, self.columns, self.asked), transfer_s, price_s)
 
 
 def own_s(request: RouteRequest, view: View, leg: Leg) -> float:

@@ -5,7 +5,14 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvrouter.core.constraints import CostRule, Pin, RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.constraints import (
+    CostRule,
+    PdSelection,
+    Pin,
+    RouterConfigOverride,
+    RouterMode,
+    RoutingConstraints,
+)
 from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
@@ -21,12 +28,15 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     a number of tokens; above either one a worker is busy. ``kv_transfer_weight`` is in blocks a second of
     transfer, and counts only where ``links`` is given. ``timing`` is what an engine is taken to need for a
     step before anything is known of it; ``decode_weight`` is for how many tokens of its answer a request
-    weighs the time of a decode step. Both count only where ``cost`` is time. With ``prefill_alone`` the
-    prefill leg is all that is decided: somebody else picks decode. Raises ConfigError naming the setting.
+    weighs the time of a decode step; ``price_weight`` how many seconds one unit of links' prices weighs.
+    These count only where ``cost`` is time, and ``pd_selection`` may be joint only there. With
+    ``prefill_alone`` the prefill leg is all that is decided: somebody else picks decode. Raises ConfigError
+    naming the setting.
     """
 
     mode: RouterMode = RouterMode.KV
     cost: CostRule = CostRule.BLOCKS
+    pd_selection: PdSelection = PdSelection.SEQUENTIAL
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     track_active_blocks: bool = True
@@ -39,12 +49,18 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     prefill_alone: bool = False
     timing: Timing = Timing()
     decode_weight: float = 8.0
+    price_weight: float = 0.0
 
     def __post_init__(self) -> None:
         _check_at_least_0("overlap_score_weight", self.overlap_score_weight)
         _check_at_least_0("temperature", self.temperature)
         _check_at_least_0("kv_transfer_weight", self.kv_transfer_weight)
         _check_at_least_0("decode_weight", self.decode_weight)
+        _check_at_least_0("price_weight", self.price_weight)
+        if self.pd_selection is PdSelection.JOINT and self.cost is not CostRule.TIME:
+            raise ConfigError(
+                f"pd_selection: joint needs the cost of time, not {self.cost.value}", param="pd_selection"
+            )
         fraction = self.active_decode_blocks_threshold
         if fraction is not None and not 0.0 <= fraction <= 1.0:
             raise ConfigError(
@@ -131,6 +147,8 @@ class Times(NamedTuple):
     """What later requests lose, as its KV is replaced sooner there than in a calm cache."""
     transfer_s: float
     """To move its KV there."""
+    price_s: float = 0.0
+    """What the price of moving its KV there weighs."""
 
     @property
     def expected_s(self) -> float:
@@ -205,6 +223,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
     Those are the ranks of the leg's role, or all ranks where none has it. The parts of the cost are those of
     :class:`Pick`; a refused rank has them too.
+
+    Where pairs are chosen together, ``pair_cost`` is what the whole request costs here: with ``partner``, the
+    best decode rank for a prefill rank and the best prefill rank for a decode rank; without one where a
+    decode rank would prefill for itself. None where it may not go.
     """
 
     slot: Slot
@@ -219,6 +241,8 @@ class Candidate(msgspec.Struct, frozen=True):
     refused: Reason | None
     picked: bool
     times: Times | None = None
+    pair_cost: float | None = None
+    partner: WorkerRank | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

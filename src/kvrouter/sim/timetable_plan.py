@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvrouter.config.decision import routing_settings
 from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.fleet_checks import examine_fleet
 from kvrouter.config.fleet_workers import link_level, mock_links, numbered_workers
 from kvrouter.config.problems import Document, Path, Problem, did_you_mean, dotted
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.mock import LinkChange, Place
 from kvrouter.sim.fleet_check import group_problems
@@ -25,6 +27,8 @@ TRANSFER_KEYS = ("domain", "enforcement", "preferred_weight")
 ROUTER_KEYS = (
     "router_mode",
     "router_cost",
+    "router_pd_selection",
+    "router_price_weight",
     "router_timing",
     "router_decode_weight",
     "overlap_score_weight",
@@ -194,6 +198,11 @@ class _Plan:
             return ("set",), f"{dotted(path)} "
 
         self._examine(event, content, at)
+        try:
+            routing_settings(self.file.router, None)
+        except ConfigError as error:
+            key = next((key for key in event.set if key.rpartition(".")[2] == error.param), None)
+            raise event.wrong(Problem(("set",) if key is None else ("set", key), error.message)) from error
 
     def _add(self, event: AddEvent) -> tuple[tuple[WorkerId, WorkerGroup], ...]:
         content, groups = self._content(), self.file.workers

@@ -1,12 +1,10 @@
 """Distance between two workers, and what it costs to move KV between them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 
@@ -110,47 +108,67 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
 
 
 class SharedLink(NamedTuple):
-    """What transfers have in common that share a link: the level that decides it, the values of the source
-    from the broadest level down to it, and that of the destination.
+    """What transfers have in common that share a link: the levels of the source with its values, from the
+    broadest down to the one that decides, and the destination's value of that one.
     """
 
-    level: str
-    src: tuple[str | None, ...]
+    src: tuple[tuple[str, str | None], ...]
     dst: str | None
 
 
+class LinkLoad(NamedTuple):
+    """What is to travel over one link: bytes, and how many transfers these are."""
+
+    bytes: float
+    transfers: int
+
+
+class LoadReader(Protocol):
+    """Who keeps loads in a form of its own."""
+
+    def loaded(self, link: SharedLink, load: LinkLoad) -> None:
+        """This is what is to travel over the link from now on."""
+
+
 class LinkLoads:
-    """What of KV is to travel over each shared link, by its number, from 1 on. 0 is no link: workers whose
-    place nobody knows share theirs with none.
+    """What of KV is to travel over each link that transfers share; links that carry nothing are not there.
+
+    ``reader`` is given each change.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[SharedLink, int] = {}
-        self.bytes: npt.NDArray[np.float64] = np.zeros(16)
-        self.count: npt.NDArray[np.float64] = np.zeros(16)
-        """How many transfers these are."""
+        self._loads: dict[SharedLink, LinkLoad] = {}
+        self.reader: LoadReader | None = None
+
+    def __iter__(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
+        return iter(self._loads.items())
 
     def __len__(self) -> int:
-        """The number of links that were asked for."""
-        return len(self._numbers)
+        return len(self._loads)
 
-    def number(self, link: SharedLink) -> int:
-        """Return the number of a link, a new one when it is asked for first."""
-        number = self._numbers.setdefault(link, len(self._numbers) + 1)
-        if number >= len(self.bytes):
-            self.bytes = np.concatenate((self.bytes, np.zeros(len(self.bytes))))
-            self.count = np.concatenate((self.count, np.zeros(len(self.count))))
-        return number
+    def on(self, link: SharedLink) -> LinkLoad:
+        """Return what is to travel over ``link``."""
+        return self._loads.get(link, _NO_LOAD)
 
-    def add(self, number: int, kv_bytes: float) -> None:
+    def add(self, link: SharedLink, kv_bytes: float) -> None:
         """One more transfer, of so many bytes."""
-        if number:
-            self.bytes[number] += kv_bytes
-            self.count[number] += 1
+        load = self.on(link)
+        self._set(link, LinkLoad(load.bytes + kv_bytes, load.transfers + 1))
 
-    def remove(self, number: int, kv_bytes: float) -> None:
+    def remove(self, link: SharedLink, kv_bytes: float) -> None:
         """One of them is over."""
-        if number:
-            self.count[number] -= 1
-            # no rest of sums where nothing travels
-            self.bytes[number] = self.bytes[number] - kv_bytes if self.count[number] else 0.0
+        load = self.on(link)
+        left = load.transfers - 1
+        # no rest of sums where nothing travels
+        self._set(link, LinkLoad(load.bytes - kv_bytes, left) if left > 0 else _NO_LOAD)
+
+    def _set(self, link: SharedLink, load: LinkLoad) -> None:
+        if load.transfers:
+            self._loads[link] = load
+        else:
+            self._loads.pop(link, None)
+        if self.reader is not None:
+            self.reader.loaded(link, load)
+
+
+_NO_LOAD = LinkLoad(0.0, 0)

@@ -143,4 +143,5 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         warnings=warnings,
         identity=facts.identity,
         bootstrap=(urlsplit(spec.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
+        decode_only=spec.role is Role.DECODE,
     )

@@ -1,0 +1,386 @@
+"""The pair that costs least together, or a decode worker that prefills for itself; each in seconds.
+
+With the parts of :mod:`kvrouter.routing.prediction`, p at the prefill and d at the decode rank::
+
+    own_s     = p.queue_s + p.prefill_s
+    pair_cost = (overlap_score_weight · own_s + p.others_s + p.turnover_s) · p.multiplier
+              + (max(0, d.memory_s − own_s) + transfer_s + price_s
+                 + d.decode_s + d.others_s + d.turnover_s) · d.multiplier
+
+The decode rank finds memory while the prompt is computed, so only what lasts longer is waited for; a transfer
+follows the later of the two. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.routing.links`. A
+decode rank that prefills for itself costs what an aggregated one does, and those wait whom it answers.
+
+Who may take which leg, and which decode ranks may follow a prefill rank, is asked as it is where prefill is
+picked first. Local prefill takes nobody for a pair who was refused one because no domain had a pair.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from kvrouter._native import Senders
+from kvrouter.core.ids import Slot, Taint
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import BoolColumn, Fleet, FloatColumn
+from kvrouter.routing.cost import (
+    Costs,
+    Rules,
+    leg_costs,
+    multiplier_of,
+    overlap_of,
+    pick_at,
+    preferred_taints,
+    with_times,
+)
+from kvrouter.routing.eligibility import Mask, Screen, first_refusals, mask_of, screen
+from kvrouter.routing.explain import (
+    busy_steps,
+    decode_steps,
+    handoff_steps,
+    has_legal_decode,
+    prefill_steps,
+    refuse_pair,
+    rows_of,
+)
+from kvrouter.routing.links import kv_bytes_per_token, links_of
+from kvrouter.routing.pair import (
+    DecodeMask,
+    Screens,
+    constraint_of,
+    crosses_domain,
+    prefill_mask,
+    reached_decode_mask,
+    reaching,
+    tiers_of,
+)
+from kvrouter.routing.pick import Picked, able, pick_by
+from kvrouter.routing.prediction import LegTimes
+from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, View
+from kvrouter.topology import (
+    Fallback,
+    Link,
+    LinkTable,
+    Preferred,
+    Required,
+    RouterTopologyDefault,
+    TransferConstraint,
+)
+
+NO_LINKS = LinkTable(otherwise=Link(0.0, 1e300))
+"""Where nothing is known of links, moving KV takes no time."""
+
+
+class _Senders:
+    """What each prefill rank asks of its decode rank, by number, and the same as the native core reads it."""
+
+    def __init__(self, fleet: Fleet, key: tuple[LinkTable, RouterTopologyDefault | None]) -> None:
+        table, default = key
+        links = links_of(fleet, table)
+        numbers: dict[TransferConstraint | None, int] = {None: 0}
+        slots = [Slot(slot) for slot in range(fleet.n_slots)]
+        sends = fleet.columns.prefill
+        limit_of = [
+            numbers.setdefault(constraint_of(fleet, slot, default), len(numbers)) if sends[slot] else 0
+            for slot in slots
+        ]
+        self.limits = tuple(numbers)
+        self.prefers = any(limit is not None and isinstance(limit.policy, Preferred) for limit in self.limits)
+        self.native = Senders(
+            links.map,
+            [_limit(limit, fleet, links.domains) for limit in self.limits],
+            limit_of,
+            [float(kv_bytes_per_token(fleet, slot)) for slot in slots],
+        )
+
+
+def _limit(
+    limit: TransferConstraint | None, fleet: Fleet, domains: tuple[str, ...]
+) -> tuple[str, tuple[int, int] | None]:
+    if limit is None:
+        return "anywhere", None
+    rule = {Required: "required", Fallback: "fallback", Preferred: "preferred"}[type(limit.policy)]
+    value_id = None if limit.value is None else fleet.domain_value_id(limit.domain, limit.value)
+    if value_id is None or limit.domain not in domains:
+        return rule, None
+    return rule, (domains.index(limit.domain), value_id)
+
+
+class PairCosts:
+    """The costs of one request's pairs."""
+
+    def __init__(self, request: RouteRequest, view: View, rules: Rules) -> None:
+        self._request, self._view = request, view
+        fleet, settings = view.fleet, view.settings
+        self._table = settings.links or NO_LINKS
+        self._links = links_of(fleet, self._table)
+        self._links.use(None if view.cost_input is None else view.cost_input.transfers)
+        key = self._table, settings.topology_default
+        self._senders = fleet.derived_from_cards(_Senders, key)
+        self._overlap = overlap_of(view)
+        self.prefill = leg_costs(request, view, Leg.PREFILL, rules)
+        weight = rules.overlap_score_weight
+        self._legs = tuple(
+            LegTimes(request, view, leg, self._overlap, overlap_score_weight=weight)
+            for leg in (Leg.PREFILL, Leg.DECODE)
+        )
+
+    def least(self, senders: Mask, receivers: Mask) -> FloatColumn:
+        """Return the least cost of a pair for each of the ``senders``; infinity elsewhere."""
+        prefill, decode = self._legs
+        out: FloatColumn = np.empty(self._view.fleet.n_slots)
+        near: list[FloatColumn | None] = [None] * len(self._senders.limits)
+        if self._senders.prefers:
+            near = self._near()
+        self._links.map.least_pairs(
+            out,
+            prefill.predictor,
+            prefill.columns,
+            (prefill.asked, decode.asked),
+            self._senders.native,
+            (senders.allowed.view(np.uint8), receivers.allowed.view(np.uint8)),
+            (self.prefill.multiplier, self._multiplier(None), near),
+            self._view.settings.price_weight,
+        )
+        return out
+
+    def after(self, sender: Slot, constraint: TransferConstraint | None) -> Costs:
+        """Return what each decode rank adds to the cost of one prefill rank."""
+        prefill, decode = self._legs
+        cost: FloatColumn = np.empty(self._view.fleet.n_slots)
+        multiplier = self._multiplier(constraint)
+        self._links.map.pair_costs(
+            cost,
+            prefill.predictor,
+            prefill.columns,
+            (prefill.asked, decode.asked),
+            self._senders.native,
+            sender,
+            multiplier,
+            self._view.settings.price_weight,
+        )
+        timed = partial(self._timed, sender)
+        return Costs(self._overlap, None, None, None, multiplier, cost, timed)
+
+    def _timed(self, sender: Slot, pick: Pick) -> Pick:
+        request, view = self._request, self._view
+        prefill, decode = self._legs
+        own = prefill.at(sender)
+        kv_bytes = max(
+            0, request.isl_tokens - pick.overlap_blocks * view.fleet.block_size
+        ) * kv_bytes_per_token(view.fleet, sender)
+        transfer_s, price = self._links.transfer(sender, pick.slot, kv_bytes)
+        times = decode.at(pick.slot, transfer_s=transfer_s, price_s=price * view.settings.price_weight)
+        waits_s = max(0.0, times.memory_s - own.queue_s - own.prefill_s)
+        return with_times(request, view, Leg.DECODE, pick, times._replace(memory_s=waits_s))
+
+    def _multiplier(self, constraint: TransferConstraint | None) -> FloatColumn | None:
+        return multiplier_of(self._view.fleet, preferred_taints(self._request, Leg.DECODE, constraint))
+
+    def _near(self) -> list[FloatColumn | None]:
+        """The multipliers within each domain that is preferred: one column for all of one weight."""
+        columns: dict[tuple[Taint | None, float], FloatColumn] = {}
+        own = preferred_taints(self._request, Leg.DECODE, None)
+        near: list[FloatColumn | None] = []
+        for limit in self._senders.limits:
+            if limit is None or not isinstance(limit.policy, Preferred):
+                near.append(None)
+                continue
+            weights = dict(preferred_taints(self._request, Leg.DECODE, limit))
+            weight = 0.0 if limit.taint is None else weights.pop(limit.taint, 0.0)
+            key = limit.taint if limit.taint in own else None, weight
+            column = columns.get(key)
+            if column is None:
+                column = columns[key] = self._everywhere(weights, weight)
+            near.append(column)
+        return near
+
+    def _everywhere(self, weights: Mapping[Taint, float], weight: float) -> FloatColumn:
+        """The multiplier of each rank if it were in a domain of this weight."""
+        fleet = self._view.fleet
+        column = multiplier_of(fleet, weights, everywhere=weight)
+        return np.ones(fleet.n_slots) if column is None else column
+
+
+class _Sides(NamedTuple):
+    """Who may take part: prefill and decode ranks of pairs, and decode ranks that prefill for themselves.
+    ``reach`` is None where nobody was left out because its KV did not arrive lately.
+    """
+
+    senders: Mask
+    receivers: Mask
+    alone: Mask
+    reach: BoolColumn | None
+
+
+class _Best(NamedTuple):
+    """A prefill rank, and the decode rank picked for it."""
+
+    sender: Slot
+    constraint: TransferConstraint | None
+    chosen: DecodeMask
+    decode: Picked
+
+
+def route_together(
+    request: RouteRequest, view: View, screens: Screens, rules: Rules, *, explain: bool
+) -> Decision:
+    """Decide for the pair of least cost, or for a decode worker alone. Raises RoutingRefused."""
+    fleet = view.fleet
+    whole = _local(request, fleet, screens)
+    sides = _sides(view, screens, whole)
+    if not sides.senders.n_allowed and not sides.alone.n_allowed:
+        raise refuse_pair(request, view, screens, explain=explain)
+    costs = PairCosts(request, view, rules)
+    least = costs.least(sides.senders, sides.receivers)
+    _pass_over_unreached(least, costs, sides, view)
+    local, total = None, least
+    if whole is not None:
+        local = leg_costs(request, view, Leg.AGGREGATED, rules, stalls=True)
+        total = np.where(sides.alone.allowed, local.cost, least)
+    anybody = mask_of(sides.senders.allowed | sides.alone.allowed)
+    slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, anybody, turn=view.turn)
+    is_local = bool(sides.alone.allowed[slot])
+    best: _Best | None = None
+    if not is_local:
+        best = _follow(slot, costs, sides, request, view, rules)
+    elif explain and sides.senders.n_allowed:
+        cheapest = Slot(int(np.where(sides.senders.allowed, least, np.inf).argmin()))
+        best = _follow(cheapest, costs, sides, request, view, rules)
+    rows: tuple[Candidate, ...] = ()
+    if explain:
+        rows = _prefill_rows(costs, screens, sides, view, least, None if is_local else slot)
+        if best is not None:
+            rows += _decode_rows(costs, screens, view, best, is_picked=not is_local)
+        if whole is not None and local is not None:
+            rows += _local_rows(whole, local, screens, fleet, slot if is_local else None)
+    if best is None or is_local:
+        if local is None:
+            raise RuntimeError(f"slot {slot} was picked and may neither send KV nor prefill for itself")
+        decode, prefill = pick_at(slot, Leg.AGGREGATED, fleet, local, anybody.n_allowed, unseen=unseen), None
+    else:
+        decode = best.decode.pick
+        prefill = pick_at(slot, Leg.PREFILL, fleet, costs.prefill, anybody.n_allowed, unseen=unseen)
+    constraint = None if best is None or is_local else best.constraint
+    return Decision(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        mode=rules.mode,
+        decode=decode,
+        prefill=prefill,
+        constraint=constraint,
+        fallback_used=best is not None and not is_local and best.chosen.fallback_used,
+        cross_domain=crosses_domain(fleet, constraint, decode.slot),
+        last_resort=request.last_resort,
+        rows=rows,
+    )
+
+
+def _sides(view: View, screens: Screens, whole: Screen | None) -> _Sides:
+    fleet, default = view.fleet, view.settings.topology_default
+    receivers = able(screens.decode, screens.not_busy)
+    senders = prefill_mask(screens, fleet, receivers, default)
+    reach = reaching(senders, fleet, receivers, default) if senders.n_allowed else None
+    if reach is not None:
+        senders = senders.within(reach)
+    nobody = mask_of(np.zeros(fleet.n_slots, np.bool_))
+    return _Sides(senders, receivers, nobody if whole is None else able(whole, screens.not_busy), reach)
+
+
+def _follow(
+    sender: Slot, costs: PairCosts, sides: _Sides, request: RouteRequest, view: View, rules: Rules
+) -> _Best:
+    """Pick the decode rank for one prefill rank."""
+    fleet = view.fleet
+    constraint = constraint_of(fleet, sender, view.settings.topology_default)
+    chosen = reached_decode_mask(sides.receivers, fleet, constraint, sender)
+    after = costs.after(sender, constraint)
+    turn = view.turn // max(1, sides.senders.n_allowed)
+    slot, unseen = pick_by(after.cost, request, view, Leg.DECODE, rules, chosen.mask, turn=turn)
+    pick = pick_at(slot, Leg.DECODE, fleet, after, chosen.mask.n_allowed, unseen=unseen)
+    return _Best(sender, constraint, chosen, Picked(pick, after))
+
+
+def _prefill_rows(
+    costs: PairCosts,
+    screens: Screens,
+    sides: _Sides,
+    view: View,
+    least: FloatColumn,
+    picked: Slot | None,
+) -> tuple[Candidate, ...]:
+    """A row for each prefill rank, with the decode rank that it would cost least with."""
+    fleet, default, free = view.fleet, view.settings.topology_default, screens.not_busy
+    tiers = tiers_of(screens.groups, fleet, sides.receivers)
+    passed = tiers.home if (sides.senders.allowed & tiers.home).any() else has_legal_decode(tiers)
+    steps = (
+        *prefill_steps(fleet, screens.groups, passed), *handoff_steps(sides.reach), *busy_steps(free)
+    )  # fmt: skip
+    stopped = first_refusals(screens.prefill, fleet, steps)
+    rows = []
+    for row in rows_of(screens.prefill, fleet, stopped, costs.prefill, picked):
+        if row.refused is None and sides.senders.allowed[row.slot]:
+            constraint = constraint_of(fleet, row.slot, default)
+            may = reached_decode_mask(sides.receivers, fleet, constraint, row.slot).mask.allowed
+            after = np.where(may, costs.after(row.slot, constraint).cost, np.inf)
+            partner = fleet.rank_at(Slot(int(after.argmin())))
+            rows.append(structs.replace(row, pair_cost=least.item(row.slot), partner=partner))
+        else:
+            rows.append(row)
+    return tuple(rows)
+
+
+def _decode_rows(
+    costs: PairCosts, screens: Screens, view: View, best: _Best, *, is_picked: bool
+) -> tuple[Candidate, ...]:
+    """A row for each decode rank, as it would follow the best prefill rank."""
+    fleet, chosen = view.fleet, best.chosen
+    near = () if chosen.fallback_used else decode_steps(fleet, best.constraint)
+    steps = (*near, *handoff_steps(chosen.reached), *busy_steps(screens.not_busy))
+    stopped = first_refusals(screens.decode, fleet, steps)
+    picked = best.decode.pick.slot if is_picked else None
+    own, partner = costs.prefill.cost.item(best.sender), fleet.rank_at(best.sender)
+    return tuple(
+        structs.replace(row, pair_cost=own + row.cost, partner=partner) if row.refused is None else row
+        for row in rows_of(screens.decode, fleet, stopped, best.decode.costs, picked)
+    )
+
+
+def _local_rows(
+    whole: Screen, local: Costs, screens: Screens, fleet: Fleet, picked: Slot | None
+) -> tuple[Candidate, ...]:
+    """A row for each decode rank that may prefill for itself."""
+    stopped = first_refusals(whole, fleet, busy_steps(screens.not_busy))
+    return tuple(
+        structs.replace(row, pair_cost=row.cost) if row.refused is None else row
+        for row in rows_of(whole, fleet, stopped, local, picked)
+        if whole.role[row.slot]
+    )
+
+
+def _local(request: RouteRequest, fleet: Fleet, screens: Screens) -> Screen | None:
+    """Who may prefill for itself. None where a prefill worker is asked for, or no pair would be allowed even
+    if nobody were busy: a policy that leaves no pair fails closed.
+    """
+    if request.prefill_pin is not None:
+        return None
+    legal = has_legal_decode(tiers_of(screens.groups, fleet, screens.decode.mask))
+    if not (screens.prefill.mask.allowed & legal).any():
+        return None
+    whole, local = screen(request, fleet, Leg.AGGREGATED), ~fleet.columns.decode_only
+    return whole._replace(role=whole.role & local, mask=whole.mask.within(local))
+
+
+def _pass_over_unreached(least: FloatColumn, costs: PairCosts, sides: _Sides, view: View) -> None:
+    """Where KV of a prefill rank did not reach some decode rank lately, its least is that of the others."""
+    fleet, default = view.fleet, view.settings.topology_default
+    for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
+        for slot in fleet.slots_of(worker_id):
+            if sides.senders.allowed[slot] and fleet.unreached_from(slot) is not None:
+                constraint = constraint_of(fleet, slot, default)
+                may = reached_decode_mask(sides.receivers, fleet, constraint, slot).mask.allowed
+                after = costs.after(slot, constraint).cost[may]
+                least[slot] = costs.prefill.cost[slot] + after.min(initial=np.inf)
