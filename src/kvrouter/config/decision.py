@@ -14,12 +14,13 @@ from kvrouter.topology import LinkTable, RouterTopologyDefault
 
 
 def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
-    """What the decision reads of the router's settings. Raises ConfigError for a timing that is no timing, and
-    for pairs chosen together by another cost than that of time.
+    """What the decision reads of the router's settings. Raises ConfigError for a timing that is none, and for
+    pairs that are chosen together by another cost than that of time.
     """
-    if config.router_pd_selection is PdSelection.JOINT and config.router_cost is not CostRule.TIME:
+    cost, selection = config.router_cost, config.router_pd_selection
+    if selection is PdSelection.JOINT and cost is not CostRule.TIME:
         raise ConfigError(
-            f"router_pd_selection: joint compares times: router_cost has to be time, not {config.router_cost}",
+            f"router_pd_selection: joint compares times: router_cost has to be time, not {cost}",
             param="router_pd_selection",
         )
     default = None
