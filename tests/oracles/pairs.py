@@ -8,10 +8,12 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
+from kvrouter.routing.prediction import STALLS_WEIGHT
 from kvrouter.routing.request import RouteRequest, RoutingSettings, Times
 from kvrouter.topology import (
     Fallback,
     LinkLoads,
+    LinkTable,
     Preferred,
     Required,
     SharedLink,
@@ -65,6 +67,7 @@ class NaivePairs:
     ) -> None:
         self.workers, self.request, self.settings = workers, request, settings
         self.block_size, self.answer_s, self.loads, self.broken = block_size, answer_s, loads, broken
+        self.table = settings.links or LinkTable()
 
     def options(self) -> list[Option]:
         """Every pair and every decode worker alone that may take the request. Raises Refused for none."""
@@ -176,7 +179,7 @@ class NaivePairs:
         if running and times.decode_s:
             lasts_s = worker.load.decode_slowness * self.answer_s
             share = min(1.0, times.decode_s / lasts_s) if lasts_s else 1.0
-            stalls_s = running * times.prefill_s * share
+            stalls_s = STALLS_WEIGHT * running * times.prefill_s * share
         weight = self.settings.overlap_score_weight
         rest_s = times.memory_s + times.decode_s + times.others_s + times.turnover_s + stalls_s
         return (weight * (times.queue_s + times.prefill_s) + rest_s) * self.multiplier(worker, None)
@@ -193,17 +196,14 @@ class NaivePairs:
         )
 
     def transfer(self, sender: Worker, receiver: Worker, kv_bytes: float) -> tuple[float, float]:
-        table = self.settings.links
-        if table is None:
-            return 0.0, 0.0
+        table = self.table
         link, level = table.decided(sender.domains, receiver.domains, sender.levels)
         load = self.loads.on(shared) if (shared := self.shared(sender, receiver, level)) else (0.0, 0)
         transfer_s = link.transfer_s(kv_bytes + min(load[0], load[1] * kv_bytes))
         return transfer_s, (link.cost(kv_bytes) or 0.0) * self.settings.price_weight
 
     def shared(self, sender: Worker, receiver: Worker, decided: str | None) -> SharedLink | None:
-        table = self.settings.links
-        assert table is not None
+        table = self.table
         for domain, one, other in table.pairs:
             ends = sender.domains.get(domain), receiver.domains.get(domain)
             if ends in ((one, other), (other, one)):

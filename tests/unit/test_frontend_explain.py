@@ -2,9 +2,11 @@
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
+from kvrouter.cli.explain import draw, read_explanation
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.core.constraints import CostRule
+from kvrouter.core.constraints import CostRule, PdSelection
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.service.model_router import ATTEMPTS_MAX
@@ -153,3 +155,42 @@ async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -
         assert times["prefill_ms"] == pytest.approx(Timing().prefill_ms(400), abs=0.01)
         assert row["prefill_blocks"] == 25.0
     assert attempt["decode"]["times"] == explained["decode"]["candidates"][0]["times"]
+
+
+async def test_an_explanation_of_pairs_has_what_each_costs_together_and_who_lost() -> None:
+    config = KvRouterConfig(router_cost=CostRule.TIME, router_pd_selection=PdSelection.JOINT)
+    cards = (card(1, Role.PREFILL), card(2, Role.PREFILL), card(3, Role.DECODE), card(4, Role.DECODE))
+    async with open_house(*cards, config=config, script=takeover_instructions) as house:
+        body = {"model": MODEL, "prompt": [1] * 400}
+        answer = await house.http.post("/v1/route/explain", json=body)
+        explained = answer.json()
+        fleet = (await house.http.get("/v1/fleet")).json()
+        console = Console(record=True, width=400)
+        draw(read_explanation(answer.content), console)
+        house.bench.discovery.put(replace(cards[2], draining=True))
+        house.bench.discovery.put(replace(cards[3], decode_only=True))
+        pair = (await house.http.post("/v1/route/explain", json=body)).json()
+        headers = {"x-request-id": "pair"}
+        assert (await house.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        (attempt,) = (await house.http.get("/v1/decisions/pair")).json()["attempts"]
+    assert fleet["models"][0]["router_pd_selection"] == "joint"
+    local = explained["local_prefill"]
+    assert local["chosen"] in ({"worker_id": 3, "dp_rank": 0}, {"worker_id": 4, "dp_rank": 0})
+    assert explained["prefill"]["chosen"] is explained["decode"]["chosen"] is None
+    for group in ("prefill", "decode"):
+        for row in explained[group]["candidates"]:
+            assert row["partner"] is not None
+            assert row["pair_cost"] > local["candidates"][0]["pair_cost"]
+    shown = console.export_text()
+    assert "Prefill on the decode worker: " in shown
+    assert "itself" in shown
+    assert [row["reason"] for row in pair["decode"]["candidates"]] == ["draining", None]
+    (alone,) = pair["local_prefill"]["candidates"]
+    assert alone["reason"] == "draining"
+    (sender,) = (row for row in pair["prefill"]["candidates"] if row["chosen"])
+    (receiver,) = (row for row in pair["decode"]["candidates"] if row["chosen"])
+    assert sender["partner"] == {"worker_id": 4, "dp_rank": 0}
+    assert receiver["partner"] == pair["prefill"]["chosen"]
+    assert sender["pair_cost"] == pytest.approx(sender["cost"] + receiver["cost"])
+    assert receiver["pair_cost"] == pytest.approx(sender["pair_cost"])
+    assert attempt["pair_cost"] == pytest.approx(attempt["prefill"]["cost"] + attempt["decode"]["cost"])

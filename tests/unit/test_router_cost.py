@@ -270,7 +270,12 @@ def test_a_weight_below_0_is_named() -> None:
 def test_the_native_core_names_a_column_that_does_not_fit() -> None:
     timing = [0.0] * 11
     predictor = _native.Predictor(
-        timing, chunk_tokens=8192, others_weight=0.5, turnover_weight=0.1, decode_weight=1.0
+        timing,
+        chunk_tokens=8192,
+        others_weight=0.5,
+        stalls_weight=1.0,
+        turnover_weight=0.1,
+        decode_weight=1.0,
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
     columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
@@ -285,7 +290,9 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="prefill_tokens"):
         predictor.parts(2, columns, wanted)
     with pytest.raises(ValueError, match="chunk_tokens"):
-        _native.Predictor(timing, chunk_tokens=0, others_weight=0, turnover_weight=0, decode_weight=0)
+        _native.Predictor(
+            timing, chunk_tokens=0, others_weight=0, stalls_weight=0, turnover_weight=0, decode_weight=0
+        )
 
 
 def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:

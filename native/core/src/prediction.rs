@@ -50,6 +50,7 @@ pub struct Rates {
     pub answer_s: f64,
     pub overlap_weight: f64,
     pub others_weight: f64,
+    pub stalls_weight: f64,
     pub turnover_weight: f64,
     pub decode_weight: f64,
 }
@@ -186,7 +187,8 @@ impl<'a> Prediction<'a> {
         let mut others_s = rates.others_weight * waiting * (prefill_s + held_s);
         if asked.stalls && running > 0.0 && decode_s > 0.0 {
             // Each who is answered there waits once for the prompt: spread over the steps of its answer.
-            others_s += running * prefill_s * (decode_s / (decode_slowness * rates.answer_s)).min(1.0);
+            let share = (decode_s / (decode_slowness * rates.answer_s)).min(1.0);
+            others_s += rates.stalls_weight * running * prefill_s * share;
         }
         [queue_s, prefill_s, memory_s, decode_s, others_s, slowness * self.prompt_s * slots.turnover[slot]]
     }

@@ -44,11 +44,12 @@ pub struct Predictor(Rates);
 #[pymethods]
 impl Predictor {
     #[new]
-    #[pyo3(signature = (timing, *, chunk_tokens, others_weight, turnover_weight, decode_weight))]
+    #[pyo3(signature = (timing, *, chunk_tokens, others_weight, stalls_weight, turnover_weight, decode_weight))]
     fn new(
         timing: [f64; 11],
         chunk_tokens: f64,
         others_weight: f64,
+        stalls_weight: f64,
         turnover_weight: f64,
         decode_weight: f64,
     ) -> PyResult<Self> {
@@ -61,6 +62,7 @@ impl Predictor {
             answer_s: 0.0,
             overlap_weight: 1.0,
             others_weight,
+            stalls_weight,
             turnover_weight,
             decode_weight,
         }))

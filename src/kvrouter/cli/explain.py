@@ -30,6 +30,14 @@ class TimesRow(msgspec.Struct, frozen=True):
     others_ms: float
     turnover_ms: float
     transfer_ms: float
+    price_ms: float = 0.0
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """A worker rank: one that was picked, or the other one of a pair."""
+
+    worker_id: int
+    dp_rank: int
 
 
 class CandidateRow(msgspec.Struct, frozen=True):
@@ -48,13 +56,8 @@ class CandidateRow(msgspec.Struct, frozen=True):
     cost: float | None
     chosen: bool
     times: TimesRow | None = None
-
-
-class Chosen(msgspec.Struct, frozen=True):
-    """The worker rank that was picked."""
-
-    worker_id: int
-    dp_rank: int
+    pair_cost: float | None = None
+    partner: Chosen | None = None
 
 
 class LegPick(msgspec.Struct, frozen=True):
@@ -93,6 +96,7 @@ class Explanation(msgspec.Struct, frozen=True):
     fallback_used: bool
     error: RefusalRow | None
     last_resort: bool = False
+    local_prefill: LegPick | None = None
 
 
 def read_explanation(answer: bytes) -> Explanation:
@@ -110,7 +114,11 @@ def draw(explanation: Explanation, console: Console) -> None:
             f", {explanation.isl_tokens} tokens, {explanation.blocks} blocks, mode {explanation.mode}",
         )
     )
-    for title, leg in (("Prefill", explanation.prefill), (_last_leg(explanation), explanation.decode)):
+    for title, leg in (
+        ("Prefill", explanation.prefill),
+        (_last_leg(explanation), explanation.decode),
+        ("Prefill on the decode worker", explanation.local_prefill),
+    ):
         if leg is not None:
             console.print(_table(title, leg))
             rest = _rest(leg)
@@ -157,8 +165,12 @@ def _table(title: str, leg: LegPick) -> Table:
         table.add_column(name)
     timed = any(row.times is not None for row in leg.candidates)
     cost = "cost ms" if timed else "cost"
-    for name in ("overlap", "prefill", "decode", "transfer", "×", cost, *(TIMED if timed else ())):
+    together = any(row.pair_cost is not None for row in leg.candidates)
+    names = (*(TIMED if timed else ()), *(("pair ms",) if together else ()))
+    for name in ("overlap", "prefill", "decode", "transfer", "×", cost, *names):
         table.add_column(name, justify="right")
+    if together:
+        table.add_column("with")
     table.add_column("")
     for row in _ordered(leg)[:ROWS_MAX]:
         style = "bold green" if row.chosen else ("" if row.eligible else "dim")
@@ -171,10 +183,19 @@ def _table(title: str, leg: LegPick) -> Table:
             str(row.overlap_blocks),
             *map(number_text, numbers),
             *(_times_cells(row.times) if timed else ()),
+            *(_pair_cells(row) if together else ()),
             "chosen" if row.chosen else (row.reason or ""),
         ]
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
+
+
+def _pair_cells(row: CandidateRow) -> list[str]:
+    """What the whole request costs with the other rank of the pair, and which one that is."""
+    if row.pair_cost is None:
+        return ["", ""]
+    partner = "itself" if row.partner is None else f"{row.partner.worker_id}/{row.partner.dp_rank}"
+    return [f"{1e3 * row.pair_cost:.1f}", partner]
 
 
 TIMED = ("queue ms", "prefill", "memory", "transfer", "= TTFT ms", "for others")
@@ -185,7 +206,8 @@ def _times_cells(times: TimesRow | None) -> list[str]:
     if times is None:
         return [""] * len(TIMED)
     own = (times.queue_ms, times.prefill_ms, times.memory_ms, times.transfer_ms, times.expected_ms)
-    return [f"{part:.1f}" for part in (*own, times.decode_ms + times.others_ms + times.turnover_ms)]
+    others_ms = times.decode_ms + times.others_ms + times.turnover_ms + times.price_ms
+    return [f"{part:.1f}" for part in (*own, others_ms)]
 
 
 def _cost_shown(cost: float | None, times: TimesRow | None) -> float | None:
@@ -242,6 +264,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
     fallback_used: bool
     cross_domain: bool
     last_resort: bool = False
+    pair_cost: float | None = None
 
 
 class Decisions(msgspec.Struct, frozen=True):
@@ -262,6 +285,8 @@ def draw_decisions(decisions: Decisions, console: Console) -> None:
     console.print(Text.assemble((decisions.request_id, "bold"), f", {counted}"))
     for attempt in decisions.attempts:
         console.print(_decisions_table(attempt))
+        if attempt.pair_cost is not None:
+            console.print(f"Together: {1e3 * attempt.pair_cost:.1f} ms", markup=False)
         draw_transfer(attempt.constraint, console)
         if attempt.fallback_used:
             console.print(Text(CROSSED, "yellow"))

@@ -37,6 +37,7 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
                 "decided_at": round(decided_at_s, 6),
                 "mode": decision.mode.value,
                 **_picks_json(decision),
+                "pair_cost": _pair_cost(decision),
                 "constraint": constraint_json(decision.constraint),
                 "fallback_used": decision.fallback_used,
                 "cross_domain": decision.cross_domain,
@@ -45,6 +46,12 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
             for decided_at_s, decision in attempts
         ],
     }
+
+
+def _pair_cost(decision: Decision) -> float | None:
+    """What the pair costs together; None where there is none, or its legs are not in seconds."""
+    prefill, decode = decision.prefill, decision.decode
+    return None if prefill is None or decode.times is None else prefill.cost + decode.cost
 
 
 def _picks_json(decision: Decision) -> Json:
@@ -85,7 +92,11 @@ def _candidate_row(
 ) -> Json:
     isl_tokens = len(request.token_ids)
     prefill_rows = [row for row in rows if row.leg is Leg.PREFILL]
-    decode_rows = [row for row in rows if row.leg is not Leg.PREFILL]
+    together = any(row.pair_cost is not None for row in rows)
+    local_rows = [row for row in rows if together and row.leg is Leg.AGGREGATED]
+    decode_rows = [
+        row for row in rows if row.leg is Leg.DECODE or (row.leg is Leg.AGGREGATED and not together)
+    ]
     return {
         "request_id": request.request_id,
         "model": request.model,
@@ -94,6 +105,7 @@ def _candidate_row(
         "blocks": -(-isl_tokens // fleet.block_size),
         "prefill": _leg_json(prefill_rows, fleet) if prefill_rows else None,
         "decode": _leg_json(decode_rows, fleet) if decode_rows else None,
+        "local_prefill": _leg_json(local_rows, fleet) if local_rows else None,
         "constraint": None if decision is None else constraint_json(decision.constraint),
         "fallback_used": decision is not None and decision.fallback_used,
         "last_resort": decision is not None and decision.last_resort,
@@ -119,6 +131,8 @@ def _candidate_json(row: Candidate, fleet: Fleet) -> Json:
         "reason": None if row.refused is None else row.refused.value,
         "domains": {} if card is None else card.runtime_config.topology_domains,
         **_cost_json(row),
+        "pair_cost": row.pair_cost,
+        "partner": None if row.partner is None else _rank_json(row.partner),
         "chosen": row.picked,
     }
 

@@ -62,7 +62,6 @@ from kvrouter.routing.prediction import LegTimes
 from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, View
 from kvrouter.topology import (
     Fallback,
-    Link,
     LinkTable,
     Preferred,
     Required,
@@ -70,8 +69,8 @@ from kvrouter.topology import (
     TransferConstraint,
 )
 
-NO_LINKS = LinkTable(otherwise=Link(0.0, 1e300))
-"""Where nothing is known of links, moving KV takes no time."""
+ASSUMED_LINKS = LinkTable()
+"""What is taken for the links where none are given."""
 
 
 class _Senders:
@@ -115,7 +114,7 @@ class PairCosts:
     def __init__(self, request: RouteRequest, view: View, rules: Rules) -> None:
         self._request, self._view = request, view
         fleet, settings = view.fleet, view.settings
-        self._table = settings.links or NO_LINKS
+        self._table = settings.links or ASSUMED_LINKS
         self._links = links_of(fleet, self._table)
         self._links.use(None if view.cost_input is None else view.cost_input.transfers)
         key = self._table, settings.topology_default

@@ -12,8 +12,8 @@ and the settings' ``timing`` for a step::
     decode_s   = decode slowness · decode_weight · the step of decode with this request
     others_s   = 0.5 · requests that wait there
                  · (prefill_s + decode slowness · answer_s · new blocks / blocks, where blocks are lacking)
-                 + requests that are answered there · prefill_s · decode_s / (decode slowness · answer_s),
-                   where a decode worker prefills for itself
+                 + 10 · requests that are answered there · prefill_s · decode_s
+                   / (decode slowness · answer_s), where a decode worker prefills for itself
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
 The first three are what the request waits for itself; the mock engine's tests compare them with what it then
@@ -24,7 +24,9 @@ evicted sooner: of gaps between uses that are spread evenly over their orders of
 replaced e times as fast misses a constant share more (Che's approximation of a least-recently-used cache).
 
 A decode worker that prefills for itself lets those wait whom it answers: each once for prefill_s, which over
-the steps of an answer weighs as much as a slower decode step does.
+the steps of an answer weighs ten times as much as a slower decode step does. A weight of 1 takes another
+tenth off the mean time to the first token and adds a third to that between tokens; of 30, hardly anybody
+prefills locally (4 + 4 mock workers, conversations, at three times the trace's load).
 """
 
 from functools import lru_cache
@@ -45,6 +47,7 @@ CHUNK_TOKENS = 8192
 """Prompt tokens that an engine computes in one step: what vLLM and SGLang take by default on large GPUs."""
 
 OTHERS_WEIGHT = 0.5
+STALLS_WEIGHT = 10.0
 TURNOVER_WEIGHT = 0.1
 
 ANSWER_S = 5.0
@@ -142,6 +145,7 @@ def predictor_of(timing: Timing, decode_weight: float) -> Predictor:
         astuple(timing),
         chunk_tokens=CHUNK_TOKENS,
         others_weight=OTHERS_WEIGHT,
+        stalls_weight=STALLS_WEIGHT,
         turnover_weight=TURNOVER_WEIGHT,
         decode_weight=decode_weight,
     )

@@ -124,7 +124,9 @@ def _instead_of_broken_pair(
     except RoutingRefused:
         return None
     left_out = tuple(
-        structs.replace(row, refused=row.refused or Reason.KV_LOST, picked=False)
+        structs.replace(
+            row, refused=row.refused or Reason.KV_LOST, picked=False, pair_cost=None, partner=None
+        )
         for row in pair.rows
         if row.leg is Leg.PREFILL
     )

@@ -201,8 +201,8 @@ class _Plan:
         try:
             routing_settings(self.file.router, None)
         except ConfigError as error:
-            key = next((key for key in event.set if key.rpartition(".")[2] == error.param), None)
-            raise event.wrong(Problem(("set",) if key is None else ("set", key), error.message)) from error
+            named = [key for key in event.set if key.rpartition(".")[2] == error.param]
+            raise event.wrong(Problem(("set", *named[:1]), error.message)) from error
 
     def _add(self, event: AddEvent) -> tuple[tuple[WorkerId, WorkerGroup], ...]:
         content, groups = self._content(), self.file.workers
