@@ -293,8 +293,16 @@ class LinkMap:
         """Return what is to travel there: bytes, and transfers. IndexError for a number that none has."""
     def set_load(self, shared: int, kv_bytes: float, count: float) -> None:
         """Say what is to travel there. IndexError for a number that none has."""
-    def clear_loads(self) -> None:
-        """Nothing travels anywhere."""
+    def set_pace(self, shared: int, pace: tuple[float, float] | None) -> None:
+        """Say how many times as long bytes take there, and how many seconds more each transfer; None: as for
+        its kind. IndexError for a number that none has.
+        """
+    def set_kind_pace(self, domain: int | None, within: bool, pace: tuple[float, float] | None) -> None:
+        """Say so of all links within one value of a domain, or between two, that have no pace of their own;
+        None for the domain: of links that share 0. IndexError for a domain that is not there.
+        """
+    def clear(self) -> None:
+        """Nothing travels anywhere, and each link is as its figures say."""
     def transfer_seconds(
         self,
         out: Seconds,

@@ -12,7 +12,7 @@ from kvrouter.routing.prediction import STALLS_WEIGHT
 from kvrouter.routing.request import RouteRequest, RoutingSettings, Times
 from kvrouter.topology import (
     Fallback,
-    LinkLoads,
+    LinkState,
     LinkTable,
     Preferred,
     Required,
@@ -62,7 +62,7 @@ class NaivePairs:
         *,
         block_size: int,
         answer_s: float,
-        loads: LinkLoads,
+        loads: LinkState,
         broken: frozenset[tuple[WorkerId, WorkerId]],
     ) -> None:
         self.workers, self.request, self.settings = workers, request, settings

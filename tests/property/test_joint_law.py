@@ -21,7 +21,7 @@ from kvrouter.routing.request import CostInput, Speeds
 from kvrouter.topology import (
     Fallback,
     Link,
-    LinkLoads,
+    LinkState,
     LinkTable,
     MismatchPolicy,
     Preferred,
@@ -164,7 +164,7 @@ def fleet_of(workers: list[Worker]) -> Fleet:
     return fleet
 
 
-def view_of(workers: list[Worker], fleet: Fleet, chosen: RoutingSettings, loads: LinkLoads) -> View:
+def view_of(workers: list[Worker], fleet: Fleet, chosen: RoutingSettings, loads: LinkState) -> View:
     def column(name: str, dtype: type) -> np.ndarray:
         return np.array([getattr(worker.load, name) for worker in workers], dtype)
 
@@ -183,8 +183,8 @@ def view_of(workers: list[Worker], fleet: Fleet, chosen: RoutingSettings, loads:
     )
 
 
-def draw_transfers(rng: Random, fleet: Fleet, table: LinkTable | None) -> LinkLoads:
-    loads = LinkLoads()
+def draw_transfers(rng: Random, fleet: Fleet, table: LinkTable | None) -> LinkState:
+    loads = LinkState()
     if table is not None:
         for _ in range(rng.choice((0, 4))):
             ends = Slot(rng.randrange(fleet.n_slots)), Slot(rng.randrange(fleet.n_slots))

@@ -13,7 +13,7 @@ from kvrouter.mock import Links
 from kvrouter.routing.links import FleetLinks, links_of
 from kvrouter.topology import (
     Link,
-    LinkLoads,
+    LinkState,
     LinkTable,
     SharedLink,
     distance,
@@ -213,7 +213,7 @@ def test_a_measured_pair_of_values_is_a_link_of_its_own() -> None:
     assert links.shared(Slot(1), Slot(0)) not in (near, measured, far)
     assert links.link(Slot(0), Slot(4)) == Link(1e-4, 2e9)
     assert measured is not None
-    loads = LinkLoads()
+    loads = LinkState()
     loads.add(measured, 100.0)
     loads.add(measured, 50.5)
     loads.remove(measured, 100.0)
@@ -224,7 +224,7 @@ def test_a_measured_pair_of_values_is_a_link_of_its_own() -> None:
 
 def test_what_travels_is_known_again_after_the_fleet_has_changed() -> None:
     """A fleet's links are made again with each card; loads belong to the names of places."""
-    fleet, loads = Fleet(ModelName("m"), 4), LinkLoads()
+    fleet, loads = Fleet(ModelName("m"), 4), LinkState()
     table = LinkTable({"zone": Link(1e-3, 1e9)})
 
     def place(zone: str, rack: str) -> ModelRuntimeConfig:

@@ -39,6 +39,7 @@ class SpeedEvents:
         self.came_s: list[tuple[WorkerRank, float, float]] = []
         self.left: list[WorkerRank] = []
         self.turns: list[tuple[WorkerRank, bool, float]] = []
+        self.links: list[tuple[str, bool, float]] = []
 
     def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
         """A first token came."""
@@ -47,6 +48,10 @@ class SpeedEvents:
     def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
         """A rank is slow from now on, or no longer."""
         self.turns.append((rank, is_slow, slowness))
+
+    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
+        """A link is slow from now on, or no longer."""
+        self.links.append((name, is_slow, slowness))
 
     def gone(self, rank: WorkerRank) -> None:
         """A rank left of which first tokens came."""

@@ -84,7 +84,7 @@ def replayed(
     assert simulation.fleet.fabric.idle
     assert len(simulation.placer.ledger) == 0
     assert not simulation.fleet.loads.in_flight.any()
-    assert len(simulation.placer.transfers.loads) == 0
+    assert len(simulation.placer.transfers.state) == 0
     return result
 
 

@@ -117,17 +117,17 @@ def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=1000
         )
         placer.fleet.join(structs.replace(card(worker_id, role), runtime_config=config))
-    loads = placer.transfers.loads
+    loads = placer.transfers.state
     first = place(placer)
     assert first.decision.decode.rank.worker_id == 2
-    assert [load for _, load in loads] == [(1000 * first.prompt.isl_tokens, 1)]
+    assert [load for _, load in loads.loads()] == [(1000 * first.prompt.isl_tokens, 1)]
     assert not placer.pick_decode_again(first, now_s=0.0)
     second = place(placer, Draw(1, 1, 1))
     assert second.decision.decode.rank.worker_id == 3
-    assert [load.transfers for _, load in loads] == [1, 1]
+    assert [load.transfers for _, load in loads.loads()] == [1, 1]
     leave(placer, 2)
     assert placer.pick_decode_again(first, now_s=0.0)
-    assert [load.transfers for _, load in loads] == [2]
+    assert [load.transfers for _, load in loads.loads()] == [2]
     placer.first_token(first, now_s=1.0)
     placer.release(first, now_s=2.0)
     placer.release(second, now_s=2.0)
@@ -150,4 +150,4 @@ def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -
     for placement in (begun, late, waiting):
         placer.release(placement, now_s=2.0, tokens=50)
     assert len(placer.ledger) == 0
-    assert len(placer.transfers.loads) == 0
+    assert len(placer.transfers.state) == 0

@@ -19,7 +19,7 @@ from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, rout
 from kvrouter.routing.links import links_of
 from kvrouter.routing.prediction import prompt_s
 from kvrouter.routing.request import CostInput, Speeds
-from kvrouter.topology import Link, LinkLoads, LinkTable
+from kvrouter.topology import Link, LinkState, LinkTable
 
 BLOCK = 16
 
@@ -57,7 +57,7 @@ def view(
     settings: RoutingSettings | None = None,
     unseen: float = 0.0,
     seed: int = 0,
-    transfers: LinkLoads | None = None,
+    transfers: LinkState | None = None,
 ) -> View:
     nothing = [0] * fleet.n_slots
     speeds = None
@@ -156,7 +156,7 @@ def test_a_link_that_is_crowded_is_passed_over_for_a_slower_one_that_is_free() -
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 2e9), {})
     settings = RoutingSettings(cost=CostRule.TIME, links=links)
-    fleet, loads = fleet_of(*roles, slow_links=True), LinkLoads()
+    fleet, loads = fleet_of(*roles, slow_links=True), LinkState()
     taken = view(fleet, settings=settings, transfers=loads)
     assert worker(route(asked(), taken)) == 3
     crowded = links_of(fleet, links).shared(Slot(0), Slot(2))

@@ -35,6 +35,8 @@ pub struct Run {
     pub end: u32,
     /// Which link; 0 is that of places that share nothing.
     pub link: u32,
+    /// Links of one kind are as fast as each other, but for those that have a pace of their own.
+    pub kind: u32,
     /// Transfers of one number share their link.
     pub shared: u64,
 }
@@ -70,14 +72,29 @@ impl Load {
     }
 }
 
+/// How a link differs from its figures.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pace {
+    /// How many times as long bytes take.
+    pub slowness: f64,
+    /// How much longer each transfer takes.
+    pub extra_s: f64,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Pace { slowness: 1.0, extra_s: 0.0 }
+    }
+}
+
 struct Row {
     runs: Arc<[Run]>,
-    /// The same without what is shared: fewer, for a place whose links carry nothing.
+    /// The same without what is shared: fewer, for a place whose links have nothing of their own.
     bare_runs: Arc<[Run]>,
     sources: Vec<u32>,
 }
 
-/// The links between all slots of a fleet while nobody moves, and their loads.
+/// The links between all slots of a fleet while nobody moves, their loads and paces.
 pub struct LinkMap {
     /// By domain, the ids of its values by slot.
     domains: Vec<Vec<i32>>,
@@ -91,9 +108,11 @@ pub struct LinkMap {
     rows: Vec<Row>,
     sources: Vec<Source>,
     source_at: HashMap<Source, u32>,
-    /// By source, over how many links from there something is to travel.
-    n_loaded: Vec<u32>,
+    /// By source, how many loads and paces of its own the links from there have.
+    n_own: Vec<u32>,
     loads: HashMap<u64, Load>,
+    paces: HashMap<u64, Pace>,
+    kind_paces: Vec<Pace>,
 }
 
 impl LinkMap {
@@ -107,6 +126,7 @@ impl LinkMap {
         mut destinations: Vec<u32>,
     ) -> Self {
         let n_slots = order_at.len();
+        let n_kinds = 1 + 2 * domains.len();
         assert!(domains.iter().all(|ids| ids.len() == n_slots));
         destinations
             .sort_by_cached_key(|&slot| domains.iter().map(|ids| ids[slot as usize]).collect::<Vec<_>>());
@@ -122,8 +142,10 @@ impl LinkMap {
             // The first one is that of ALONE.
             sources: vec![Source::new()],
             source_at: HashMap::new(),
-            n_loaded: vec![0],
+            n_own: vec![0],
             loads: HashMap::new(),
+            paces: HashMap::new(),
+            kind_paces: vec![Pace::default(); n_kinds],
         }
     }
 
@@ -154,10 +176,10 @@ impl LinkMap {
         spans
     }
 
-    /// The runs of links from a place; without what is shared where nothing travels from there.
+    /// The runs of links from a place; without what is shared where no link from there has anything of its own.
     pub fn runs(&self, place: u32) -> &Arc<[Run]> {
         let row = &self.rows[place as usize];
-        if row.sources.iter().any(|&source| self.n_loaded[source as usize] > 0) {
+        if row.sources.iter().any(|&source| self.n_own[source as usize] > 0) {
             &row.runs
         } else {
             &row.bare_runs
@@ -219,27 +241,69 @@ impl LinkMap {
         if shared == ALONE {
             return;
         }
-        let n_loaded = &mut self.n_loaded[(shared >> 32) as usize];
+        let n_own = &mut self.n_own[(shared >> 32) as usize];
         if load.count > 0.0 {
-            *n_loaded += u32::from(self.loads.insert(shared, load).is_none());
+            *n_own += u32::from(self.loads.insert(shared, load).is_none());
         } else {
-            *n_loaded -= u32::from(self.loads.remove(&shared).is_some());
+            *n_own -= u32::from(self.loads.remove(&shared).is_some());
         }
     }
 
-    /// Nothing travels over any link.
-    pub fn clear_loads(&mut self) {
+    /// Say how fast a link is; None: as its kind is.
+    pub fn set_pace(&mut self, shared: u64, pace: Option<Pace>) {
+        if shared == ALONE {
+            return;
+        }
+        let n_own = &mut self.n_own[(shared >> 32) as usize];
+        match pace {
+            Some(pace) => *n_own += u32::from(self.paces.insert(shared, pace).is_none()),
+            None => *n_own -= u32::from(self.paces.remove(&shared).is_some()),
+        }
+    }
+
+    /// Say how fast links are that a domain decides, within one of its values or between two; without a domain, those
+    /// between places of which nobody knows how they are connected.
+    ///
+    /// # Panics
+    /// When there is no such domain.
+    pub fn set_kind_pace(&mut self, domain: Option<usize>, within: bool, pace: Pace) {
+        self.kind_paces[domain.map_or(0, |domain| kind(domain, within)) as usize] = pace;
+    }
+
+    /// Nothing travels over any link, and each is as its figures say.
+    pub fn clear(&mut self) {
         self.loads.clear();
-        self.n_loaded.fill(0);
+        self.paces.clear();
+        self.n_own.fill(0);
+        self.kind_paces.fill(Pace::default());
     }
 
     /// What is to travel over a link.
     #[inline]
     pub fn load(&self, shared: u64) -> Load {
-        if shared == ALONE || self.n_loaded[(shared >> 32) as usize] == 0 {
+        if shared == ALONE || self.n_own[(shared >> 32) as usize] == 0 {
             return Load::default();
         }
         self.loads.get(&shared).copied().unwrap_or_default()
+    }
+
+    /// How fast the links of a run are.
+    #[inline]
+    pub fn pace(&self, run: &Run) -> Pace {
+        let own = match run.shared {
+            ALONE => None,
+            shared if self.n_own[(shared >> 32) as usize] == 0 => None,
+            shared => self.paces.get(&shared),
+        };
+        *own.unwrap_or(&self.kind_paces[run.kind as usize])
+    }
+
+    /// Which kind a link is of.
+    pub fn kind_of(&self, shared: u64) -> u32 {
+        match self.sources[(shared >> 32) as usize].last() {
+            Some(&(domain, value)) => kind(domain, value == shared as u32 as i32),
+            None => 0,
+        }
     }
 
     fn row(&mut self, src: usize) -> Row {
@@ -247,8 +311,9 @@ impl LinkMap {
         let (mut runs, mut bare_runs): (Vec<Run>, Vec<Run>) = Default::default();
         for (at, &dst) in (0u32..).zip(self.destinations.iter()) {
             let (link, shared) = self.find(dst as usize, &from);
-            add_to_run(&mut runs, Run { start: at, end: at + 1, link, shared });
-            add_to_run(&mut bare_runs, Run { start: at, end: at + 1, link, shared: ALONE });
+            let run = Run { start: at, end: at + 1, link, kind: self.kind_of(shared), shared };
+            add_to_run(&mut runs, run);
+            add_to_run(&mut bare_runs, Run { shared: ALONE, ..run });
         }
         let of_levels = from.levels.iter().map(|level| level.2);
         let sources = of_levels.chain(from.measured.iter().map(|pair| pair.3)).collect();
@@ -282,7 +347,7 @@ impl LinkMap {
         }
         let at = self.sources.len() as u32;
         self.sources.push(source.to_vec());
-        self.n_loaded.push(0);
+        self.n_own.push(0);
         self.source_at.insert(source.to_vec(), at);
         at
     }
@@ -330,9 +395,15 @@ fn numbered(source: u32, dst: i32) -> u64 {
     u64::from(source) << 32 | u64::from(dst as u32)
 }
 
+fn kind(domain: usize, within: bool) -> u32 {
+    1 + 2 * domain as u32 + u32::from(within)
+}
+
 fn add_to_run(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
-        Some(last) if (last.link, last.shared) == (run.link, run.shared) => last.end = run.end,
+        Some(last) if (last.link, last.kind, last.shared) == (run.link, run.kind, run.shared) => {
+            last.end = run.end;
+        }
         _ => runs.push(run),
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::links::{LinkMap, Load, Run};
+use crate::links::{LinkMap, Run};
 use crate::prediction::Prediction;
 
 /// What KV over one link costs.
@@ -126,7 +126,7 @@ impl Choice<'_> {
         let place = map.place(sender);
         let kv_bytes_per_token = of.kv_bytes_per_token[sender];
         for run in map.runs(place).iter() {
-            let link = Way::new(self.links[run.link as usize], map.load(run.shared), kv_bytes_per_token);
+            let link = Way::new(map, self.links, run, kv_bytes_per_token);
             for &slot in &map.destinations()[run.start as usize..run.end as usize] {
                 let slot = slot as usize;
                 let (rest_s, memory_s) = self.decode.decode_leg(slot);
@@ -156,12 +156,14 @@ struct Way {
 }
 
 impl Way {
-    fn new(link: LinkCost, load: Load, kv_bytes_per_token: f64) -> Self {
+    fn new(map: &LinkMap, links: &[LinkCost], run: &Run, kv_bytes_per_token: f64) -> Self {
+        let (link, pace, load) = (links[run.link as usize], map.pace(run), map.load(run.shared));
+        let s_per_byte = link.s_per_byte * pace.slowness;
         Way {
-            latency_s: link.latency_s,
-            token_s: (link.s_per_byte + link.price_s_per_byte) * kv_bytes_per_token,
-            others_s: load.bytes * link.s_per_byte,
-            token_others_s: load.count * link.s_per_byte * kv_bytes_per_token,
+            latency_s: link.latency_s + pace.extra_s,
+            token_s: (s_per_byte + link.price_s_per_byte) * kv_bytes_per_token,
+            others_s: load.bytes * s_per_byte,
+            token_others_s: load.count * s_per_byte * kv_bytes_per_token,
         }
     }
 
@@ -306,11 +308,7 @@ impl Search<'_> {
             for &(start, end) in spans {
                 let first = runs.partition_point(|run| run.end <= start);
                 for run in runs[first..].iter().take_while(|run| run.start < end) {
-                    let way = Way::new(
-                        choice.links[run.link as usize],
-                        map.load(run.shared),
-                        sender.kv_bytes_per_token,
-                    );
+                    let way = Way::new(map, choice.links, run, sender.kv_bytes_per_token);
                     let found =
                         slots.least(run.start.max(start), run.end.min(end), way, sender.own_s, multiplier);
                     least = least.min(found);

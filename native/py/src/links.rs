@@ -1,6 +1,6 @@
 //! `LinkMap` and `Senders`: the links between slots, and the choice of a pair over them.
 
-use kvrouter_core::links::{Level, LinkMap as Map, Load, MeasuredPair, SharedName, Source};
+use kvrouter_core::links::{Level, LinkMap as Map, Load, MeasuredPair, Pace, SharedName, Source};
 use kvrouter_core::pairs::{Choice, LinkCost, Rule, Senders as CoreSenders};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyBufferError, PyIndexError, PyValueError};
@@ -99,9 +99,31 @@ impl LinkMap {
         Ok((load.bytes, load.count))
     }
 
-    /// Nothing travels over any link.
-    fn clear_loads(&mut self) {
-        self.map.clear_loads();
+    /// Say how fast a link is: how many times as long bytes take, and what each transfer takes more; None: as its kind.
+    fn set_pace(&mut self, shared: u64, pace: Option<(f64, f64)>) -> PyResult<()> {
+        self.check_number(shared)?;
+        self.map.set_pace(shared, pace.map(|(slowness, extra_s)| Pace { slowness, extra_s }));
+        Ok(())
+    }
+
+    /// Say how fast the links of a kind are.
+    fn set_kind_pace(
+        &mut self,
+        domain: Option<usize>,
+        within: bool,
+        pace: Option<(f64, f64)>,
+    ) -> PyResult<()> {
+        if domain.is_some_and(|domain| domain >= self.map.n_domains()) {
+            return Err(PyIndexError::new_err("domain: there is no such one"));
+        }
+        let pace = pace.map_or(Pace::default(), |(slowness, extra_s)| Pace { slowness, extra_s });
+        self.map.set_kind_pace(domain, within, pace);
+        Ok(())
+    }
+
+    /// Nothing travels over any link, and each is as its figures say.
+    fn clear(&mut self) {
+        self.map.clear();
     }
 
     /// Fills `out` with the seconds of a transfer to each destination, and with 0 elsewhere.
@@ -123,12 +145,14 @@ impl LinkMap {
         let place = self.map.place(src);
         for run in self.map.runs(place).iter() {
             let link = self.links[run.link as usize];
-            let load = self.map.load(run.shared);
+            let (load, pace) = (self.map.load(run.shared), self.map.pace(run));
+            let latency_s = link.latency_s + pace.extra_s;
             for &slot in &self.map.destinations()[run.start as usize..run.end as usize] {
                 let slot = slot as usize;
                 let cached = overlap.map_or(0.0, |column| f64::from(column[slot]) * block_size);
                 let kv_bytes = (isl_tokens - cached).max(0.0) * kv_bytes_per_token;
-                out[slot] = link.latency_s + (kv_bytes + load.sharing(kv_bytes)) / link.bytes_per_s;
+                let alone_s = (kv_bytes + load.sharing(kv_bytes)) / link.bytes_per_s;
+                out[slot] = latency_s + alone_s * pace.slowness;
             }
         }
         Ok(())

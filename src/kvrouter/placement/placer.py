@@ -165,7 +165,7 @@ class Placer:
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
         )
         self.speeds = LearnedSpeeds(fleet, speed_listener)
-        self.transfers = Transfers()
+        self.transfers = Transfers(speed_listener)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = self._begin_at_report(now_s)
         self._replication = replication
@@ -303,7 +303,8 @@ class Placer:
         counts = columns.requests[:n_slots], columns.waiting[:n_slots]
         if not self._learns:
             return CostInput(*counts)
-        return CostInput(*counts, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.loads)
+        self.transfers.refresh(now_s=now_s)
+        return CostInput(*counts, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
@@ -350,6 +351,7 @@ class Placer:
         """
         old = placement.decision
         self.circuits.give_back(placement, now_s=now_s)  # or it would be passed over for its own sake
+        began_s = None if placement.transfer is None else placement.transfer.began_s
         has_transfer = placement.transfer is not None
         self._end_transfer(placement)  # or its own KV would crowd the link
         decision = structs.replace(self._decide_decode_again(placement, now_s), prefill=old.prefill)
@@ -361,6 +363,8 @@ class Placer:
         self.circuits.booked(placement, now_s=now_s)
         if has_transfer:
             self._begin_transfer(placement)
+            if placement.transfer is not None and began_s is not None:
+                self.transfers.moves(placement.transfer, now_s=now_s)
         placement.decode_address = card.address
         placement.decode_context_tokens = card.context_length
         placement.decode_domains = card.runtime_config.topology_domains
@@ -479,6 +483,15 @@ class Placer:
             self.fleet, links, decision.prefill.slot, decode.slot, tokens
         )
 
+    def _arrived(self, placement: Placement, now_s: float) -> None:
+        """The KV came: a link is learned from it, unless its request waited for memory too."""
+        transfer, times = placement.transfer, placement.decision.decode.times
+        step_s = self._step_s(placement)
+        if transfer is not None and step_s is not None and times is not None and times.memory_s == 0.0:
+            placement.transfer = None
+            self.transfers.arrived(transfer, steps_s=step_s, now_s=now_s)
+        self._end_transfer(placement)
+
     def _end_transfer(self, placement: Placement) -> None:
         if placement.transfer is not None:
             self.transfers.end(placement.transfer)
@@ -527,6 +540,8 @@ class Placer:
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
         self.circuits.prefilled(placement, now_s=now_s)
+        if placement.transfer is not None:
+            self.transfers.moves(placement.transfer, now_s=now_s)
         if placement.expected is not None and placement.decision.decode.leg is not Leg.AGGREGATED:
             self.speeds.came(placement.expected, now_s=now_s)
             placement.expected = None
@@ -537,7 +552,7 @@ class Placer:
     def first_token(self, placement: Placement, *, now_s: float) -> None:
         """The first token came: load moves from prefill to decode."""
         self.circuits.begun(placement, now_s=now_s)
-        self._end_transfer(placement)
+        self._arrived(placement, now_s)
         if self._learns:
             step_s = self._step_s(placement)
             placement.first_token_s, placement.step_s = (None, 0.0) if step_s is None else (now_s, step_s)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.fleet import Fleet
 from kvrouter.fleet.columns import resized
+from kvrouter.placement.link_speeds import LinkListener
 from kvrouter.routing.prediction import ANSWER_S
 from kvrouter.routing.request import Pick, Speeds
 
@@ -61,7 +62,7 @@ _REFRESH_S = 1.0
 _REBASE = 60.0
 
 
-class SpeedListener(Protocol):
+class SpeedListener(LinkListener, Protocol):
     """Who hears how predictions fare."""
 
     def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:

@@ -17,8 +17,8 @@ from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Slot
 from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
 from kvrouter.routing.request import RouteRequest, View
-from kvrouter.topology import Link, LinkLoad, LinkLoads, LinkTable, SharedLink
-from kvrouter.topology.links import BYTES_PER_GB
+from kvrouter.topology import Link, LinkKind, LinkLoad, LinkPace, LinkState, LinkTable, SharedLink
+from kvrouter.topology.links import AS_GIVEN, BYTES_PER_GB
 
 
 class FleetLinks:
@@ -31,7 +31,7 @@ class FleetLinks:
 
     def __init__(self, fleet: Fleet, table: LinkTable) -> None:
         self._fleet = fleet
-        self._loads: LinkLoads | None = None
+        self._state: LinkState | None = None
         self._numbers: dict[SharedLink, int | None] = {}
         slots = [Slot(slot) for slot in range(fleet.n_slots)]
         orders: dict[tuple[str, ...], int] = {}
@@ -61,7 +61,9 @@ class FleetLinks:
         """Return the seconds that a transfer takes, with what else travels there, and what it costs."""
         at, shared = self.map.link(src, dst)
         link, (others_bytes, n_others) = self.links[at], self.map.load(shared)
-        transfer_s = link.transfer_s(kv_bytes + min(others_bytes, n_others * kv_bytes))
+        pace = AS_GIVEN if self._state is None else self._state.pace(self.shared(src, dst))
+        carried_s = (kv_bytes + min(others_bytes, n_others * kv_bytes)) / link.bandwidth_bytes_per_s
+        transfer_s = link.latency_s + pace.extra_s + carried_s * pace.slowness
         return transfer_s, link.cost(kv_bytes) or 0.0
 
     def link(self, src: Slot, dst: Slot) -> Link:
@@ -87,28 +89,43 @@ class FleetLinks:
         self.map.prices(prices, src)
         return prices
 
-    def use(self, loads: LinkLoads | None) -> None:
-        """Count what ``loads`` has from now on; None: nothing."""
-        if loads is self._loads and (loads is None or loads.reader is self):
+    def use(self, state: LinkState | None) -> None:
+        """Count what ``state`` has from now on; None: nothing, and links are as the table has them."""
+        if state is self._state and (state is None or state.reader is self):
             return
-        self._loads = loads
-        self.map.clear_loads()
-        if loads is not None:
-            loads.reader = self
-            for link, load in loads:
+        self._state = state
+        self.map.clear()
+        if state is not None:
+            state.reader = self
+            for link, load in state.loads():
                 self.loaded(link, load)
+            for of, pace in state.paces():
+                self.paced(of, pace)
 
     def loaded(self, link: SharedLink, load: LinkLoad) -> None:
         """This is what is to travel over the link from now on."""
-        try:
-            number = self._numbers[link]
-        except KeyError:
-            number = self._numbers[link] = self._number(link)
+        number = self._number(link)
         if number is not None:
             self.map.set_load(number, load.bytes, load.transfers)
 
+    def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """This is the pace of a link, or of a kind of links, from now on."""
+        if isinstance(of, SharedLink):
+            number = self._number(of)
+            if number is not None:
+                self.map.set_pace(number, pace)
+        elif of.level is None or of.level in self._at:
+            self.map.set_kind_pace(None if of.level is None else self._at[of.level], of.within, pace)
+
     def _number(self, link: SharedLink) -> int | None:
-        """None where nobody is there any more."""
+        """The number of a link; None where nobody is there any more."""
+        try:
+            return self._numbers[link]
+        except KeyError:
+            number = self._numbers[link] = self._find_number(link)
+            return number
+
+    def _find_number(self, link: SharedLink) -> int | None:
         level, _ = link.src[-1]
         far = self._id(level, link.dst)
         source = []

@@ -18,7 +18,7 @@ from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
-from kvrouter.topology import LinkLoads, LinkTable, RouterTopologyDefault, TransferConstraint
+from kvrouter.topology import LinkState, LinkTable, RouterTopologyDefault, TransferConstraint
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):
@@ -164,7 +164,7 @@ class CostInput(NamedTuple):
     requests: IntColumn
     waiting: IntColumn
     speeds: Speeds | None = None
-    transfers: LinkLoads | None = None
+    transfers: LinkState | None = None
 
 
 class View(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ class CircuitInstrumentation:
 
 
 class SpeedInstrumentation:
-    """What is learned of how fast one model's ranks are."""
+    """What is learned of how fast one model's ranks are, and the links between them."""
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self._telemetry = telemetry
@@ -109,6 +109,16 @@ class SpeedInstrumentation:
             model=self._model,
             worker=str(rank.worker_id),
             dp_rank=rank.dp_rank,
+            slowness=round(slowness, 2),
+        )
+
+    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
+        """A link, or a kind of link, is slow from now on, or no longer."""
+        log_event(
+            logger,
+            Event.LINK_SLOW if is_slow else Event.LINK_WELL,
+            model=self._model,
+            link=name,
             slowness=round(slowness, 2),
         )
 

@@ -62,6 +62,9 @@ class NoListener:
     def gone(self, rank: WorkerRank) -> None:
         """A rank left."""
 
+    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
+        """A link is slow from now on, or no longer."""
+
 
 class SlotLoads:
     """Load by slot, as the router sees it and as engines last reported it."""

@@ -89,6 +89,8 @@ class Event(StrEnum):
     KV_TRANSFER_WELL = "kv_transfer_well"
     RANK_SLOW = "rank_slow"
     RANK_WELL = "rank_well"
+    LINK_SLOW = "link_slow"
+    LINK_WELL = "link_well"
     BUSY_THRESHOLD = "busy_threshold"
     ROUTING_HINT_IGNORED = "routing_hint_ignored"
     HTTP_BAD_REQUEST = "http_bad_request"
@@ -168,6 +170,7 @@ class Fields(TypedDict, total=False):
     duration_s: float
     detail: str
     slowness: float
+    link: str
     started: bool
     unsent_bytes: int
     plane: str
@@ -376,6 +379,12 @@ EVENTS: dict[Event, EventSpec] = {
         "A rank takes 1.5 times as long for a prompt as half of the ranks do, or longer: it gets less to do.",
     ),
     Event.RANK_WELL: EventSpec(logging.INFO, "A rank that was slow is about as fast as the others again."),
+    Event.LINK_SLOW: EventSpec(
+        logging.WARNING,
+        "KV takes twice as long over a link, or over all of its kind, as it should, or longer: by the given "
+        "links, what they have shown, or the others of their kind. It gets less to carry.",
+    ),
+    Event.LINK_WELL: EventSpec(logging.INFO, "A link that was slow is about as fast as it should be again."),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.ROUTING_HINT_IGNORED: EventSpec(
         logging.WARNING,

@@ -107,6 +107,15 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
         return self.otherwise, None
 
 
+class LinkKind(NamedTuple):
+    """Links of one kind: those within one value of the level that decides, or between two of its values.
+    ``level`` is None for links between places of which nobody knows how they are connected.
+    """
+
+    level: str | None
+    within: bool
+
+
 class SharedLink(NamedTuple):
     """What transfers have in common that share a link: the levels of the source with its values, from the
     broadest down to the one that decides, and the destination's value of that one.
@@ -114,6 +123,15 @@ class SharedLink(NamedTuple):
 
     src: tuple[tuple[str, str | None], ...]
     dst: str | None
+
+    @property
+    def kind(self) -> LinkKind:
+        """Which links are like this one."""
+        level, value = self.src[-1]
+        return LinkKind(level, value == self.dst)
+
+
+UNKNOWN_KIND = LinkKind(None, False)
 
 
 class LinkLoad(NamedTuple):
@@ -123,32 +141,65 @@ class LinkLoad(NamedTuple):
     transfers: int
 
 
-class LoadReader(Protocol):
-    """Who keeps loads in a form of its own."""
+class LinkPace(NamedTuple):
+    """How a link differs from its table: bytes take ``slowness`` times as long, and each transfer ``extra_s``
+    more.
+    """
+
+    slowness: float
+    extra_s: float
+
+
+AS_GIVEN = LinkPace(1.0, 0.0)
+
+
+class LinkReader(Protocol):
+    """Who keeps the state of links in a form of its own."""
 
     def loaded(self, link: SharedLink, load: LinkLoad) -> None:
         """This is what is to travel over the link from now on."""
 
+    def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """This is the pace of a link, or of all of a kind that have none of their own, from now on."""
 
-class LinkLoads:
-    """What of KV is to travel over each link that transfers share; links that carry nothing are not there.
 
-    ``reader`` is given each change.
+class LinkState:
+    """What is to travel over each link that transfers share, and how fast links are.
+
+    Links that carry nothing have no load here. ``reader`` is given each change.
     """
 
     def __init__(self) -> None:
         self._loads: dict[SharedLink, LinkLoad] = {}
-        self.reader: LoadReader | None = None
-
-    def __iter__(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
-        return iter(self._loads.items())
+        self._paces: dict[SharedLink | LinkKind, LinkPace] = {}
+        self.reader: LinkReader | None = None
 
     def __len__(self) -> int:
+        """How many links something is to travel over."""
         return len(self._loads)
+
+    def loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
+        """Yield each link that something is to travel over."""
+        return iter(self._loads.items())
+
+    def paces(self) -> Iterator[tuple[SharedLink | LinkKind, LinkPace]]:
+        """Yield each link, and each kind, that is not as its table has it."""
+        return iter(self._paces.items())
 
     def on(self, link: SharedLink) -> LinkLoad:
         """Return what is to travel over ``link``."""
         return self._loads.get(link, _NO_LOAD)
+
+    def pace(self, link: SharedLink | None) -> LinkPace:
+        """Return how fast a link is; None stands for those of which nobody knows what they share."""
+        if link is None:
+            return self._paces.get(UNKNOWN_KIND, AS_GIVEN)
+        own = self._paces.get(link)
+        return self._paces.get(link.kind, AS_GIVEN) if own is None else own
+
+    def pace_of_kind(self, kind: LinkKind) -> LinkPace:
+        """Return how fast the links of a kind are that have no pace of their own."""
+        return self._paces.get(kind, AS_GIVEN)
 
     def add(self, link: SharedLink, kv_bytes: float) -> None:
         """One more transfer, of so many bytes."""
@@ -161,6 +212,19 @@ class LinkLoads:
         left = load.transfers - 1
         # no rest of sums where nothing travels
         self._set(link, LinkLoad(load.bytes - kv_bytes, left) if left > 0 else _NO_LOAD)
+
+    def set_pace(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """Say how fast a link is, or all of a kind that have no pace of their own. None: as the link's kind
+        is, or as the table has it.
+        """
+        if pace == self._paces.get(of):
+            return
+        if pace is None:
+            del self._paces[of]
+        else:
+            self._paces[of] = pace
+        if self.reader is not None:
+            self.reader.paced(of, pace)
 
     def _set(self, link: SharedLink, load: LinkLoad) -> None:
         if load.transfers:
