@@ -8,7 +8,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
-from kvrouter.routing.prediction import STALLS_WEIGHT
+from kvrouter.routing.prediction import CHUNK_TOKENS, STALLS_WEIGHT
 from kvrouter.routing.request import RouteRequest, RoutingSettings, Times
 from kvrouter.topology import (
     Fallback,
@@ -168,9 +168,15 @@ class NaivePairs:
         transfer_s, price_s = self.transfer(sender, receiver, tokens * sender.kv_bytes_per_token)
         weight = self.settings.overlap_score_weight
         after_s = max(0.0, decode.memory_s - own_s) + transfer_s + price_s
+        after_s += self.prompts_s(receiver)
         after_s += decode.decode_s + decode.others_s + decode.turnover_s
         first_s = weight * own_s + prefill.others_s + prefill.turnover_s
         return first_s * self.multiplier(sender, None) + after_s * self.multiplier(receiver, sender)
+
+    def prompts_s(self, worker: Worker) -> float:
+        """The step of prompts that a decode worker is in."""
+        token_s = self.settings.timing.prefill_ms(CHUNK_TOKENS) / 1e3 / CHUNK_TOKENS
+        return worker.load.slowness * min(worker.load.prefill_tokens, CHUNK_TOKENS) * token_s
 
     def local_cost(self, worker: Worker) -> float:
         times = self.times(worker, Leg.AGGREGATED)

@@ -36,7 +36,8 @@ pub struct Asked {
     /// Whether prompt tokens count, and blocks.
     pub counts_tokens: bool,
     pub counts_blocks: bool,
-    /// Whether those count who are answered while the prompt is computed.
+    /// Whether prompts and answers stall each other here: those count who are answered while the prompt is computed,
+    /// and for an answer alone what is computed there now.
     pub stalls: bool,
 }
 
@@ -111,8 +112,8 @@ impl<'a> Prediction<'a> {
     /// What a decode leg costs without the wait for memory, and that wait.
     #[inline]
     pub fn decode_leg(&self, slot: usize) -> (f64, f64) {
-        let [_, _, memory_s, decode_s, others_s, turnover_s] = self.at(slot);
-        (decode_s + others_s + turnover_s, memory_s)
+        let [queue_s, _, memory_s, decode_s, others_s, turnover_s] = self.at(slot);
+        (queue_s + decode_s + others_s + turnover_s, memory_s)
     }
 
     /// Tokens of the prompt that are not cached at the slot.
@@ -162,6 +163,10 @@ impl<'a> Prediction<'a> {
                 let step_s = steps.decode_s(use_share, running, held * asked.block_size);
                 queue_s += decode_slowness * n_steps * step_s;
             }
+        }
+        if DECODES && !PREFILLS && asked.stalls && asked.counts_tokens {
+            let computed_tokens = (slots.prefill_tokens[slot] as f64).clamp(0.0, rates.chunk_tokens);
+            queue_s = slowness * computed_tokens * steps.token_s();
         }
         let (mut memory_s, mut decode_s, mut held_s) = (0.0, 0.0, 0.0);
         if DECODES {

@@ -1,8 +1,8 @@
 """How fast links are, learned from handoffs: what passed between the end of a prefill and the first token.
 
 Of a transfer of ``plain_s`` by its table, with what it shares the link with, ``seen_s`` is what it took
-beyond the table's latency and the decode worker's steps. Over the last transfers of one kind of link (within one
-value of a level, or between two of its values) ::
+beyond the table's latency and the decode worker's steps. Over the last transfers of one kind of link (within
+one value of a level, or between two of its values) ::
 
     seen_s = slowness · plain_s + extra_s
 
@@ -204,7 +204,8 @@ class LearnedLinks:
         kind.fit(now_s)
         pace = kind.settled = kind.pace_now(self._others, now_s)
         n_late = len({seen.link for seen in late})
-        if n_late >= CHANGED_TRANSFERS and 2 * n_late > len(moving):
+        n_links = len(moving | {seen.link for seen in kind.seen})
+        if n_late >= CHANGED_TRANSFERS and 2 * n_late > n_links:
             pace = pace._replace(slowness=max(pace.slowness, median(map(_ratio, late))))
         kind.pace = pace
         self._state.set_pace(key, None if pace == AS_GIVEN else pace)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.ids import Slot
-from kvrouter.fleet import Fleet
+from kvrouter.fleet import Fleet, IntColumn
 from kvrouter.placement.link_speeds import LearnedLinks, LinkListener, Seen
 from kvrouter.routing.links import kv_bytes_per_token, links_of
 from kvrouter.topology import Link, LinkState, LinkTable, SharedLink
@@ -21,8 +21,11 @@ class Transfer:
     link: SharedLink | None
     table: Link
     bytes: float
+    to: Slot
     began_s: float | None = None
     sharing_bytes: float = 0.0
+    is_clear: bool = True
+    """Whether nothing but the link decides how long it takes."""
 
 
 class Transfers:
@@ -39,7 +42,7 @@ class Transfers:
         links = links_of(fleet, table)
         link = links.shared(prefill, decode)
         kv_bytes = float(tokens * kv_bytes_per_token(fleet, prefill))
-        transfer = Transfer(link, links.link(prefill, decode), kv_bytes)
+        transfer = Transfer(link, links.link(prefill, decode), kv_bytes, decode)
         if link is not None:
             self.state.add(link, kv_bytes)
         return transfer
@@ -53,7 +56,7 @@ class Transfers:
 
     def arrived(self, transfer: Transfer, *, steps_s: float, now_s: float) -> None:
         """The first token came after it, for which the decode worker's steps took ``steps_s``."""
-        if transfer.began_s is not None and transfer.bytes > 0.0:
+        if transfer.began_s is not None and transfer.bytes > 0.0 and transfer.is_clear:
             self.learned.note(self._seen(transfer, now_s, steps_s))
         self.end(transfer)
 
@@ -67,16 +70,21 @@ class Transfers:
         if transfer.link is not None:
             self.state.remove(transfer.link, transfer.bytes)
 
-    def refresh(self, *, now_s: float) -> None:
-        """Let links have the pace that is known of them now; seldom enough to cost little."""
+    def refresh(self, prefill_tokens: IntColumn, *, now_s: float) -> None:
+        """Let links have the pace that is known of them now, a few times a second. Transfers to ranks that
+        prefill meanwhile, by the tokens that are queued there, say nothing of links.
+        """
         if now_s - self._refreshed_s >= REFRESH_S or now_s < self._refreshed_s:
             self._refreshed_s = now_s
-            self.learned.refresh(self._on_the_way(now_s), now_s=now_s)
+            self.learned.refresh(self._on_the_way(prefill_tokens, now_s), now_s=now_s)
 
-    def _on_the_way(self, now_s: float) -> Iterator[Seen]:
+    def _on_the_way(self, prefill_tokens: IntColumn, now_s: float) -> Iterator[Seen]:
         for transfers in self._moving.values():
             for transfer in transfers:
-                yield self._seen(transfer, now_s, 0.0)
+                if prefill_tokens[transfer.to] > 0:
+                    transfer.is_clear = False
+                if transfer.is_clear:
+                    yield self._seen(transfer, now_s, 0.0)
 
     def _seen(self, transfer: Transfer, now_s: float, steps_s: float) -> Seen:
         """What a transfer took so far, and what it would take by the table with what it shares its link

@@ -5,10 +5,11 @@ With the parts of :mod:`kvrouter.routing.prediction`, p at the prefill and d at 
     own_s     = p.queue_s + p.prefill_s
     pair_cost = (overlap_score_weight · own_s + p.others_s + p.turnover_s) · p.multiplier
               + (max(0, d.memory_s − own_s) + transfer_s + price_s
-                 + d.decode_s + d.others_s + d.turnover_s) · d.multiplier
+                 + d.queue_s + d.decode_s + d.others_s + d.turnover_s) · d.multiplier
 
 The decode rank finds memory while the prompt is computed, so only what lasts longer is waited for; a transfer
-follows the later of the two. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.routing.links`. A
+follows the later of the two. Where decode ranks prefill too, ``d.queue_s`` is the step of prompts that one
+is in, a full one at most. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.routing.links`. A
 decode rank that prefills for itself costs what an aggregated one does, and those wait whom it answers.
 
 Who may take which leg, and which decode ranks may follow a prefill rank, is asked as it is where prefill is
@@ -123,7 +124,7 @@ class PairCosts:
         self.prefill = leg_costs(request, view, Leg.PREFILL, rules)
         weight = rules.overlap_score_weight
         self._legs = tuple(
-            LegTimes(request, view, leg, self._overlap, overlap_score_weight=weight)
+            LegTimes(request, view, leg, self._overlap, overlap_score_weight=weight, stalls=leg is Leg.DECODE)
             for leg in (Leg.PREFILL, Leg.DECODE)
         )
 

@@ -55,7 +55,9 @@ ANSWER_S = 5.0
 
 
 class LegTimes:
-    """The predicted times of one leg. With ``stalls`` those count who are answered where it is prefilled."""
+    """The predicted times of one leg. With ``stalls`` those count who are answered where it is prefilled, and
+    for a decode leg the prompts that are prefilled where it is answered.
+    """
 
     __slots__ = ("asked", "columns", "predictor")
 
