@@ -116,6 +116,9 @@ OF_THE_COST_OF_TIME = {
     "kvrouter_ttft_prediction_error_seconds",
     "kvrouter_rank_slowness",
     "kvrouter_rank_slow",
+    "kvrouter_link_bandwidth_bytes_per_second",
+    "kvrouter_link_latency_seconds",
+    "kvrouter_link_slow",
 }
 """Asserted where the fleet is shown under that cost."""
 

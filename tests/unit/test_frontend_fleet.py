@@ -11,7 +11,9 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
+from kvrouter.placement.link_speeds import Seen
 from kvrouter.service import transfer_speed
+from kvrouter.topology import Link, SharedLink
 from tests.support.fleets import MODEL, card
 from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.logged import event_of, events_of
@@ -186,6 +188,33 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
     assert metrics["kvrouter_rank_slowness", "0", "1"] == pytest.approx(shown["relative"], abs=1e-3)
     (line,) = (each for each in caplog.records if event_of(each) == "rank_slow")
     assert getattr(line, "kvrouter_fields", {})["slowness"] == 2.5
+
+
+async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFixture) -> None:
+    config = KvRouterConfig(router_cost=CostRule.TIME)
+    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
+        await house.complete([5] * 40)
+        before = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
+        model = next(iter(house.bench.service.models()))
+        link = SharedLink((("zone", "a"),), "b")
+        learned = model.placer.transfers.learned
+        for at_s in range(40):
+            learned.note(Seen(link, Link(1e-3, 1e9), float(at_s), 0.1, 1.0))
+            learned.refresh((), now_s=float(at_s))
+        shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
+        metrics = await metrics_of(house)
+    assert before == {"alike": True, "learned": []}
+    assert shown["alike"]
+    (kind,) = shown["learned"]
+    assert kind["link"] == "between two values of zone"
+    assert (kind["slowness"], kind["bandwidth_bytes_per_s"], kind["slow"]) == (10.0, 100_000_000, True)
+    assert kind["slowness_interval"] == [10.0, 10.0]
+    labels = kind["link"], MODEL
+    assert metrics["kvrouter_link_bandwidth_bytes_per_second", *labels] == pytest.approx(1e8)
+    assert metrics["kvrouter_link_latency_seconds", *labels] == 1e-3
+    assert metrics["kvrouter_link_slow", *labels] == 1.0
+    (line,) = (each for each in caplog.records if event_of(each) == "link_slow")
+    assert getattr(line, "kvrouter_fields", {})["link"] == kind["link"]
 
 
 async def test_what_is_not_known_for_sure_is_not_compared() -> None:

@@ -1,10 +1,12 @@
 """One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
+from kvrouter.core.constraints import CostRule
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
@@ -12,6 +14,7 @@ from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.placement.cache_view import PredictedCacheView
+from kvrouter.placement.link_speeds import LinkReading
 from kvrouter.placement.speeds import SpeedReading
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
 from kvrouter.service.event_ingest import EventCacheView, FeedReading
@@ -156,6 +159,7 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "router_mode": settings.mode.value,
         "router_cost": settings.cost.value,
         "router_pd_selection": settings.pd_selection.value,
+        "links": _links_json(model),
         "workers": workers,
         "worker_ranks": sum(card.dp_size for card in model.fleet),
         "waiting_requests": model.waiting,
@@ -167,6 +171,31 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
         "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
+    }
+
+
+def _links_json(model: ModelRouter) -> Json | None:
+    """What handoffs showed of links; None where nobody learns from them."""
+    if model.settings.cost is not CostRule.TIME:
+        return None
+    learned = model.placer.transfers.learned
+    return {
+        "alike": learned.are_alike,
+        "learned": [
+            {
+                "link": link.name,
+                "latency_s": round(link.latency_s, 6),
+                "bandwidth_bytes_per_s": round(link.bandwidth_bytes_per_s),
+                "slowness": round(link.slowness, 3),
+                "slowness_interval": [
+                    round(link.low, 3),
+                    None if link.high == inf else round(link.high, 3),
+                ],
+                "transfers": link.transfers,
+                "slow": link.is_slow,
+            }
+            for link in learned.readings()
+        ],
     }
 
 
@@ -297,6 +326,7 @@ class Gauges:
             if index is not None:
                 index_bytes[name,] = index.bytes
                 index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
+            page.add_links(name, model.placer.transfers.learned.readings())
             leases[name,] = len(model.ledger)
             queued[name,] = model.waiting_for_load
             broken_pairs[name,] = sum(1 for _ in model.broken_pairs())
@@ -322,6 +352,13 @@ class Gauges:
         telemetry.kv_transfer_slow.replace(page.slow)
         telemetry.rank_slowness.replace(page.slowness)
         telemetry.rank_slow.replace(page.slow_ranks)
+        telemetry.link_bandwidth.replace(page.link_bandwidth)
+        telemetry.link_latency.replace(page.link_latency)
+        telemetry.link_slow.replace(page.slow_links)
+
+
+LINK_SERIES_MAX = 64
+"""Of so many links a model's metrics have series; GET /v1/fleet has them all."""
 
 
 class _Page:
@@ -344,6 +381,9 @@ class _Page:
         self.slow: Values = {}
         self.slowness: Values = {}
         self.slow_ranks: Values = {}
+        self.link_bandwidth: Values = {}
+        self.link_latency: Values = {}
+        self.slow_links: Values = {}
 
     def add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
@@ -356,6 +396,13 @@ class _Page:
             self.circuit[worker_id, state.value] = float(worker.circuit is state)
         for rank in worker.ranks:
             self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
+
+    def add_links(self, model: str, links: Sequence[LinkReading]) -> None:
+        """Note what was learned of a model's links: of kinds first, then of those that differ from theirs."""
+        for link in links[:LINK_SERIES_MAX]:
+            self.link_bandwidth[model, link.name] = link.bandwidth_bytes_per_s
+            self.link_latency[model, link.name] = link.latency_s
+            self.slow_links[model, link.name] = float(link.is_slow)
 
     def _add_rank(self, labels: tuple[str, str], rank: RankReading) -> None:
         self.active_blocks[labels] = rank.active_blocks

@@ -45,7 +45,7 @@ LINE_TRANSFERS = 6
 ALIKE = 1.25
 """Links that differ by less count as alike."""
 
-OWN_TRANSFERS = 2
+OWN_TRANSFERS = 3
 """So many of its own transfers distinguish a link from others of its kind."""
 
 CHANGED = 2.0
@@ -433,22 +433,24 @@ def _fit(seen: Sequence[Seen]) -> tuple[LinkPace, float, float]:
     """The line through transfers, and the interval of its slope."""
     plain = np.array([each.plain_s for each in seen])
     took = np.array([each.seen_s for each in seen])
-    slowness, extra_s = -1.0, 0.0
-    if len(seen) >= LINE_TRANSFERS and plain.max() >= 2.0 * plain.min():
-        one, other = np.triu_indices(len(plain), 1)
+    n = len(plain)
+    if n >= LINE_TRANSFERS and plain.max() >= 2.0 * plain.min():
+        one, other = np.triu_indices(n, 1)
         apart = np.abs(plain[one] - plain[other])
         far = apart > 0.1 * plain.max()
         slopes = (took[one] - took[other])[far] / (plain[one] - plain[other])[far]
         slowness = _weighted_median(slopes, apart[far])
         extra_s = float(np.median(took - slowness * plain))
-    if slowness <= 0.0 or not 0.0 <= extra_s <= EXTRA_MAX_S:
-        slowness, extra_s = _weighted_median(took / plain, plain), 0.0
-    slowness = _bounded(slowness)
-    long = plain >= np.median(plain)
-    ratios = np.maximum((took - extra_s)[long] / plain[long] / slowness, SLOWNESS_MIN)
+        if slowness > 0.0 and 0.0 <= extra_s <= EXTRA_MAX_S:
+            # Kendall's variance of the number of pairs in order, as in Sen 1968
+            share = 1.96 * sqrt(n * (n - 1) * (2 * n + 5) / 18.0) / (n * (n - 1) / 2) / 2.0
+            low, high = np.quantile(slopes, (max(0.0, 0.5 - share), min(1.0, 0.5 + share))).tolist()
+            return LinkPace(_bounded(slowness), extra_s), max(0.0, min(low, slowness)), max(high, slowness)
+    slowness = _bounded(_weighted_median(took / plain, plain))
+    ratios = np.maximum(took / plain / slowness, SLOWNESS_MIN)[plain >= np.median(plain)]
     spread = 1.4826 * float(np.median(np.abs(np.log(ratios))))
     width = exp(min(1.96 * 1.2533 * spread / sqrt(len(ratios)), 50.0))  # the standard error of a median
-    return LinkPace(slowness, extra_s), slowness / width, slowness * width
+    return LinkPace(slowness, 0.0), slowness / width, slowness * width
 
 
 def _weighted_median(values: Sequence[float] | FloatColumn, weights: Sequence[float] | FloatColumn) -> float:

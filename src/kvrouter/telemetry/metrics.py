@@ -178,6 +178,26 @@ class Telemetry(MetricsPage):
         "dp_rank",
     )
 
+    link_bandwidth = gauge(
+        "kvrouter_link_bandwidth_bytes_per_second",
+        "Under the cost of time: bytes a second over a kind of link, and over each link that differs from "
+        "its kind, as learned from handoffs.",
+        "model",
+        "link",
+    )
+    link_latency = gauge(
+        "kvrouter_link_latency_seconds",
+        "Under the cost of time: what a transfer over it takes apart from its bytes, learned from handoffs.",
+        "model",
+        "link",
+    )
+    link_slow = gauge(
+        "kvrouter_link_slow",
+        "1 for a link, or a kind of link, that takes at least twice as long as it should.",
+        "model",
+        "link",
+    )
+
     ttft = histogram(
         "kvrouter_time_to_first_token_seconds",
         "From the last byte of a request to the first byte of its first token.",
