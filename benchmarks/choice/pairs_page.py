@@ -182,9 +182,9 @@ def markdown(study: PairStudy) -> str:
         "",
         "32 prefill and 32 decode workers in four tiers (a host, a rack of 4, a zone of 16, another zone: "
         "400, 100, 50 and 20 Gbit/s, and all of 100), 256 KiB of KV a token, at shares of the load under "
-        "which round-robin keeps 90 % of requests within 2 s to the first token and 50 ms between tokens. `joint` "
-        "and `sequential` are `--router-pd-selection` under `--router-cost time`. The best rule is the best "
-        "of the published ones, each with the parameters that did best on the first half at 0.8.",
+        "which round-robin keeps 90 % of requests within 2 s to the first token and 50 ms between tokens. "
+        "`joint` and `sequential` are `--router-pd-selection` under `--router-cost time`. The best rule is "
+        "the best of the published ones, each with the parameters that did best on the first half at 0.8.",
         "",
         "| trace | links | share | joint: TTFT mean ms | p99 | ITL | good | sequential: mean | p99 | ITL "
         "| best rule | mean | p99 | ITL | good | joint / best |",

@@ -112,7 +112,7 @@ class LinkSpec(FleetPart):
 
     price_per_gb: NonNegative | None = None
     """What 10⁹ bytes over the link cost, in a currency that all links share: `kvrouter replay` and `kvrouter
-    worth` add it up. Unset: no cost is known, and none is counted."""
+    worth` add it up, and `--router-price-weight` weighs it. Unset: no cost is known, and none is counted."""
 
 
 class PairLink(LinkSpec):

@@ -121,7 +121,7 @@ class LearnedLinks:
 
     def __init__(self, state: LinkState, listener: LinkListener) -> None:
         self._state = state
-        self._listener = listener
+        self.listener = listener
         self._kinds: dict[LinkKind, _Kind] = {}
         self._links: dict[SharedLink, _Link] = {}
         self._unsettled: set[SharedLink] = set()
@@ -211,7 +211,7 @@ class LearnedLinks:
         self._state.set_pace(key, None if pace == AS_GIVEN else pace)
         turned = kind.judge()
         if turned is not None:
-            self._listener.link_turned(kind_name(key), is_slow=kind.is_slow, slowness=turned)
+            self.listener.link_turned(kind_name(key), is_slow=kind.is_slow, slowness=turned)
 
     def _settle_others(self) -> None:
         """Kinds of which nothing was seen are as slow as the others are in the middle; never faster than the
@@ -246,7 +246,7 @@ class LearnedLinks:
         is_slow = relative >= (WELL if link.is_slow else SLOW)
         if is_slow != link.is_slow and is_sure:
             link.is_slow = is_slow
-            self._listener.link_turned(link_name(name), is_slow=is_slow, slowness=relative)
+            self.listener.link_turned(link_name(name), is_slow=is_slow, slowness=relative)
         if not link.seen and not late:
             self._forget(name)
 
