@@ -127,7 +127,8 @@ class NaivePairs:
         able, receivers = self.able(Leg.PREFILL), self.able(Leg.DECODE)
         if not self.home(able, receivers) and not self.away(able, receivers):
             return []
-        return [each for each in receivers if self.is_free(each) and not each.decode_only]
+        whole = self.able(Leg.AGGREGATED)
+        return [each for each in whole if self.is_free(each) and not each.decode_only]
 
     def able(self, leg: Leg) -> list[Worker]:
         request = self.request
@@ -143,7 +144,15 @@ class NaivePairs:
             and each.worker_id not in request.excluded
             and (pin is None or pin == Pin(each.worker_id))
             and required <= self.taints(each)
+            and (leg is Leg.DECODE or self.is_allowed_here(each))
         ]
+
+    def is_allowed_here(self, worker: Worker) -> bool:
+        """Whether it may prefill for this frontend."""
+        near = self.settings.near
+        if near is None or not near.is_required:
+            return True
+        return near.value is not None and worker.domains.get(near.domain) == near.value
 
     def taints(self, worker: Worker) -> frozenset[Taint]:
         return worker.taints | {topology_taint(*place) for place in worker.domains.items()}
@@ -171,7 +180,8 @@ class NaivePairs:
         after_s += self.prompts_s(receiver)
         after_s += decode.decode_s + decode.others_s + decode.turnover_s
         first_s = weight * own_s + prefill.others_s + prefill.turnover_s
-        return first_s * self.multiplier(sender, None) + after_s * self.multiplier(receiver, sender)
+        first_s *= self.multiplier(sender, None, prefills=True)
+        return first_s + after_s * self.multiplier(receiver, sender, prefills=False)
 
     def prompts_s(self, worker: Worker) -> float:
         """The step of prompts that a decode worker is in."""
@@ -188,7 +198,9 @@ class NaivePairs:
             stalls_s = STALLS_WEIGHT * running * times.prefill_s * share
         weight = self.settings.overlap_score_weight
         rest_s = times.memory_s + times.decode_s + times.others_s + times.turnover_s + stalls_s
-        return (weight * (times.queue_s + times.prefill_s) + rest_s) * self.multiplier(worker, None)
+        return (weight * (times.queue_s + times.prefill_s) + rest_s) * self.multiplier(
+            worker, None, prefills=True
+        )
 
     def times(self, worker: Worker, leg: Leg) -> Times:
         return predicted(
@@ -229,11 +241,14 @@ class NaivePairs:
                 return level
         return None
 
-    def multiplier(self, worker: Worker, sender: Worker | None) -> float:
+    def multiplier(self, worker: Worker, sender: Worker | None, *, prefills: bool) -> float:
         pin = self.request.prefill_pin if worker.role is Role.PREFILL else self.request.pin
         if pin is not None:
             return 1.0
         weights = dict(self.request.constraints.preferred_taints)
+        near = self.settings.near
+        if prefills and near is not None and near.value is not None and not near.is_required:
+            weights[topology_taint(near.domain, near.value)] = near.weight
         policy = None if sender is None else self.policy_of(sender)
         if sender is not None and isinstance(policy, Preferred):
             value = sender.domains.get(policy.domain)

@@ -24,6 +24,7 @@ from kvrouter.topology import (
     LinkState,
     LinkTable,
     MismatchPolicy,
+    NearFrontend,
     Preferred,
     Required,
     RouterTopologyDefault,
@@ -129,7 +130,12 @@ def draw_settings(rng: Random) -> RoutingSettings:
         topology_default=default,
         decode_weight=rng.choice((0.0, 8.0)),
         price_weight=rng.choice((0.0, 3.0)),
+        near=draw_near(rng) if rng.random() < 0.2 else None,
     )
+
+
+def draw_near(rng: Random) -> NearFrontend:
+    return NearFrontend(rng.choice(LEVELS), rng.choice(("a", "a", "b", None)), rng.random() < 0.5, 0.6)
 
 
 def fleet_of(workers: list[Worker]) -> Fleet:

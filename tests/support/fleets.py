@@ -160,6 +160,7 @@ class Bench:
         subscriber: EventSubscriber | None = None,
         *,
         prefill_alone: bool = False,
+        place: Mapping[str, str] | None = None,
     ) -> None:
         self.discovery = HandDiscovery()
         self.events = HandEvents()
@@ -171,6 +172,7 @@ class Bench:
             subscriber=subscriber or self.events,
             telemetry=self.telemetry,
             prefill_alone=prefill_alone,
+            place=place,
         )
 
     async def start(self, *cards: WorkerCard) -> None:

@@ -1,6 +1,7 @@
 """``kvrouter up --engine-pods`` and ``kvrouter worker pods``: workers for the engines of labelled pods."""
 
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
 from kvrouter.wiring.frontend import ServingApp, open_door
+from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.mock_fleet import MemoryPlanes
 from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service
@@ -86,6 +88,7 @@ async def pods_served(
     Raises CannotListen, before anything is asked, when the frontend's address cannot be had.
     """
     front = settings.frontend
+    place = await read_place(settings.router, os.environ)
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     discovery = PodsDiscovery()
@@ -103,7 +106,9 @@ async def pods_served(
             subscriber=planes.events,
             telemetry=telemetry,
             traffic=traffic,
+            place=place.domains,
         )
+        await stack.enter_async_context(following(place, service))
         loader = TextModelLoader(folders, pool)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))

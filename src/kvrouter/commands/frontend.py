@@ -1,6 +1,7 @@
 """``kvrouter frontend``: an HTTP frontend for workers in other processes, found by discovery."""
 
 import logging
+import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.topology import LinkTable
 from kvrouter.transports.events.port import SnapshotStore
 from kvrouter.wiring.frontend import ServingApp, open_door
+from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
@@ -53,6 +55,7 @@ async def frontend(
     front = settings.frontend
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
+    place = await read_place(settings.router, os.environ)
     pool = encode_pool(front)
     loader = TextModelLoader(folders, pool)
     try:
@@ -73,12 +76,14 @@ async def frontend(
                 router_id=router_id,
                 sync=sync,
                 traffic=traffic,
+                place=place.domains,
             )
             stop_texts = await wires.discovery.watch(loader.on_card, loader.on_gone)
             async with (
                 syncing(sync, telemetry),
                 open_door(service, loader.texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
+                following(place, service),
             ):
                 yield app
             stop_texts()

@@ -25,6 +25,7 @@ from kvrouter.processes.lifetime import (
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.wiring.fleet_build import tokenizer_folders
 from kvrouter.wiring.frontend import ServingApp, open_door
+from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service
@@ -59,6 +60,7 @@ async def embedded(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     folders = tokenizer_folders(fleet)
+    place = await read_place(settings.router, os.environ)
     async with (
         claimed(front.http_host, front.http_port) as sockets,
         recording(settings.recording, telemetry) as traffic,
@@ -72,20 +74,24 @@ async def embedded(
             telemetry=telemetry,
             links=link_table(fleet),
             traffic=traffic,
+            place=place.domains,
         )
         loader = TextModelLoader(folders, mock.encode_pool, mock.texts)
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
             async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
                 await loader.loaded()
-                async with open_door(
-                    service,
-                    loader.texts,
-                    settings=front,
-                    telemetry=telemetry,
-                    sockets=sockets,
-                    awaited=nobody_awaited if attached is None else attached.awaited,
-                ) as app:
+                async with (
+                    open_door(
+                        service,
+                        loader.texts,
+                        settings=front,
+                        telemetry=telemetry,
+                        sockets=sockets,
+                        awaited=nobody_awaited if attached is None else attached.awaited,
+                    ) as app,
+                    following(place, service),
+                ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
         finally:
             stop_texts()

@@ -1,21 +1,25 @@
 """What placement takes from the router's settings."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.timing_file import read_timing
-from kvrouter.core.constraints import CostRule, PdSelection
+from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import CircuitSettings
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
-from kvrouter.topology import LinkTable, RouterTopologyDefault
+from kvrouter.topology import LinkTable, NearFrontend, RouterTopologyDefault
 
 
-def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
-    """What the decision reads of the router's settings. Raises ConfigError for a timing that is none, and for
-    pairs that are chosen together by another cost than that of time.
+def routing_settings(
+    config: KvRouterConfig, links: LinkTable | None, place: Mapping[str, str] | None = None
+) -> RoutingSettings:
+    """What the decision reads of the router's settings; ``place`` are the domains of a frontend, None where
+    there is none. Raises ConfigError for a timing that is none, and for pairs that are chosen together by
+    another cost than that of time.
     """
     cost, selection = config.router_cost, config.router_pd_selection
     if selection is PdSelection.JOINT and cost is not CostRule.TIME:
@@ -42,7 +46,16 @@ def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> Routing
         timing=Timing() if config.router_timing is None else _timing(config.router_timing),
         decode_weight=config.router_decode_weight,
         price_weight=config.router_price_weight,
+        near=None if place is None else _near(config, place),
     )
+
+
+def _near(config: KvRouterConfig, place: Mapping[str, str]) -> NearFrontend | None:
+    if config.router_prefill_level is None:
+        return None
+    level = config.router_prefill_level.strip()
+    is_required = config.router_prefill_enforcement is NearEnforcement.REQUIRED
+    return NearFrontend(level, place.get(level), is_required, config.router_prefill_weight)
 
 
 def _timing(path: str) -> Timing:

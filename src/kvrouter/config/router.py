@@ -23,7 +23,7 @@ from kvrouter.config.setting import (
     Switch,
     Whole,
 )
-from kvrouter.core.constraints import CostRule, PdSelection, RouterMode
+from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection, RouterMode
 from kvrouter.topology import MismatchPolicy
 
 
@@ -281,6 +281,39 @@ class KvRouterConfig(Section):
     ] = 0.0
     """What one second of expected KV transfer costs a decode worker, in blocks. At 0, or without a link
     table, the links are not weighed."""
+
+    router_prefill_level: Annotated[
+        Annotated[str, MinLen(1), MaxLen(63)] | None,
+        Setting(
+            flag="--router-prefill-level",
+            variable="KVROUTER_ROUTER_PREFILL_LEVEL",
+            group=SettingGroup.TOPOLOGY,
+        ),
+    ] = None
+    """The topology domain in which prefill keeps near the frontend: to workers that have the frontend's own
+    value of it, which it reads as workers do. Unset: prefill may be anywhere."""
+
+    router_prefill_enforcement: Annotated[
+        NearEnforcement,
+        Setting(
+            flag="--router-prefill-enforcement",
+            variable="KVROUTER_ROUTER_PREFILL_ENFORCEMENT",
+            group=SettingGroup.TOPOLOGY,
+        ),
+    ] = NearEnforcement.PREFERRED
+    """How strictly prefill keeps near the frontend: requests that cannot are refused, or workers that are
+    near cost less."""
+
+    router_prefill_weight: Annotated[
+        Fraction,
+        Setting(
+            flag="--router-prefill-weight",
+            variable="KVROUTER_ROUTER_PREFILL_WEIGHT",
+            group=SettingGroup.TOPOLOGY,
+        ),
+    ] = 0.5
+    """How much less workers near the frontend cost for prefill where that is preferred: their cost is
+    multiplied by exp(-tanh(weight)), 0.63 at 0.5."""
 
     router_domain_wait_s: Annotated[
         NonNegative,

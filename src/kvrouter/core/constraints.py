@@ -36,6 +36,13 @@ class PdSelection(StrEnum):
     """The pair that costs least together, or a decode worker that prefills for itself."""
 
 
+class NearEnforcement(StrEnum):
+    """How strictly prefill keeps near the frontend."""
+
+    REQUIRED = "required"
+    PREFERRED = "preferred"
+
+
 class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0).
 

@@ -48,6 +48,7 @@ class Reason(StrEnum):
     CIRCUIT_OPEN = "circuit_open"
     KV_LOST = "kv_lost"
     CONTEXT_TOO_SHORT = "context_too_short"
+    FAR_FROM_FRONTEND = "far_from_frontend"
 
 
 class KvrouterError(Exception):

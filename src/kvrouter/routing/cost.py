@@ -244,6 +244,9 @@ def preferred_taints(
     if pin is not None:
         return {}
     weights = request.constraints.preferred_taints
+    near = None if leg is Leg.DECODE else request.near
+    if near is not None and not near.is_required and near.taint is not None:
+        weights = {**weights, near.taint: near.weight}
     if constraint is not None and isinstance(constraint.policy, Preferred) and constraint.taint is not None:
         return {**weights, constraint.taint: constraint.policy.weight}
     return weights

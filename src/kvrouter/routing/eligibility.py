@@ -87,7 +87,9 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
     context_tokens = _context_tokens(request, leg)
     is_short_for_some = context_tokens > fleet.shortest_context_tokens
-    if not required and pin is None and not request.excluded and not is_short_for_some:
+    near = None if leg is Leg.DECODE else request.near
+    is_bound = near is not None and near.is_required
+    if not required and pin is None and not request.excluded and not is_short_for_some and not is_bound:
         return Screen(leg, columns.role, columns.steps, columns.ready)
     steps = list(columns.steps)
     if request.excluded:
@@ -97,6 +99,10 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
         steps.append(Step(Reason.CONTEXT_TOO_SHORT, fits))
     if pin is not None:
         steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
+    if near is not None and near.is_required:
+        nobody = np.zeros(fleet.n_slots, np.bool_)
+        passed = nobody if near.taint is None else fleet.carries(near.taint)
+        steps.append(Step(Reason.FAR_FROM_FRONTEND, passed))
     steps.extend(Step(Reason.TAINT_MISSING, fleet.carries(taint)) for taint in sorted(required))
     allowed = columns.ready.allowed
     for step in steps:

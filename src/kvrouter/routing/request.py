@@ -18,7 +18,13 @@ from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
-from kvrouter.topology import LinkState, LinkTable, RouterTopologyDefault, TransferConstraint
+from kvrouter.topology import (
+    LinkState,
+    LinkTable,
+    NearFrontend,
+    RouterTopologyDefault,
+    TransferConstraint,
+)
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):
@@ -50,6 +56,7 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     decode_weight: float = 8.0
     price_weight: float = 0.0
+    near: NearFrontend | None = None
 
     def __post_init__(self) -> None:
         _check_at_least_0("overlap_score_weight", self.overlap_score_weight)
@@ -86,6 +93,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``whole_if_broken`` asks for that where KV was lost lately between every pair that could be made.
     ``last_resort``: also workers whose circuit is open may take it, because nobody else may.
     ``context_tokens``: what the context of a worker must hold that answers, 0 where that is not known.
+    ``near``: the worker that prefills is near the frontend, or cheaper there.
     ``has_media``: what engines hold of it can only be predicted, beyond the text that it begins with.
     """
 
@@ -103,6 +111,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     last_resort: bool = False
     has_media: bool = False
     context_tokens: int = 0
+    near: NearFrontend | None = None
 
 
 class SlotRule(Protocol):

@@ -53,6 +53,8 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
     rows of every leg, as a decision does; those of the named leg are the ones that were counted.
     """
+    if view.settings.near is not None:
+        request = structs.replace(request, near=view.settings.near)
     try:
         return _route(request, view, explain=explain)
     except NoEligibleWorker:

@@ -4,10 +4,11 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from kvrouter.config.decision import circuit_settings, waiting_limits
 from kvrouter.config.router import KvRouterConfig
@@ -231,6 +232,13 @@ class ModelRouter:
         self.placer.set_busy_thresholds(
             decode_blocks=decode_blocks, prefill_tokens=prefill_tokens, now_s=self._clock()
         )
+
+    def moved(self, place: Mapping[str, str]) -> None:
+        """The frontend has these domains from now on: prefill that keeps near it moves too."""
+        near = self.settings.near
+        if near is not None and near.value != place.get(near.domain):
+            near = structs.replace(near, value=place.get(near.domain))
+            self.placer.set_routing(structs.replace(self.settings, near=near), now_s=self._clock())
 
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a

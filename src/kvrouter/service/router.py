@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvrouter.config.router import KvRouterConfig
@@ -50,6 +50,7 @@ class RouterService:
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
         self._models: dict[ModelName, ModelRouter] = {}
+        self._place: Mapping[str, str] | None = None
         self._model_of: dict[WorkerId, ModelName] = {}
         self._other_block_size: dict[WorkerId, WorkerCard] = {}  # refused for that alone
         self._running: set[Generation] = set()
@@ -129,6 +130,12 @@ class RouterService:
     def running(self) -> int:
         """How many requests are running."""
         return len(self._running)
+
+    def moved(self, place: Mapping[str, str]) -> None:
+        """The frontend has these domains from now on."""
+        self._place = place
+        for model in self._models.values():
+            model.moved(place)
 
     # Requests
 
@@ -286,6 +293,8 @@ class RouterService:
         if model is None and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
         made = self._parts.make_model(card.model, card.block_size)
+        if self._place is not None:
+            made.moved(self._place)
         if model is not None:
             settings = model.settings
             made.set_busy_thresholds(

@@ -90,6 +90,7 @@ class Event(StrEnum):
     RANK_SLOW = "rank_slow"
     RANK_WELL = "rank_well"
     LINK_SLOW = "link_slow"
+    FRONTEND_MOVED = "frontend_moved"
     LINK_WELL = "link_well"
     BUSY_THRESHOLD = "busy_threshold"
     ROUTING_HINT_IGNORED = "routing_hint_ignored"
@@ -148,6 +149,7 @@ class Fields(TypedDict, total=False):
     refusals: str
     role: str
     domain: str | None
+    domains: str
     value: str | None
     worker: str
     dp_rank: int
@@ -385,6 +387,9 @@ EVENTS: dict[Event, EventSpec] = {
         "links, what they have shown, or the others of their kind. It gets less to carry.",
     ),
     Event.LINK_WELL: EventSpec(logging.INFO, "A link that was slow is about as fast as it should be again."),
+    Event.FRONTEND_MOVED: EventSpec(
+        logging.INFO, "The frontend's topology files changed: prefill that keeps near it moves too."
+    ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.ROUTING_HINT_IGNORED: EventSpec(
         logging.WARNING,

@@ -86,6 +86,23 @@ class RouterTopologyDefault(msgspec.Struct, frozen=True):
         return Required(domain)
 
 
+class NearFrontend(msgspec.Struct, frozen=True):
+    """Prefill keeps to workers of the frontend's own value of ``domain``: always, or they are cheaper by
+    ``weight``, from 0 to 1. ``value`` is None while the frontend does not know its place: then nobody is
+    near.
+    """
+
+    domain: str
+    value: str | None
+    is_required: bool
+    weight: float
+
+    @property
+    def taint(self) -> Taint | None:
+        """The taint that workers near the frontend carry."""
+        return None if self.value is None else topology_taint(self.domain, self.value)
+
+
 class TransferConstraint(msgspec.Struct, frozen=True):
     """What one prefill worker asks of the decode worker; frozen, and travels with the request.
 

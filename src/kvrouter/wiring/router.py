@@ -1,6 +1,7 @@
 """A router from its settings and transports."""
 
 import random
+from collections.abc import Mapping
 from uuid import uuid4
 
 from msgspec import structs
@@ -8,6 +9,7 @@ from msgspec import structs
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, RouterId
 from kvrouter.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
@@ -38,17 +40,24 @@ def build_service(
     sync: ReplicaSync | None = None,
     prefill_alone: bool = False,
     traffic: TrafficRecorder | None = None,
+    place: Mapping[str, str] | None = None,
 ) -> RouterService:
     """Put a router together; it follows the fleet once it is started.
 
     ``sync``, where the requests of other routers count, gets this router's ``router_id`` from its maker and
     is started and stopped by its maker. ``prefill_alone``: it decides the prefill leg, and nothing else.
-    ``traffic`` records it.
+    ``traffic`` records it. ``place`` are the domains of a frontend that it serves; it may move. Raises
+    ConfigError where prefill has to be near a frontend and there is none.
     """
+    if place is None and config.router_prefill_level is not None:
+        raise ConfigError(
+            "router_prefill_level: only a frontend has a place for prefill to be near; leave it out here",
+            param="router_prefill_level",
+        )
     observed = ServiceInstrumentation(telemetry or Telemetry(), traffic)
     decisions = DecisionLog(requests_max=config.decisions_kept)
     own_id = router_id or new_router_id()
-    settings = routing_settings(config, links)
+    settings = routing_settings(config, links, place)
     if prefill_alone:  # a prefill worker holds no block of a running answer
         settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
 
