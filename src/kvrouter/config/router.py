@@ -311,9 +311,9 @@ class KvRouterConfig(Section):
             variable="KVROUTER_ROUTER_PREFILL_WEIGHT",
             group=SettingGroup.TOPOLOGY,
         ),
-    ] = 0.5
+    ] = 0.6
     """How much less workers near the frontend cost for prefill where that is preferred: their cost is
-    multiplied by exp(-tanh(weight)), 0.63 at 0.5."""
+    multiplied by exp(-tanh(weight)), 0.58 at 0.6."""
 
     router_domain_wait_s: Annotated[
         NonNegative,
