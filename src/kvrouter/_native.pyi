@@ -289,8 +289,10 @@ class LinkMap:
         """
     def number(self, source: Sequence[tuple[int, int]], dst: int) -> int:
         """Return the number of what :meth:`name` returns."""
-    def load(self, shared: int) -> tuple[float, float]:
-        """Return what is to travel there: bytes, and transfers. IndexError for a number that none has."""
+    def state(self, src: int, dst: int) -> tuple[int, float, float, float, float]:
+        """Return the number of the link between two slots, what is to travel there (bytes, and transfers),
+        its slowness and the seconds that each transfer takes more. IndexError for a slot that is not there.
+        """
     def set_load(self, shared: int, kv_bytes: float, count: float) -> None:
         """Say what is to travel there. IndexError for a number that none has."""
     def set_pace(self, shared: int, pace: tuple[float, float] | None) -> None:

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from kvrouter.core.ids import Slot
 from kvrouter.placement.link_speeds import FORGET_S, LearnedLinks, Seen
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
 from tests.support.placements import SpeedEvents
@@ -42,8 +43,11 @@ class Way:
             plain = self.rng.uniform(0.02, 0.4) if plain_s is None else plain_s
             took = (plain * slowness + extra_s) * self.rng.uniform(0.95, 1.05)
             self.now_s += took
-            self.learned.note(Seen(link, self.table, self.now_s, plain, took))
+            self.learned.note(Seen(link, self.table, Slot(0), self.now_s - took, self.now_s, plain, took))
             self.refresh()
+
+    def late(self, link: SharedLink, took: float, plain: float = 0.1) -> Seen:
+        return Seen(link, self.table, Slot(0), self.now_s - took, self.now_s, plain, took)
 
     def refresh(self, *on_the_way: Seen) -> None:
         self.learned.refresh(on_the_way, now_s=self.now_s)
@@ -69,6 +73,8 @@ def test_latency_and_bandwidth_come_apart_with_an_interval_around_the_truth(slow
     reading, *_ = way.learned.readings()
     assert reading.name == "between two values of zone"
     assert reading.slowness == pytest.approx(slowness, rel=0.1)
+    assert reading.low is not None
+    assert reading.high is not None
     assert reading.low < slowness < reading.high
     assert reading.latency_s == pytest.approx(ACROSS_LINK.latency_s + 0.01, abs=0.01)
     bandwidth = ACROSS_LINK.bandwidth_bytes_per_s / slowness
@@ -96,7 +102,7 @@ def test_a_link_without_transfers_is_as_its_kind_is_and_a_kind_never_faster_than
     assert slow.slowness(between("a", "b")) == 1.0
 
 
-def test_what_is_too_short_or_seen_too_seldom_says_nothing() -> None:
+def test_what_is_too_short_or_not_seen_enough_says_nothing() -> None:
     way = Way()
     way.send(within("a"), 30.0, n=20, plain_s=0.001)
     way.send(within("a"), 30.0, n=2)
@@ -125,7 +131,7 @@ def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
     way = Way()
     way.send(within("a"), 1.0, n=20)
     way.send(within("b"), 1.0, n=20)
-    late = [Seen(within("a"), TABLE, way.now_s, 0.1, took) for took in (0.9, 1.1)]
+    late = [way.late(within("a"), took) for took in (0.9, 1.1)]
     for _ in range(3):
         way.refresh(*late)
         assert way.slowness(within("a")) == pytest.approx(10.0)
@@ -133,9 +139,9 @@ def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
     assert [is_slow for _, is_slow, _ in way.events.links] == [True]
     way.refresh()
     assert way.slowness(within("a")) == 1.0
-    way.refresh(Seen(within("a"), TABLE, way.now_s, 0.1, 0.2))
+    way.refresh(way.late(within("a"), 0.2))
     assert way.slowness(within("a")) == 1.0
-    way.refresh(Seen(within("a"), TABLE, way.now_s, 0.1, 0.9))
+    way.refresh(way.late(within("a"), 0.9))
     assert way.slowness(within("a")) == pytest.approx(9.0)
 
 
@@ -143,7 +149,7 @@ def test_a_whole_fleet_that_fell_is_noticed_before_its_transfers_end() -> None:
     way = Way()
     for zone in "abcdef":
         way.send(within(zone), 1.0, n=8)
-    way.refresh(*(Seen(within(zone), TABLE, way.now_s, 0.1, 1.0) for zone in "abcd"))
+    way.refresh(*(way.late(within(zone), 1.0) for zone in "abcd"))
     assert way.slowness(within("f")) == pytest.approx(10.0)
     assert ("within one zone", True) in [(name, is_slow) for name, is_slow, _ in way.events.links]
 
@@ -187,3 +193,15 @@ def test_a_readers_form_of_links_follows_each_change() -> None:
     state.set_pace(within("a"), None)
     state.set_pace(WITHIN, None)
     assert heard == [(WITHIN, LinkPace(2.0, 0.0)), (WITHIN, None)]
+
+
+def test_a_rank_that_hangs_makes_no_link_slow() -> None:
+    way = Way()
+    way.send(within("a"), 1.0, n=20)
+    began_s = way.now_s
+    for _ in range(8):
+        way.send(within("a"), 1.0)
+        hung = [Seen(within("a"), TABLE, Slot(7), began_s, way.now_s, 0.1, way.now_s - began_s)] * 2
+        way.refresh(*hung)
+    assert way.slowness(within("a")) == 1.0
+    assert way.events.links == []

@@ -287,15 +287,15 @@ impl LinkMap {
         self.loads.get(&shared).copied().unwrap_or_default()
     }
 
-    /// How fast the links of a run are.
+    /// How fast a link of a kind is.
     #[inline]
-    pub fn pace(&self, run: &Run) -> Pace {
-        let own = match run.shared {
+    pub fn pace(&self, shared: u64, kind: u32) -> Pace {
+        let own = match shared {
             ALONE => None,
             shared if self.n_own[(shared >> 32) as usize] == 0 => None,
             shared => self.paces.get(&shared),
         };
-        *own.unwrap_or(&self.kind_paces[run.kind as usize])
+        *own.unwrap_or(&self.kind_paces[kind as usize])
     }
 
     /// Which kind a link is of.

@@ -157,7 +157,8 @@ struct Way {
 
 impl Way {
     fn new(map: &LinkMap, links: &[LinkCost], run: &Run, kv_bytes_per_token: f64) -> Self {
-        let (link, pace, load) = (links[run.link as usize], map.pace(run), map.load(run.shared));
+        let (link, pace, load) =
+            (links[run.link as usize], map.pace(run.shared, run.kind), map.load(run.shared));
         let s_per_byte = link.s_per_byte * pace.slowness;
         Way {
             latency_s: link.latency_s + pace.extra_s,

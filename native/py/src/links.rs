@@ -92,11 +92,14 @@ impl LinkMap {
         Ok(())
     }
 
-    /// What is to travel over a link: bytes, and transfers.
-    fn load(&self, shared: u64) -> PyResult<(f64, f64)> {
-        self.check_number(shared)?;
-        let load = self.map.load(shared);
-        Ok((load.bytes, load.count))
+    /// The link from one slot to another: which one, bytes and transfers that are to travel there, its slowness, and
+    /// what each transfer takes more.
+    fn state(&mut self, src: usize, dst: usize) -> PyResult<(u32, f64, f64, f64, f64)> {
+        self.check_slot(src)?;
+        self.check_slot(dst)?;
+        let (link, shared) = self.map.link(src, dst);
+        let (load, pace) = (self.map.load(shared), self.map.pace(shared, self.map.kind_of(shared)));
+        Ok((link, load.bytes, load.count, pace.slowness, pace.extra_s))
     }
 
     /// Say how fast a link is: how many times as long bytes take, and what each transfer takes more; None: as its kind.
@@ -145,7 +148,7 @@ impl LinkMap {
         let place = self.map.place(src);
         for run in self.map.runs(place).iter() {
             let link = self.links[run.link as usize];
-            let (load, pace) = (self.map.load(run.shared), self.map.pace(run));
+            let (load, pace) = (self.map.load(run.shared), self.map.pace(run.shared, run.kind));
             let latency_s = link.latency_s + pace.extra_s;
             for &slot in &self.map.destinations()[run.start as usize..run.end as usize] {
                 let slot = slot as usize;

@@ -41,13 +41,20 @@ def routing_settings(
         active_decode_blocks_threshold=config.active_decode_blocks_threshold,
         active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
         kv_transfer_weight=config.kv_transfer_weight,
-        links=links if config.kv_transfer_weight > 0.0 or config.router_cost is CostRule.TIME else None,
+        links=_links(config, links),
         topology_default=default,
         timing=Timing() if config.router_timing is None else _timing(config.router_timing),
         decode_weight=config.router_decode_weight,
         price_weight=config.router_price_weight,
         near=None if place is None else _near(config, place),
     )
+
+
+def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
+    """The links, where they are weighed. Pairs that are chosen together need some: those that are assumed."""
+    if config.router_pd_selection is PdSelection.JOINT:
+        return links or LinkTable()
+    return links if config.kv_transfer_weight > 0.0 or config.router_cost is CostRule.TIME else None
 
 
 def _near(config: KvRouterConfig, place: Mapping[str, str]) -> NearFrontend | None:

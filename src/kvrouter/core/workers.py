@@ -92,7 +92,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     understands of it. With ``cache_is_partial`` some of its engine's KV events are lost for good: it holds
     more than it reports. ``names`` are what else calls may ask it for: another name of the model (None), or
     an adapter of it.
-    One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do.
+    One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
+    that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
     ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``; empty where nobody says. While it is
     ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """
@@ -121,6 +122,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: str = ""
     engine_silent: bool = False
     decode_only: bool = False
+    ends_after_transfer: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
     @property

@@ -98,6 +98,8 @@ class Attached:
     """Host and port where prefill handoffs meet."""
     decode_only: bool = False
     """Whether it takes no prompt without its KV."""
+    ends_after_transfer: bool = False
+    """Whether its prefill leg ends when its KV was fetched, and not when it is computed."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """What else calls may ask it for: another name of the model (None), or an adapter of it."""
     identity: Mapping[str, object] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class Fleet:
         self._rank_at: list[WorkerRank | None] = []
         self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
-        self._derived_from_cards: dict[tuple[object, object], object] = {}
+        self._derived_from_places: dict[tuple[object, object], object] = {}
         self._last_took_calls = False
         self._last_names: Mapping[str, str | None] = {}
 
@@ -222,14 +222,14 @@ class Fleet:
             built = self._derived[build, key] = build(self, key)
             return built
 
-    def derived_from_cards(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
-        """Return ``build(self, key)``, kept until a card changes: whether workers answer, and their circuits,
-        change nothing of it.
+    def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
+        """Return ``build(self, key)``, kept until a rank joins, leaves or moves: for what follows from roles,
+        domains, levels, transfer policies and bytes of KV a token alone.
         """
         try:
-            return cast("Built", self._derived_from_cards[build, key])
+            return cast("Built", self._derived_from_places[build, key])
         except KeyError:
-            built = self._derived_from_cards[build, key] = build(self, key)
+            built = self._derived_from_places[build, key] = build(self, key)
             return built
 
     # --- changes
@@ -337,6 +337,7 @@ class Fleet:
         gone = [dp_rank for dp_rank in member.slots if dp_rank not in wanted]
         freed.extend(self._free_slot(member.slots.pop(dp_rank)) for dp_rank in gone)
         same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
+        is_elsewhere = _place_of(member.card) != _place_of(card)
         member.card = card
         joined = []
         for rank in card.ranks():
@@ -346,7 +347,8 @@ class Fleet:
                 slot = member.slots[rank.dp_rank] = self._take_slot(rank)
                 joined.append(slot)
             self._write(slot, member, keep_total_blocks=same_blocks and not is_new)
-        self._derived_from_cards.clear()
+        if joined or gone or is_elsewhere:
+            self._derived_from_places.clear()
         member.slots = dict(sorted(member.slots.items()))
         return tuple(joined)
 
@@ -399,7 +401,7 @@ class Fleet:
     def _drop(self, member: _Member) -> list[Slot]:
         freed = [self._free_slot(slot) for slot in member.slots.values()]
         member.slots.clear()
-        self._derived_from_cards.clear()
+        self._derived_from_places.clear()
         return freed
 
     def _changed(self) -> None:
@@ -412,6 +414,20 @@ class Fleet:
             heapq.heapify(self._free)
             self._resize(n_slots)
         self._derived.clear()
+
+
+def _place_of(card: WorkerCard) -> tuple[object, ...]:
+    """What of a card says where KV goes from there, and what that asks for."""
+    config = card.runtime_config
+    return (
+        card.role,
+        config.topology_domains,
+        config.topology_levels,
+        config.kv_transfer_domain,
+        config.kv_transfer_enforcement,
+        config.kv_transfer_preferred_weight,
+        config.kv_bytes_per_token,
+    )
 
 
 def _check_integers(card: WorkerCard) -> None:

@@ -49,9 +49,9 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
 
 
 def _pair_cost(decision: Decision) -> float | None:
-    """What the pair costs together; None where there is none, or its legs are not in seconds."""
+    """What the pair costs together; None where there is none, or prefill was picked first."""
     prefill, decode = decision.prefill, decision.decode
-    return None if prefill is None or decode.times is None else prefill.cost + decode.cost
+    return None if prefill is None or not decision.together else prefill.cost + decode.cost
 
 
 def _picks_json(decision: Decision) -> Json:

@@ -187,16 +187,20 @@ def _links_json(model: ModelRouter) -> Json | None:
                 "latency_s": round(link.latency_s, 6),
                 "bandwidth_bytes_per_s": round(link.bandwidth_bytes_per_s),
                 "slowness": round(link.slowness, 3),
-                "slowness_interval": [
-                    round(link.low, 3),
-                    None if link.high == inf else round(link.high, 3),
-                ],
+                "slowness_interval": _interval_json(link.low, link.high),
                 "transfers": link.transfers,
                 "slow": link.is_slow,
             }
             for link in learned.readings()
         ],
     }
+
+
+def _interval_json(low: float | None, high: float | None) -> list[float] | None:
+    """None where nothing bounds it."""
+    if low is None or high is None or high == inf:
+        return None
+    return [round(low, 3), round(high, 3)]
 
 
 def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -> Json:

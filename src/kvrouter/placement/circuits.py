@@ -213,7 +213,9 @@ class Circuits:
 
     def _is_instead_of_pairs(self, placement: Placement) -> bool:
         """Whether one worker has all of a request because KV does not arrive."""
-        return bool(self._fleet.broken_pairs) and placement.decision.decode.leg is Leg.AGGREGATED
+        decision = placement.decision
+        is_whole = decision.decode.leg is Leg.AGGREGATED and not decision.together
+        return bool(self._fleet.broken_pairs) and is_whole
 
     def _begun(self, worker_id: WorkerId, *, has_ended: bool, now_s: float) -> None:
         card = self._fleet.card(worker_id)

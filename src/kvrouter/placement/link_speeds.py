@@ -12,7 +12,8 @@ link of its own pace is one whose transfers differ from its kind's by more than 
 
 Without evidence a link is as its kind is, a kind as the others are in the middle, and all as the table has
 them; what lies within the interval, or within ALIKE, changes nothing. Transfers that are late already count
-before they end, so that a link which hardly moves anything is noticed while it does not. A change to twice or
+before they end, so that a link which hardly moves anything is noticed while it does not, unless as many
+others arrive meanwhile: then the rank is late that they go to. A change to twice or
 half as long, seen by transfers in a row, ends what was seen before. What was not heard of for long becomes
 again what its kind is by halves, so that it is tried again.
 """
@@ -25,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from kvrouter.core.ids import Slot
 from kvrouter.fleet import FloatColumn
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
 from kvrouter.topology.links import AS_GIVEN, UNKNOWN_KIND
@@ -82,6 +84,8 @@ class Seen(NamedTuple):
 
     link: SharedLink | None
     table: Link
+    to: Slot
+    began_s: float
     at_s: float
     plain_s: float
     seen_s: float
@@ -100,9 +104,9 @@ class LinkReading(NamedTuple):
     bandwidth_bytes_per_s: float
     slowness: float
     """Over what the table says."""
-    low: float
-    high: float
-    """The 95 % interval of the slowness; for one link, that of its kind."""
+    low: float | None
+    high: float | None
+    """The 95 % interval of a kind's slowness; None for one link."""
     transfers: int
     is_slow: bool
 
@@ -140,7 +144,7 @@ class LearnedLinks:
             self._links[seen.link] = link  # the one that was used last comes last
             link.seen.append(seen)
             self._unsettled.add(seen.link)
-            if _has_changed(link.seen, self._state.pace(seen.link), CHANGED_TRANSFERS):
+            if _has_changed(link.seen, self._settled(seen), CHANGED_TRANSFERS):
                 since_s = link.seen[-CHANGED_TRANSFERS].at_s
                 _keep_last(link.seen, CHANGED_TRANSFERS)
                 kind.forget(seen.link, since_s)
@@ -174,12 +178,16 @@ class LearnedLinks:
         return pace if link is None or link.settled is None else pace._replace(slowness=link.settled)
 
     def readings(self) -> list[LinkReading]:
-        """What is known: of each kind, then of each link whose pace is its own."""
-        readings = [kind.reading(key) for key, kind in self._kinds.items() if kind.seen]
-        for name, link in self._links.items():
-            if link.slowness is not None and link.seen:
-                readings.append(link.reading(name, self._kinds[name.kind]))
-        return readings
+        """What is known: of each kind, then of each link whose pace is its own; slow ones first."""
+        kinds = [kind.reading(key) for key, kind in self._kinds.items() if kind.seen]
+        links = [
+            link.reading(name, self._kinds[name.kind])
+            for name, link in self._links.items()
+            if link.slowness is not None and link.seen
+        ]
+        return sorted(kinds, key=lambda kind: kind.name) + sorted(
+            links, key=lambda link: (not link.is_slow, link.name)
+        )
 
     @property
     def are_alike(self) -> bool:
@@ -234,6 +242,8 @@ class LearnedLinks:
             link = self._links[name] = _Link()
         own = link.own(kind_pace, now_s)
         link.settled = own if _differ(own, kind_pace.slowness) else None
+        settled = kind_pace if link.settled is None else kind_pace._replace(slowness=link.settled)
+        late = late if _is_the_link(late, link.seen, settled) else ()
         is_sure = len(late) > 1 or not late
         if len(late) > 1 or _is_stuck(late, kind_pace):
             own = max(own, median(map(_ratio, late)))
@@ -251,7 +261,8 @@ class LearnedLinks:
             self._forget(name)
 
     def _forget(self, name: SharedLink) -> None:
-        del self._links[name]
+        if self._links.pop(name).is_slow:
+            self.listener.link_turned(link_name(name), is_slow=False, slowness=1.0)
         self._unsettled.discard(name)
         self._state.set_pace(name, None)
 
@@ -383,6 +394,8 @@ class _Link:
             name=link_name(name),
             bandwidth_bytes_per_s=table.bandwidth_bytes_per_s / slowness,
             slowness=slowness,
+            low=None,
+            high=None,
             transfers=len(self.seen),
             is_slow=self.is_slow,
         )
@@ -407,6 +420,17 @@ def _bounded(slowness: float) -> float:
 def _is_late(seen: Seen, pace: LinkPace) -> bool:
     expected_s = seen.plain_s * pace.slowness + pace.extra_s
     return seen.plain_s >= PLAIN_MIN_S and seen.seen_s > CHANGED * expected_s + LATE_S
+
+
+def _is_the_link(late: Sequence[Seen], seen: Iterable[Seen], pace: LinkPace) -> bool:
+    """Whether the link holds up those that are late, and not where they go: as many others that began no
+    sooner would have arrived in time.
+    """
+    if not late:
+        return False
+    since_s = min(each.began_s for each in late)
+    in_time = sum(each.began_s >= since_s and not _is_late(each, pace) for each in seen)
+    return in_time < len(late)
 
 
 def _is_stuck(late: Sequence[Seen], pace: LinkPace) -> bool:

@@ -303,7 +303,7 @@ class Placer:
         counts = columns.requests[:n_slots], columns.waiting[:n_slots]
         if not self._learns:
             return CostInput(*counts)
-        self.transfers.refresh(columns.prefill_tokens, now_s=now_s)
+        self.transfers.refresh(self._is_clear, now_s=now_s)
         return CostInput(*counts, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
@@ -363,8 +363,8 @@ class Placer:
         self.circuits.booked(placement, now_s=now_s)
         if has_transfer:
             self._begin_transfer(placement)
-            if placement.transfer is not None and began_s is not None:
-                self.transfers.moves(placement.transfer, now_s=now_s)
+            if began_s is not None:
+                self._moves(placement, now_s)
         placement.decode_address = card.address
         placement.decode_context_tokens = card.context_length
         placement.decode_domains = card.runtime_config.topology_domains
@@ -484,13 +484,41 @@ class Placer:
         )
 
     def _arrived(self, placement: Placement, now_s: float) -> None:
-        """The KV came: a link is learned from it, unless its request waited for memory too."""
-        transfer, times = placement.transfer, placement.decision.decode.times
-        step_s = self._step_s(placement)
-        if transfer is not None and step_s is not None and times is not None and times.memory_s == 0.0:
+        """The KV came: a link is learned from it."""
+        transfer, step_s = placement.transfer, self._learned_step_s(placement)
+        if transfer is not None and step_s is not None:
             placement.transfer = None
-            self.transfers.arrived(transfer, steps_s=step_s, now_s=now_s)
+            is_clear = self._is_clear(transfer.to)
+            self.transfers.arrived(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
         self._end_transfer(placement)
+
+    def _moves(self, placement: Placement, now_s: float) -> None:
+        """The prompt is prefilled; of engines that say so only after the transfer, nothing is learned."""
+        transfer, step_s = placement.transfer, self._learned_step_s(placement)
+        if transfer is None or step_s is None or placement.decision.prefill is None:
+            return
+        card = self.fleet.card_at(placement.decision.prefill.slot)
+        if card is not None and not card.ends_after_transfer:
+            is_clear = self._is_clear(transfer.to)
+            self.transfers.moves(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
+
+    def _is_clear(self, slot: Slot) -> bool:
+        """Whether a decode leg there waits for its KV alone: neither for prompts, nor memory, nor a seat."""
+        ledger, columns, settings = self.ledger.columns(), self.fleet.columns, self.settings
+        return bool(
+            settings.track_prefill_tokens
+            and settings.track_active_blocks
+            and slot < len(columns.seats)
+            and ledger.prefill_tokens[slot] == 0
+            and ledger.active_blocks[slot] <= columns.total_blocks[slot]
+            and ledger.requests[slot] <= columns.seats[slot]
+        )
+
+    def _learned_step_s(self, placement: Placement) -> float | None:
+        """What a decode step takes where the answer comes from, by that rank's speed; None where it left."""
+        step_s = self._step_s(placement)
+        slot = placement.decision.decode.slot
+        return None if step_s is None else step_s * self.speeds.decode_slowness(slot)
 
     def _end_transfer(self, placement: Placement) -> None:
         if placement.transfer is not None:
@@ -540,8 +568,7 @@ class Placer:
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
         self.circuits.prefilled(placement, now_s=now_s)
-        if placement.transfer is not None:
-            self.transfers.moves(placement.transfer, now_s=now_s)
+        self._moves(placement, now_s)
         if placement.expected is not None and placement.decision.decode.leg is not Leg.AGGREGATED:
             self.speeds.came(placement.expected, now_s=now_s)
             placement.expected = None

@@ -141,6 +141,10 @@ class LearnedSpeeds:
             self._answer_s,
         )
 
+    def decode_slowness(self, slot: Slot) -> float:
+        """How many times as long as the settings' timing says a decode step takes there."""
+        return float(self._decode_slowness[slot]) if slot < len(self._decode_slowness) else self._decode_mean
+
     def placed(self, pick: Pick, tokens: int, *, steps_s: float, now_s: float) -> Expected | None:
         """A leg was placed, ``tokens`` of its prompt come into that rank's cache, and of its queue the decode
         steps of others take ``steps_s``.

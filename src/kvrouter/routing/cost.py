@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from kvrouter.core.constraints import CostRule, RouterConfigOverride, RouterMode
+from kvrouter.core.constraints import CostRule, PdSelection, RouterConfigOverride, RouterMode
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, FloatColumn, IntColumn
@@ -43,6 +43,7 @@ from kvrouter.routing.request import Pick, RouteRequest, RoutingSettings, Times,
 from kvrouter.topology import Preferred, TransferConstraint
 
 _BLOCKS, _TIME, _LMETRIC = CostRule
+_JOINT = PdSelection.JOINT
 """An enumeration's attributes are slow before Python 3.12."""
 
 
@@ -92,10 +93,12 @@ def leg_costs(
     prefill_slot: Slot | None = None,
     stalls: bool = False,
 ) -> Costs:
-    """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from, ``stalls``
-    is for a decode worker that prefills for itself.
+    """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from. ``stalls``:
+    it is for decode workers that prefill for themselves; decode legs stall by that where pairs are chosen
+    together.
     """
     settings, n_slots = view.settings, view.fleet.n_slots
+    stalls = stalls or (leg is Leg.DECODE and settings.pd_selection is _JOINT)
     overlap = overlap_of(view)
     transfer = transfer_s = None
     if prefill_slot is not None and settings.links is not None:

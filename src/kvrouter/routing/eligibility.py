@@ -82,7 +82,7 @@ class _RoleColumns(NamedTuple):
 
 def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     """Ask everything of the fleet that this request asks for ``leg``."""
-    columns = fleet.derived(_role_columns, (leg is Leg.PREFILL, request.last_resort))
+    columns = fleet.derived(_role_columns, (leg, request.last_resort))
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
     required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
     context_tokens = _context_tokens(request, leg)
@@ -114,7 +114,7 @@ def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
     """Return the ranks of the leg's role that answer, with their engines, do not drain and, but as a
     ``last_resort``, have no open circuit: one object until the fleet changes.
     """
-    return fleet.derived(_role_columns, (leg is Leg.PREFILL, last_resort)).ready
+    return fleet.derived(_role_columns, (leg, last_resort)).ready
 
 
 def not_busy(view: View) -> BoolColumn | None:
@@ -181,10 +181,12 @@ def _context_tokens(request: RouteRequest, leg: Leg) -> int:
     return request.context_tokens
 
 
-def _role_columns(fleet: Fleet, key: tuple[bool, bool]) -> _RoleColumns:
-    prefill, last_resort = key
+def _role_columns(fleet: Fleet, key: tuple[Leg, bool]) -> _RoleColumns:
+    leg, last_resort = key
     columns = fleet.columns
-    role = columns.prefill if prefill else columns.decode_or_both
+    role = columns.prefill if leg is Leg.PREFILL else columns.decode_or_both
+    if leg is Leg.AGGREGATED:
+        role = role & ~columns.decode_only
     there = role & columns.alive & ~(columns.draining | columns.engine_silent)
     if last_resort or not fleet.has_open_circuits:
         return _RoleColumns(role, (), mask_of(there))

@@ -119,7 +119,7 @@ class PairCosts:
         self._links = links_of(fleet, self._table)
         self._links.use(None if view.cost_input is None else view.cost_input.transfers)
         key = self._table, settings.topology_default
-        self._senders = fleet.derived_from_cards(_Senders, key)
+        self._senders = fleet.derived_from_places(_Senders, key)
         self._overlap = overlap_of(view)
         self.prefill = leg_costs(request, view, Leg.PREFILL, rules)
         weight = rules.overlap_score_weight
@@ -275,6 +275,7 @@ def route_together(
         fallback_used=best is not None and not is_local and best.chosen.fallback_used,
         cross_domain=crosses_domain(fleet, constraint, decode.slot),
         last_resort=request.last_resort,
+        together=True,
         rows=rows,
     )
 
@@ -357,7 +358,6 @@ def _local_rows(
     return tuple(
         structs.replace(row, pair_cost=row.cost) if row.refused is None else row
         for row in rows_of(whole, fleet, stopped, local, picked)
-        if whole.role[row.slot]
     )
 
 
@@ -370,8 +370,7 @@ def _local(request: RouteRequest, fleet: Fleet, screens: Screens) -> Screen | No
     legal = has_legal_decode(tiers_of(screens.groups, fleet, screens.decode.mask))
     if not (screens.prefill.mask.allowed & legal).any():
         return None
-    whole, local = screen(request, fleet, Leg.AGGREGATED), ~fleet.columns.decode_only
-    return whole._replace(role=whole.role & local, mask=whole.mask.within(local))
+    return screen(request, fleet, Leg.AGGREGATED)
 
 
 def _pass_over_unreached(least: FloatColumn, costs: PairCosts, sides: _Sides, view: View) -> None:

@@ -18,7 +18,10 @@ from kvrouter.core.ids import Slot
 from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
 from kvrouter.routing.request import RouteRequest, View
 from kvrouter.topology import Link, LinkKind, LinkLoad, LinkPace, LinkState, LinkTable, SharedLink
-from kvrouter.topology.links import AS_GIVEN, BYTES_PER_GB
+from kvrouter.topology.links import BYTES_PER_GB
+
+NAMES_MAX = 65_536
+"""So many names of links are remembered with their numbers, and then found again."""
 
 
 class FleetLinks:
@@ -59,12 +62,10 @@ class FleetLinks:
 
     def transfer(self, src: Slot, dst: Slot, kv_bytes: float) -> tuple[float, float]:
         """Return the seconds that a transfer takes, with what else travels there, and what it costs."""
-        at, shared = self.map.link(src, dst)
-        link, (others_bytes, n_others) = self.links[at], self.map.load(shared)
-        pace = AS_GIVEN if self._state is None else self._state.pace(self.shared(src, dst))
+        at, others_bytes, n_others, slowness, extra_s = self.map.state(src, dst)
+        link = self.links[at]
         carried_s = (kv_bytes + min(others_bytes, n_others * kv_bytes)) / link.bandwidth_bytes_per_s
-        transfer_s = link.latency_s + pace.extra_s + carried_s * pace.slowness
-        return transfer_s, link.cost(kv_bytes) or 0.0
+        return link.latency_s + extra_s + carried_s * slowness, link.cost(kv_bytes) or 0.0
 
     def link(self, src: Slot, dst: Slot) -> Link:
         """Return the link from one slot to another."""
@@ -80,6 +81,8 @@ class FleetLinks:
         value_at = self._fleet.domain_value_at
         levels = [self.domains[domain] for domain, _ in source]
         name = SharedLink(tuple((level, value_at(level, src)) for level in levels), value_at(levels[-1], dst))
+        if len(self._numbers) >= NAMES_MAX:
+            self._numbers.clear()
         self._numbers[name] = number
         return name
 
@@ -93,6 +96,8 @@ class FleetLinks:
         """Count what ``state`` has from now on; None: nothing, and links are as the table has them."""
         if state is self._state and (state is None or state.reader is self):
             return
+        if self._state is not None and self._state.reader is self:
+            self._state.reader = None
         self._state = state
         self.map.clear()
         if state is not None:
@@ -142,7 +147,7 @@ class FleetLinks:
 
 def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
     """Return the links of ``table`` between the fleet's slots; the same ones until a card changes."""
-    return fleet.derived_from_cards(FleetLinks, table)
+    return fleet.derived_from_places(FleetLinks, table)
 
 
 def transfer_seconds(

@@ -261,7 +261,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     where that is all that is decided, as ``decode.leg`` says. ``constraint`` is what the prefill worker asks
     of any decode worker, and holds when decode is picked again. ``fallback_used`` says that no decode worker
     of the domain could take it; ``cross_domain`` that the pair is not known to share the policy's domain
-    value; ``last_resort`` that nobody was left whose circuit is closed. ``rows`` is empty unless an
+    value; ``last_resort`` that nobody was left whose circuit is closed; ``together`` that pairs, and decode
+    workers that prefill for themselves, were compared by what they cost together. ``rows`` is empty unless an
     explanation was asked for.
     """
 
@@ -274,4 +275,5 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     fallback_used: bool = False
     cross_domain: bool = False
     last_resort: bool = False
+    together: bool = False
     rows: tuple[Candidate, ...] = ()

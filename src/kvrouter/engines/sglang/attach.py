@@ -144,4 +144,5 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         identity=facts.identity,
         bootstrap=(urlsplit(spec.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
         decode_only=spec.role is Role.DECODE,
+        ends_after_transfer=spec.role is Role.PREFILL,
     )
