@@ -34,7 +34,7 @@ LATENCIES_S = {"host": 5e-5, "rack": 1e-4, "zone": 2e-4, "far": 1e-3}
 ALIKE = Link(1e-4, 12.5e9)
 KV_BYTES_PER_TOKEN = 262_144
 PRICE_PER_GB = 0.02
-PRICE_WEIGHT = 20.0
+PRICE_WEIGHT = 4.0
 
 SHARES = (0.5, 0.8, 1.1)
 """Loads, of what round-robin sustains,"""
@@ -51,6 +51,9 @@ FINALISTS = 3
 BLOCKS_RULE = f"{OURS}:router_cost=blocks"
 TIME = f"{OURS}:router_cost=time"
 JOINT = f"{TIME},router_pd_selection=joint"
+EVEN = f"{JOINT},router_decode_weight=16"
+"""For those whom the time between tokens is worth more: fewer prompts stay where they are answered."""
+
 PRICED = f"{JOINT},router_price_weight={PRICE_WEIGHT:g}"
 ROUND_ROBIN = "round-robin"
 
@@ -311,6 +314,7 @@ def _links(job: PairJob) -> list[PairCell]:
         seeds = job.seeds if is_bar else min(job.seeds, 3)
         asked = [(policy, GIVEN) for policy in (JOINT, TIME, BLOCKS_RULE, *finalists)]
         if is_bar:
+            asked.append((EVEN, GIVEN))
             asked += [(policy, links) for policy in (JOINT, TIME) for links in (LEARNED, ASSUMED)]
         cells.append(
             PairCell(

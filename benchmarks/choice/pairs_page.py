@@ -12,10 +12,12 @@ from benchmarks.choice.pairs import (
     AT_ONCE,
     BAR_SHARE,
     BLOCKS_RULE,
+    EVEN,
     GIVEN,
     JOINT,
     LEARNED,
     NEVER,
+    PRICE_WEIGHT,
     PRICED,
     TIME,
     PairCell,
@@ -42,7 +44,13 @@ SAVED = 0.9
 PRICED_LOSS = 0.03
 """Prices: the share of the cost that is saved, for so much of the p99 TTFT at most."""
 
-SHORT_NAMES = {JOINT: "joint", TIME: "sequential", BLOCKS_RULE: "blocks", PRICED: "joint, priced"}
+SHORT_NAMES = {
+    JOINT: "joint",
+    TIME: "sequential",
+    BLOCKS_RULE: "blocks",
+    EVEN: "joint, weight 16",
+    PRICED: "joint, priced",
+}
 
 
 class PairStudy(msgspec.Struct, frozen=True):
@@ -214,7 +222,8 @@ def markdown(study: PairStudy) -> str:
         "",
         "## Prices",
         "",
-        "Links that are alike; KV between zones costs 0.02 a GB. `--router-price-weight 20` against 0.",
+        f"Links that are alike; KV between zones costs 0.02 a GB. `--router-price-weight {PRICE_WEIGHT:g}` "
+        "against 0.",
         "",
         "| trace | cost | with the weight | p99 TTFT ms | with the weight |",
         "|---|--:|--:|--:|--:|",
@@ -247,6 +256,7 @@ def _advice(links: Sequence[PairCell], by_study: dict[str, list[PairCell]]) -> I
         cells = [cell for cell in links if cell.fleet == fleet and cell.share == BAR_SHARE]
         for policy, setting in (
             (JOINT, "`--router-cost time --router-pd-selection joint`"),
+            (EVEN, "the same, `--router-decode-weight 16`: even steps matter more"),
             (TIME, "`--router-cost time`"),
         ):
             ratios = [mean(_of(cell, policy).ttft_ms) / mean(best_rule(cell).ttft_ms) for cell in cells]
@@ -261,7 +271,7 @@ def _advice(links: Sequence[PairCell], by_study: dict[str, list[PairCell]]) -> I
         costs = [(mean(_of(cell, PRICED).cost), mean(_of(cell, JOINT).cost)) for cell in prices]
         saved = [1.0 - priced / free for priced, free in costs if free]
         if saved:
-            setting = "the first, and `--router-price-weight 20`"
+            setting = f"the first, and `--router-price-weight {PRICE_WEIGHT:g}`"
             yield f"| KV between zones costs money | {setting} | {min(saved):.0%} of it saved |"
 
 

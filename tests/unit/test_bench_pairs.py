@@ -12,6 +12,7 @@ from benchmarks.choice.pairs import (
     AT_ONCE,
     BAR_SHARE,
     BLOCKS_RULE,
+    EVEN,
     FINALISTS,
     GIVEN,
     JOINT,
@@ -68,7 +69,12 @@ def cell(study: str, *of: PairFigures, fleet: str = "tiers", case: int = 0) -> P
 
 def links(ours: PairFigures, *, learned: float = 90.0, fleet: str = "tiers") -> PairCell:
     time = (figures(TIME, 80.0), figures(TIME, learned, links=LEARNED), figures(TIME, 280.0, links=ASSUMED))
-    joint = (ours, figures(JOINT, 80.0, links=LEARNED), figures(JOINT, 80.0, links=ASSUMED))
+    joint = (
+        ours,
+        figures(EVEN, 110.0),
+        figures(JOINT, 80.0, links=LEARNED),
+        figures(JOINT, 80.0, links=ASSUMED),
+    )
     rules = (figures("a", 100.0, 100.0), figures("b", 120.0, 90.0))
     return cell("links", *joint, *time, figures(BLOCKS_RULE, 900.0), *rules, fleet=fleet)
 
@@ -87,7 +93,7 @@ def test_each_study_replays_what_it_compares(study: str) -> None:
         assert (JOINT, GIVEN) in asked
     if study == "links":
         assert [found.share for found in cells] == [0.5, 0.8, 1.1]
-        assert [len(found.figures) for found in cells] == [3 + FINALISTS, 7 + FINALISTS, 3 + FINALISTS]
+        assert [len(found.figures) for found in cells] == [3 + FINALISTS, 8 + FINALISTS, 3 + FINALISTS]
         assert best_rule(cells[1]).policy.partition(":")[0] in RULES
 
 
