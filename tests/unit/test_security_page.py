@@ -137,6 +137,7 @@ NO_LIMITS = {
         placement.speeds.SLOWNESS_MAX placement.link_speeds.SLOWNESS_MAX placement.link_speeds.EXTRA_MAX_S
         placement.link_speeds.KIND_TRANSFERS_MAX placement.link_speeds.LINK_TRANSFERS_MAX
         placement.link_speeds.LINKS_MAX frontend.fleet_state.LINK_SERIES_MAX
+        placement.transfers.LOOKED_AT_MAX routing.links.NAMES_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
         routing.pick.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
