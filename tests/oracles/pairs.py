@@ -36,6 +36,7 @@ class Worker(NamedTuple):
     kv_bytes_per_token: int
     decode_only: bool
     is_alive: bool
+    prompts: tuple[int, float]
     load: RankLoad
 
 
@@ -145,6 +146,7 @@ class NaivePairs:
             and (pin is None or pin == Pin(each.worker_id))
             and required <= self.taints(each)
             and (leg is Leg.DECODE or self.is_allowed_here(each))
+            and (leg is Leg.DECODE or each.prompts[0] <= request.isl_tokens <= each.prompts[1])
         ]
 
     def is_allowed_here(self, worker: Worker) -> bool:

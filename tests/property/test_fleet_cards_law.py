@@ -92,7 +92,15 @@ def test_a_record_that_can_be_read_can_join(wrong: WorkerCard) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["total_kv_blocks", "kv_bytes_per_token", "max_num_seqs", "max_num_batched_tokens", "bootstrap_port"],
+    [
+        "total_kv_blocks",
+        "kv_bytes_per_token",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "bootstrap_port",
+        "prompt_tokens_min",
+        "prompt_tokens_max",
+    ],
 )
 @pytest.mark.parametrize("number", [-1, 2**63, 10**400], ids=["negative", "2**63", "1e400"])
 def test_a_number_that_no_worker_has_is_refused_by_name(field: str, number: int) -> None:

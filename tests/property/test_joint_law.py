@@ -78,6 +78,7 @@ def draw_worker(rng: Random, worker_id: int, levels: tuple[str, ...], *, has_pol
         rng.choice((0, 1000, 262_144)),
         role is Role.DECODE and rng.random() < 0.3,
         rng.random() < 0.9,
+        rng.choice(((0, inf), (0, inf), (0, inf), (0, 500), (501, inf))),
         draw_load(rng),
     )
 
@@ -152,6 +153,8 @@ def fleet_of(workers: list[Worker]) -> Fleet:
             kv_transfer_preferred_weight=policy.weight if isinstance(policy, Preferred) else None,
             total_kv_blocks=None if load.total_blocks == inf else int(load.total_blocks),
             max_num_seqs=None if load.seats == inf else int(load.seats),
+            prompt_tokens_min=worker.prompts[0] or None,
+            prompt_tokens_max=None if worker.prompts[1] == inf else int(worker.prompts[1]),
         )
         fleet.join(
             WorkerCard(

@@ -140,3 +140,28 @@ def test_pairs_are_chosen_together_by_time_alone() -> None:
     with pytest.raises(ConfigError, match="router_pd_selection: joint compares times") as wrong_file:
         replayed(rows, fleet("router: {router_pd_selection: joint}\n" + ZONES))
     assert wrong_file.value.param == "router_pd_selection"
+
+
+@pytest.mark.parametrize("router", [JOINT, SEQUENTIAL, "router: {}\n"])
+def test_two_pools_take_prompts_of_their_lengths_and_the_transfer_policy_holds_in_both(router: str) -> None:
+    pools = """topology: {levels: [zone]}
+kv_transfer: {domain: zone, enforcement: required}
+workers:
+- {name: short-a, role: prefill, domains: {zone: a}, prompt_tokens: {max: 2048}}
+- {name: long-a, role: prefill, domains: {zone: a}, prompt_tokens: {min: 2049}}
+- {name: long-b, role: prefill, domains: {zone: b}, prompt_tokens: {min: 2049}}
+- {name: decode-a, role: decode, domains: {zone: a}, prompt_tokens: {max: 500}}
+- {name: decode-b, role: decode, domains: {zone: b}, prompt_tokens: {max: 500}}
+"""
+    outcomes = by_number(replayed(traffic(300, per_s=20.0), fleet(router + pools)))
+    took = set()
+    for outcome in outcomes:
+        assert outcome.error == ""
+        took.add(outcome.prefill)
+        if outcome.prefill is None:
+            assert outcome.input_tokens <= 500
+        else:
+            assert (outcome.prefill == 1) == (outcome.input_tokens <= 2048)
+            assert (outcome.prefill == 3) == (outcome.decode == 5)
+    assert {1, 2, 3} <= took
+    assert (None in took) == (router == JOINT)

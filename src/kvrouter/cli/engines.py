@@ -60,8 +60,8 @@ _FLAGS_AT = {
 }
 """The flag of what an engine may contradict: by the name of the field."""
 
-_PLACE_FLAGS = ("role", "domain", "taint", "kv_transfer_domain", "kv_transfer_enforcement",
-                "kv_transfer_preferred_weight")  # fmt: skip
+_PLACE_FLAGS = ("role", "domain", "taint", "prompt_tokens_min", "prompt_tokens_max", "kv_transfer_domain",
+                "kv_transfer_enforcement", "kv_transfer_preferred_weight")  # fmt: skip
 """What the flags say of the worker in the words of a fleet file."""
 
 

@@ -30,6 +30,10 @@ _OPTIONS = (
         help="Where it is, the broadest level first: --domain zone=a --domain rack=r7.",
     ),
     click.option("--taint", multiple=True, metavar="TEXT", help="A taint of its own; may be repeated."),
+    click.option(
+        "--prompt-tokens-min", type=int, metavar="INT", help="The shortest prompt that it prefills."
+    ),
+    click.option("--prompt-tokens-max", type=int, metavar="INT", help="The longest prompt that it prefills."),
     click.option("--kv-transfer-domain", metavar="LEVEL", help="The domain that its KV transfers keep to."),
     click.option(
         "--kv-transfer-enforcement",
@@ -41,7 +45,7 @@ _OPTIONS = (
 
 
 def place_options(command: Command) -> Command:
-    """Give ``command`` the flags ``--domain``, ``--taint`` and ``--kv-transfer-…``."""
+    """Give ``command`` the flags ``--domain``, ``--taint``, ``--prompt-tokens-…`` and ``--kv-transfer-…``."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -66,6 +66,8 @@ ANNOTATIONS: Mapping[str, _Word] = {
     "role": _Word(("workers", 0, "role"), _text),
     "dp-size": _Word(("workers", 0, "dp_size"), _whole),
     "taints": _Word(("workers", 0, "taints"), _list),
+    "prompt-tokens-min": _Word(("workers", 0, "prompt_tokens", "min"), _whole),
+    "prompt-tokens-max": _Word(("workers", 0, "prompt_tokens", "max"), _whole),
     "kv-events": _Word((*_ENGINE, "kv_events"), _switch),
     "kv-events-endpoint": _Word((*_ENGINE, "kv_events_endpoint"), _text),
     "kv-events-replay-endpoint": _Word((*_ENGINE, "kv_events_replay_endpoint"), _text),

@@ -174,6 +174,16 @@ class KvTransferSpec(FleetPart):
     """How strong the preference is, under ``preferred`` only."""
 
 
+class PromptRange(FleetPart):
+    """The prompts that workers prefill, by length."""
+
+    min: Annotated[Whole, Interval(ge=1)] | None = None
+    """The shortest, in tokens. Unset: any."""
+
+    max: Annotated[Whole, Interval(ge=1)] | None = None
+    """The longest, in tokens. Unset: any."""
+
+
 class WorkerGroup(FleetPart):
     """Workers that are alike."""
 
@@ -202,6 +212,10 @@ class WorkerGroup(FleetPart):
 
     taints: Annotated[tuple[TaintText, ...], MaxLen(64)] = ()
     """Their own taints; the prefix ``dynamo.topology/`` is reserved."""
+
+    prompt_tokens: PromptRange | None = None
+    """The prompts that they prefill, by length: pools for short and for long ones. Unset: any. Decode workers
+    are bound by it where they prefill for themselves."""
 
     engine: EngineSpec = MockEngineSpec()
     """What serves the requests: a mock engine, or one that runs already."""

@@ -273,7 +273,7 @@ def load_part(document: Document) -> FleetFile:
         raise config_error(
             sorted(problems, key=lambda problem: document.line_of(problem.path)), document.place
         )
-    checks = (_repeated_names, _model_problems, _topology_problems, engine_problems)
+    checks = (_repeated_names, _model_problems, _topology_problems, _prompt_problems, engine_problems)
     raise_problems([problem for check in checks for problem in check(rest.fleet)], document.place)
     return rest.fleet
 
@@ -334,6 +334,14 @@ def _repeated(section: str, names: list[str]) -> Iterator[Problem]:
             yield Problem(
                 (section, position, "name"), f"must be unique: {name!r} is {section}[{names.index(name)}]"
             )
+
+
+def _prompt_problems(fleet: FleetFile) -> Iterator[Problem]:
+    for position, group in enumerate(fleet.workers):
+        prompts = group.prompt_tokens
+        if prompts is not None and prompts.min and prompts.max and prompts.min > prompts.max:
+            must = f"must be at least min, which is {prompts.min}, not {prompts.max}"
+            yield Problem(("workers", position, "prompt_tokens", "max"), must)
 
 
 def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
@@ -455,6 +463,7 @@ _CHECKS: tuple[tuple[Check, tuple[Path, ...]], ...] = (
     (_repeated_names, ()),
     (_model_problems, tuple(entries("models", "name"))),
     (_topology_problems, (_LEVELS,)),
+    (_prompt_problems, ()),
     (_router_problems, (_LEVELS, *entries("workers", "role", "topology_env"))),
     (engine_problems, ()),
     (_size_problems, tuple(entries("workers", "model", "role", "engine"))),

@@ -82,7 +82,7 @@ def worker_card(
 
 def placed_config(fleet: FleetFile, group: WorkerGroup) -> ModelRuntimeConfig:
     """What a group's workers publish of their place, their taints and their transfer policy."""
-    policy = fleet.kv_transfer
+    policy, prompts = fleet.kv_transfer, group.prompt_tokens
     return ModelRuntimeConfig(
         topology_domains=dict(group.domains),
         topology_levels=fleet.topology.levels if group.domains else (),
@@ -90,6 +90,8 @@ def placed_config(fleet: FleetFile, group: WorkerGroup) -> ModelRuntimeConfig:
         kv_transfer_enforcement=None if policy is None else policy.enforcement,
         kv_transfer_preferred_weight=None if policy is None else policy.preferred_weight,
         taints=frozenset(map(Taint, group.taints)),
+        prompt_tokens_min=None if prompts is None else prompts.min,
+        prompt_tokens_max=None if prompts is None else prompts.max,
     )
 
 

@@ -18,6 +18,8 @@ FLAGS: Mapping[str, Path] = {
     "dp_size": ("workers", 0, "dp_size"),
     "taint": ("workers", 0, "taints"),
     "domain": ("workers", 0, "domains"),
+    "prompt_tokens_min": ("workers", 0, "prompt_tokens", "min"),
+    "prompt_tokens_max": ("workers", 0, "prompt_tokens", "max"),
     "total_kv_blocks": ("workers", 0, "engine", "total_kv_blocks"),
     "max_num_seqs": ("workers", 0, "engine", "max_num_seqs"),
     "max_num_batched_tokens": ("workers", 0, "engine", "max_num_batched_tokens"),

@@ -49,6 +49,7 @@ class Reason(StrEnum):
     KV_LOST = "kv_lost"
     CONTEXT_TOO_SHORT = "context_too_short"
     FAR_FROM_FRONTEND = "far_from_frontend"
+    PROMPT_OUT_OF_RANGE = "prompt_out_of_range"
 
 
 class KvrouterError(Exception):

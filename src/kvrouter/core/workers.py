@@ -66,6 +66,8 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of a worker's card that operators set; fields that are not set are not serialised.
 
     ``kv_transfer_preferred_weight`` is only read when the enforcement is ``preferred``; 0 ≤ weight ≤ 1.
+    Prompts of ``prompt_tokens_min`` to ``prompt_tokens_max`` tokens are prefilled there: pools for short and
+    for long ones; None for any length.
     """
 
     topology_domains: Mapping[str, str] = {}
@@ -81,6 +83,8 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     enable_local_indexer: bool = False
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
+    prompt_tokens_min: int | None = None
+    prompt_tokens_max: int | None = None
 
 
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -49,6 +49,8 @@ class Columns:
     seats: FloatColumn
     kv_bytes_per_token: npt.NDArray[np.int64]
     context_length: npt.NDArray[np.int64]
+    prompt_tokens_min: npt.NDArray[np.int64]
+    prompt_tokens_max: npt.NDArray[np.int64]
     has_report: BoolColumn
     report_active_blocks: npt.NDArray[np.int64]
     report_prefill_tokens: npt.NDArray[np.int64]
@@ -72,6 +74,8 @@ class Columns:
             "seats": (np.float64, np.inf),
             "kv_bytes_per_token": (np.int64, UNKNOWN),
             "context_length": (np.int64, UNKNOWN),
+            "prompt_tokens_min": (np.int64, 0),
+            "prompt_tokens_max": (np.int64, INTEGER_MAX),
             "has_report": (np.bool_, False),
             "report_active_blocks": (np.int64, 0),
             "report_prefill_tokens": (np.int64, UNKNOWN),

@@ -157,6 +157,11 @@ class Fleet:
         return self.derived(_shortest_context_tokens, None)
 
     @property
+    def has_prompt_ranges(self) -> bool:
+        """Whether some worker takes prompts of some lengths alone."""
+        return self.derived(_has_prompt_ranges, None)
+
+    @property
     def names(self) -> Mapping[str, str | None]:
         """What else calls may ask for, by those who answer: another name of the model (None), or an adapter
         of it. What most of them say holds; without any worker, what the last one took.
@@ -363,6 +368,9 @@ class Fleet:
         write(slot, "decode_only", card.decode_only)
         write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
         write(slot, "context_length", card.context_length)
+        write(slot, "prompt_tokens_min", config.prompt_tokens_min or 0)
+        longest = config.prompt_tokens_max
+        write(slot, "prompt_tokens_max", INTEGER_MAX if longest is None else longest)
         write(slot, "seats", config.max_num_seqs or np.inf)
         if not keep_total_blocks:  # a load report may have said better meanwhile
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
@@ -439,6 +447,8 @@ def _check_integers(card: WorkerCard) -> None:
         ("context_length", card.context_length),
         ("total_kv_blocks", config.total_kv_blocks),
         ("kv_bytes_per_token", config.kv_bytes_per_token),
+        ("prompt_tokens_min", config.prompt_tokens_min),
+        ("prompt_tokens_max", config.prompt_tokens_max),
     ):
         if number is not None and not 0 <= number <= INTEGER_MAX:
             raise ConfigError(f"{name}: 0 to {INTEGER_MAX}, not {reprlib.repr(number)}", param=name)
@@ -471,6 +481,11 @@ def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
 
 def _shortest_context_tokens(fleet: Fleet, _: None) -> int:
     return min((card.context_length for card in fleet), default=0)
+
+
+def _has_prompt_ranges(fleet: Fleet, _: None) -> bool:
+    columns = fleet.columns
+    return bool((columns.prompt_tokens_min > 0).any() or (columns.prompt_tokens_max < INTEGER_MAX).any())
 
 
 def _has_open_circuits(fleet: Fleet, _: None) -> bool:

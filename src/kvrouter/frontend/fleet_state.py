@@ -219,6 +219,7 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "domains": config.topology_domains,
         "levels": config.topology_levels,
         "taints": sorted(worker_taints(config)),
+        "prompt_tokens": {"min": config.prompt_tokens_min, "max": config.prompt_tokens_max},
         "event_lane": card.event_source.lane.value if card.publishes_kv_events else None,
         "kv_transfer": _kv_transfer_json(card, default),
         "ranks": [_rank_json(rank) for rank in worker.ranks],

@@ -89,7 +89,10 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     is_short_for_some = context_tokens > fleet.shortest_context_tokens
     near = None if leg is Leg.DECODE else request.near
     is_bound = near is not None and near.is_required
-    if not required and pin is None and not request.excluded and not is_short_for_some and not is_bound:
+    # of a prompt that its engine tokenizes nobody knows how long it is
+    is_ranged = leg is not Leg.DECODE and request.isl_tokens > 0 and fleet.has_prompt_ranges
+    is_special = request.excluded or is_short_for_some or is_bound or is_ranged
+    if not required and pin is None and not is_special:
         return Screen(leg, columns.role, columns.steps, columns.ready)
     steps = list(columns.steps)
     if request.excluded:
@@ -97,6 +100,10 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     if is_short_for_some:
         fits = fleet.columns.context_length >= context_tokens
         steps.append(Step(Reason.CONTEXT_TOO_SHORT, fits))
+    if is_ranged:
+        tokens, ranges = request.isl_tokens, fleet.columns
+        passed = (ranges.prompt_tokens_min <= tokens) & (tokens <= ranges.prompt_tokens_max)
+        steps.append(Step(Reason.PROMPT_OUT_OF_RANGE, passed))
     if pin is not None:
         steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
     if near is not None and near.is_required:

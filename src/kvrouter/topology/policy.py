@@ -176,12 +176,13 @@ def validate_runtime_config(config: ModelRuntimeConfig) -> list[str]:
 
     Raises ConfigError, whose ``param`` names the field, for what cannot: an own taint under the reserved
     prefix, domains that cannot be distinguished, levels that repeat, ``preferred`` without a weight, a weight
-    outside 0..1.
+    outside 0..1, a longest prompt that is shorter than the shortest.
     """
     _check_taints(config)
     _check_domains(config)
     _check_levels(config)
     _check_weight(config)
+    _check_prompts(config)
     return _warnings(config)
 
 
@@ -230,6 +231,14 @@ def _check_weight(config: ModelRuntimeConfig) -> None:
         raise ConfigError(
             f"kv_transfer_preferred_weight: {weight} is not between 0 and 1",
             param="kv_transfer_preferred_weight",
+        )
+
+
+def _check_prompts(config: ModelRuntimeConfig) -> None:
+    least, most = config.prompt_tokens_min, config.prompt_tokens_max
+    if least is not None and most is not None and least > most:
+        raise ConfigError(
+            f"prompt_tokens_max: {most} is less than prompt_tokens_min, {least}", param="prompt_tokens_max"
         )
 
 

@@ -86,6 +86,8 @@ def _check(card: WorkerCard) -> None:
         ("kv_bytes_per_token", config.kv_bytes_per_token, 0, INTEGERS - 1),
         ("max_num_seqs", config.max_num_seqs, 0, INTEGERS - 1),
         ("max_num_batched_tokens", config.max_num_batched_tokens, 0, INTEGERS - 1),
+        ("prompt_tokens_min", config.prompt_tokens_min, 0, INTEGERS - 1),
+        ("prompt_tokens_max", config.prompt_tokens_max, 0, INTEGERS - 1),
         ("bootstrap_port", config.bootstrap_port, 0, 65535),
     ):
         if number is not None and not least <= number <= most:
