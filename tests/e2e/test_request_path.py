@@ -3,7 +3,8 @@
 import subprocess
 import sys
 
-FILES_MAX = 35
+FILES_MAX = 36
+"""Who may take a request, what that costs, and the pick, which pairs are made by too, are a file each."""
 
 
 def test_a_prompts_way_runs_through_few_files() -> None:

@@ -157,11 +157,6 @@ class Fleet:
         return self.derived(_shortest_context_tokens, None)
 
     @property
-    def has_prompt_ranges(self) -> bool:
-        """Whether some worker takes prompts of some lengths alone."""
-        return self.derived(_has_prompt_ranges, None)
-
-    @property
     def names(self) -> Mapping[str, str | None]:
         """What else calls may ask for, by those who answer: another name of the model (None), or an adapter
         of it. What most of them say holds; without any worker, what the last one took.
@@ -481,11 +476,6 @@ def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
 
 def _shortest_context_tokens(fleet: Fleet, _: None) -> int:
     return min((card.context_length for card in fleet), default=0)
-
-
-def _has_prompt_ranges(fleet: Fleet, _: None) -> bool:
-    columns = fleet.columns
-    return bool((columns.prompt_tokens_min > 0).any() or (columns.prompt_tokens_max < INTEGER_MAX).any())
 
 
 def _has_open_circuits(fleet: Fleet, _: None) -> bool:

@@ -98,7 +98,7 @@ def leg_costs(
     together.
     """
     settings, n_slots = view.settings, view.fleet.n_slots
-    stalls = stalls or (leg is Leg.DECODE and settings.pd_selection is _JOINT)
+    stalls = stalls or (settings.pd_selection is _JOINT and leg is Leg.DECODE)
     overlap = overlap_of(view)
     transfer = transfer_s = None
     if prefill_slot is not None and settings.links is not None:
@@ -247,8 +247,8 @@ def preferred_taints(
     if pin is not None:
         return {}
     weights = request.constraints.preferred_taints
-    near = None if leg is Leg.DECODE else request.near
-    if near is not None and not near.is_required and near.taint is not None:
+    near = request.near
+    if near is not None and leg is not Leg.DECODE and not near.is_required and near.taint is not None:
         weights = {**weights, near.taint: near.weight}
     if constraint is not None and isinstance(constraint.policy, Preferred) and constraint.taint is not None:
         return {**weights, constraint.taint: constraint.policy.weight}

@@ -10,6 +10,7 @@ from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN, BoolColumn, Fleet, IntColumn
+from kvrouter.fleet.columns import INTEGER_MAX
 from kvrouter.routing.request import RouteRequest, View
 
 
@@ -78,6 +79,12 @@ class _RoleColumns(NamedTuple):
     role: BoolColumn
     steps: tuple[Step, ...]
     ready: Mask
+    has_prompt_ranges: bool
+    """Whether some worker prefills prompts of some lengths alone."""
+
+
+_PREFILL, _DECODE, _AGGREGATED = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED
+"""An enumeration's attributes are slow before Python 3.12."""
 
 
 def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
@@ -87,10 +94,10 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
     context_tokens = _context_tokens(request, leg)
     is_short_for_some = context_tokens > fleet.shortest_context_tokens
-    near = None if leg is Leg.DECODE else request.near
+    near = None if leg is _DECODE else request.near
     is_bound = near is not None and near.is_required
     # of a prompt that its engine tokenizes nobody knows how long it is
-    is_ranged = leg is not Leg.DECODE and request.isl_tokens > 0 and fleet.has_prompt_ranges
+    is_ranged = columns.has_prompt_ranges and leg is not _DECODE and request.isl_tokens > 0
     is_special = request.excluded or is_short_for_some or is_bound or is_ranged
     if not required and pin is None and not is_special:
         return Screen(leg, columns.role, columns.steps, columns.ready)
@@ -191,14 +198,17 @@ def _context_tokens(request: RouteRequest, leg: Leg) -> int:
 def _role_columns(fleet: Fleet, key: tuple[Leg, bool]) -> _RoleColumns:
     leg, last_resort = key
     columns = fleet.columns
-    role = columns.prefill if leg is Leg.PREFILL else columns.decode_or_both
-    if leg is Leg.AGGREGATED:
+    role = columns.prefill if leg is _PREFILL else columns.decode_or_both
+    if leg is _AGGREGATED:
         role = role & ~columns.decode_only
+    has_ranges = bool(
+        (columns.prompt_tokens_min > 0).any() or (columns.prompt_tokens_max < INTEGER_MAX).any()
+    )
     there = role & columns.alive & ~(columns.draining | columns.engine_silent)
     if last_resort or not fleet.has_open_circuits:
-        return _RoleColumns(role, (), mask_of(there))
+        return _RoleColumns(role, (), mask_of(there), has_ranges)
     circuits = Step(Reason.CIRCUIT_OPEN, ~columns.circuit_open)
-    return _RoleColumns(role, (circuits,), mask_of(there & circuits.passed))
+    return _RoleColumns(role, (circuits,), mask_of(there & circuits.passed), has_ranges)
 
 
 def _not_of(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:
