@@ -34,7 +34,7 @@ LATENCIES_S = {"host": 5e-5, "rack": 1e-4, "zone": 2e-4, "far": 1e-3}
 ALIKE = Link(1e-4, 12.5e9)
 KV_BYTES_PER_TOKEN = 262_144
 PRICE_PER_GB = 0.02
-PRICE_WEIGHT = 4.0
+PRICE_WEIGHT = 8.0
 
 SHARES = (0.5, 0.8, 1.1)
 """Loads, of what round-robin sustains,"""
@@ -371,7 +371,7 @@ def _prices(job: PairJob) -> list[PairCell]:
     document = tiers(alike=True, priced=True)
     load = BAR_SHARE * sustained(document, job.case, job.rows)
     on = _Fleet(document, rows_of(CASES[job.case], load, job.rows))
-    figures = tuple(on.figures(policy, GIVEN, min(job.seeds, 3)) for policy in (JOINT, PRICED))
+    figures = tuple(on.figures(policy, GIVEN, job.seeds) for policy in (JOINT, PRICED))
     return [
         PairCell(study=job.study, case=job.case, fleet=job.fleet, share=BAR_SHARE, load=load, figures=figures)
     ]
