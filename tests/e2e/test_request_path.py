@@ -3,8 +3,7 @@
 import subprocess
 import sys
 
-FILES_MAX = 36
-"""Who may take a request, what that costs, and the pick, which pairs are made by too, are a file each."""
+FILES_MAX = 35
 
 
 def test_a_prompts_way_runs_through_few_files() -> None:

@@ -166,6 +166,11 @@ def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | 
     return np.where(reported == UNKNOWN, booked, np.maximum(booked, by_report))
 
 
+def able(who: Screen, not_busy: BoolColumn | None) -> Mask:
+    """Return who may take the leg now."""
+    return who.mask if not_busy is None else who.mask.within(not_busy)
+
+
 def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> list[Stopped]:
     """Return for each reason the slots of the role that it stopped first.
 

@@ -9,7 +9,7 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
-from kvrouter.routing.cost import Costs, leg_costs, pick_at, rules_of
+from kvrouter.routing.cost import Costs, Picked, leg_costs, pick_at, rules_of
 from kvrouter.routing.eligibility import Screen, Step, Stopped, first_refusals
 from kvrouter.routing.pair import DomainGroups, Screens, Tiers, shares_domain, tiers_of
 from kvrouter.routing.request import Candidate, RouteRequest, View
@@ -48,6 +48,12 @@ def rows_of(
             )
         )
     return tuple(rows)
+
+
+def candidates(who: Screen, fleet: Fleet, later: Iterable[Step], picked: Picked) -> tuple[Candidate, ...]:
+    """Return a row for every rank of the leg's role; ``later`` are the steps that follow the screen's own."""
+    stopped = first_refusals(who, fleet, later)
+    return rows_of(who, fleet, stopped, picked.costs, picked.pick.slot)
 
 
 def busy_steps(not_busy: BoolColumn | None) -> tuple[Step, ...]:

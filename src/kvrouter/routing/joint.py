@@ -29,15 +29,17 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, FloatColumn
 from kvrouter.routing.cost import (
     Costs,
+    Picked,
     Rules,
     leg_costs,
     multiplier_of,
     overlap_of,
     pick_at,
+    pick_by,
     preferred_taints,
     with_times,
 )
-from kvrouter.routing.eligibility import Mask, Screen, first_refusals, mask_of, screen
+from kvrouter.routing.eligibility import Mask, Screen, able, first_refusals, mask_of, screen
 from kvrouter.routing.explain import (
     busy_steps,
     decode_steps,
@@ -58,7 +60,6 @@ from kvrouter.routing.pair import (
     reaching,
     tiers_of,
 )
-from kvrouter.routing.pick import Picked, able, pick_by
 from kvrouter.routing.prediction import LegTimes
 from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, View
 from kvrouter.topology import (
