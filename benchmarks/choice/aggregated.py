@@ -18,6 +18,7 @@ from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import RULES
 from kvrouter.sim.simulation import Result, Simulation
 from kvrouter.sim.summary import summarize
+from kvrouter.sim.timetable import TimetableEvent
 from kvrouter.sim.tuning import merit, points, second_half
 from kvrouter.sim.variant import OURS, Variant, variants
 
@@ -117,6 +118,30 @@ class KnownSpeeds(LearnedSpeeds):
         return learned._replace(slowness=slowness, decode_slowness=slowness)
 
 
+def simulation_of(
+    variant: Variant, rows: Rows, seed: int, *, is_half: bool, timetable: Sequence[TimetableEvent] = ()
+) -> Simulation:
+    """Return the replay of all rows, or of their first half, over a variant's fleet."""
+    return Simulation(
+        variant.fleet,
+        rows.rows[: rows.half] if is_half else rows.rows,
+        config=variant.fleet.router,
+        dispatch=ClosedLoop() if rows.is_closed else ByTimeStamp(),
+        piece_tokens=rows.piece_tokens,
+        rule=variant.make_rule(),
+        seed=seed,
+        timetable=timetable,
+    )
+
+
+def whole(simulation: Simulation) -> Result:
+    """Return what comes of a replay; raise KeyboardInterrupt for one that was stopped."""
+    result = simulation.run()
+    if not result.is_whole:
+        raise KeyboardInterrupt
+    return result
+
+
 class _Replays(NamedTuple):
     job: Job
     document: Document
@@ -125,23 +150,11 @@ class _Replays(NamedTuple):
     def run(self, policy: str, seed: int, *, is_half: bool = False) -> tuple[Result, Variant]:
         is_knowing = policy == KNOWING
         variant = variants(self.document, [TIME if is_knowing else policy], [])[0]
-        rows = self.rows.rows[: self.rows.half] if is_half else self.rows.rows
-        simulation = Simulation(
-            variant.fleet,
-            rows,
-            config=variant.fleet.router,
-            dispatch=ClosedLoop() if self.rows.is_closed else ByTimeStamp(),
-            piece_tokens=self.rows.piece_tokens,
-            rule=variant.make_rule(),
-            seed=seed,
-        )
+        simulation = simulation_of(variant, self.rows, seed, is_half=is_half)
         if is_knowing:
             placer = simulation.fleet.placer
             placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.listener)
-        result = simulation.run()
-        if not result.is_whole:
-            raise KeyboardInterrupt
-        return result, variant
+        return whole(simulation), variant
 
     def merit(self, policy: str) -> tuple[int, float]:
         return merit(self.run(policy, 0, is_half=True)[0].outcomes)
@@ -172,12 +185,13 @@ def measured(job: Job) -> Cell:
     """Replay one job."""
     replays = _Replays(job, fleet(job), rows_of(CASES[job.case], job.load, job.rows))
     ours = [TIME, BLOCKS_RULE, *([KNOWING] if job.half_is_slow else [])]
-    best = [_least(points(rule), replays.merit) for rule in RULES]
+    best = [least(points(rule), replays.merit) for rule in RULES]
     finalists = [policy for policy, _ in sorted(best, key=lambda found: found[1])[:FINALISTS]]
     return Cell(job, tuple(replays.figures(policy) for policy in (*ours, *finalists)))
 
 
-def _least(
+def least(
     policies: Sequence[str], merit_of: Callable[[str], tuple[int, float]]
 ) -> tuple[str, tuple[int, float]]:
+    """Return the policy of least merit, with it."""
     return min(((policy, merit_of(policy)) for policy in policies), key=lambda found: found[1])

@@ -115,10 +115,10 @@ def _line(row: Row) -> str:
     figures = (row.ours, row.blocks)
     cells = [CASES[job.case].name, f"{job.load:g}", str(job.blocks)]
     for each in figures:
-        cells += [_ms(each.ttft_ms), _ms(each.ttft_p99_ms), f"{mean(each.itl_ms):.1f}"]
-    cells += [row.best.policy, _ms(row.best.ttft_ms), _ms(row.best.ttft_p99_ms)]
+        cells += [ms(each.ttft_ms), ms(each.ttft_p99_ms), f"{mean(each.itl_ms):.1f}"]
+    cells += [row.best.policy, ms(row.best.ttft_ms), ms(row.best.ttft_p99_ms)]
     cells += [_ratio(row.ours, row.blocks), _ratio(row.ours, row.best)]
-    return _joined(cells)
+    return joined(cells)
 
 
 def _slow_line(row: Row) -> str:
@@ -126,12 +126,13 @@ def _slow_line(row: Row) -> str:
     knowing = next(figures for figures in row.cell.figures if figures.policy == KNOWING)
     cells = [CASES[job.case].name, f"{job.load:g}"]
     for each in (row.ours, knowing):
-        cells += [_ms(each.ttft_ms), _ms(each.ttft_p99_ms)]
-    cells += [_ms(row.blocks.ttft_ms), row.best.policy, _ms(row.best.ttft_ms), _ratio(row.ours, knowing)]
-    return _joined(cells)
+        cells += [ms(each.ttft_ms), ms(each.ttft_p99_ms)]
+    cells += [ms(row.blocks.ttft_ms), row.best.policy, ms(row.best.ttft_ms), _ratio(row.ours, knowing)]
+    return joined(cells)
 
 
-def _ms(values: Sequence[float]) -> str:
+def ms(values: Sequence[float]) -> str:
+    """Return their mean, in whole milliseconds."""
     return f"{mean(values):,.0f}"
 
 
@@ -139,5 +140,6 @@ def _ratio(one: Figures, other: Figures) -> str:
     return f"{mean(one.ttft_ms) / mean(other.ttft_ms):.3f}"
 
 
-def _joined(cells: Iterable[str]) -> str:
+def joined(cells: Iterable[str]) -> str:
+    """Return a line of a table."""
     return "| " + " | ".join(cells) + " |"

@@ -2,7 +2,7 @@
 and prompts that a decode worker prefills for itself.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,16 +10,16 @@ import msgspec
 import yaml
 from msgspec import structs
 
+from benchmarks.choice.aggregated import least, simulation_of, whole
 from benchmarks.replay.cases import BLOCK, BLOCKS, CASES, Rows, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE
 from kvrouter.config import Document, parse_document
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.placement.placer import Placer
-from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import RULES
-from kvrouter.sim.simulation import Result, Simulation
+from kvrouter.sim.simulation import Result
 from kvrouter.sim.summary import Summary, summarize
 from kvrouter.sim.timetable import LinkEvent, TimetableEvent
 from kvrouter.sim.tuning import merit, points, second_half
@@ -201,17 +201,7 @@ class _Fleet(NamedTuple):
 
     def run(self, policy: str, links: str, seed: int, *, is_half: bool = False) -> _Ran:
         variant = variants(self.document, [policy], [])[0]
-        rows = self.rows.rows[: self.rows.half] if is_half else self.rows.rows
-        simulation = Simulation(
-            variant.fleet,
-            rows,
-            config=variant.fleet.router,
-            dispatch=ClosedLoop() if self.rows.is_closed else ByTimeStamp(),
-            piece_tokens=self.rows.piece_tokens,
-            rule=variant.make_rule(),
-            seed=seed,
-            timetable=self.timetable,
-        )
+        simulation = simulation_of(variant, self.rows, seed, is_half=is_half, timetable=self.timetable)
         placer = simulation.fleet.placer
         if links in (LEARNED, ASSUMED):
             placer.settings = structs.replace(placer.settings, links=LinkTable())
@@ -219,10 +209,8 @@ class _Fleet(NamedTuple):
             _learn_nothing(placer)
         if links == AT_ONCE and self.table is not None:
             _give_at(placer, self.table, FALLS_AT_S)
-        result = simulation.run()
-        if not result.is_whole:
-            raise KeyboardInterrupt
-        return _Ran(result, Places(variant.fleet), len(rows))
+        n_rows = self.rows.half if is_half else len(self.rows.rows)
+        return _Ran(whole(simulation), Places(variant.fleet), n_rows)
 
     def summary(self, policy: str, links: str, seed: int) -> Summary:
         ran = self.run(policy, links, seed)
@@ -309,7 +297,7 @@ def _links(job: PairJob) -> list[PairCell]:
         is_bar = share == BAR_SHARE
         on = _Fleet(document, rows_of(CASES[job.case], most * share, job.rows))
         if is_bar:
-            best = [_least(points(rule), on.merit) for rule in RULES]
+            best = [least(points(rule), on.merit) for rule in RULES]
             finalists = [policy for policy, _ in sorted(best, key=lambda found: found[1])[:FINALISTS]]
         seeds = job.seeds if is_bar else min(job.seeds, 3)
         asked = [(policy, GIVEN) for policy in (JOINT, TIME, BLOCKS_RULE, *finalists)]
@@ -391,9 +379,3 @@ def _split(job: PairJob) -> list[PairCell]:
             )
         )
     return cells
-
-
-def _least(
-    policies: Iterable[str], merit_of: Callable[[str], tuple[int, float]]
-) -> tuple[str, tuple[int, float]]:
-    return min(((policy, merit_of(policy)) for policy in policies), key=lambda found: found[1])

@@ -1,11 +1,12 @@
 """The page of pairs: which setting is for which fleet, each bar with what was measured, and which fail."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
 from statistics import mean, stdev
 
 import msgspec
 
+from benchmarks.choice.page import joined, ms
 from benchmarks.choice.pairs import (
     AGGREGATED,
     ASSUMED,
@@ -280,49 +281,41 @@ def _links_line(cell: PairCell) -> str:
     cells = [CASES[cell.case].name, cell.fleet, f"{cell.share:g}"]
     cells += [*_times(ours), f"{mean(ours.good):.3f}", *_times(sequential)]
     cells += [best.policy, *_times(best), f"{mean(best.good):.3f}"]
-    return _joined([*cells, f"{mean(ours.ttft_ms) / mean(best.ttft_ms):.3f}"])
+    return joined([*cells, f"{mean(ours.ttft_ms) / mean(best.ttft_ms):.3f}"])
 
 
 def _learned_line(cell: PairCell) -> str:
     cells = [CASES[cell.case].name, cell.fleet]
-    cells += [_ms(_of(cell, TIME, links).ttft_ms) for links in (GIVEN, LEARNED, ASSUMED)]
+    cells += [ms(_of(cell, TIME, links).ttft_ms) for links in (GIVEN, LEARNED, ASSUMED)]
     cells.append(_share(gained(cell)))
-    cells += [_ms(_of(cell, JOINT, links).ttft_ms) for links in (GIVEN, LEARNED, ASSUMED)]
-    return _joined(cells)
+    cells += [ms(_of(cell, JOINT, links).ttft_ms) for links in (GIVEN, LEARNED, ASSUMED)]
+    return joined(cells)
 
 
 def _fall_line(cell: PairCell) -> str:
     cells = [CASES[cell.case].name]
     for policy in (JOINT, TIME):
-        cells += [_ms(_of(cell, policy, links).ttft_ms) for links in (AT_ONCE, GIVEN, NEVER)]
+        cells += [ms(_of(cell, policy, links).ttft_ms) for links in (AT_ONCE, GIVEN, NEVER)]
         cells.append(_share(shifted(cell, policy)))
-    return _joined(cells)
+    return joined(cells)
 
 
 def _price_line(cell: PairCell) -> str:
     free, priced = _of(cell, JOINT), _of(cell, PRICED)
     costs = [f"{mean(each.cost):.2f}" for each in (free, priced)]
-    return _joined([CASES[cell.case].name, *costs, _ms(free.ttft_p99_ms), _ms(priced.ttft_p99_ms)])
+    return joined([CASES[cell.case].name, *costs, ms(free.ttft_p99_ms), ms(priced.ttft_p99_ms)])
 
 
 def _split_line(cell: PairCell) -> str:
     cells = [CASES[cell.case].name, f"{cell.load:g}"]
     for each in (_of(cell, JOINT), _of(cell, TIME), _of(cell, TIME, AGGREGATED)):
-        cells += [_ms(each.ttft_ms), f"{mean(each.itl_ms):.1f}", f"{mean(each.good):.4f}"]
-    return _joined(cells)
+        cells += [ms(each.ttft_ms), f"{mean(each.itl_ms):.1f}", f"{mean(each.good):.4f}"]
+    return joined(cells)
 
 
 def _times(figures: PairFigures) -> list[str]:
-    return [_ms(figures.ttft_ms), _ms(figures.ttft_p99_ms), f"{mean(figures.itl_ms):.1f}"]
+    return [ms(figures.ttft_ms), ms(figures.ttft_p99_ms), f"{mean(figures.itl_ms):.1f}"]
 
 
 def _share(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
-
-
-def _ms(values: Sequence[float]) -> str:
-    return f"{mean(values):,.0f}"
-
-
-def _joined(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -13,7 +13,6 @@ from kvrouter.routing.request import RouteRequest, RoutingSettings, Times
 from kvrouter.topology import (
     Fallback,
     LinkState,
-    LinkTable,
     Preferred,
     Required,
     SharedLink,
@@ -68,7 +67,8 @@ class NaivePairs:
     ) -> None:
         self.workers, self.request, self.settings = workers, request, settings
         self.block_size, self.answer_s, self.loads, self.broken = block_size, answer_s, loads, broken
-        self.table = settings.links or LinkTable()
+        assert settings.links is not None
+        self.table = settings.links
 
     def options(self) -> list[Option]:
         """Every pair and every decode worker alone that may take the request. Raises Refused for none."""

@@ -83,12 +83,12 @@ def draw_worker(rng: Random, worker_id: int, levels: tuple[str, ...], *, has_pol
     )
 
 
-def draw_links(rng: Random) -> LinkTable | None:
+def draw_links(rng: Random) -> LinkTable:
     def link() -> Link:
         return Link(rng.uniform(0, 0.01), 10 ** rng.uniform(8, 11), rng.choice((None, 0.02)))
 
     if rng.random() < 0.15:
-        return None
+        return LinkTable()
     ends = [(rng.choice((*LEVELS, "pod")), rng.choice("ab"), rng.choice("ab")) for _ in range(2)]
     return LinkTable(
         {level: link() for level in LEVELS if rng.random() < 0.7},

@@ -7,6 +7,7 @@ import pytest
 from kvrouter.core.ids import Slot
 from kvrouter.placement.link_speeds import FORGET_S, LearnedLinks, Seen
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
+from kvrouter.topology.links import UNKNOWN_KIND
 from tests.support.placements import SpeedEvents
 
 TABLE = Link(1e-3, 10e9)
@@ -53,7 +54,10 @@ class Way:
         self.learned.refresh(on_the_way, now_s=self.now_s)
 
     def slowness(self, link: SharedLink | None) -> float:
-        return self.state.pace(link).slowness
+        paces = dict(self.state.paces())
+        own = None if link is None else paces.get(link)
+        kind = UNKNOWN_KIND if link is None else link.kind
+        return (own or self.state.pace_of_kind(kind)).slowness
 
 
 def test_links_as_their_table_has_them_stay_so_and_are_alike() -> None:

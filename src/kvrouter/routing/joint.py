@@ -71,9 +71,6 @@ from kvrouter.topology import (
     TransferConstraint,
 )
 
-ASSUMED_LINKS = LinkTable()
-"""What is taken for the links where none are given."""
-
 
 class _Senders:
     """What each prefill rank asks of its decode rank, by number, and the same as the native core reads it."""
@@ -116,11 +113,11 @@ class PairCosts:
     def __init__(self, request: RouteRequest, view: View, rules: Rules) -> None:
         self._request, self._view = request, view
         fleet, settings = view.fleet, view.settings
-        self._table = settings.links or ASSUMED_LINKS
-        self._links = links_of(fleet, self._table)
+        if settings.links is None:
+            raise ValueError("links: pairs that are chosen together need some")
+        self._links = links_of(fleet, settings.links)
         self._links.use(None if view.cost_input is None else view.cost_input.transfers)
-        key = self._table, settings.topology_default
-        self._senders = fleet.derived_from_places(_Senders, key)
+        self._senders = fleet.derived_from_places(_Senders, (settings.links, settings.topology_default))
         self._overlap = overlap_of(view)
         self.prefill = leg_costs(request, view, Leg.PREFILL, rules)
         weight = rules.overlap_score_weight

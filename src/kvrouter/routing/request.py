@@ -68,6 +68,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
             raise ConfigError(
                 f"pd_selection: joint needs the cost of time, not {self.cost.value}", param="pd_selection"
             )
+        if self.pd_selection is PdSelection.JOINT and self.links is None:
+            raise ConfigError("links: joint needs a table of links", param="links")
         fraction = self.active_decode_blocks_threshold
         if fraction is not None and not 0.0 <= fraction <= 1.0:
             raise ConfigError(

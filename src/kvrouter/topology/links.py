@@ -190,13 +190,6 @@ class LinkState:
         """Return what is to travel over ``link``."""
         return self._loads.get(link, _NO_LOAD)
 
-    def pace(self, link: SharedLink | None) -> LinkPace:
-        """Return how fast a link is; None stands for those of which nobody knows what they share."""
-        if link is None:
-            return self._paces.get(UNKNOWN_KIND, AS_GIVEN)
-        own = self._paces.get(link)
-        return self._paces.get(link.kind, AS_GIVEN) if own is None else own
-
     def pace_of_kind(self, kind: LinkKind) -> LinkPace:
         """Return how fast the links of a kind are that have no pace of their own."""
         return self._paces.get(kind, AS_GIVEN)
