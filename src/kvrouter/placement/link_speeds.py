@@ -130,6 +130,8 @@ class LearnedLinks:
         self._links: dict[SharedLink, _Link] = {}
         self._unsettled: set[SharedLink] = set()
         """Links whose pace may be another one at the next refresh."""
+        self._levels: set[str] = set()
+        """Levels over which something was seen."""
         self._others = 1.0
         """The slowness of kinds of which nothing was seen."""
 
@@ -143,6 +145,7 @@ class LearnedLinks:
             link = self._links.pop(seen.link, None) or _Link()
             self._links[seen.link] = link  # the one that was used last comes last
             link.seen.append(seen)
+            self._levels.update(level for level, _ in seen.link.src)
             self._unsettled.add(seen.link)
             if _has_changed(link.seen, self._settled(seen), CHANGED_TRANSFERS):
                 since_s = link.seen[-CHANGED_TRANSFERS].at_s
@@ -229,9 +232,8 @@ class LearnedLinks:
         self._others = max(1.0, median(fitted)) if fitted else 1.0
         if self._others < ALIKE:
             self._others = 1.0
-        levels = {level for link in self._links for level, _ in link.src}
         pace = None if self._others == 1.0 else LinkPace(self._others, 0.0)
-        for level in levels:
+        for level in self._levels:
             for within in (True, False):
                 if LinkKind(level, within) not in self._kinds:
                     self._state.set_pace(LinkKind(level, within), pace)
