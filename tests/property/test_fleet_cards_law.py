@@ -56,6 +56,8 @@ def cards(draw: st.DrawFn) -> WorkerCard:
 
 @example(wrong=card(7, ModelRuntimeConfig(kv_bytes_per_token=2**63)))
 @example(wrong=card(7, ModelRuntimeConfig(total_kv_blocks=10**400)))
+@example(wrong=card(7, ModelRuntimeConfig(max_num_seqs=10**400)))
+@example(wrong=card(7, ModelRuntimeConfig(prompt_tokens_max=10**400)))
 @given(wrong=cards())
 def test_a_worker_joins_whole_or_not_at_all(wrong: WorkerCard) -> None:
     fleet = Fleet(MODEL, 16)

@@ -441,6 +441,7 @@ def _check_integers(card: WorkerCard) -> None:
         ("dp_start", card.dp_start + card.dp_size),
         ("context_length", card.context_length),
         ("total_kv_blocks", config.total_kv_blocks),
+        ("max_num_seqs", config.max_num_seqs),
         ("kv_bytes_per_token", config.kv_bytes_per_token),
         ("prompt_tokens_min", config.prompt_tokens_min),
         ("prompt_tokens_max", config.prompt_tokens_max),
