@@ -209,3 +209,19 @@ def test_a_rank_that_hangs_makes_no_link_slow() -> None:
         way.refresh(*hung)
     assert way.slowness(within("a")) == 1.0
     assert way.events.links == []
+
+
+def test_another_table_begins_again_and_ends_what_was_said_to_be_slow() -> None:
+    way = Way()
+    for zone in "abc":
+        way.send(within(zone), 1.0, n=8)
+    way.send(within("a"), 10.0, n=6)
+    assert way.slowness(within("a")) > 5.0
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.learned.forget()
+    assert [way.slowness(within(zone)) for zone in "abc"] == [1.0, 1.0, 1.0]
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+    assert way.learned.readings() == []
+    assert list(way.state.paces()) == []
+    way.send(within("a"), 3.0, n=8)
+    assert way.slowness(within("a")) == pytest.approx(3.0, rel=0.1)

@@ -146,3 +146,22 @@ def test_links_are_kept_while_nobody_moves() -> None:
     moved = structs.replace(first.runtime_config, topology_domains={"zone": "b"})
     fleet.join(structs.replace(first, runtime_config=moved))
     assert links_of(fleet, LINKS) is not links
+
+
+def test_a_transfer_that_another_table_was_given_meanwhile_teaches_nothing_and_leaves_nothing() -> None:
+    placer = joint(*PAIR)
+    placements = [place(placer, Draw(0, number, 0)) for number in range(2)]
+    placer.prefill_done(placements[0], now_s=1.0)
+    placer.set_routing(structs.replace(JOINT, links=LinkTable({"zone": Link(1e-4, 5e8)})), now_s=1.5)
+    placer.prefill_done(placements[1], now_s=2.0)
+    for placement in placements:
+        placer.first_token(placement, now_s=9.0)
+        placer.release(placement, now_s=9.0, tokens=8)
+    assert placer.transfers.learned.readings() == []
+    assert len(placer.transfers.state) == 0
+    same = structs.replace(JOINT, links=LinkTable({"zone": Link(1e-4, 5e8)}))
+    for number in range(4):
+        placement = place(placer, Draw(0, 10 + number, 0))
+        handed_on(placer, placement, 10.0 + number, 0.5)
+    placer.set_routing(same, now_s=20.0)
+    assert placer.transfers.learned.readings() != []

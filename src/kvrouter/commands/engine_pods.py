@@ -30,6 +30,7 @@ from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.mock_fleet import MemoryPlanes
@@ -109,6 +110,7 @@ async def pods_served(
             place=place.domains,
         )
         await stack.enter_async_context(following(place, service))
+        await stack.enter_async_context(following_links(settings.router, service))
         loader = TextModelLoader(folders, pool)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))

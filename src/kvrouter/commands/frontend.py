@@ -23,6 +23,7 @@ from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.topology import LinkTable
 from kvrouter.transports.events.port import SnapshotStore
+from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.recording import recording
@@ -84,6 +85,7 @@ async def frontend(
                 open_door(service, loader.texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
                 following(place, service),
+                following_links(settings.router, service),
             ):
                 yield app
             stop_texts()

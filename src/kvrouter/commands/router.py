@@ -24,6 +24,7 @@ from kvrouter.service.prefill_dispatch import PrefillDispatch
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.topology import LinkTable
 from kvrouter.transports.discovery.port import CardSink, Discovery, GoneSink, StoreSink
+from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import GOODBYE_S, ServingApp, serving
 from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
@@ -132,6 +133,7 @@ async def standalone(
                 syncing(sync, telemetry),
                 serving(service, app, settings=front, sockets=sockets) as server,
                 saving(wires.snapshots, service, router.snapshot_threshold),
+                following_links(router, service),
             ):
                 try:
                     yield Standalone(service, server, telemetry, bookings, prefills)

@@ -24,6 +24,7 @@ from kvrouter.processes.lifetime import (
 )
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.wiring.fleet_build import tokenizer_folders
+from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
@@ -91,6 +92,7 @@ async def embedded(
                         awaited=nobody_awaited if attached is None else attached.awaited,
                     ) as app,
                     following(place, service),
+                    following_links(settings.router, service),
                 ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
         finally:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvrouter.config.link_table import read_links
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.timing_file import read_timing
 from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection
@@ -17,9 +18,9 @@ from kvrouter.topology import LinkTable, NearFrontend, RouterTopologyDefault
 def routing_settings(
     config: KvRouterConfig, links: LinkTable | None, place: Mapping[str, str] | None = None
 ) -> RoutingSettings:
-    """What the decision reads of the router's settings; ``place`` are the domains of a frontend, None where
-    there is none. Raises ConfigError for a timing that is none, and for pairs that are chosen together by
-    another cost than that of time.
+    """What the decision reads of the router's settings; ``links`` are those of a fleet file, ``place`` the
+    domains of a frontend, None where there is none. Raises ConfigError for a timing that is none, links that
+    are none, and for pairs that are chosen together by another cost than that of time.
     """
     cost, selection = config.router_cost, config.router_pd_selection
     if selection is PdSelection.JOINT and cost is not CostRule.TIME:
@@ -51,10 +52,14 @@ def routing_settings(
 
 
 def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
-    """The links, where they are weighed. Pairs that are chosen together need some: those that are assumed."""
-    if config.router_pd_selection is PdSelection.JOINT:
+    """The links of the setting, else the fleet file's, where they are weighed. The cost of time learns links,
+    and begins with those that are assumed.
+    """
+    if config.router_links is not None:
+        links = read_links(config.router_links)
+    if config.router_cost is CostRule.TIME:
         return links or LinkTable()
-    return links if config.kv_transfer_weight > 0.0 or config.router_cost is CostRule.TIME else None
+    return links if config.kv_transfer_weight > 0.0 else None
 
 
 def _near(config: KvRouterConfig, place: Mapping[str, str]) -> NearFrontend | None:

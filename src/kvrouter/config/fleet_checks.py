@@ -419,7 +419,7 @@ def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
     policy, router = fleet.kv_transfer, fleet.router
-    if router.kv_transfer_weight > 0 and fleet.topology.links is None:
+    if router.kv_transfer_weight > 0 and fleet.topology.links is None and router.router_links is None:
         yield "router.kv_transfer_weight weighs assumed links: measure them and write topology.links"
     if policy is not None:
         if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:

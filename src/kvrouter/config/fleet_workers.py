@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from kvrouter.config.fleet import FleetFile, LinkSpec, TopologySpec, WorkerGroup
+from kvrouter.config.fleet import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
 from kvrouter.config.fleet_engines import HandoffKind, MockEngineSpec
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.timing import Timing
@@ -142,7 +142,11 @@ def link_table(fleet: FleetFile) -> LinkTable:
 
 def table_of(topology: TopologySpec) -> LinkTable:
     """The links of a part of a file, as the decision weighs them."""
-    table = topology.link_table
+    return table_of_links(topology.link_table)
+
+
+def table_of_links(table: LinksSpec) -> LinkTable:
+    """The links as the decision weighs them."""
     return LinkTable(
         by_level={level: _link(spec) for level, spec in table.within.items()},
         otherwise=_link(table.across),

@@ -282,6 +282,18 @@ class KvRouterConfig(Section):
     """What one second of expected KV transfer costs a decode worker, in blocks. At 0, or without a link
     table, the links are not weighed."""
 
+    router_links: Annotated[
+        Annotated[str, MinLen(1)] | None,
+        Setting(
+            flag="--router-links",
+            variable="KVROUTER_ROUTER_LINKS",
+            group=SettingGroup.TOPOLOGY,
+        ),
+    ] = None
+    """The links between workers that decisions weigh: JSON as `topology.links` of a fleet file has them,
+    `{"within": {"zone": {"latency_s": 0.0005, "bandwidth_bytes_per_s": 12.5e9}}}`, or the path of a file with
+    that in YAML, which is read again when it changes. Unset: those of the fleet file, else none."""
+
     router_prefill_level: Annotated[
         Annotated[str, MinLen(1), MaxLen(63)] | None,
         Setting(

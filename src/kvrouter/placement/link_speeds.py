@@ -173,6 +173,20 @@ class LearnedLinks:
         for name in unsettled:
             self._settle_link(name, late.get(name, ()), now_s)
 
+    def forget(self) -> None:
+        """Begin again: every link is as its table has it."""
+        for name in tuple(self._links):
+            self._forget(name)
+        for of in [of for of, _ in self._state.paces()]:
+            self._state.set_pace(of, None)
+        for key, kind in self._kinds.items():
+            if kind.is_slow:
+                self.listener.link_turned(kind_name(key), is_slow=False, slowness=1.0)
+        self._kinds.clear()
+        self._unsettled.clear()
+        self._levels.clear()
+        self._others = 1.0
+
     def _settled(self, seen: Seen) -> LinkPace:
         """The pace of a link by what arrived."""
         kind = self._kinds.get(seen.kind)

@@ -194,6 +194,9 @@ class Placer:
         """Decide by these from now on; requests that wait may try again. What bookings depend on stays as it
         is: whether blocks are tracked, and whether the prefill leg is all that is decided.
         """
+        links, weighed = settings.links, self.settings.links
+        if links is not weighed and (links is None or weighed is None or not links.says_as(weighed)):
+            self.transfers.forget()
         self.settings = structs.replace(
             settings,
             prefill_alone=self.settings.prefill_alone,

@@ -33,6 +33,8 @@ class Transfer:
     steps_s: float = 0.0
     is_clear: bool = True
     """Whether nothing but the link decides how long it takes."""
+    tables: int = 0
+    """How many tables there were before the one that ``table`` is of."""
 
 
 @dataclass(slots=True)
@@ -51,13 +53,23 @@ class Transfers:
         self.learned = LearnedLinks(self.state, listener)
         self._moving: dict[SharedLink | None, _Moving] = {}
         self._refreshed_s = 0.0
+        self._tables = 0
+
+    def forget(self) -> None:
+        """Links have another table from now on: what was learned was over the one before."""
+        self._tables += 1
+        self.learned.forget()
+        for moving in self._moving.values():
+            for transfer in moving.transfers:
+                transfer.is_clear = False
 
     def begin(self, fleet: Fleet, table: LinkTable, prefill: Slot, decode: Slot, tokens: int) -> Transfer:
         """So many tokens of KV will travel from one worker to the other."""
         links = links_of(fleet, table)
         link = links.shared(prefill, decode)
         kv_bytes = float(tokens * kv_bytes_per_token(fleet, prefill))
-        transfer = Transfer(link, links.link(prefill, decode), kv_bytes, decode)
+        given = links.link(prefill, decode)
+        transfer = Transfer(link, given, kv_bytes, decode, tables=self._tables)
         if link is not None:
             self.state.add(link, kv_bytes)
         return transfer
@@ -66,7 +78,7 @@ class Transfers:
         """The prompt is prefilled: its KV may travel from now on, to where a step takes ``steps_s``."""
         if transfer.began_s is None:
             transfer.began_s, transfer.steps_s = now_s, steps_s
-            transfer.is_clear = is_clear
+            transfer.is_clear = is_clear and transfer.tables == self._tables
             transfer.sharing_bytes = self._sharing(transfer)
             moving = self._moving.setdefault(transfer.link, _Moving())
             moving.transfers[transfer] = None

@@ -28,6 +28,7 @@ from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.topology import LinkTable
 
 ATTEMPTS_MAX = 16
 """Decisions kept for one request id: of a client that sends one id again and again, the last ones."""
@@ -239,6 +240,11 @@ class ModelRouter:
         if near is not None and near.value != place.get(near.domain):
             near = structs.replace(near, value=place.get(near.domain))
             self.placer.set_routing(structs.replace(self.settings, near=near), now_s=self._clock())
+
+    def links_changed(self, links: LinkTable) -> None:
+        """Weigh these links from now on, where links are weighed; they are learned from the beginning."""
+        if self.settings.links is not None:
+            self.placer.set_routing(structs.replace(self.settings, links=links), now_s=self._clock())
 
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a

@@ -21,6 +21,7 @@ from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
+from kvrouter.topology import LinkTable
 from kvrouter.transports.discovery.port import Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
@@ -51,6 +52,7 @@ class RouterService:
         self._parts = parts
         self._models: dict[ModelName, ModelRouter] = {}
         self._place: Mapping[str, str] | None = None
+        self._links: LinkTable | None = None
         self._model_of: dict[WorkerId, ModelName] = {}
         self._other_block_size: dict[WorkerId, WorkerCard] = {}  # refused for that alone
         self._running: set[Generation] = set()
@@ -136,6 +138,12 @@ class RouterService:
         self._place = place
         for model in self._models.values():
             model.moved(place)
+
+    def links_changed(self, links: LinkTable) -> None:
+        """Weigh these links from now on, where links are weighed."""
+        self._links = links
+        for model in self._models.values():
+            model.links_changed(links)
 
     # Requests
 
@@ -295,6 +303,8 @@ class RouterService:
         made = self._parts.make_model(card.model, card.block_size)
         if self._place is not None:
             made.moved(self._place)
+        if self._links is not None:
+            made.links_changed(self._links)
         if model is not None:
             settings = model.settings
             made.set_busy_thresholds(

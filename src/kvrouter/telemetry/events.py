@@ -91,6 +91,8 @@ class Event(StrEnum):
     RANK_WELL = "rank_well"
     LINK_SLOW = "link_slow"
     FRONTEND_MOVED = "frontend_moved"
+    LINKS_READ = "links_read"
+    LINKS_REFUSED = "links_refused"
     LINK_WELL = "link_well"
     BUSY_THRESHOLD = "busy_threshold"
     ROUTING_HINT_IGNORED = "routing_hint_ignored"
@@ -389,6 +391,15 @@ EVENTS: dict[Event, EventSpec] = {
     Event.LINK_WELL: EventSpec(logging.INFO, "A link that was slow is about as fast as it should be again."),
     Event.FRONTEND_MOVED: EventSpec(
         logging.INFO, "The frontend's topology files changed: prefill that keeps near it moves too."
+    ),
+    Event.LINKS_READ: EventSpec(
+        logging.INFO,
+        "The file of --router-links changed: decisions weigh what it says now, and links are learned from "
+        "the beginning.",
+    ),
+    Event.LINKS_REFUSED: EventSpec(
+        logging.WARNING,
+        "The file of --router-links cannot be read, or is wrong: decisions weigh what it said last.",
     ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.ROUTING_HINT_IGNORED: EventSpec(

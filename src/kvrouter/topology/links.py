@@ -89,6 +89,11 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     otherwise: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str, str], Link] = {}
 
+    def says_as(self, other: "LinkTable") -> bool:
+        """Whether both have the same links, the pairs in the same order."""
+        own, theirs = list(self.pairs.items()), list(other.pairs.items())
+        return (self.by_level, self.otherwise, own) == (other.by_level, other.otherwise, theirs)
+
     def link(self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) -> Link:
         """Return the link between the workers whose domain values are ``a`` and ``b``."""
         return self.decided(a, b, levels)[0]

@@ -1,0 +1,123 @@
+"""The setting ``router_links``: read from its text or from a file, and followed while it serves."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.config.decision import routing_settings
+from kvrouter.config.link_table import read_links, unweighed_links
+from kvrouter.core.constraints import CostRule
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import ModelName
+from kvrouter.telemetry import Event
+from kvrouter.topology import Link, LinkTable
+from kvrouter.wiring.followed_links import following_links
+from tests.support.fleets import Bench, card
+from tests.support.logged import event_of
+from tests.support.scripted_transport import ScriptedPlane
+
+TEXT = '{"within": {"zone": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e9, "price_per_gb": 0.5}}}'
+SLOW = "within: {zone: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e8}}\n"
+
+
+def test_the_setting_holds_a_table_or_names_a_file_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "links.yaml"
+    file.write_text(SLOW)
+    assert read_links(TEXT).by_level == {"zone": Link(0.001, 1e9, 0.5)}
+    assert read_links(str(file)).by_level == {"zone": Link(0.001, 1e8)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"within": {"zone": {"latency_s": 1}}}', "bandwidth_bytes_per_s"),
+        ('{"wihtin": {}}', "wihtin"),
+        ('{"within": {"zone": {"latency_s": -1, "bandwidth_bytes_per_s": 1}}}', "latency_s"),
+        ("{", "not YAML"),
+        ("/nowhere/links.yaml", "router_links: /nowhere/links.yaml: cannot be read"),
+    ],
+)
+def test_a_mistake_names_the_setting_and_the_field(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        routing_settings(KvRouterConfig(router_links=text), None)
+    assert said in refused.value.message
+    assert "router_links" in refused.value.message
+    assert refused.value.param == "router_links"
+
+
+def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_with_assumed_links() -> None:
+    of_file = LinkTable(otherwise=Link(1.0, 1.0))
+    given = routing_settings(KvRouterConfig(router_links=TEXT, kv_transfer_weight=1.0), of_file)
+    assert given.links is not None
+    assert given.links.by_level == {"zone": Link(0.001, 1e9, 0.5)}
+    assert routing_settings(KvRouterConfig(kv_transfer_weight=1.0), of_file).links is of_file
+    assert routing_settings(KvRouterConfig(router_links=TEXT), of_file).links is None
+    assumed = routing_settings(KvRouterConfig(router_cost=CostRule.TIME), None).links
+    assert assumed is not None
+    assert assumed.says_as(LinkTable())
+
+
+def test_a_weight_without_links_is_warned_of() -> None:
+    weighed = KvRouterConfig(kv_transfer_weight=1.0)
+    assert unweighed_links(weighed, None) == (
+        "router.kv_transfer_weight has no effect without links: give router.router_links",
+    )
+    assert unweighed_links(weighed, LinkTable()) == ()
+    assert unweighed_links(weighed.model_copy(update={"router_links": TEXT}), None) == ()
+    assert unweighed_links(KvRouterConfig(), None) == ()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrouter.router")
+    file = tmp_path / "links.yaml"
+    file.write_text(TEXT)
+    config = KvRouterConfig(router_links=str(file), router_cost=CostRule.TIME)
+    bench = Bench(ScriptedPlane(None), config)
+    await bench.start(card(1))
+
+    def within_zone() -> Link | None:
+        links = bench.model.settings.links
+        return None if links is None else links.by_level["zone"]
+
+    def said(event: Event) -> int:
+        return sum(event_of(record) == event for record in caplog.records)
+
+    def write(text: str) -> None:
+        replaced = tmp_path / "next"
+        replaced.write_text(text)
+        replaced.rename(file)
+
+    at_start = bench.model.settings.links
+    try:
+        async with following_links(config, bench.service, poll_s=0.005):
+            await until(lambda: bench.model.settings.links is not at_start)
+            assert within_zone() == Link(0.001, 1e9, 0.5)
+            write(SLOW)
+            await until(lambda: within_zone() == Link(0.001, 1e8))
+            assert said(Event.LINKS_READ) == 1
+            write("within: {zone: {}}")
+            await until(lambda: said(Event.LINKS_REFUSED) == 1)
+            file.unlink()
+            await until(lambda: said(Event.LINKS_REFUSED) == 2)
+            assert within_zone() == Link(0.001, 1e8)
+            bench.discovery.put(card(2, model="other"))
+            other = bench.service.model(ModelName("other")).settings.links
+            assert other is not None
+            assert other.by_level == {"zone": Link(0.001, 1e8)}
+            write(SLOW.replace("1.0e8", "1.0e7"))
+            await until(lambda: within_zone() == Link(0.001, 1e7))
+            assert said(Event.LINKS_READ) == 2
+    finally:
+        bench.service.stop()
