@@ -1,8 +1,6 @@
 """The setting ``router_links``: read from its text or from a file, and followed while it serves."""
 
-import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from kvrouter.wiring.followed_links import following_links
 from tests.support.fleets import Bench, card
 from tests.support.logged import event_of
 from tests.support.scripted_transport import ScriptedPlane
+from tests.support.waits import until
 
 TEXT = '{"within": {"zone": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e9, "price_per_gb": 0.5}}}'
 SLOW = "within: {zone: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e8}}\n"
@@ -69,12 +68,6 @@ def test_a_weight_without_links_is_warned_of() -> None:
     assert unweighed_links(weighed, LinkTable()) == ()
     assert unweighed_links(weighed.model_copy(update={"router_links": TEXT}), None) == ()
     assert unweighed_links(KvRouterConfig(), None) == ()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_later(
