@@ -18,6 +18,10 @@ from kvrouter.core.sync import (
     Goodbye,
     Heartbeat,
     LeaseName,
+    LinkName,
+    LinkNews,
+    LinkSeen,
+    LinkUse,
     MarkPrefillCompleted,
     OutputBlocks,
     StatePart,
@@ -32,6 +36,7 @@ from tests.support.nats_server import NatsServer, running_nats
 
 A, B, C = RouterId("router-a"), RouterId("router-b"), RouterId("router-c")
 WITHIN_S = 60.0
+LINK = LinkName((("zone", "a"), ("rack", None)), "b")
 
 MakePlane = Callable[[], Awaitable[SyncPlane]]
 
@@ -97,6 +102,14 @@ MESSAGES: list[SyncMessage] = [
     StatePart(A, 1, 0, 2, (add(),)),
     StatePart(A, 1, 1, 2, ()),
     Goodbye(A),
+    LinkNews(
+        A,
+        ModelName("m"),
+        "digest",
+        (LinkSeen(B, 7, LINK, 1e-3, 1e9, 0.5, 0.1, 1.0), LinkSeen(A, 0, None, 0.0, 1.0, 0.0, 0.0, 0.0)),
+        (LinkUse(LINK, 1e9, 2.5, 5e8, 0.5),),
+    ),
+    LinkNews(A, ModelName("m"), "digest"),
 ]
 
 

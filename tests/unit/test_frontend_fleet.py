@@ -8,7 +8,7 @@ import pytest
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.placement.link_speeds import Seen
@@ -199,7 +199,7 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
         link = SharedLink((("zone", "a"),), "b")
         learned = model.placer.transfers.learned
         for at_s in range(40):
-            learned.note(Seen(link, Link(1e-3, 1e9), Slot(1), at_s - 1.0, float(at_s), 0.1, 1.0))
+            learned.note(Seen(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
             learned.refresh((), now_s=float(at_s))
         shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
         metrics = await metrics_of(house)

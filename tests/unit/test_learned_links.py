@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 
-from kvrouter.core.ids import Slot
 from kvrouter.placement.link_speeds import FORGET_S, LearnedLinks, Seen
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
 from kvrouter.topology.links import UNKNOWN_KIND
@@ -44,11 +43,11 @@ class Way:
             plain = self.rng.uniform(0.02, 0.4) if plain_s is None else plain_s
             took = (plain * slowness + extra_s) * self.rng.uniform(0.95, 1.05)
             self.now_s += took
-            self.learned.note(Seen(link, self.table, Slot(0), self.now_s - took, self.now_s, plain, took))
+            self.learned.note(Seen(link, self.table, self.now_s - took, self.now_s, plain, took))
             self.refresh()
 
     def late(self, link: SharedLink, took: float, plain: float = 0.1) -> Seen:
-        return Seen(link, self.table, Slot(0), self.now_s - took, self.now_s, plain, took)
+        return Seen(link, self.table, self.now_s - took, self.now_s, plain, took)
 
     def refresh(self, *on_the_way: Seen) -> None:
         self.learned.refresh(on_the_way, now_s=self.now_s)
@@ -205,7 +204,7 @@ def test_a_rank_that_hangs_makes_no_link_slow() -> None:
     began_s = way.now_s
     for _ in range(8):
         way.send(within("a"), 1.0)
-        hung = [Seen(within("a"), TABLE, Slot(7), began_s, way.now_s, 0.1, way.now_s - began_s)] * 2
+        hung = [Seen(within("a"), TABLE, began_s, way.now_s, 0.1, way.now_s - began_s)] * 2
         way.refresh(*hung)
     assert way.slowness(within("a")) == 1.0
     assert way.events.links == []

@@ -222,6 +222,7 @@ WHERE = {
     "events that a worker keeps": "worker.publisher",
     "over JetStream": "transports.events.jetstream",
     "replica sync: other": "ledger",
+    "links that routers learn": "core.sync placement.transfers commands.learned_file",
     "replica sync: deltas": "ledger core.sync transports.sync",
     "answers of an engine": "engines.openai",
     "how long an engine": "engines",

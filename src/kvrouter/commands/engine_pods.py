@@ -11,6 +11,7 @@ import uvloop
 from kvrouter.attach.attachment import EngineWorkers
 from kvrouter.attach.pod_fleet import EnginePods, PodPolicy, account_of, pods_followed, policy_of
 from kvrouter.attach.transport_provider import MemoryTransports, network_transports
+from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
 from kvrouter.config import Settings
@@ -111,6 +112,7 @@ async def pods_served(
         )
         await stack.enter_async_context(following(place, service))
         await stack.enter_async_context(following_links(settings.router, service))
+        await stack.enter_async_context(keeping(settings.router, service))
         loader = TextModelLoader(folders, pool)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))

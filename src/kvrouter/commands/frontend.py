@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
 from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
@@ -86,6 +87,7 @@ async def frontend(
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
                 following(place, service),
                 following_links(settings.router, service),
+                keeping(settings.router, service),
             ):
                 yield app
             stop_texts()

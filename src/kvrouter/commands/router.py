@@ -11,6 +11,7 @@ from pathlib import Path
 import uvloop
 
 from kvrouter.commands.frontend import saving, syncing
+from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
 from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
@@ -134,6 +135,7 @@ async def standalone(
                 serving(service, app, settings=front, sockets=sockets) as server,
                 saving(wires.snapshots, service, router.snapshot_threshold),
                 following_links(router, service),
+                keeping(router, service),
             ):
                 try:
                     yield Standalone(service, server, telemetry, bookings, prefills)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvrouter.commands.learned_file import keeping
 from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
@@ -93,6 +94,7 @@ async def embedded(
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),
+                    keeping(settings.router, service),
                 ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
         finally:

@@ -294,6 +294,18 @@ class KvRouterConfig(Section):
     `{"within": {"zone": {"latency_s": 0.0005, "bandwidth_bytes_per_s": 12.5e9}}}`, or the path of a file with
     that in YAML, which is read again when it changes. Unset: those of the fleet file, else none."""
 
+    router_learned_file: Annotated[
+        Annotated[str, MinLen(1)] | None,
+        Setting(
+            flag="--router-learned-file",
+            variable="KVROUTER_ROUTER_LEARNED_FILE",
+            group=SettingGroup.TOPOLOGY,
+        ),
+    ] = None
+    """A file in which what was learned of links is kept over restarts: it is written every 30 seconds and at
+    the end, and read at the start. Unset: a router that starts learns from its replicas, with
+    --router-replica-sync, else from its own transfers alone."""
+
     router_prefill_level: Annotated[
         Annotated[str, MinLen(1), MaxLen(63)] | None,
         Setting(

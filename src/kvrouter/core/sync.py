@@ -3,8 +3,11 @@
 A router numbers its :class:`Deltas` from 1. Applied in order they give the leases that it holds; a router
 that missed one asks, and is sent them all as of a number. Every message carries the id of the router that it
 is from, so that nobody hears itself.
+
+:class:`LinkNews` have no number: what of them is lost is lost, and the next says how it is then.
 """
 
+from math import isfinite
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -119,10 +122,85 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True, tag=4):
     leases: Annotated[tuple[AddRequest, ...], Meta(max_length=DELTAS_MAX)]
 
 
+LINK_NEWS_MAX = 64
+"""Transfers, and links, in one message."""
+
+LEVELS_MAX = 16
+LEVEL_CHARS_MAX = 63
+VALUE_CHARS_MAX = 189
+_Value = Annotated[str, Meta(max_length=VALUE_CHARS_MAX)]
+
+
+class LinkName(NamedTuple):
+    """Which link; see :class:`kvrouter.topology.SharedLink`."""
+
+    src: Annotated[
+        tuple[tuple[Annotated[str, Meta(max_length=LEVEL_CHARS_MAX)], _Value | None], ...],
+        Meta(min_length=1, max_length=LEVELS_MAX),
+    ]
+    dst: _Value | None
+
+
+class LinkSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A transfer that arrived ``age_s`` ago over a link of these given figures: what it took, and would have
+    taken by them. ``link`` is None where nobody knows what it shares. It is the transfer ``number`` of the
+    router ``seen_by``, no matter which one passes it on.
+    """
+
+    seen_by: Annotated[RouterId, Meta(max_length=64)]
+    number: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+    link: LinkName | None
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    age_s: float
+    plain_s: float
+    seen_s: float
+
+    def __post_init__(self) -> None:
+        _check_amounts(self.latency_s, self.age_s, self.plain_s, self.seen_s)
+        _check_amounts(self.bandwidth_bytes_per_s)
+        if self.bandwidth_bytes_per_s == 0.0:
+            raise ValueError("bandwidth_bytes_per_s: has to be above 0")
+
+
+class LinkUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a router's requests put on a link, in the mean since its last message: bytes that were to travel,
+    in so many transfers, and those of them that were on their way.
+    """
+
+    link: LinkName
+    bytes: float
+    transfers: float
+    moving_bytes: float
+    moving_transfers: float
+
+    def __post_init__(self) -> None:
+        _check_amounts(self.bytes, self.transfers, self.moving_bytes, self.moving_transfers)
+
+
+class LinkNews(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """What a router saw of a model's links since its last message, and puts on them now. ``table`` is the
+    digest of the figures that are given of links: routers that were given others learn nothing of it.
+    """
+
+    router_id: RouterId
+    model: ModelName
+    table: Annotated[str, Meta(max_length=64)]
+    seen: Annotated[tuple[LinkSeen, ...], Meta(max_length=LINK_NEWS_MAX)] = ()
+    uses: Annotated[tuple[LinkUse, ...], Meta(max_length=LINK_NEWS_MAX)] | None = None
+    """None where nothing is said of that."""
+
+
+def _check_amounts(*amounts: float) -> None:
+    if not all(isfinite(amount) and amount >= 0.0 for amount in amounts):
+        raise ValueError("amounts of links have to be finite and not below 0")
+
+
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The router ends, and its leases with it."""
 
     router_id: RouterId
 
 
-SyncMessage = Deltas | Heartbeat | StateQuestion | StatePart | Goodbye
+SyncMessage = Deltas | Heartbeat | StateQuestion | StatePart | LinkNews | Goodbye

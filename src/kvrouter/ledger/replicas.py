@@ -15,6 +15,7 @@ from kvrouter.core.sync import (
     Goodbye,
     Heartbeat,
     LeaseName,
+    LinkNews,
     MarkPrefillCompleted,
     OutputBlocks,
     StatePart,
@@ -23,6 +24,7 @@ from kvrouter.core.sync import (
 )
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.journal import LEASES_MAX, Journal, SharedLedger
+from kvrouter.ledger.link_exchange import LinkExchange
 from kvrouter.ledger.port import Ledger
 
 
@@ -412,6 +414,7 @@ class Replicas:
         self._fleets: dict[ModelName, Fleet] = {}
         self._gone = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._ticked_s = 0.0
+        self.links = LinkExchange(router_id)
 
     # Models
 
@@ -452,6 +455,7 @@ class Replicas:
                 for leases in self._leases.values():
                     leases.rebook(name, None, now_s=now_s)
                 self._count_last(name)
+                self.links.forget(name)
                 del self._fleets[name], self._models[name]
                 return
 
@@ -483,6 +487,9 @@ class Replicas:
                 replica.on_heartbeat(message)
             case StatePart():
                 replica.on_state_part(message, now_s=now_s)
+            case LinkNews():
+                self.links.on_news(message, now_s=now_s)
+                return NOTHING
             case StateQuestion():
                 return Asks(answer=(router_id,))
         self._tell()
@@ -550,6 +557,7 @@ class Replicas:
             return
         leases = self._leases.pop(router_id)
         leases.clear()
+        self.links.router_gone(router_id)
         gone = self._gone
         self._gone = gone._replace(
             gaps=gone.gaps + replica.gaps,

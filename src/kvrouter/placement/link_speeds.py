@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvrouter.core.ids import Slot
+from kvrouter.core.ids import RouterId
 from kvrouter.fleet import FloatColumn
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
 from kvrouter.topology.links import AS_GIVEN, UNKNOWN_KIND
@@ -84,11 +84,13 @@ class Seen(NamedTuple):
 
     link: SharedLink | None
     table: Link
-    to: Slot
     began_s: float
     at_s: float
     plain_s: float
     seen_s: float
+    seen_by: RouterId = RouterId("")
+    number: int = 0
+    """Its number among those of the router that saw it."""
 
     @property
     def kind(self) -> LinkKind:
@@ -172,6 +174,12 @@ class LearnedLinks:
         self._unsettled = set()
         for name in unsettled:
             self._settle_link(name, late.get(name, ()), now_s)
+
+    def samples(self) -> list[Seen]:
+        """Return the transfers that count, the oldest first."""
+        found = {id(seen): seen for kind in self._kinds.values() for seen in kind.seen}
+        found |= {id(seen): seen for link in self._links.values() for seen in link.seen}
+        return sorted(found.values(), key=lambda seen: seen.at_s)
 
     def forget(self) -> None:
         """Begin again: every link is as its table has it."""

@@ -165,7 +165,7 @@ class Placer:
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
         )
         self.speeds = LearnedSpeeds(fleet, speed_listener)
-        self.transfers = Transfers(speed_listener)
+        self.transfers = Transfers(fleet, speed_listener, settings.links, router_id)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = self._begin_at_report(now_s)
         self._replication = replication
@@ -173,6 +173,8 @@ class Placer:
             self.ledger = replication.share(
                 fleet, ledger, on_less=self.load_changed, before_more=self._read_load, now_s=now_s
             )
+            self.transfers.begin_sharing()
+            replication.replicas.links.share(fleet.model, self.transfers)
         self._router_id = router_id
         self._not_active: U32 = np.zeros(16, np.uint32)
 
@@ -194,9 +196,7 @@ class Placer:
         """Decide by these from now on; requests that wait may try again. What bookings depend on stays as it
         is: whether blocks are tracked, and whether the prefill leg is all that is decided.
         """
-        links, weighed = settings.links, self.settings.links
-        if links is not weighed and (links is None or weighed is None or not links.says_as(weighed)):
-            self.transfers.forget()
+        self.transfers.use(settings.links)
         self.settings = structs.replace(
             settings,
             prefill_alone=self.settings.prefill_alone,
@@ -482,9 +482,7 @@ class Placer:
             return
         decode = decision.decode
         tokens = self._missing_tokens(decode, placement.prompt)
-        placement.transfer = self.transfers.begin(
-            self.fleet, links, decision.prefill.slot, decode.slot, tokens
-        )
+        placement.transfer = self.transfers.begin(links, decision.prefill.slot, decode.slot, tokens)
 
     def _arrived(self, placement: Placement, now_s: float) -> None:
         """The KV came: a link is learned from it."""

@@ -1,20 +1,33 @@
 """The KV that placed requests have still to move, and is on its way, over each link that transfers share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
-from kvrouter.core.ids import Slot
+from kvrouter.core.ids import RouterId, Slot
+from kvrouter.core.sync import LINK_NEWS_MAX, LinkNews, LinkSeen, LinkUse
 from kvrouter.fleet import Fleet
+from kvrouter.placement.link_journal import LinkJournal, OnLink, as_message, as_seen
 from kvrouter.placement.link_speeds import LearnedLinks, LinkListener, Seen
 from kvrouter.routing.links import kv_bytes_per_token, links_of
-from kvrouter.topology import Link, LinkState, LinkTable, SharedLink
+from kvrouter.topology import Link, LinkLoad, LinkState, LinkTable, SharedLink
+from kvrouter.topology.links import NO_LOAD
 
 REFRESH_S = 0.1
 """Paces are looked at again after so long, when a decision asks for them."""
 
 LOOKED_AT_MAX = 16
 """So many transfers of one link, the oldest ones, are looked at while they are on their way."""
+
+SHARED_TRANSFERS_MAX = 1024
+"""So many of the last transfers are sent to a router that starts."""
+
+HEARD_MAX = 16_384
+"""So many transfers of other routers are known by name."""
+
+NEWS_LASTS_S = 3.0
+"""What another router puts on links counts for so long after it said so; it says so every second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,29 +58,54 @@ class _Moving:
     bytes: float = 0.0
 
 
-class Transfers:
-    """Counts a transfer from the decision for a pair to its first token, and learns from what it took."""
+class _Others(NamedTuple):
+    """What another router said last of what it puts on links, and when."""
 
-    def __init__(self, listener: LinkListener) -> None:
+    at_s: float
+    uses: dict[SharedLink, LinkUse]
+
+
+class Transfers:
+    """Counts a transfer from the decision for a pair to its first token, and learns from what it took.
+
+    ``table`` are the figures that are given of links; None while nobody weighs them.
+    """
+
+    def __init__(
+        self, fleet: Fleet, listener: LinkListener, table: LinkTable | None, router_id: RouterId
+    ) -> None:
+        self._fleet = fleet
+        self._router_id = router_id
+        self._n_seen = 0
+        self._heard: dict[tuple[RouterId, int], None] = {}
+        """Transfers of other routers that count already: more than one router may pass them on."""
+        self.table = table
         self.state = LinkState()
         self.learned = LearnedLinks(self.state, listener)
         self._moving: dict[SharedLink | None, _Moving] = {}
         self._refreshed_s = 0.0
         self._tables = 0
+        self._journal: LinkJournal | None = None
+        self._others: dict[RouterId, _Others] = {}
+        self._others_moving: dict[SharedLink, LinkLoad] = {}
 
-    def forget(self) -> None:
-        """Links have another table from now on: what was learned was over the one before."""
+    def use(self, table: LinkTable | None) -> None:
+        """Links have these figures from now on. What was learned over others is forgotten."""
+        before, self.table = self.table, table
+        if before is table or (before is not None and table is not None and table.says_as(before)):
+            return
         self._tables += 1
+        self._heard.clear()
         self.learned.forget()
         for moving in self._moving.values():
             for transfer in moving.transfers:
                 transfer.is_clear = False
 
-    def begin(self, fleet: Fleet, table: LinkTable, prefill: Slot, decode: Slot, tokens: int) -> Transfer:
+    def begin(self, table: LinkTable, prefill: Slot, decode: Slot, tokens: int) -> Transfer:
         """So many tokens of KV will travel from one worker to the other."""
-        links = links_of(fleet, table)
+        links = links_of(self._fleet, table)
         link = links.shared(prefill, decode)
-        kv_bytes = float(tokens * kv_bytes_per_token(fleet, prefill))
+        kv_bytes = float(tokens * kv_bytes_per_token(self._fleet, prefill))
         given = links.link(prefill, decode)
         transfer = Transfer(link, given, kv_bytes, decode, tables=self._tables)
         if link is not None:
@@ -89,7 +127,11 @@ class Transfers:
         if transfer.began_s is not None and transfer.is_clear and is_clear:
             seen = self._seen(transfer, transfer.began_s, now_s, steps_s)
             if seen.seen_s > 0.0:
+                self._n_seen += 1
+                seen = seen._replace(seen_by=self._router_id, number=self._n_seen)
                 self.learned.note(seen)
+                if self._journal is not None:
+                    self._journal.saw(seen)
         self.end(transfer)
 
     def end(self, transfer: Transfer) -> None:
@@ -110,6 +152,8 @@ class Transfers:
         if now_s - self._refreshed_s >= REFRESH_S or now_s < self._refreshed_s:
             self._refreshed_s = now_s
             self.learned.refresh(self._on_the_way(is_clear, now_s), now_s=now_s)
+            if self._journal is not None:
+                self._journal.look(self._on_links())
 
     def _on_the_way(self, is_clear: Callable[[Slot], bool], now_s: float) -> Iterator[Seen]:
         for moving in self._moving.values():
@@ -128,7 +172,6 @@ class Transfers:
         return Seen(
             link=transfer.link,
             table=table,
-            to=transfer.to,
             began_s=began_s,
             at_s=now_s,
             plain_s=(transfer.bytes + sharing) / table.bandwidth_bytes_per_s,
@@ -137,9 +180,93 @@ class Transfers:
 
     def _sharing(self, transfer: Transfer) -> float:
         """What travels with it, of which it waits for no more than as many bytes as its own for each."""
-        moving = None if transfer.link is None else self._moving.get(transfer.link)
-        if moving is None:
+        if transfer.link is None:
             return 0.0
-        is_there = transfer in moving.transfers
-        n_others = len(moving.transfers) - is_there
-        return min(moving.bytes - is_there * transfer.bytes, n_others * transfer.bytes)
+        kv_bytes, n = self._others_moving.get(transfer.link, NO_LOAD)
+        moving = self._moving.get(transfer.link)
+        if moving is not None:
+            is_there = transfer in moving.transfers
+            kv_bytes += moving.bytes - is_there * transfer.bytes
+            n += len(moving.transfers) - is_there
+        return min(kv_bytes, n * transfer.bytes)
+
+    # Other routers
+
+    def begin_sharing(self) -> None:
+        """Collect what other routers will be sent."""
+        self._journal = self._journal or LinkJournal()
+
+    def take_news(self, router_id: RouterId, *, now_s: float) -> LinkNews | None:
+        """Return what is new since the last time; None where nothing is, and where no links are given.
+
+        What others put on links counts no longer when they fall silent.
+        """
+        for other in [other for other, said in self._others.items() if now_s - said.at_s > NEWS_LASTS_S]:
+            self.router_gone(other)
+        if self._journal is None:
+            return None
+        seen = tuple(as_message(each, now_s=now_s) for each in self._journal.take_seen())
+        uses = self._journal.take_uses()
+        if self.table is None or (not seen and uses is None):
+            return None
+        return LinkNews(router_id, self._fleet.model, self.table.digest(), seen, uses)
+
+    def all_news(self, router_id: RouterId, *, now_s: float) -> Iterator[LinkNews]:
+        """Yield the transfers that count, the oldest first."""
+        if self.table is None:
+            return
+        digest, seen = self.table.digest(), self.learned.samples()[-SHARED_TRANSFERS_MAX:]
+        for begin in range(0, len(seen), LINK_NEWS_MAX):
+            piece = tuple(as_message(each, now_s=now_s) for each in seen[begin : begin + LINK_NEWS_MAX])
+            yield LinkNews(router_id, self._fleet.model, digest, piece)
+
+    def on_news(self, news: LinkNews, *, now_s: float, aged_s: float = 0.0) -> None:
+        """Learn from what another router saw, or this one ``aged_s`` ago, and count what it puts on links.
+        What it measures by other figures than this one says nothing here.
+        """
+        if self.table is None or news.table != self.table.digest():
+            return
+        for each in news.seen:
+            if self._is_new(each):
+                self.learned.note(as_seen(each, now_s=now_s - aged_s))
+        if news.uses is not None:
+            before = self._others.get(news.router_id)
+            said = self._others[news.router_id] = _Others(
+                now_s, {SharedLink(*use.link): use for use in news.uses}
+            )
+            self._count_others(said.uses.keys() | (set() if before is None else before.uses.keys()))
+
+    def _is_new(self, seen: LinkSeen) -> bool:
+        name = (seen.seen_by, seen.number)
+        if seen.seen_by == self._router_id or name in self._heard:
+            return False
+        self._heard[name] = None
+        if len(self._heard) > HEARD_MAX:
+            del self._heard[next(iter(self._heard))]
+        return True
+
+    def router_gone(self, router_id: RouterId) -> None:
+        """A router ended: it puts nothing on links any more."""
+        said = self._others.pop(router_id, None)
+        if said is not None:
+            self._count_others(said.uses.keys())
+
+    def _count_others(self, links: Iterable[SharedLink]) -> None:
+        for link in links:
+            uses = [use for said in self._others.values() if (use := said.uses.get(link)) is not None]
+            self._others_moving.pop(link, None)
+            if not uses:
+                self.state.set_others(link, None)
+                continue
+            self.state.set_others(
+                link, LinkLoad(sum(use.bytes for use in uses), sum(use.transfers for use in uses))
+            )
+            self._others_moving[link] = LinkLoad(
+                sum(use.moving_bytes for use in uses), sum(use.moving_transfers for use in uses)
+            )
+
+    def _on_links(self) -> Iterator[OnLink]:
+        for link, load in self.state.own_loads():
+            moving = self._moving.get(link)
+            on_its_way = NO_LOAD if moving is None else LinkLoad(moving.bytes, len(moving.transfers))
+            yield OnLink(link, load, on_its_way)

@@ -16,6 +16,7 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, TokenBuffer
+from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import LoadReport
 from kvrouter.fleet import CircuitState, Fault, Fleet, Pair
 from kvrouter.journey import RetryPlan
@@ -245,6 +246,14 @@ class ModelRouter:
         """Weigh these links from now on, where links are weighed; they are learned from the beginning."""
         if self.settings.links is not None:
             self.placer.set_routing(structs.replace(self.settings, links=links), now_s=self._clock())
+
+    def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
+        """Yield what counts now of the transfers over its links."""
+        return self.placer.transfers.all_news(router_id, now_s=self._clock())
+
+    def recall(self, news: LinkNews, *, aged_s: float) -> None:
+        """Learn from what was known of its links so long ago."""
+        self.placer.transfers.on_news(news, now_s=self._clock(), aged_s=aged_s)
 
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a

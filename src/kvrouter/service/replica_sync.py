@@ -1,4 +1,5 @@
-"""Replica sync: publishes this router's bookings to the other routers, and counts theirs as load.
+"""Replica sync: publishes this router's bookings to the other routers, and counts theirs as load; so with
+what is learned of links.
 
 All that is decided is decided in the ledger package; here are the wire, the clock and the turns of the loop.
 """
@@ -119,7 +120,10 @@ class ReplicaSync:
         while True:
             for message in self._journal.take_heartbeat():
                 self._send(message)
-            self._act(self._replicas.tick(now_s=self._now_s()))
+            now_s = self._now_s()
+            for news in self._replicas.links.take(now_s=now_s):
+                self._send(news)
+            self._act(self._replicas.tick(now_s=now_s))
             await asyncio.sleep(self._heartbeat_s)
 
     def _send(self, message: SyncMessage, to: RouterId | None = None) -> None:
@@ -148,6 +152,9 @@ class ReplicaSync:
             self._flush()
             for part in self._journal.state():
                 self._send(part, to=asker)
+                await asyncio.sleep(0)
+            for news in self._replicas.links.state(now_s=self._now_s()):
+                self._send(news, to=asker)
                 await asyncio.sleep(0)
 
     @staticmethod

@@ -1,17 +1,21 @@
 """The router of one process: the routers of all its models, fed by discovery and events."""
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError, ModelNotReady, ShuttingDown, UnknownModel
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
+from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
@@ -53,6 +57,8 @@ class RouterService:
         self._models: dict[ModelName, ModelRouter] = {}
         self._place: Mapping[str, str] | None = None
         self._links: LinkTable | None = None
+        self._recalled: dict[ModelName, list[LinkNews]] = {}
+        self._recalled_s = 0.0
         self._model_of: dict[WorkerId, ModelName] = {}
         self._other_block_size: dict[WorkerId, WorkerCard] = {}  # refused for that alone
         self._running: set[Generation] = set()
@@ -144,6 +150,22 @@ class RouterService:
         self._links = links
         for model in self._models.values():
             model.links_changed(links)
+
+    def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
+        """Let models learn, when their workers come, from what was known of their links so long ago."""
+        self._recalled_s = time.monotonic() - aged_s
+        for each in news:
+            self._recalled.setdefault(each.model, []).append(each)
+
+    def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
+        """Yield what is known of every model's links now, also of models whose workers did not come yet."""
+        for model in self._models.values():
+            yield from model.known_links(router_id)
+        aged_s = time.monotonic() - self._recalled_s
+        for recalled in self._recalled.values():
+            for news in recalled:
+                seen = tuple(structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen)
+                yield structs.replace(news, seen=seen)
 
     # Requests
 
@@ -305,6 +327,8 @@ class RouterService:
             made.moved(self._place)
         if self._links is not None:
             made.links_changed(self._links)
+        for news in self._recalled.pop(card.model, ()):
+            made.recall(news, aged_s=time.monotonic() - self._recalled_s)
         if model is not None:
             settings = model.settings
             made.set_busy_thresholds(

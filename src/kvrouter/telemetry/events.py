@@ -93,6 +93,8 @@ class Event(StrEnum):
     FRONTEND_MOVED = "frontend_moved"
     LINKS_READ = "links_read"
     LINKS_REFUSED = "links_refused"
+    LEARNED_NOT_READ = "learned_not_read"
+    LEARNED_NOT_KEPT = "learned_not_kept"
     LINK_WELL = "link_well"
     BUSY_THRESHOLD = "busy_threshold"
     ROUTING_HINT_IGNORED = "routing_hint_ignored"
@@ -400,6 +402,14 @@ EVENTS: dict[Event, EventSpec] = {
     Event.LINKS_REFUSED: EventSpec(
         logging.WARNING,
         "The file of --router-links cannot be read, or is wrong: decisions weigh what it said last.",
+    ),
+    Event.LEARNED_NOT_READ: EventSpec(
+        logging.WARNING,
+        "The file of --router-learned-file cannot be read, or is wrong: links are learned from the "
+        "beginning.",
+    ),
+    Event.LEARNED_NOT_KEPT: EventSpec(
+        logging.WARNING, "The file of --router-learned-file cannot be written; it is tried again."
     ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.ROUTING_HINT_IGNORED: EventSpec(

@@ -1,6 +1,7 @@
 """Distance between two workers, and what it costs to move KV between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from math import isfinite
 from typing import NamedTuple, Protocol
 
@@ -94,6 +95,13 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
         own, theirs = list(self.pairs.items()), list(other.pairs.items())
         return (self.by_level, self.otherwise, own) == (other.by_level, other.otherwise, theirs)
 
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that are the same for tables with the same links."""
+        content = msgspec.json.encode(
+            (sorted(self.by_level.items()), self.otherwise, list(self.pairs.items())), order="sorted"
+        )
+        return sha256(content).hexdigest()[:16]
+
     def link(self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) -> Link:
         """Return the link between the workers whose domain values are ``a`` and ``b``."""
         return self.decided(a, b, levels)[0]
@@ -143,7 +151,11 @@ class LinkLoad(NamedTuple):
     """What is to travel over one link: bytes, and how many transfers these are."""
 
     bytes: float
-    transfers: int
+    transfers: float
+    """Those of other routers are a mean, and no whole number."""
+
+
+NO_LOAD = LinkLoad(0.0, 0)
 
 
 class LinkPace(NamedTuple):
@@ -176,24 +188,31 @@ class LinkState:
 
     def __init__(self) -> None:
         self._loads: dict[SharedLink, LinkLoad] = {}
+        """What this router counts itself."""
+        self._others: dict[SharedLink, LinkLoad] = {}
         self._paces: dict[SharedLink | LinkKind, LinkPace] = {}
         self.reader: LinkReader | None = None
 
     def __len__(self) -> int:
         """How many links something is to travel over."""
-        return len(self._loads)
+        return len(self._loads.keys() | self._others.keys())
 
     def loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
         """Yield each link that something is to travel over."""
-        return iter(self._loads.items())
+        return ((link, self.on(link)) for link in self._loads.keys() | self._others.keys())
 
     def paces(self) -> Iterator[tuple[SharedLink | LinkKind, LinkPace]]:
         """Yield each link, and each kind, that is not as its table has it."""
         return iter(self._paces.items())
 
+    def own_loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
+        """Yield each link that this router itself counts something on."""
+        return iter(self._loads.items())
+
     def on(self, link: SharedLink) -> LinkLoad:
         """Return what is to travel over ``link``."""
-        return self._loads.get(link, _NO_LOAD)
+        own, others = self._loads.get(link, NO_LOAD), self._others.get(link)
+        return own if others is None else LinkLoad(own.bytes + others.bytes, own.transfers + others.transfers)
 
     def pace_of_kind(self, kind: LinkKind) -> LinkPace:
         """Return how fast the links of a kind are that have no pace of their own."""
@@ -201,15 +220,24 @@ class LinkState:
 
     def add(self, link: SharedLink, kv_bytes: float) -> None:
         """One more transfer, of so many bytes."""
-        load = self.on(link)
+        load = self._loads.get(link, NO_LOAD)
         self._set(link, LinkLoad(load.bytes + kv_bytes, load.transfers + 1))
 
     def remove(self, link: SharedLink, kv_bytes: float) -> None:
         """One of them is over."""
-        load = self.on(link)
+        load = self._loads.get(link, NO_LOAD)
         left = load.transfers - 1
         # no rest of sums where nothing travels
-        self._set(link, LinkLoad(load.bytes - kv_bytes, left) if left > 0 else _NO_LOAD)
+        self._set(link, LinkLoad(load.bytes - kv_bytes, left) if left > 0 else NO_LOAD)
+
+    def set_others(self, link: SharedLink, load: LinkLoad | None) -> None:
+        """Say what other routers' requests put on a link; None: nothing."""
+        if load is None:
+            self._others.pop(link, None)
+        else:
+            self._others[link] = load
+        if self.reader is not None:
+            self.reader.loaded(link, self.on(link))
 
     def set_pace(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
         """Say how fast a link is, or all of a kind that have no pace of their own. None: as the link's kind
@@ -230,7 +258,4 @@ class LinkState:
         else:
             self._loads.pop(link, None)
         if self.reader is not None:
-            self.reader.loaded(link, load)
-
-
-_NO_LOAD = LinkLoad(0.0, 0)
+            self.reader.loaded(link, self.on(link))

@@ -1,0 +1,104 @@
+"""The file of ``router_learned_file``: what is known of links, kept over restarts."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from kvrouter.commands.whole_file import check_folder, write_whole
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import LinkNews
+from kvrouter.service.router import RouterService
+from kvrouter.telemetry import Event, log_event
+
+logger = logging.getLogger("kvrouter.router")
+
+SAVE_S = 30.0
+"""How often the file is written."""
+
+FILE_MAX_BYTES: Final = 64 * 1024 * 1024
+"""A larger file is not read."""
+
+_NOBODY = RouterId("")
+
+
+class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file says: at that moment, in seconds since 1970, so much was known of links."""
+
+    version: Literal[1]
+    saved_at_s: Annotated[float, msgspec.Meta(ge=0.0)]
+    links: tuple[LinkNews, ...]
+
+
+@asynccontextmanager
+async def keeping(
+    config: KvRouterConfig,
+    service: RouterService,
+    *,
+    save_s: float = SAVE_S,
+    clock: Callable[[], float] = time.time,
+) -> AsyncIterator[None]:
+    """Let the router know what the file says, and write it again and again, and at the end.
+
+    Raises ConfigError where it could never be written. A file that cannot be read is left out, and said.
+    """
+    if config.router_learned_file is None:
+        yield
+        return
+    path = Path(config.router_learned_file)
+    try:
+        check_folder(path)
+    except ConfigError as error:
+        raise ConfigError(f"router_learned_file: {error.message}", param="router_learned_file") from error
+    found = await asyncio.to_thread(_read, path)
+    if found is not None:
+        service.recall(found.links, aged_s=max(0.0, clock() - found.saved_at_s))
+    saving = asyncio.create_task(_save_on(path, service, save_s, clock))
+    try:
+        yield
+    finally:
+        saving.cancel()
+        with suppress(asyncio.CancelledError):
+            await saving
+        await _save(path, service, clock)
+
+
+async def _save_on(path: Path, service: RouterService, save_s: float, clock: Callable[[], float]) -> None:
+    refused: str | None = None
+    while True:
+        await asyncio.sleep(save_s)
+        refused = await _save(path, service, clock, refused=refused)
+
+
+async def _save(
+    path: Path, service: RouterService, clock: Callable[[], float], *, refused: str | None = None
+) -> str | None:
+    """Write the file; return why that failed. A reason that was given before is not said again."""
+    links = list(service.known_links(_NOBODY))
+    content = msgspec.json.encode(LearnedFile(1, clock(), tuple(links)))
+    try:
+        await asyncio.to_thread(write_whole, path, content)
+    except ConfigError as error:
+        if error.message != refused:
+            log_event(logger, Event.LEARNED_NOT_KEPT, reason=error.message)
+        return error.message
+    return None
+
+
+def _read(path: Path) -> LearnedFile | None:
+    try:
+        if path.stat().st_size > FILE_MAX_BYTES:
+            raise ValueError(f"has more than {FILE_MAX_BYTES} bytes")
+        return msgspec.json.decode(path.read_bytes(), type=LearnedFile)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        log_event(logger, Event.LEARNED_NOT_READ, reason=f"{path}: {error}")
+        return None
