@@ -119,6 +119,7 @@ OF_THE_COST_OF_TIME = {
     "kvrouter_link_bandwidth_bytes_per_second",
     "kvrouter_link_latency_seconds",
     "kvrouter_link_slow",
+    "kvrouter_link_seen_over_reported_ratio",
 }
 """Asserted where the fleet is shown under that cost."""
 

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.placement.link_speeds import Seen
@@ -201,9 +201,20 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
         for at_s in range(40):
             learned.note(Seen(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
             learned.refresh((), now_s=float(at_s))
+        sums, rank = model.placer.transfers.engine_sums, WorkerRank(WorkerId(1), DpRank(0))
+        for n in range(2):  # a first report may be of long ago
+            report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(10 * n, 10**9 * n, 1.0 * n))
+            house.bench.events.load(report)
+        for _ in range(10):
+            sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model._clock())
         shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
         metrics = await metrics_of(house)
-    assert before == {"alike": True, "learned": []}
+    assert before == {"alike": True, "engines": None, "learned": []}
+    engines = shown["engines"]
+    assert engines["ratio"] == pytest.approx(3.0, rel=1e-2)
+    assert engines["bandwidth_bytes_per_s"] == pytest.approx(1e9, rel=1e-2)
+    assert not engines["agree"]
+    assert metrics["kvrouter_link_seen_over_reported_ratio", MODEL] == pytest.approx(3.0, rel=1e-2)
     assert shown["alike"]
     (kind,) = shown["learned"]
     assert kind["link"] == "between two values of zone"

@@ -14,6 +14,7 @@ from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.placement.cache_view import PredictedCacheView
+from kvrouter.placement.engine_sums import SumsReading
 from kvrouter.placement.link_speeds import LinkReading
 from kvrouter.placement.speeds import SpeedReading
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
@@ -181,6 +182,7 @@ def _links_json(model: ModelRouter) -> Json | None:
     learned = model.placer.transfers.learned
     return {
         "alike": learned.are_alike,
+        "engines": _engine_sums_json(model.placer.transfers.engine_sums.reading()),
         "learned": [
             {
                 "link": link.name,
@@ -193,6 +195,17 @@ def _links_json(model: ModelRouter) -> Json | None:
             }
             for link in learned.readings()
         ],
+    }
+
+
+def _engine_sums_json(sums: SumsReading | None) -> Json | None:
+    if sums is None:
+        return None
+    return {
+        "bandwidth_bytes_per_s": round(sums.bandwidth_bytes_per_s),
+        "seen_bytes_per_s": round(sums.seen_bytes_per_s),
+        "ratio": round(sums.ratio, 3),
+        "agree": sums.agree,
     }
 
 
@@ -331,7 +344,8 @@ class Gauges:
             if index is not None:
                 index_bytes[name,] = index.bytes
                 index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
-            page.add_links(name, model.placer.transfers.learned.readings())
+            transfers = model.placer.transfers
+            page.add_links(name, transfers.learned.readings(), transfers.engine_sums.reading())
             leases[name,] = len(model.ledger)
             queued[name,] = model.waiting_for_load
             broken_pairs[name,] = sum(1 for _ in model.broken_pairs())
@@ -360,6 +374,7 @@ class Gauges:
         telemetry.link_bandwidth.replace(page.link_bandwidth)
         telemetry.link_latency.replace(page.link_latency)
         telemetry.link_slow.replace(page.slow_links)
+        telemetry.link_seen_over_reported.replace(page.link_ratio)
 
 
 LINK_SERIES_MAX = 64
@@ -389,6 +404,7 @@ class _Page:
         self.link_bandwidth: Values = {}
         self.link_latency: Values = {}
         self.slow_links: Values = {}
+        self.link_ratio: Values = {}
 
     def add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
@@ -402,8 +418,12 @@ class _Page:
         for rank in worker.ranks:
             self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
 
-    def add_links(self, model: str, links: Sequence[LinkReading]) -> None:
-        """Note what was learned of a model's links: of kinds first, then of those that differ from theirs."""
+    def add_links(self, model: str, links: Sequence[LinkReading], sums: SumsReading | None) -> None:
+        """Note what was learned of a model's links: of kinds first, then of those that differ from theirs;
+        and what engines say of it.
+        """
+        if sums is not None:
+            self.link_ratio[model,] = sums.ratio
         for link in links[:LINK_SERIES_MAX]:
             self.link_bandwidth[model, link.name] = link.bandwidth_bytes_per_s
             self.link_latency[model, link.name] = link.latency_s

@@ -243,6 +243,7 @@ class Placer:
         self.ledger.drop_slot(slot)
         self.cache.freed(slot)
         self.speeds.freed(slot)
+        self.transfers.engine_sums.freed(slot)
 
     def reported(self, report: LoadReport, slot: Slot, *, now_s: float) -> None:
         """The worker rank at ``slot`` reported its load."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.sync import LINK_NEWS_MAX, LinkNews, LinkSeen, LinkUse
 from kvrouter.fleet import Fleet
+from kvrouter.placement.engine_sums import EngineSums
 from kvrouter.placement.link_journal import LinkJournal, OnLink, as_message, as_seen
 from kvrouter.placement.link_speeds import LearnedLinks, LinkListener, Seen
 from kvrouter.routing.links import kv_bytes_per_token, links_of
@@ -82,6 +83,7 @@ class Transfers:
         self.table = table
         self.state = LinkState()
         self.learned = LearnedLinks(self.state, listener)
+        self.engine_sums = EngineSums()
         self._moving: dict[SharedLink | None, _Moving] = {}
         self._refreshed_s = 0.0
         self._tables = 0
@@ -128,6 +130,8 @@ class Transfers:
             seen = self._seen(transfer, transfer.began_s, now_s, steps_s)
             if seen.seen_s > 0.0:
                 self._n_seen += 1
+                took_s = seen.seen_s + transfer.table.latency_s
+                self.engine_sums.saw(transfer.to, kv_bytes=transfer.bytes, seconds=took_s, now_s=now_s)
                 seen = seen._replace(seen_by=self._router_id, number=self._n_seen)
                 self.learned.note(seen)
                 if self._journal is not None:

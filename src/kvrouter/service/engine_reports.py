@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvrouter.core.ids import Slot, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.fleet.fleet import Fleet
 from kvrouter.service.transfer_speed import Noted, SpeedVerdict, TransferReading, TransferSpeeds
 from kvrouter.telemetry import Event, Telemetry, log_event
@@ -254,11 +254,13 @@ class EngineReports:
         self._observed.compared(rank, compared)
         return compared.wrong is not None
 
-    def reported(self, report: LoadReport) -> None:
-        """A load report came of a rank that is here."""
+    def reported(self, report: LoadReport) -> KvTransfers | None:
+        """A load report came of a rank that is here; return what its engine fetched since the last one, None
+        where it says nothing new.
+        """
         slot = self._fleet.slot_of(report.rank)
         if slot is None:
-            return
+            return None
         self._ranks[slot] = report.rank
         noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
         if noted is not None:
@@ -267,6 +269,7 @@ class EngineReports:
         if skipped != before:
             self._skipped[slot] = skipped
             self._observed.events_skipped(report.rank, _more(skipped, before or {}))
+        return None if noted is None else noted.carried
 
     def reading(self, slot: Slot) -> ReportReading:
         """What is known of the slot's rank now."""

@@ -297,7 +297,15 @@ class ModelRouter:
             return False
         self.placer.reported(report, slot, now_s=self._clock())
         self.capacity_changed(slot)
-        self.accounts.reported(report)
+        carried = self.accounts.reported(report)
+        if carried is not None:
+            self.placer.transfers.engine_sums.reported(
+                slot,
+                transfers=carried.transfers,
+                kv_bytes=carried.bytes,
+                seconds=carried.seconds,
+                now_s=self._clock(),
+            )
         return True
 
     # Leases

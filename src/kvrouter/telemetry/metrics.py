@@ -197,6 +197,12 @@ class Telemetry(MetricsPage):
         "model",
         "link",
     )
+    link_seen_over_reported = gauge(
+        "kvrouter_link_seen_over_reported_ratio",
+        "Seconds a byte of KV from the end of a prefill to the first token, over those that engines count "
+        "for the same ranks' transfers; above 2 something else holds up first tokens than links.",
+        "model",
+    )
 
     ttft = histogram(
         "kvrouter_time_to_first_token_seconds",
