@@ -80,6 +80,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+BY_BLOCKS = ("--mode", "kv", "--cost", "blocks", "--json", "out.json")
+
+
 def run(*arguments: str) -> int:
     return main(["worth", *arguments])
 
@@ -87,51 +90,70 @@ def run(*arguments: str) -> int:
 def test_where_links_differ_pairs_by_topology_are_advised(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("long.yaml", "--fleet", "different.yaml", "--mode", "kv", "--json", "out.json") == 0
+    assert (
+        run(
+            "long.yaml", "--fleet", "different.yaml", "--mode", "kv", "--cost", "blocks", "--json", "out.json"
+        )
+        == 0
+    )
     report = json.loads((folder / "out.json").read_text())
     advice = report["advice"]
     assert advice["verdict"] == "switch"
     assert (advice["choice"]["enforcement"], advice["choice"]["level"]) == ("preferred", "zone")
-    assert "required on zone, kv" in advice["as_good"]
-    assert report["today"]["name"] == "anywhere, kv"
+    assert "required on zone, kv by blocks" in advice["as_good"]
+    assert report["today"]["name"] == "anywhere, kv by blocks"
     assert report["today"]["figures"]["cost"] == pytest.approx(
         0.02 * report["today"]["figures"]["crossing_gb"]
     )
     by_name = {each["name"]: each["changes"] for each in report["alternatives"]}
-    required = by_name["required on zone, kv"]
+    required = by_name["required on zone, kv by blocks"]
     ttft = required["ttft_mean_ms"]
     assert ttft["today"] > 3.5 * (ttft["today"] + ttft["change"])
     assert ttft["change"] + ttft["within_all"] < 0.0
     assert required["crossing_gb"]["change"] == pytest.approx(-report["today"]["figures"]["crossing_gb"])
     output = capsys.readouterr().out
-    assert "today: anywhere, kv" in output
-    assert "Switch to preferred 1 on zone, kv: mean TTFT falls by" in output
+    assert "today: anywhere, kv by blocks" in output
+    assert "Switch to preferred 1 on zone, kv by blocks: mean TTFT falls by" in output
 
 
 def test_where_links_are_alike_and_a_filter_would_strand_workers_nothing_is_changed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("busy.yaml", "--fleet", "alike.yaml", "--mode", "kv", "--json", "out.json") == 0
+    assert run("busy.yaml", "--fleet", "alike.yaml", *BY_BLOCKS) == 0
     report = json.loads((folder / "out.json").read_text())
     advice = report["advice"]
     assert (advice["verdict"], advice["choice"]) == ("leave it", None)
-    assert "required on zone, kv" in advice["worse"]
+    assert "required on zone, kv by blocks" in advice["worse"]
     by_name = {each["name"]: each["changes"] for each in report["alternatives"]}
-    for name in ("required on zone, kv", "fallback on zone, kv"):
+    for name in ("required on zone, kv by blocks", "fallback on zone, kv by blocks"):
         ttft, good = by_name[name]["ttft_mean_ms"], by_name[name]["good_share"]
         assert ttft["change"] - ttft["within"] > ttft["today"]
         assert good["change"] + good["within"] < 0.0
     output = capsys.readouterr().out
     assert "Leave it: nothing makes mean TTFT or goodput better" in output
-    assert "Worse than today, such as required on zone, kv: mean TTFT rises by" in output
+    assert "Worse than today, such as required on zone, kv by blocks: mean TTFT rises by" in output
+
+
+def test_where_links_are_alike_another_cost_is_advised_without_a_policy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("blocks.yaml").write_text(f"{ALIKE_LINKS}router: {{router_cost: blocks}}\n")
+    assert (
+        run("busy.yaml", "--fleet", "blocks.yaml", "--mode", "kv", "--seeds", "1", "--json", "out.json") == 0
+    )
+    report = json.loads((folder / "out.json").read_text())
+    advice = report["advice"]
+    assert advice["verdict"] == "switch"
+    assert (advice["choice"]["enforcement"], advice["choice"]["cost"]) == (None, "joint")
+    assert "Switch to anywhere, kv by joint: mean TTFT falls by" in capsys.readouterr().out
 
 
 def test_who_has_the_good_policy_already_keeps_it(folder: Path) -> None:
     Path("kept.yaml").write_text(f"{DIFFERENT_LINKS}kv_transfer: {{domain: zone}}\n")
-    assert run("long.yaml", "--fleet", "kept.yaml", "--mode", "kv", "--json", "out.json") == 0
+    assert run("long.yaml", "--fleet", "kept.yaml", *BY_BLOCKS) == 0
     report = json.loads((folder / "out.json").read_text())
     assert report["advice"]["verdict"] == "leave it"
-    assert "anywhere, kv" in report["advice"]["worse"]
+    assert "anywhere, kv by blocks" in report["advice"]["worse"]
 
 
 def test_the_same_seeds_give_the_same_bytes_and_all_modes_are_compared(folder: Path) -> None:
@@ -140,7 +162,7 @@ def test_the_same_seeds_give_the_same_bytes_and_all_modes_are_compared(folder: P
         assert run("trace.jsonl", *arguments) == 0
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
     report = json.loads((folder / "a.json").read_text())
-    assert len(report["alternatives"]) == 9
+    assert len(report["alternatives"]) == 17
     assert {each["choice"]["mode"] for each in report["alternatives"]} == {"kv", "round-robin", "random"}
     assert (report["requests"], report["parts"], report["is_whole"]) == (100, 10, True)
     assert all(len(each["changes"]["ttft_mean_ms"]["parts"]) == 10 for each in report["alternatives"])
@@ -231,11 +253,22 @@ def test_an_interrupt_between_two_replays_loses_none(folder: Path, monkeypatch: 
         return rows_of(outcomes, objective, places)
 
     monkeypatch.setattr("kvrouter.commands.worth.rows_of", interrupt)
-    arguments = ("--fleet", "different.yaml", "--seeds", "1", "--mode", "kv", "--json", "out.json")
+    arguments = (
+        "--fleet",
+        "different.yaml",
+        "--seeds",
+        "1",
+        "--mode",
+        "kv",
+        "--cost",
+        "blocks",
+        "--json",
+        "out.json",
+    )
     assert run("trace.jsonl", *arguments) == 130
     report = json.loads((folder / "out.json").read_text())
     assert report["is_whole"] is False
-    assert [each["name"] for each in report["alternatives"]] == ["preferred 1 on zone, kv"]
+    assert [each["name"] for each in report["alternatives"]] == ["preferred 1 on zone, kv by blocks"]
 
 
 def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:
@@ -279,7 +312,7 @@ def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:
     [
         (50, None),
         (250, []),
-        (450, ["preferred 1 on zone, kv"]),
+        (450, ["preferred 1 on zone, kv by blocks"]),
     ],  # 100 requests, two replays of each that are alike
 )
 def test_interrupted_it_leaves_what_is_known(
@@ -297,7 +330,8 @@ def test_interrupted_it_leaves_what_is_known(
         return draw(simulation)
 
     monkeypatch.setattr(Simulation, "draw", interrupt)
-    assert run("trace.jsonl", "--fleet", "different.yaml", "--json", "out.json") == 130
+    arguments = ("--fleet", "different.yaml", "--cost", "blocks", "--json", "out.json")
+    assert run("trace.jsonl", *arguments) == 130
     report = json.loads((folder / "out.json").read_text())
     assert report["is_whole"] is False
     assert (report["today"] is None) is (known is None)

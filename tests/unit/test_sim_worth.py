@@ -13,7 +13,7 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.sim.advice import Alternative, Verdict, advise
 from kvrouter.sim.places import Places
 from kvrouter.sim.summary import Objective
-from kvrouter.sim.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
+from kvrouter.sim.transfer_choices import CostChoice, TransferChoice, choice_of, other_choices, variant_of
 from kvrouter.sim.worth import (
     FIGURES,
     PARTS,
@@ -34,10 +34,11 @@ HEAD = "version: 1\nmodels: [{name: m, block_size: 64}]\n"
 RACKS = TWO_ZONES.replace("[zone]", "[zone, rack]")
 PRICED = TWO_ZONES.replace("1310720.0}", "1310720.0, price_per_gb: 2}")
 NO_LINKS = "topology: {levels: [zone]}\nworkers: [{name: p, role: prefill}, {name: d, role: decode}]"
-TODAY = TransferChoice(KV)
-PREFERRED = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0)
-FALLBACK = TransferChoice(KV, Enforcement.FALLBACK, "zone")
-REQUIRED = TransferChoice(KV, Enforcement.REQUIRED, "zone")
+BLOCKS = CostChoice.BLOCKS
+TODAY = TransferChoice(KV, cost=BLOCKS)
+PREFERRED = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0, BLOCKS)
+FALLBACK = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost=BLOCKS)
+REQUIRED = TransferChoice(KV, Enforcement.REQUIRED, "zone", cost=BLOCKS)
 
 
 def document(text: str) -> Document:
@@ -50,16 +51,25 @@ def document(text: str) -> Document:
 def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> None:
     file = load_fleet(document(f"kv_transfer: {{domain: rack}}{RACKS}")).fleet
     others = other_choices(file, tuple(RouterMode))
-    assert choice_of(file) == TransferChoice(KV, Enforcement.REQUIRED, "rack")
-    assert [choice.name for choice in others if choice.mode is KV] == [
-        "anywhere, kv",
-        "preferred 1 on zone, kv",
-        "preferred 1 on rack, kv",
-        "fallback on zone, kv",
-        "fallback on rack, kv",
-        "required on zone, kv",
+    assert choice_of(file) == TransferChoice(KV, Enforcement.REQUIRED, "rack", cost=BLOCKS)
+    assert [choice.name for choice in others if choice.cost is BLOCKS] == [
+        "anywhere, kv by blocks",
+        "preferred 1 on zone, kv by blocks",
+        "preferred 1 on rack, kv by blocks",
+        "fallback on zone, kv by blocks",
+        "fallback on rack, kv by blocks",
+        "required on zone, kv by blocks",
     ]
-    assert len(others) == 6 + 2 * 5
+    assert [choice.name for choice in others if choice.cost is CostChoice.JOINT] == [
+        "anywhere, kv by joint",
+        "preferred 1 on zone, kv by joint",
+        "preferred 1 on rack, kv by joint",
+        "fallback on zone, kv by joint",
+        "fallback on rack, kv by joint",
+        "required on zone, kv by joint",
+        "required on rack, kv by joint",
+    ]
+    assert len(others) == 6 + 7 + 7 + 2 * 5
     assert {choice.enforcement for choice in others if choice.mode is RouterMode.RANDOM} == {
         None,
         Enforcement.FALLBACK,
@@ -71,20 +81,23 @@ def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> N
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("", "anywhere, kv"),
+        ("", "anywhere, kv by blocks"),
         (
             "kv_transfer: {domain: zone, enforcement: preferred, preferred_weight: 0.4}",
-            "preferred 0.4 on zone, kv",
+            "preferred 0.4 on zone, kv by blocks",
         ),
-        ("router: {kv_transfer_topology_level: zone}", "required on zone, kv"),
+        ("router: {kv_transfer_topology_level: zone}", "required on zone, kv by blocks"),
         (
             "router: {kv_transfer_topology_level: zone, kv_transfer_mismatch_policy: fallback}",
-            "fallback on zone, kv",
+            "fallback on zone, kv by blocks",
         ),
         ("router: {router_mode: random}", "anywhere, random"),
+        ("router: {router_cost: time}", "anywhere, kv by time"),
+        ("router: {router_cost: time, router_pd_selection: joint}", "anywhere, kv by joint"),
+        ("router: {router_cost: lmetric}", "anywhere, kv by lmetric"),
         (
             "kv_transfer: {domain: zone}\nrouter: {kv_transfer_topology_level: zone}",
-            "required on zone, kv",
+            "required on zone, kv by blocks",
         ),
     ],
 )
@@ -224,7 +237,8 @@ def test_a_clear_gain_of_ttft_or_goodput_is_advised() -> None:
     advice = advise(TODAY, [faster], 0.02)
     assert (advice.verdict, advice.choice) == (Verdict.SWITCH, REQUIRED)
     assert advice.sentences == (
-        "Switch to required on zone, kv: mean TTFT falls by 400 ± 50 ms (40 %); nothing gets worse.",
+        "Switch to required on zone, kv by blocks: mean TTFT falls by 400 ± 50 ms (40 %); "
+        "nothing gets worse.",
     )
     assert verdict(alternative(REQUIRED, {FigureName.GOODPUT: change(0.8, 0.1, 0.02)})) is Verdict.SWITCH
 
@@ -293,5 +307,9 @@ def test_of_those_that_are_as_good_the_one_that_changes_and_forbids_the_least_is
     advice = advise(TODAY, [*alike, faster(PREFERRED, -300.0)], 0.02)
     assert advice.choice == FALLBACK
     assert advice.as_good == (other_mode.name, REQUIRED.name)
+    other_cost = TransferChoice(KV, cost=CostChoice.TIME)
+    assert advise(TODAY, [*alike, faster(other_cost, -395.0)], 0.02).choice == other_cost
+    strict = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost=CostChoice.TIME)
+    assert advise(TODAY, [*alike, faster(strict, -410.0)], 0.02).choice == FALLBACK
     assert advise(TODAY, [*alike, faster(PREFERRED, -381.0)], 0.02).choice == PREFERRED
     assert advise(TODAY, [], 0.02).verdict is Verdict.LEAVE

@@ -21,6 +21,14 @@ from kvrouter.core.constraints import RouterMode
     help="Compare this router mode; give it again for more.  [default: all of them]",
 )
 @click.option(
+    "--cost",
+    "costs",
+    multiple=True,
+    type=click.Choice(("blocks", "time", "joint", "lmetric")),
+    help="In mode kv, compare this cost; joint is time, the pair picked together. Give it again for more.  "
+    "[default: blocks, time and joint]",
+)
+@click.option(
     "--threshold",
     type=float,
     default=2.0,
@@ -29,10 +37,12 @@ from kvrouter.core.constraints import RouterMode
     help="No gain below it is worth a change.",
 )
 @replay_options(seeds=5, seeds_help="Replay with so many seeds, where they change anything.")
-def worth(*, fleet: Path, modes: tuple[str, ...], threshold: float, given: InputOptions) -> None:
-    """Replay TRACE over the fleet as it is, and with every other enforcement, level and router mode; show
-    what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which may
-    be "leave it".
+def worth(
+    *, fleet: Path, modes: tuple[str, ...], costs: tuple[str, ...], threshold: float, given: InputOptions
+) -> None:
+    """Replay TRACE over the fleet as it is, and with every other enforcement, level, router mode and cost;
+    show what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which
+    may be "leave it".
 
     TRACE is whatever `kvrouter replay` reads, recordings too. The same seeds give the same figures.
     """
@@ -40,12 +50,14 @@ def worth(*, fleet: Path, modes: tuple[str, ...], threshold: float, given: Input
 
     from kvrouter.commands.worth import WorthOptions  # noqa: PLC0415
     from kvrouter.commands.worth import worth as run  # noqa: PLC0415
+    from kvrouter.sim.transfer_choices import CostChoice  # noqa: PLC0415
 
     options = WorthOptions(
         inputs=given,
         fleet=fleet,
         modes=tuple(dict.fromkeys(map(RouterMode, modes))),
         threshold=threshold / 100.0,
+        costs=tuple(dict.fromkeys(map(CostChoice, costs))),
     )
     console = Console()
     sys.exit(run(options, console if console.is_terminal else Console(width=140, no_color=True)))

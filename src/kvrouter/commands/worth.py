@@ -27,7 +27,15 @@ from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Beat
 from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
-from kvrouter.sim.transfer_choices import TransferChoice, check_events, choice_of, other_choices, variant_of
+from kvrouter.sim.transfer_choices import (
+    COMPARED_COSTS,
+    CostChoice,
+    TransferChoice,
+    check_events,
+    choice_of,
+    other_choices,
+    variant_of,
+)
 from kvrouter.sim.variant import Variant
 from kvrouter.sim.worth import (
     PARTS,
@@ -44,12 +52,15 @@ from kvrouter.sim.worth import (
 
 @dataclass(frozen=True, slots=True)
 class WorthOptions:
-    """What the command was given; ``threshold`` is a share, without ``modes`` all are compared."""
+    """What the command was given; ``threshold`` is a share, without ``modes`` all are compared, without
+    ``costs`` the usual ones.
+    """
 
     inputs: InputOptions
     fleet: Path
     modes: tuple[RouterMode, ...]
     threshold: float
+    costs: tuple[CostChoice, ...] = ()
 
 
 class Today(msgspec.Struct, frozen=True):
@@ -101,7 +112,7 @@ def worth(options: WorthOptions, console: Console) -> int:
         check_folder(given.json_path)
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
-    others = other_choices(file, options.modes or tuple(RouterMode))
+    others = other_choices(file, options.modes or tuple(RouterMode), options.costs or COMPARED_COSTS)
     inputs = open_inputs(given)
     check_events(inputs.timetable)
     choice = choice_of(file)

@@ -127,7 +127,14 @@ def _least_of_the_best(
     best = max(gaining, key=lambda each: each.gain(figure) - each.changes[figure].within)
     lowest = best.gain(figure) - best.changes[figure].within
     alike = [each for each in gaining if each.gain(figure) >= lowest]
-    chosen = min(alike, key=lambda each: (each.choice.mode is not today.mode, each.choice.strictness))
+    chosen = min(
+        alike,
+        key=lambda each: (
+            each.choice.mode is not today.mode,
+            each.choice.strictness,
+            each.choice.cost is not today.cost,
+        ),
+    )
     return chosen, [each for each in alike if each is not chosen]
 
 

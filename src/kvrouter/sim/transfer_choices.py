@@ -1,13 +1,17 @@
-"""Every way in which a fleet's transfer policy and router mode can be set: enforcement, level, mode."""
+"""Every way in which a fleet's transfer policy and the router's choice can be set: enforcement, level, mode,
+and what a worker costs.
+"""
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from itertools import product
 
 import msgspec
 
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.problems import Document, Problem
-from kvrouter.core.constraints import RouterMode
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.constraints import CostRule, PdSelection, RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.sim.timetable import PolicyEvent, TimetableEvent
@@ -29,30 +33,59 @@ STRICTNESS: tuple[Enforcement | None, ...] = (
 COMPARED = (
     "kv_transfer",
     "router_mode",
+    "router_cost",
+    "router_pd_selection",
     "kv_transfer_topology_level",
     "kv_transfer_mismatch_policy",
 )
 """What choices differ in: a section of the fleet file, and keys of its ``router``."""
 
 
+class CostChoice(StrEnum):
+    """What is cheapest in mode ``kv``: a cost, and whether a pair is picked together."""
+
+    BLOCKS = "blocks"
+    TIME = "time"
+    JOINT = "joint"
+    """Time, the pair picked together."""
+    LMETRIC = "lmetric"
+
+    @property
+    def rule(self) -> CostRule:
+        """The router's cost."""
+        return CostRule.TIME if self is CostChoice.JOINT else CostRule(self.value)
+
+    @property
+    def selection(self) -> PdSelection:
+        """How the router picks pairs."""
+        return PdSelection.JOINT if self is CostChoice.JOINT else PdSelection.SEQUENTIAL
+
+
+COMPARED_COSTS = (CostChoice.BLOCKS, CostChoice.TIME, CostChoice.JOINT)
+"""What is compared unless somebody asks for others."""
+
+
 class TransferChoice(msgspec.Struct, frozen=True):
     """How KV keeps to the domains of one level, and how workers are picked.
 
     ``enforcement`` and ``level`` are None where KV goes anywhere. ``weight`` is that of ``preferred``.
+    ``cost`` is None in modes that compare none.
     """
 
     mode: RouterMode
     enforcement: Enforcement | None = None
     level: str | None = None
     weight: float | None = None
+    cost: CostChoice | None = None
 
     @property
     def name(self) -> str:
         """What tables call it."""
+        picked = f"{self.mode}" if self.cost is None else f"{self.mode} by {self.cost}"
         if self.enforcement is None:
-            return f"anywhere, {self.mode}"
+            return f"anywhere, {picked}"
         weight = "" if self.weight is None else f" {self.weight:g}"
-        return f"{self.enforcement}{weight} on {self.level}, {self.mode}"
+        return f"{self.enforcement}{weight} on {self.level}, {picked}"
 
     @property
     def strictness(self) -> int:
@@ -69,30 +102,45 @@ class TransferChoice(msgspec.Struct, frozen=True):
             policy = {"domain": self.level, "enforcement": self.enforcement.value}
             if self.weight is not None:
                 policy["preferred_weight"] = self.weight
+        cost = self.cost
         return [
             ("kv_transfer", policy),
             ("router.kv_transfer_topology_level", None),
             ("router.kv_transfer_mismatch_policy", None),
             ("router.router_mode", self.mode.value),
+            ("router.router_cost", None if cost is None else cost.rule.value),
+            ("router.router_pd_selection", None if cost is None else cost.selection.value),
         ]
 
 
 def choice_of(file: FleetFile) -> TransferChoice:
     """Return what a fleet file sets: its own policy, else the router's default for workers without one."""
     policy, router = file.kv_transfer, file.router
+    mode, cost = router.router_mode, _cost_of(router)
     if policy is not None:
         is_preferred = policy.enforcement is Enforcement.PREFERRED
         weight = policy.preferred_weight if is_preferred else None
-        return TransferChoice(router.router_mode, policy.enforcement, policy.domain, weight)
+        return TransferChoice(mode, policy.enforcement, policy.domain, weight, cost)
     if router.kv_transfer_topology_level is not None:
         is_required = router.kv_transfer_mismatch_policy is MismatchPolicy.FAIL
         enforcement = Enforcement.REQUIRED if is_required else Enforcement.FALLBACK
-        return TransferChoice(router.router_mode, enforcement, router.kv_transfer_topology_level.strip())
-    return TransferChoice(router.router_mode)
+        return TransferChoice(mode, enforcement, router.kv_transfer_topology_level.strip(), cost=cost)
+    return TransferChoice(mode, cost=cost)
 
 
-def other_choices(file: FleetFile, modes: Sequence[RouterMode]) -> list[TransferChoice]:
-    """Return every choice but the file's own: no policy, and each enforcement on each level, in each mode.
+def _cost_of(router: KvRouterConfig) -> CostChoice | None:
+    if router.router_mode is not RouterMode.KV:
+        return None
+    if router.router_pd_selection is PdSelection.JOINT:
+        return CostChoice.JOINT
+    return CostChoice(router.router_cost.value)
+
+
+def other_choices(
+    file: FleetFile, modes: Sequence[RouterMode], costs: Sequence[CostChoice] = COMPARED_COSTS
+) -> list[TransferChoice]:
+    """Return every choice but the file's own: no policy, and each enforcement on each level, in each mode,
+    where costs pick by each cost.
 
     ``preferred`` is left out where costs pick nobody, round-robin and at random: there it is no policy.
     Raises ConfigError for a file in which none of them would do anything, or too many would.
@@ -102,22 +150,26 @@ def other_choices(file: FleetFile, modes: Sequence[RouterMode]) -> list[Transfer
     weight = PREFERRED_WEIGHT
     if file.kv_transfer is not None and file.kv_transfer.preferred_weight is not None:
         weight = file.kv_transfer.preferred_weight
-    others = [choice for choice in _all(file.topology.levels, modes, weight) if choice != today]
+    others = [choice for choice in _all(file.topology.levels, modes, costs, weight) if choice != today]
     if len(others) >= VARIANTS_MAX:
         raise ConfigError(
-            f"mode: {len(others)} alternatives; at most {VARIANTS_MAX - 1}: ask for fewer modes", param="mode"
+            f"mode: {len(others)} alternatives; at most {VARIANTS_MAX - 1}: ask for fewer modes, or costs",
+            param="mode",
         )
     return others
 
 
-def _all(levels: Sequence[str], modes: Sequence[RouterMode], weight: float) -> Iterator[TransferChoice]:
+def _all(
+    levels: Sequence[str], modes: Sequence[RouterMode], costs: Sequence[CostChoice], weight: float
+) -> Iterator[TransferChoice]:
     for mode in modes:
-        yield TransferChoice(mode)
-        for enforcement, level in product(STRICTNESS[1:], levels):
-            if enforcement is not Enforcement.PREFERRED:
-                yield TransferChoice(mode, enforcement, level)
-            elif mode is RouterMode.KV:
-                yield TransferChoice(mode, enforcement, level, weight)
+        for cost in costs if mode is RouterMode.KV else (None,):
+            yield TransferChoice(mode, cost=cost)
+            for enforcement, level in product(STRICTNESS[1:], levels):
+                if enforcement is not Enforcement.PREFERRED:
+                    yield TransferChoice(mode, enforcement, level, cost=cost)
+                elif cost is not None:
+                    yield TransferChoice(mode, enforcement, level, weight, cost)
 
 
 def check_events(events: Sequence[TimetableEvent]) -> None:
