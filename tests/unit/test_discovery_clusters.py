@@ -189,7 +189,8 @@ async def test_a_cluster_that_does_not_answer_holds_up_no_start_and_comes_in_lat
     both = ClustersDiscovery({EAST: east, WEST: west}, on_refused=lambda *_: None)
     await both.publish(card(1))
     await west.publish(card(2))
-    ear, deaf = await listen(both), await listen(both)
+    async with asyncio.timeout(30.0):
+        ear, deaf = await listen(both), await listen(both)
     assert ear.heard == [placed_in(EAST, card(1))]
     deaf.end()
     west.answers.set()
