@@ -99,6 +99,13 @@ def test_a_cluster_is_named_once() -> None:
         load_settings(flags={}, environ={VARIABLE: "west=/a,east=/b,west=/c"})
 
 
+def test_a_name_of_the_own_cluster_alone_is_a_warning() -> None:
+    alone = load_settings(flags={"planes.cluster": "east"}, environ={})
+    assert alone.warnings == ("planes.cluster has no effect without planes.other_clusters",)
+    both = load_settings(flags={"planes.cluster": "east", "planes.other_clusters": "west=/f"}, environ={})
+    assert both.warnings == ()
+
+
 async def test_the_own_cluster_alone_is_followed_as_ever(pod: dict[str, str]) -> None:
     for chosen in (settings(pod), settings(pod, KVROUTER_CLUSTER_NAME="east")):
         async with router_wires(chosen, Telemetry(), http_port=0) as wires:
