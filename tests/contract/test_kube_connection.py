@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from kvrouter.kube.account import AUTHORITY, TOKEN, Account, AccountConnection
 from kvrouter.kube.client import ClusterLost, Connection, KubeClient, RequestRefused
-from kvrouter.kube.kubeconfig import signed_in
+from kvrouter.kube.kubeconfig import signed_in, user_of
 from kvrouter.kube.objects import LEASES, Key, Manifest
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, renewed
 
@@ -36,8 +36,7 @@ async def by_account(url: str, folder: Path) -> AsyncIterator[Connection]:
         await connection.close()
 
 
-@asynccontextmanager
-async def by_kubeconfig(url: str, folder: Path) -> AsyncIterator[Connection]:
+def write_kubeconfig(url: str, folder: Path, *, token: str = "t0p") -> Path:
     file = folder / "config"
     file.write_text(
         yaml.safe_dump(
@@ -47,12 +46,26 @@ async def by_kubeconfig(url: str, folder: Path) -> AsyncIterator[Connection]:
                 "current-context": "c",
                 "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
                 "clusters": [{"name": "c", "cluster": {"server": url}}],
-                "users": [{"name": "u", "user": {"token": "t0p"}}],
+                "users": [{"name": "u", "user": {"token": token}}],
             }
         )
     )
-    async with signed_in(file) as connection:
+    return file
+
+
+@asynccontextmanager
+async def by_kubeconfig(url: str, folder: Path) -> AsyncIterator[Connection]:
+    async with signed_in(write_kubeconfig(url, folder)) as connection:
         yield connection
+
+
+@asynccontextmanager
+async def by_kubeconfig_again(url: str, folder: Path) -> AsyncIterator[Connection]:
+    connection = user_of(write_kubeconfig(url, folder), None, namespace="here").connection()
+    try:
+        yield connection
+    finally:
+        await connection.close()
 
 
 class Server:
@@ -81,7 +94,7 @@ async def server() -> AsyncIterator[tuple[Server, str]]:
         yield scripted, str(test_server.make_url("")).rstrip("/")
 
 
-@pytest.fixture(params=[by_account, by_kubeconfig])
+@pytest.fixture(params=[by_account, by_kubeconfig, by_kubeconfig_again])
 def sign_in(request: pytest.FixtureRequest) -> SignIn:
     found: SignIn = request.param
     return found
@@ -149,3 +162,25 @@ async def test_a_server_that_is_not_there_is_a_lost_cluster(sign_in: SignIn, tmp
     async with sign_in("http://127.0.0.1:1", tmp_path) as connection:
         with pytest.raises(ClusterLost):
             await KubeClient(connection).read(LEASES, Key("here", "one"))
+
+
+async def test_a_user_whom_the_server_refuses_signs_in_again_by_the_file_as_it_is_then(
+    server: tuple[Server, str], tmp_path: Path
+) -> None:
+    scripted, url = server
+    async with by_kubeconfig_again(url, tmp_path) as connection:
+        client, one = KubeClient(connection), Key("here", "one")
+        await client.read(LEASES, one)
+        write_kubeconfig(url, tmp_path, token="n3w")
+        await client.read(LEASES, one)
+        scripted.refusal = web.json_response({"kind": "Status", "code": 401}, status=401)
+        with pytest.raises(RequestRefused):
+            await client.read(LEASES, one)
+        scripted.refusal = None
+        (tmp_path / "config").rename(tmp_path / "aside")
+        with pytest.raises(ClusterLost, match="config"):
+            await client.read(LEASES, one)
+        (tmp_path / "aside").rename(tmp_path / "config")
+        await client.read(LEASES, one)
+    shown = [headers["Authorization"] for _, _, _, headers, _ in scripted.asked]
+    assert shown == ["Bearer t0p", "Bearer t0p", "Bearer t0p", "Bearer n3w"]

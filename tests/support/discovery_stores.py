@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Protocol
 
 import nats
+from msgspec import structs
 from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.transports.discovery.clusters import ClustersDiscovery, placed_in
 from kvrouter.transports.discovery.file import FileDiscovery
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.discovery.nats import NatsDiscovery
-from kvrouter.transports.discovery.port import Discovery, Gone, GoneSink
+from kvrouter.transports.discovery.port import CardSink, Discovery, Gone, GoneSink, StoreSink
 from tests.support.nats_server import NatsServer
 
 TOKEN = "t0p"
@@ -151,6 +153,41 @@ class FileStore:
             self._aside.rename(self.directory)
 
 
+class Unplaced:
+    """Several clusters as one discovery, whose cards are handed on as they were published."""
+
+    def __init__(self, clusters: ClustersDiscovery) -> None:
+        self._clusters = clusters
+
+    async def publish(self, card: WorkerCard) -> None:
+        await self._clusters.publish(card)
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        await self._clusters.withdraw(worker_id, incarnation)
+
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
+        def on_placed(placed: WorkerCard) -> None:
+            assert placed == placed_in("here", placed)
+            on_card(structs.replace(placed, runtime_config=ModelRuntimeConfig()))
+
+        return await self._clusters.watch(on_placed, on_gone, on_store)
+
+    async def close(self) -> None:
+        await self._clusters.close()
+
+
+class ClustersStore(FileStore):
+    """A directory is the own cluster's store; in the other cluster is nobody."""
+
+    def end(self) -> Unplaced:  # type: ignore[override] # the same store, seen by another adapter
+        clusters: dict[str, Discovery] = {"here": super().end(), "there": MemoryDiscovery()}
+        return Unplaced(
+            ClustersDiscovery(clusters, on_refused=lambda *refusal: self.refusals.append(refusal))
+        )
+
+
 class NatsStore:
     """A bucket of a namespace of its own; while it is lost, there is no server."""
 
@@ -208,6 +245,16 @@ async def file_store(folder: Path, server: NatsServer | None = None) -> AsyncIte
 
 
 @asynccontextmanager
+async def clusters_store(folder: Path, server: NatsServer | None = None) -> AsyncIterator[ClustersStore]:
+    store = ClustersStore(folder)
+    try:
+        yield store
+    finally:
+        for end in store.ends:
+            await end.close()
+
+
+@asynccontextmanager
 async def nats_store(folder: Path | None, server: NatsServer | None) -> AsyncIterator[NatsStore]:
     assert server is not None
     async with AsyncExitStack() as stack:
@@ -239,5 +286,6 @@ async def connected(server: NatsServer) -> AsyncIterator[Client]:
 STORES: dict[str, Callable[[Path, NatsServer | None], AbstractAsyncContextManager[Store]]] = {
     "memory": memory_store,
     "file": file_store,
+    "clusters": clusters_store,
     "nats": nats_store,
 }

@@ -71,6 +71,8 @@ def test_every_setting_can_come_from_every_source() -> None:
             text = "7"
         if spec.name == "nats_replicas":
             text = "3"
+        if spec.name == "other_clusters":
+            text = "west=/etc/west.yaml"
         if spec.name == "write_high_water_bytes":
             text = "20000"
         if spec.name in {"write_overflow_bytes", "file_bytes"}:

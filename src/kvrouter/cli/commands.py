@@ -22,12 +22,15 @@ from kvrouter.config.fleet_checks import (
     settings_in,
     settled,
 )
+from kvrouter.config.planes import refuse_clusters
 from kvrouter.config.problems import Problem, read_document
 from kvrouter.config.setting import SettingValue, installed_version
 from kvrouter.config.sources import FLEET_VARIABLE, conflicts, load_settings, settings_warnings
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+NO_DISCOVERY = "kvrouter up discovers no workers: give it to kvrouter frontend"
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -99,6 +102,7 @@ def up(
     document = default_fleet_document() if file is None else read_document(file)
     of_file = load_fleet(document).fleet
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
     settled_fleet = settled(of_file, loaded.settings)
     begin(loaded)
     warn(settled_fleet.warnings)
@@ -126,6 +130,7 @@ def _serve_engine_pods(
     flags: dict[str, SettingValue | None],
 ) -> NoReturn:
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
+    refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
     begin(loaded)
     from kvrouter.attach.pod_fleet import EnginePods  # noqa: PLC0415
     from kvrouter.commands.engine_pods import serve_engine_pods  # noqa: PLC0415

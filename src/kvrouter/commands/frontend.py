@@ -57,7 +57,8 @@ async def frontend(
     front = settings.frontend
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
-    place = await read_place(settings.router, os.environ)
+    cluster = settings.planes.cluster if settings.planes.clusters else None
+    place = await read_place(settings.router, os.environ, cluster=cluster)
     pool = encode_pool(front)
     loader = TextModelLoader(folders, pool)
     try:

@@ -5,7 +5,7 @@ import re
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from annotated_types import Interval, MaxLen
 from pydantic import AfterValidator, SecretStr
@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from kvrouter.config.foreign import FOREIGN_DISCOVERY, refusing
 from kvrouter.config.setting import Aliases, Positive, Section, Setting, SettingGroup, Whole
+from kvrouter.core.errors import ConfigError
 
 LEASE_S = 10.0
 KUBERNETES_LEASE_S = 60.0
@@ -27,8 +28,43 @@ def _check_plain_name(name: str) -> str:
     return name
 
 
-PlainName = Annotated[str, MaxLen(63), AfterValidator(_check_plain_name)]
+NAME_CHARS = 63
+
+PlainName = Annotated[str, MaxLen(NAME_CHARS), AfterValidator(_check_plain_name)]
 """A name that may stand in a subject, a stream, a bucket and a path."""
+
+
+class OtherCluster(NamedTuple):
+    """A cluster whose workers are served too. ``context`` is None for the file's current one."""
+
+    name: str
+    kubeconfig: Path
+    context: str | None
+
+
+def _other_cluster(given: str) -> OtherCluster:
+    name, _, place = given.strip().partition("=")
+    kubeconfig, hash_mark, context = place.partition("#")
+    if not _NAME.fullmatch(name) or len(name) > NAME_CHARS or not kubeconfig or (hash_mark and not context):
+        raise PydanticCustomError(
+            "cluster",
+            "must be NAME=KUBECONFIG or NAME=KUBECONFIG#CONTEXT, with commas between; a name is letters, "
+            "digits, dashes and underscores",
+        )
+    return OtherCluster(name, Path(kubeconfig), context or None)
+
+
+def _check_other_clusters(text: str) -> str:
+    names = [_other_cluster(each).name for each in text.split(",")]
+    for name in names:
+        if names.count(name) > 1:
+            raise PydanticCustomError(
+                "cluster_twice", "must name each cluster once: {name} is there twice", {"name": name}
+            )
+    return text
+
+
+OTHER_CLUSTER_FLAG = "--other-cluster"
 
 
 class DiscoveryBackend(StrEnum):
@@ -114,6 +150,21 @@ class PlaneSettings(Section):
 
     pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=SettingGroup.PLANES)] = None
     """The uid of that pod, from the Downward API."""
+
+    cluster: Annotated[
+        PlainName | None,
+        Setting(flag="--cluster", variable="KVROUTER_CLUSTER_NAME", group=SettingGroup.PLANES),
+    ] = None
+    """What a frontend or standalone router calls the Kubernetes cluster that its own discovery is in. It is
+    needed with ``--other-cluster``, and has no effect without."""
+
+    other_clusters: Annotated[
+        Annotated[str, AfterValidator(_check_other_clusters)] | None,
+        Setting(flag=OTHER_CLUSTER_FLAG, variable="KVROUTER_OTHER_CLUSTERS", group=SettingGroup.PLANES),
+    ] = None
+    """Other Kubernetes clusters whose workers a frontend or standalone router serves too, as
+    ``NAME=KUBECONFIG`` or ``NAME=KUBECONFIG#CONTEXT``, with commas between. Every worker is then in the
+    domain ``cluster``, its broadest level. Needs ``--discovery kubernetes``."""
 
     lease_s: Annotated[
         Annotated[Positive, Interval(ge=0.5, le=3600)] | None,
@@ -312,9 +363,20 @@ class PlaneSettings(Section):
         return KUBERNETES_LEASE_S if self.discovery is DiscoveryBackend.KUBERNETES else LEASE_S
 
     @property
+    def clusters(self) -> tuple[OtherCluster, ...]:
+        """The other clusters, in the order in which they are given."""
+        return tuple(map(_other_cluster, self.other_clusters.split(","))) if self.other_clusters else ()
+
+    @property
     def discovery_path(self) -> Path:
         """The directory of ``--discovery file``."""
         if self.discovery_dir is not None:
             return Path(self.discovery_dir)
         runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
         return Path(runtime) / f"kvrouter-{os.getuid()}"
+
+
+def refuse_clusters(planes: PlaneSettings, why: str) -> None:
+    """Raise ConfigError that says ``why``, where other clusters are named."""
+    if planes.other_clusters:
+        raise ConfigError(f"{OTHER_CLUSTER_FLAG}: {why}", param="other_clusters")

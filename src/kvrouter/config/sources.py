@@ -174,6 +174,8 @@ def settings_warnings(settings: Settings) -> list[str]:
         warnings.append("router.admission_queue_max has no effect while router.admission_wait_s is 0")
     if router.admission_wait_s > 0 and router.admission_queue_max == 0:
         warnings.append("router.admission_wait_s has no effect while router.admission_queue_max is 0")
+    if settings.planes.cluster is not None and settings.planes.other_clusters is None:
+        warnings.append("planes.cluster has no effect without planes.other_clusters")
     is_open = front.admin_token is None and front.admin_routes is AdminAccess.OPEN
     if front.http_host not in _LOOPBACK_HOSTS and is_open:
         warnings.append(

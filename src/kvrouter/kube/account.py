@@ -35,6 +35,10 @@ class Account:
         """Whom this account believes to be the API server. Raises OSError for files that cannot be read."""
         return ssl.create_default_context(cafile=self.folder / AUTHORITY)
 
+    def connection(self) -> "AccountConnection":
+        """Return a connection as this account."""
+        return AccountConnection(self)
+
 
 class Token:
     """The token of an account, read again now and then."""

@@ -122,6 +122,17 @@ class Connection(Protocol):
         """Close every connection; idempotent."""
 
 
+class ClusterUser(Protocol):
+    """As whom an API server is asked, and in which of its namespaces."""
+
+    @property
+    def namespace(self) -> str:
+        """Where the objects are."""
+
+    def connection(self) -> Connection:
+        """Return a connection as this user; nothing is asked yet."""
+
+
 class ObjectList(NamedTuple):
     """The objects of a list, and the version from which a watch goes on."""
 

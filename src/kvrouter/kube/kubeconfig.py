@@ -1,20 +1,28 @@
 """Authentication from a kubeconfig file, with the loader of the official client."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import aiohttp
+import yaml
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_kube_config
+from kubernetes.aio.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.kube.client import ASKED_AT_ONCE, ClusterLost, Query
 
 CONNECTIONS_MAX = 2 * ASKED_AT_ONCE
 """Questions, and watches."""
+
+_SHAPELESS = (ValueError, TypeError, LookupError, AttributeError)
+_MISTAKES = (ConfigException, OSError, yaml.YAMLError, *_SHAPELESS)
+"""What the loader raises for a file that cannot be read, or is no kubeconfig."""
 
 
 class LoaderConnection:
@@ -66,13 +74,107 @@ class LoaderConnection:
 @asynccontextmanager
 async def signed_in(kubeconfig: Path) -> AsyncIterator[LoaderConnection]:
     """A connection as the user of the file's current context. Raises ConfigError."""
-    configuration = Configuration()
     try:
-        await load_kube_config(
-            config_file=str(kubeconfig), client_configuration=configuration, persist_config=False
-        )
+        configuration = await _loaded(kubeconfig, context=None)
     except (ConfigException, OSError) as error:
         raise ConfigError(f"--kubeconfig: {error}", param="kubeconfig") from error
-    configuration.connection_pool_maxsize = CONNECTIONS_MAX
     async with ApiClient(configuration) as api:
         yield LoaderConnection(api)
+
+
+@dataclass(frozen=True, slots=True)
+class KubeconfigUser:
+    """The user of one context of a kubeconfig, and the namespace that is asked."""
+
+    kubeconfig: Path
+    context: str | None
+    namespace: str
+
+    def connection(self) -> "KubeconfigConnection":
+        """Return a connection as this user."""
+        return KubeconfigConnection(self)
+
+
+def user_of(kubeconfig: Path, context: str | None, *, namespace: str) -> KubeconfigUser:
+    """Return the user of ``context``, else of the current one, in the context's namespace, else
+    ``namespace``. No plugin is run yet, and no certificate is read.
+
+    Raises ConfigError, without the name of a setting, for what is no such file.
+    """
+    try:
+        with kubeconfig.open("rb"):  # the loader says nothing of why it cannot
+            pass
+        loader = KubeConfigLoader(KubeConfigMerger(str(kubeconfig)).config, active_context=context)
+        named = loader.current_context["context"].get("namespace")
+    except _MISTAKES as error:
+        raise ConfigError(f"{kubeconfig}: {_said(error)}") from error
+    return KubeconfigUser(kubeconfig, context, str(named or namespace))
+
+
+class KubeconfigConnection:
+    """A :class:`~kvrouter.kube.client.Connection` of a process that lives longer than a token.
+
+    It signs in at the first request, and again once the API server refuses the user: the file is read again
+    then, and its plugin run. Whatever fails there fails the request, and the next one tries again.
+    """
+
+    def __init__(self, user: KubeconfigUser) -> None:
+        self._user = user
+        self._api: ApiClient | None = None
+        self._is_refused = False
+        self._signing_in = asyncio.Lock()
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        limits: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        """Send a request, whose body is JSON. Raises ClusterLost where the file does not sign in."""
+        connection = LoaderConnection(await self._signed_in())
+        return await connection.send(method, path, query=query, headers=headers, body=body, limits=limits)
+
+    def refused(self) -> None:
+        """The API server does not know the user any more: sign in again."""
+        self._is_refused = True
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+        if self._api is not None:
+            await self._api.close()
+
+    async def _signed_in(self) -> ApiClient:
+        async with self._signing_in:
+            if self._api is None or self._is_refused:
+                try:
+                    made = ApiClient(await _loaded(self._user.kubeconfig, context=self._user.context))
+                except _MISTAKES as error:
+                    raise ClusterLost(f"{self._user.kubeconfig}: {_said(error)}") from error
+                before, self._api, self._is_refused = self._api, made, False
+                if before is not None:
+                    await before.close()
+            return self._api
+
+
+async def _loaded(kubeconfig: Path, *, context: str | None) -> Configuration:
+    configuration = Configuration()
+    await load_kube_config(
+        config_file=str(kubeconfig),
+        context=context,
+        client_configuration=configuration,
+        persist_config=False,
+    )
+    configuration.connection_pool_maxsize = CONNECTIONS_MAX
+    return configuration
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, _SHAPELESS):
+        return "is no kubeconfig"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -11,6 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.discovery.clusters import CLUSTER_LEVEL
 from kvrouter.worker.topology import FolderReading, topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import (
     ENABLED,
@@ -30,15 +31,19 @@ class FrontendPlace(NamedTuple):
     env: TopologyEnv | None
 
 
-async def read_place(config: KvRouterConfig, environ: Mapping[str, str]) -> FrontendPlace:
+async def read_place(
+    config: KvRouterConfig, environ: Mapping[str, str], *, cluster: str | None = None
+) -> FrontendPlace:
     """Return where the frontend is, once the level that prefill keeps near to has a value; at once where
-    prefill may be anywhere.
+    prefill may be anywhere, or keeps to the own ``cluster``, which is one of several.
 
     Raises ConfigError where its place is not to be read, TopologyUnavailable where it never came.
     """
     level = config.router_prefill_level
     if level is None:
         return FrontendPlace({}, None)
+    if cluster is not None and level.strip() == CLUSTER_LEVEL:
+        return FrontendPlace({CLUSTER_LEVEL: cluster}, None)
     # A frontend has no transfer policy: what it waits for is its own level.
     own = {name: value for name, value in environ.items() if name != TRANSFER_DOMAIN}
     env = parse_topology_env({**own, ROUTER_LEVEL: level})

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from nats.aio.client import Client
 
@@ -17,7 +16,6 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
-from kvrouter.kube.account import account_of_pod
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.discovery.file import FileDiscovery
@@ -45,6 +43,7 @@ from kvrouter.transports.requests.port import RequestPlane
 from kvrouter.transports.requests.tcp import TcpRequestPlane
 from kvrouter.transports.sync.nats import NatsSyncPlane
 from kvrouter.transports.sync.port import SyncPlane
+from kvrouter.wiring.clusters import check_clusters, own_account, with_other_clusters
 from kvrouter.wiring.nats import nats_connection, revealed
 from kvrouter.wiring.telemetry_hooks import StreamHooks, foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.wiring.tls import Tls, tls_of
@@ -163,6 +162,7 @@ async def router_wires(
     if not static:
         settings = settled(settings, kv_events=router.kv_events, replica_sync=router.replica_sync)
     planes = settings.planes
+    check_clusters(planes, discovers=not static)
     tls = tls_of(planes)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
@@ -171,7 +171,7 @@ async def router_wires(
             nats = await stack.enter_async_context(
                 nats_connection(planes, name=f"kvrouter-frontend-{http_port}", tls=tls.client, needs=needs)
             )
-        discovery = StaticDiscovery(static) if static else make_discovery(planes, nats, telemetry)
+        discovery = StaticDiscovery(static) if static else _discovery(planes, nats, telemetry)
         stack.push_async_callback(discovery.close)
         requests = _requests(planes, nats, tls, telemetry)
         stack.push_async_callback(requests.close)
@@ -225,6 +225,12 @@ def nats_needs(settings: Settings, *, discovers: bool = True) -> list[str]:
     return [what for what, is_needed in needs.items() if is_needed]
 
 
+def _discovery(planes: PlaneSettings, nats: Client | None, telemetry: Telemetry) -> Discovery:
+    """Discovery of a router: that of the settings, and of the other clusters where there are any."""
+    own = make_discovery(planes, nats, telemetry)
+    return with_other_clusters(planes, own, telemetry) if planes.clusters else own
+
+
 def make_discovery(
     planes: PlaneSettings,
     nats: Client | None,
@@ -248,12 +254,11 @@ def make_discovery(
             on_refused=on_refused,
         )
     if planes.discovery is DiscoveryBackend.KUBERNETES:
-        folder = Path(planes.kubernetes_account)
         pod = None
         if planes.pod_name and planes.pod_uid:
             pod = OwnerPod(planes.pod_name, planes.pod_uid)
         return KubernetesDiscovery(
-            account_of_pod(folder, host=planes.kubernetes_host, port=planes.kubernetes_port),
+            own_account(planes),
             namespace=planes.namespace,
             lease_s=planes.card_lease_s,
             pod=pod,

@@ -9,6 +9,7 @@ from typing import Protocol
 from nats.aio.client import Client
 
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.config.planes import refuse_clusters
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
@@ -79,6 +80,7 @@ async def open_worker_transports(
     """
     settings = settled(settings, kv_events=True)
     planes = settings.planes
+    refuse_clusters(planes, "a worker announces itself in its own cluster alone")
     tls = tls_of(planes)
     lane = lane_of(planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events)
     if not is_static:

@@ -9,8 +9,7 @@ import msgspec
 
 from kvrouter.core.backoff import Backoff
 from kvrouter.core.ids import WorkerId
-from kvrouter.kube.account import Account, AccountConnection
-from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, KubeClient, RequestRefused, decoded
+from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterUser, KubeClient, RequestRefused, decoded
 from kvrouter.kube.informer import ListAndWatch, Objects
 from kvrouter.kube.objects import FLEET_LABEL, WORKERS, WatchEvent
 from kvrouter.transports.background import go_on
@@ -35,7 +34,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, RequestRefused) and error.status == NOT_FOUND:
         return f"{why(error)} (is {RESOURCE} installed? kubectl apply --server-side -f deploy/crds)"
     if isinstance(error, RequestRefused) and error.status == FORBIDDEN:
-        return f"{why(error)} (bind a Role for {RESOURCE} to the pod's service account)"
+        return f"{why(error)} (bind a Role for {RESOURCE} to this user)"
     return why(error)
 
 
@@ -45,10 +44,10 @@ class WorkersApi:
     ``answer_s`` is how long the API server may take for an answer.
     """
 
-    def __init__(self, account: Account, *, fleet: str, answer_s: float) -> None:
+    def __init__(self, user: ClusterUser, *, fleet: str, answer_s: float) -> None:
         self._fleet = fleet
-        self._path = WORKERS.path(account.namespace)
-        self._client = KubeClient(AccountConnection(account), answer_s=answer_s)
+        self._path = WORKERS.path(user.namespace)
+        self._client = KubeClient(user.connection(), answer_s=answer_s)
 
     async def close(self) -> None:
         """Close every connection; idempotent."""

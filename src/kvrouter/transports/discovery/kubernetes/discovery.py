@@ -11,8 +11,7 @@ from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.kube.account import Account
-from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, RequestRefused
+from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, ClusterUser, RequestRefused
 from kvrouter.kube.informer import wait_after
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.background import go_on
@@ -260,7 +259,7 @@ SOONEST = 0.8
 
 
 class KubernetesDiscovery:
-    """Keeps the cards of the fleet ``namespace`` as objects in the account's namespace of Kubernetes.
+    """Keeps the cards of the fleet ``namespace`` as objects in the user's namespace of Kubernetes.
 
     A worker that starts or withdraws is heard at once, one that dies within ``lease_s`` and what it takes to
     list the objects, by the watchers' own clocks. ``lease_s`` is what this end's cards ask for; a watcher
@@ -275,7 +274,7 @@ class KubernetesDiscovery:
 
     def __init__(
         self,
-        account: Account,
+        user: ClusterUser,
         *,
         namespace: str,
         on_trouble: TroubleSink,
@@ -288,7 +287,7 @@ class KubernetesDiscovery:
         self._lease_s = checked_lease(lease_s)
         self._fleet = checked_fleet(namespace)
         self._remove_after_s = remove_after_s
-        self._api = WorkersApi(account, fleet=self._fleet, answer_s=max(lease_s / 4, ANSWER_LEAST_S))
+        self._api = WorkersApi(user, fleet=self._fleet, answer_s=max(lease_s / 4, ANSWER_LEAST_S))
         self._on_trouble = on_trouble
         self._refusals = StoreRefusals(on_refused)
         self._cards = HeldCards(
