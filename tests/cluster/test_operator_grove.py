@@ -17,6 +17,8 @@ from tests.support.processes import eventually
 OLDER = "ClusterTopology"
 CRDS = ("crd/clustertopologybindings.grove.io", "crd/clustertopologies.grove.io")
 WORKERS = {"prefill", "decode"}
+LINK = {"latencySeconds": 0.004, "bandwidthBytesPerSecond": 1.25e9}
+TABLE = '{"across":{"bandwidth_bytes_per_s":1250000000.0,"latency_s":0.004,"price_per_gb":0.02}}'
 
 
 @pytest.fixture
@@ -83,11 +85,28 @@ async def comes_and_goes(
         await eventually(is_renamed)
         assert changed(wider, replica_sets(plane, namespace)) == set(), "pods are labelled anew as they are"
 
+        levels, across = {"region": REGION, "zone": RACK, "rack": ZONE}, {**LINK, "pricePerGB": 0.02}
+        plane.apply(topology(name, levels, kind, qos={"across": across}))
+        await links_are(plane, namespace, TABLE)
+        assert changed(wider, replica_sets(plane, namespace)) == {"frontend"}, "links are the router's alone"
+        wider = replica_sets(plane, namespace)
+
         plane.kubectl("delete", kind.lower(), name)
         await reported(plane, namespace, "False", "TopologyNotFound")
         assert changed(wider, replica_sets(plane, namespace)) == set()
         pods = plane.read("pods", "--selector", "kvrouter.dev/component=decode", "--namespace", namespace)
         assert all(each["metadata"]["labels"]["grove.io/topology.zone"] for each in pods["items"])
+
+
+async def links_are(plane: ControlPlane, namespace: str, table: str) -> None:
+    async def are() -> bool:
+        found = plane.read("replicasets", "--namespace", namespace)["items"]
+        containers = [main for each in found for main in each["spec"]["template"]["spec"]["containers"]]
+        return {"name": "KVROUTER_ROUTER_LINKS", "value": table} in [
+            entry for container in containers for entry in container.get("env", [])
+        ]
+
+    await eventually(are)
 
 
 def replica_sets(plane: ControlPlane, namespace: str) -> dict[str, int]:

@@ -25,6 +25,7 @@ from kvrouter.operator.api.grove import (
     read_topology,
 )
 from kvrouter.operator.api.names import topology_label
+from kvrouter.operator.api.qos import LevelQoS, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.api.status import (
     ComponentStatus,
     Condition,
@@ -57,7 +58,11 @@ __all__ = [
     "KvCacheTransferTopology",
     "KvTransferPolicy",
     "Level",
+    "LevelQoS",
+    "LinkQoS",
+    "NetworkQoS",
     "ObjectMeta",
+    "PairQoS",
     "PolicyStatus",
     "read_deployment",
     "read_topology",

@@ -20,6 +20,7 @@ from kvrouter.operator.api.names import (
     list_map,
     rules,
 )
+from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.api.status import DeploymentStatus
 from kvrouter.topology import MismatchPolicy
 
@@ -32,10 +33,6 @@ PLURAL = "dynamographdeployments"
 COMPONENTS_MAX = 25
 REPLICAS_MAX = 10_000
 
-WEIGHT_NOT_YET = (
-    "is not supported yet: remove it, or give decode workers of the same domain a lower cost with "
-    "spec.experimental.kvTransferPolicy {enforcement: preferred, preferredWeight}"
-)
 TYPE_IS_IMMUTABLE = "cannot change: add a component under another name, then remove this one"
 TOPOLOGY_IS_IMMUTABLE = "cannot change once it is set: delete the deployment and create it again"
 
@@ -57,10 +54,6 @@ class ComponentType(StrEnum):
 class KvCacheTransferTopology(ObjectPart):
     """The policy of KV transfers, on the frontend component."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(Rule("!has(self.kvTransferWeight)", f"kvTransferWeight {WEIGHT_NOT_YET}"))
-    )
-
     level: DomainName
     """Level of the topology that KV never leaves: a domain of the topology's spec.levels, or any name for
     what ``label`` tells apart."""
@@ -71,7 +64,11 @@ class KvCacheTransferTopology(ObjectPart):
     """Key of the node label that tells the domains apart, such as topology.kubernetes.io/zone. With it no
     ClusterTopology is read, and Grove need not be there."""
     kv_transfer_weight: Annotated[float, Strict(), Ge(0)] | None = None
-    """Reserved: how much the cost of a transfer weighs. Refused for now."""
+    """How many blocks of work one second of expected KV transfer counts as where a decode worker is chosen:
+    the larger, the more the links of ``networkQoS`` decide. At 0, or left out, they are not weighed so."""
+    network_qos: Annotated[NetworkQoS | None, Field(alias="networkQoS")] = None
+    """The links between workers. Each level, each pair and ``across`` takes precedence over what the topology
+    says of it."""
 
 
 class KvTransferPolicy(ObjectPart):

@@ -10,26 +10,30 @@ from kvrouter.operator.api import ComponentType
 from kvrouter.operator.labels import Copy
 from kvrouter.operator.plan import pod
 from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.links import FrontendLinks
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
 from kvrouter.operator.plan.pod import (
     OWNED_ON_FRONTENDS,
     OWNED_ON_WORKERS,
     PodDraft,
+    entry_of,
     owned,
     value_of,
     variable,
 )
-from kvrouter.operator.plan.serving import is_sidecar, restricted
+from kvrouter.operator.plan.serving import flag_of, is_sidecar, restricted
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.topology import MismatchPolicy
 
 VOLUME = "topology-labels"
 WAIT = "topology-wait"
 MOUNT_PATH = "/etc/dynamo/topology"
+LINKS_FLAG = "--router-links"
 
 
-def wire_frontend(draft: PodDraft, policy: DeploymentPolicy) -> None:
-    """Give a frontend the policy, for workers that publish none: a worker's own policy takes precedence.
+def wire_frontend(draft: PodDraft, policy: DeploymentPolicy, links: FrontendLinks) -> bool:
+    """Give a frontend the policy, for workers that publish none: a worker's own policy takes precedence; and
+    the links, with their weight. Return whether it takes links that are assumed.
 
     ``preferred`` has no spelling on a router; there the workers' own policies are the only ones.
     """
@@ -39,10 +43,25 @@ def wire_frontend(draft: PodDraft, policy: DeploymentPolicy) -> None:
         mismatch = MismatchPolicy.FAIL if fails else MismatchPolicy.FALLBACK
         entries.append(variable(pod.ROUTER_LEVEL, policy.domain))
         entries.append(variable(pod.ROUTER_MISMATCH, mismatch.value))
+    if links.weight is not None:
+        entries.append(variable(pod.LINKS_WEIGHT, str(links.weight)))
+    assumes = False
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
-        draft.containers[index], warnings = owned(container, entries, OWNED_ON_FRONTENDS, at)
+        mine = [*entries]
+        if links.table is not None and not (links.is_assumed and _has_links(container)):
+            mine.append(variable(pod.ROUTER_LINKS, links.table))
+            assumes |= links.is_assumed
+        # A user's own word stands on what the deployment and its topology do not state.
+        names = OWNED_ON_FRONTENDS | {str(entry["name"]) for entry in mine}
+        draft.containers[index], warnings = owned(container, mine, names, at)
         draft.warnings += warnings
+    return assumes
+
+
+def _has_links(container: Manifest) -> bool:
+    """Whether a user states a frontend's links."""
+    return entry_of(container, pod.ROUTER_LINKS) is not None or flag_of(container, LINKS_FLAG) is not None
 
 
 def wire_worker(

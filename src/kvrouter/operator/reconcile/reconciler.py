@@ -37,6 +37,7 @@ from kvrouter.operator.labels import Copy, Pod, backfill_labels, read_node, read
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
     LEVELS_ANNOTATION,
+    QOS_ANNOTATION,
     TYPE_LABEL,
     Plan,
     PlanDefaults,
@@ -46,6 +47,7 @@ from kvrouter.operator.plan import (
     object_name,
     plan,
     read_levels,
+    read_qos,
     registers_elsewhere,
     zone_budgets,
 )
@@ -246,7 +248,13 @@ class Reconciler:
             await self._write(found, before, status)
             return None
         deployment = reading.deployment
-        planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
+        planned = plan(
+            deployment,
+            facts,
+            self._defaults,
+            last_levels=last_levels(self._applied, found),
+            last_qos=read_qos(_annotation(self._applied, found, QOS_ANNOTATION)),
+        )
         changes, again_s = Changes(), None
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         if not planned.problems:
@@ -446,12 +454,17 @@ class Reconciler:
 
 def last_levels(applied: Applier, found: Manifest) -> tuple[Level, ...]:
     """Return the levels that a deployment's workers were planned with last; none when there are none."""
+    return read_levels(_annotation(applied, found, LEVELS_ANNOTATION))
+
+
+def _annotation(applied: Applier, found: Manifest, name: str) -> str | None:
+    """The first that is there of an annotation of a deployment's Deployments."""
     for workload in applied.objects_of(found, WORKLOADS):
         annotations = metadata_of(workload).get("annotations")
-        levels = annotations.get(LEVELS_ANNOTATION) if isinstance(annotations, dict) else None
-        if isinstance(levels, str):
-            return read_levels(levels)
-    return ()
+        text = annotations.get(name) if isinstance(annotations, dict) else None
+        if isinstance(text, str):
+            return text
+    return None
 
 
 def node_name_of(pod: Manifest) -> str:
