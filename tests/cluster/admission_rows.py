@@ -124,6 +124,16 @@ BY_THE_DEFINITION: dict[str, list[Case]] = {
             ('networkQoS.levels: duplicate entries for key [level="zone"]',),
         )
     ],
+    "`prefill.weight` under `enforcement: required`, or out of 0 to 1": [
+        Case(
+            spec(of_frontend(**ON_ZONE, prefill={"level": "zone", "enforcement": "required", "weight": 0.5})),
+            (f"{FRONTEND}.prefill", "weight is only for enforcement: preferred"),
+        ),
+        Case(
+            spec(of_frontend(**ON_ZONE, prefill={"level": "zone", "weight": 1.5})),
+            (f"{FRONTEND}.prefill.weight", "should be less than or equal to 1"),
+        ),
+    ],
     "two components whose names differ in case alone": [
         Case(
             spec([component("decode", "Decode"), component("prefill", "decode")]),
@@ -217,7 +227,20 @@ WITH_GROVE: dict[str, list[Case]] = {
             (f"{FRONTEND}.networkQoS.levels[0].level: 'zone' is no level of label {ZONE}, which has room",),
         ),
     ],
-    "a pair twice in `networkQoS.pairs`; frontends with different weights or links": [
+    "`prefill` at a level that is none of the topology's, or with `label` not the domain": [
+        Case(
+            spec(of_frontend(level="zone", prefill={"level": "racks"}), **IN_FABRIC),
+            (
+                f"{FRONTEND}.prefill.level: 'racks' is no level of clusterTopologyName fabric",
+                "which has zone, rack (did you mean rack?)",
+            ),
+        ),
+        Case(
+            spec(of_frontend(**ON_ZONE, prefill={"level": "rack"})),
+            (f"{FRONTEND}.prefill.level: 'rack' is no level of label {ZONE}, which has zone",),
+        ),
+    ],
+    "a pair twice in `networkQoS.pairs`; frontends with different weights, links or `prefill`": [
         Case(
             spec(of_frontend(level="zone", label=ZONE, networkQoS={"pairs": [OF_PAIR, OF_PAIR]})),
             (f"{FRONTEND}.networkQoS.pairs[1].between: 'a' and 'b' of zone are there twice",),

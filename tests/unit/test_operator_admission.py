@@ -197,6 +197,32 @@ def test_a_level_that_went_from_the_topology_stops_no_other_change() -> None:
     assert "level 2 is odd" in odd
 
 
+PREFILL = "spec.components[0].kvCacheTransferTopology.prefill"
+
+
+def near(level: str = "zone", label: JsonValue = None, **fields: JsonValue) -> Document:
+    of: Fields = {**ON_FRONTEND, "label": label, "prefill": {"level": level, **fields}}
+    return deployment(frontend=of, topology="fabric")
+
+
+def test_prefill_near_a_frontend_at_a_level_that_is_there_is_admitted() -> None:
+    assert validated(near("rack", enforcement="required"), None, GROVE) == Verdict()
+    assert validated(near(label=ZONE, weight=0.5), None, NO_GROVE) == Verdict()
+
+
+def test_prefill_near_a_frontend_that_cannot_be_is_refused() -> None:
+    assert refused(near("racks")) == (
+        f"{PREFILL}.level: 'racks' is no level of clusterTopologyName fabric, which has zone, rack (did you "
+        "mean rack?)"
+    )
+    assert refused(near("rack", label=ZONE), NO_GROVE).startswith(f"{PREFILL}.level: 'rack' is no level of")
+    assert refused(near(enforcement="required", weight=0.5)) == (
+        f"{PREFILL}.weight: is only for enforcement: preferred: remove it, or say preferred"
+    )
+    assert refused(near(weight=1.5)) == f"{PREFILL}.weight: must be ≤ 1, not 1.5"
+    assert refused(near(enforcement="fallback")).startswith(f"{PREFILL}.enforcement: must be 'required' or")
+
+
 def test_a_weight_without_links_is_a_warning() -> None:
     document = deployment(frontend={**ON_FRONTEND, "kvTransferWeight": 50}, topology="fabric")
     verdict = validated(document, None, GROVE)

@@ -101,6 +101,9 @@ def test_the_api_server_checks_what_cel_can_say() -> None:
     assert (
         "has(self.labelKey) != has(self.clusterTopologyName)" in rules[".spec.experimental.kvTransferPolicy"]
     )
+    assert rules[".spec.components[].kvCacheTransferTopology.prefill"] == [
+        "!has(self.weight) || !has(self.enforcement) || self.enforcement == 'preferred'"
+    ]
     assert "!has(oldSelf.topologyConstraint) || has(self.topologyConstraint)" in rules[".spec"]
 
 

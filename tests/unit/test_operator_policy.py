@@ -8,10 +8,10 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api import LinkQoS, NetworkQoS, read_deployment
 from kvrouter.operator.policy import (
     DeploymentPolicy,
+    FrontendSettings,
     NamedTopology,
     PolicyReading,
     RawLabel,
-    TransferCosts,
     read_policy,
 )
 from kvrouter.topology import Fallback, Preferred, Required
@@ -225,12 +225,12 @@ def test_a_weight_and_links_are_read_with_their_places() -> None:
     of_frontend: Fields = {"level": "zone", "kvTransferWeight": 50, "networkQoS": {"across": LINK}}
     found = reading(frontend=of_frontend, topology="fabric")
     assert found.problems == ()
-    assert found.costs.weight == 50.0
-    assert dotted(found.costs.weight_at) == "spec.components[0].kvCacheTransferTopology.kvTransferWeight"
-    assert found.costs.qos == NetworkQoS(
+    assert found.settings.weight == 50.0
+    assert dotted(found.settings.weight_at) == "spec.components[0].kvCacheTransferTopology.kvTransferWeight"
+    assert found.settings.qos == NetworkQoS(
         across=LinkQoS(latency_seconds=0.001, bandwidth_bytes_per_second=25e9)
     )
-    assert dotted(found.costs.qos_at) == "spec.components[0].kvCacheTransferTopology.networkQoS"
+    assert dotted(found.settings.qos_at) == "spec.components[0].kvCacheTransferTopology.networkQoS"
 
 
 def test_costs_are_no_part_of_what_both_spellings_must_say() -> None:
@@ -241,7 +241,7 @@ def test_costs_are_no_part_of_what_both_spellings_must_say() -> None:
     )
     assert weighed.problems == ()
     assert weighed.policy == reading(frontend={"level": "zone"}, topology="fabric").policy
-    assert reading(frontend={"level": "zone"}, topology="fabric").costs == TransferCosts()
+    assert reading(frontend={"level": "zone"}, topology="fabric").settings == FrontendSettings()
 
 
 def of_two_frontends(first: Fields, second: Fields) -> PolicyReading:
@@ -262,9 +262,9 @@ def of_two_frontends(first: Fields, second: Fields) -> PolicyReading:
 def test_a_frontend_that_states_no_costs_has_those_of_another() -> None:
     found = of_two_frontends({"kvTransferWeight": 3}, {"networkQoS": {"levels": [LEVEL]}})
     assert found.problems == ()
-    assert found.costs.weight == 3.0
-    assert found.costs.qos is not None
-    assert [dotted(place) for place in (found.costs.weight_at, found.costs.qos_at)] == [
+    assert found.settings.weight == 3.0
+    assert found.settings.qos is not None
+    assert [dotted(place) for place in (found.settings.weight_at, found.settings.qos_at)] == [
         "spec.components[0].kvCacheTransferTopology.kvTransferWeight",
         "spec.components[1].kvCacheTransferTopology.networkQoS",
     ]

@@ -19,7 +19,7 @@ SHOWN = [block for block in BLOCKS if block["kind"] == KIND]
 
 
 def test_what_is_shown_is_admitted() -> None:
-    assert [validated(document, None, GROVE) for document in SHOWN] == [Verdict()] * 4
+    assert [validated(document, None, GROVE) for document in SHOWN] == [Verdict()] * 5
     assert validated(SHOWN[2], None, NO_GROVE) == Verdict()
 
 

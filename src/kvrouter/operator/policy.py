@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from kvrouter.config.problems import Path, Problem, dotted
+from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import NetworkQoS
+from kvrouter.operator.api import NetworkQoS, PrefillTopology
 from kvrouter.operator.api.deployment import (
     ComponentSpec,
     ComponentType,
@@ -86,13 +87,18 @@ class Declared(NamedTuple):
     source_at: Path
 
 
-class TransferCosts(NamedTuple):
-    """What frontends state of the cost of KV transfers, each with its place; None for what none states."""
+class FrontendSettings(NamedTuple):
+    """What frontends state apart from the policy, each with its place; None for what none states.
+
+    ``weight`` is that of KV transfers, ``qos`` the links; ``prefill`` where prompts are prefilled.
+    """
 
     weight: float | None = None
     weight_at: Path = ()
     qos: NetworkQoS | None = None
     qos_at: Path = ()
+    prefill: PrefillTopology | None = None
+    prefill_at: Path = ()
 
 
 class PolicyReading(NamedTuple):
@@ -100,7 +106,7 @@ class PolicyReading(NamedTuple):
 
     declared: Declared | None
     problems: tuple[Problem, ...] = ()
-    costs: TransferCosts = TransferCosts()
+    settings: FrontendSettings = FrontendSettings()
 
     @property
     def policy(self) -> DeploymentPolicy | None:
@@ -129,14 +135,15 @@ def read_policy(spec: DeploymentSpec) -> PolicyReading:
         for other in declared[1:]
         if other.policy != declared[0].policy
     ]
-    costs = _costs(spec, problems)
-    return PolicyReading(declared[0] if declared else None, tuple(problems), costs)
+    settings = _settings(spec, problems)
+    return PolicyReading(declared[0] if declared else None, tuple(problems), settings)
 
 
-def _costs(spec: DeploymentSpec, problems: list[Problem]) -> TransferCosts:
-    """What frontends state of costs. One that states nothing has what another states."""
+def _settings(spec: DeploymentSpec, problems: list[Problem]) -> FrontendSettings:
+    """What frontends state. One that does not state a thing has what another states."""
     weights: list[tuple[Path, float]] = []
     tables: list[tuple[Path, NetworkQoS]] = []
+    prefills: list[tuple[Path, PrefillTopology]] = []
     for index, component in enumerate(spec.components):
         field = component.kv_cache_transfer_topology
         at: Path = ("spec", "components", index, "kvCacheTransferTopology")
@@ -145,9 +152,15 @@ def _costs(spec: DeploymentSpec, problems: list[Problem]) -> TransferCosts:
         if field is not None and field.network_qos is not None:
             tables.append(((*at, "networkQoS"), field.network_qos))
             problems += _repeated(field.network_qos, (*at, "networkQoS"))
+        if field is not None and field.prefill is not None:
+            prefills.append(((*at, "prefill"), field.prefill))
+            if field.prefill.weight is not None and field.prefill.enforcement is NearEnforcement.REQUIRED:
+                must = "is only for enforcement: preferred: remove it, or say preferred"
+                problems.append(Problem((*at, "prefill", "weight"), must))
     weight_at, weight = _same(weights, problems)
     qos_at, qos = _same(tables, problems)
-    return TransferCosts(weight, weight_at, qos, qos_at)
+    prefill_at, prefill = _same(prefills, problems)
+    return FrontendSettings(weight, weight_at, qos, qos_at, prefill, prefill_at)
 
 
 def _same(stated: Sequence[tuple[Path, Value]], problems: list[Problem]) -> tuple[Path, Value | None]:

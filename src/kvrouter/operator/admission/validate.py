@@ -17,7 +17,15 @@ from kvrouter.operator.api.deployment import TOPOLOGY_IS_IMMUTABLE, TYPE_IS_IMMU
 from kvrouter.operator.api.names import SERVICE_CHARS_MAX, SERVICE_PATTERN
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels import resolve
-from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan, PlanDefaults, level_problems, plan
+from kvrouter.operator.plan import (
+    COMPONENT_LABEL,
+    Manifest,
+    Plan,
+    PlanDefaults,
+    level_problems,
+    plan,
+    prefill_problem,
+)
 from kvrouter.operator.plan.manifest import mapping
 from kvrouter.operator.policy import (
     GRAPH_POLICY,
@@ -351,5 +359,8 @@ def _of_policy(deployment: DynamoGraphDeployment, facts: ClusterFacts) -> list[P
     if policy.declared is not None:
         problems += topology_problems(policy.declared, facts)
         of = policy.declared.policy
-        problems += level_problems(policy.costs, of, resolve(of, facts))
+        resolution = resolve(of, facts)
+        problems += level_problems(policy.settings, of, resolution)
+        prefill = prefill_problem(policy.settings, of, resolution)
+        problems += [] if prefill is None else [prefill]
     return problems

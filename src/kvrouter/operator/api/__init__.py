@@ -14,6 +14,7 @@ from kvrouter.operator.api.deployment import (
     KvCacheTransferTopology,
     KvTransferPolicy,
     ObjectMeta,
+    PrefillTopology,
     read_deployment,
 )
 from kvrouter.operator.api.grove import (
@@ -64,6 +65,7 @@ __all__ = [
     "ObjectMeta",
     "PairQoS",
     "PolicyStatus",
+    "PrefillTopology",
     "read_deployment",
     "read_topology",
     "topology_label",

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, Validation
 from pydantic_core import ErrorDetails
 
 from kvrouter.config.problems import Path, Problem, did_you_mean, innermost, problem_of
+from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api.names import (
     ComponentName,
@@ -51,6 +52,28 @@ class ComponentType(StrEnum):
         return self is not ComponentType.FRONTEND
 
 
+class PrefillTopology(ObjectPart):
+    """Where prompts are prefilled: near the frontend that takes them."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                "!has(self.weight) || !has(self.enforcement) || self.enforcement == 'preferred'",
+                "weight is only for enforcement: preferred",
+            )
+        )
+    )
+
+    level: DomainName
+    """Level in which prefill keeps near: to workers that have the frontend's own value of it. A level of the
+    topology, or the domain of ``label``."""
+    enforcement: NearEnforcement = NearEnforcement.PREFERRED
+    """``required``: a request that no worker near may take is refused. ``preferred``: workers that are near
+    cost less."""
+    weight: Annotated[float, Strict(), Ge(0), Le(1)] | None = None
+    """How much less under ``preferred``, from 0 (nothing) to 1. Left out, the router's own default."""
+
+
 class KvCacheTransferTopology(ObjectPart):
     """The policy of KV transfers, on the frontend component."""
 
@@ -69,6 +92,9 @@ class KvCacheTransferTopology(ObjectPart):
     network_qos: Annotated[NetworkQoS | None, Field(alias="networkQoS")] = None
     """The links between workers. Each level, each pair and ``across`` takes precedence over what the topology
     says of it."""
+    prefill: PrefillTopology | None = None
+    """Keeps prefill near the frontend, whose pods then get their node's place as workers' do. Left out,
+    prompts are prefilled anywhere."""
 
 
 class KvTransferPolicy(ObjectPart):

@@ -17,6 +17,7 @@ from kvrouter.operator.plan.manifest import (
 )
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
 from kvrouter.operator.plan.serving import registers_elsewhere
+from kvrouter.operator.plan.wiring import prefill_problem
 
 __all__ = [
     "COMPONENT_LABEL",
@@ -36,6 +37,7 @@ __all__ = [
     "level_problems",
     "object_name",
     "plan",
+    "prefill_problem",
     "read_levels",
     "read_qos",
     "registers_elsewhere",

@@ -1,7 +1,7 @@
 """The table of links that frontends get: the deployment's own over that of its topology."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -12,7 +12,7 @@ from kvrouter.operator.api import LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.api.qos import QOS_PAIRS_MAX
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Resolution
-from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, TransferCosts
+from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, NamedTopology
 from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 
 ASSUMED = (
@@ -44,13 +44,13 @@ def qos_of_topology(
 
 
 def frontend_links(
-    costs: TransferCosts, of_topology: NetworkQoS | None, resolution: Resolution
+    settings: FrontendSettings, of_topology: NetworkQoS | None, resolution: Resolution
 ) -> tuple[FrontendLinks, list[Problem]]:
     """Return what frontends get, and warnings about links that are left out.
 
     Each level, each pair and ``across`` of the deployment takes precedence over the topology's.
     """
-    own, broader = costs.qos or NetworkQoS(), of_topology or NetworkQoS()
+    own, broader = settings.qos or NetworkQoS(), of_topology or NetworkQoS()
     levels = [copy.domain for copy in resolution.copies]
     # While the topology cannot be found its levels are not known: what is stated then stays as it is.
     known = levels if resolution.source.is_found else None
@@ -76,32 +76,37 @@ def frontend_links(
         warnings = []
         if len(pairs) > QOS_PAIRS_MAX:
             must = f"and the topology's are {len(pairs)}: the last, beyond {QOS_PAIRS_MAX}, are left out"
-            warnings.append(Problem((*costs.qos_at, "pairs"), must))
-        return FrontendLinks(costs.weight, _text(LinksSpec.model_validate(fields))), warnings
-    if costs.weight:
+            warnings.append(Problem((*settings.qos_at, "pairs"), must))
+        return FrontendLinks(settings.weight, _text(LinksSpec.model_validate(fields))), warnings
+    if settings.weight:
         same = dict.fromkeys(levels, _spec(SAME_LEVEL_LINK))
         assumed = LinksSpec(within=same, across=_spec(ACROSS_LINK))
-        return FrontendLinks(costs.weight, _text(assumed), is_assumed=True), []
-    return FrontendLinks(costs.weight), []
+        return FrontendLinks(settings.weight, _text(assumed), is_assumed=True), []
+    return FrontendLinks(settings.weight), []
 
 
 def level_problems(
-    costs: TransferCosts, policy: DeploymentPolicy, resolution: Resolution
+    settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
 ) -> Iterator[Problem]:
     """Yield a problem for each link of the deployment at a level that there is not. None is known to be wrong
     while the topology cannot be found.
     """
-    if costs.qos is None or not resolution.source.is_found:
+    if settings.qos is None or not resolution.source.is_found:
         return
     levels = [copy.domain for copy in resolution.copies]
     named = [
-        *((("levels", index), link.level) for index, link in enumerate(costs.qos.levels)),
-        *((("pairs", index), link.level) for index, link in enumerate(costs.qos.pairs)),
+        *((("levels", index), link.level) for index, link in enumerate(settings.qos.levels)),
+        *((("pairs", index), link.level) for index, link in enumerate(settings.qos.pairs)),
     ]
     for place, level in named:
         if level not in levels:
-            must = f"{level!r} is no level of {policy.source}, which has {', '.join(levels)}"
-            yield Problem((*costs.qos_at, *place, "level"), f"{must}{did_you_mean(level, levels)}")
+            yield Problem((*settings.qos_at, *place, "level"), unknown_level(level, policy, levels))
+
+
+def unknown_level(level: str, policy: DeploymentPolicy, levels: Sequence[str]) -> str:
+    """Return what is wrong with a level that is not among ``levels``, those of the policy's source."""
+    must = f"{level!r} is no level of {policy.source}, which has {', '.join(levels)}"
+    return f"{must}{did_you_mean(level, levels)}"
 
 
 def qos_text(qos: NetworkQoS) -> str:

@@ -22,9 +22,9 @@ from kvrouter.operator.plan.links import (
 from kvrouter.operator.plan.manifest import Manifest, labels_of
 from kvrouter.operator.plan.pod import read_pod_template
 from kvrouter.operator.plan.serving import complete, http_port
-from kvrouter.operator.plan.wiring import wire_frontend, wire_worker
+from kvrouter.operator.plan.wiring import frontend_place, place_frontend, wire_frontend, wire_worker
 from kvrouter.operator.plan.workload import service, workload
-from kvrouter.operator.policy import DeploymentPolicy, TransferCosts, read_policy
+from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
 
 LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
 """Annotation of worker Deployments: the levels that they were planned with, ``domain=node label,…``."""
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     """What the cluster should hold. With problems there are no manifests: nothing that is there is changed.
 
     ``warnings`` are about what a user wrote and does not get. Without a policy ``policy`` and ``resolution``
-    are None.
+    are None. ``places_frontends``: their pods get the labels of their nodes, as workers' do.
     """
 
     manifests: tuple[Manifest, ...]
@@ -45,6 +45,7 @@ class Plan(NamedTuple):
     problems: tuple[Problem, ...] = ()
     policy: DeploymentPolicy | None = None
     resolution: Resolution | None = None
+    places_frontends: bool = False
 
 
 def plan(
@@ -68,12 +69,13 @@ def plan(
     resolution = None if policy is None else resolve(policy, facts, last_levels)
     problems, manifests = [*reading.problems], accounts(deployment, defaults)
     warnings = [*budget_warnings(deployment), *_packing(deployment.spec)]
-    of_topology, links = None, FrontendLinks()
+    of_topology, links, place = None, FrontendLinks(), None
     if policy is not None and resolution is not None:
-        warnings += _left_out(reading.costs, policy, resolution)
+        warnings += _left_out(reading.settings, policy, resolution)
         of_topology = qos_of_topology(policy, resolution, facts, last_qos)
-        links, found = frontend_links(reading.costs, of_topology, resolution)
-        warnings += found
+        links, found = frontend_links(reading.settings, of_topology, resolution)
+        place, unplaced = frontend_place(reading.settings, policy, resolution)
+        warnings += [*found, *unplaced]
     assumes = False
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
@@ -86,6 +88,8 @@ def plan(
         annotations: Manifest = {}
         if policy is not None and resolution is not None:
             if component.type is ComponentType.FRONTEND:
+                if place is not None:
+                    place_frontend(draft, place, resolution.copies, defaults)
                 assumes |= wire_frontend(draft, policy, links)
                 annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
             else:
@@ -100,10 +104,10 @@ def plan(
             manifests.append(component_budget(deployment, component))
         warnings += draft.warnings
     if assumes:
-        warnings.append(Problem(reading.costs.weight_at, ASSUMED))
+        warnings.append(Problem(reading.settings.weight_at, ASSUMED))
     if problems:
         return Plan((), tuple(warnings), tuple(problems), policy, resolution)
-    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution)
+    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution, place is not None)
 
 
 def read_levels(annotation: str | None) -> tuple[Level, ...]:
@@ -112,8 +116,10 @@ def read_levels(annotation: str | None) -> tuple[Level, ...]:
     return tuple(Level(domain, key) for domain, _, key in pairs if key and level_problem(domain) is None)
 
 
-def _left_out(costs: TransferCosts, policy: DeploymentPolicy, resolution: Resolution) -> Iterator[Problem]:
-    for problem in level_problems(costs, policy, resolution):
+def _left_out(
+    settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
+) -> Iterator[Problem]:
+    for problem in level_problems(settings, policy, resolution):
         yield Problem(problem.path, f"{problem.must}: the link is left out")
 
 

@@ -27,6 +27,7 @@ from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
     API_VERSION,
     KIND,
+    ComponentType,
     DeploymentStatus,
     DynamoGraphDeployment,
     Level,
@@ -266,7 +267,11 @@ class Reconciler:
                 self._listener.changed(key, changes)
         unlabelled: list[str] = []
         if planned.resolution is not None:
-            pods = [await self._labelled(pod, planned.resolution.copies, unlabelled) for pod in pods]
+            copies = planned.resolution.copies
+            pods = [
+                await self._labelled(pod, copies, unlabelled) if _is_placed(pod, planned) else pod
+                for pod in pods
+            ]
         workloads = {key_of(each).name: each for each in self._applied.objects_of(found, WORKLOADS)}
         pairs = [
             (component, workloads[name])
@@ -432,7 +437,7 @@ class Reconciler:
         """Return the pod with the labels of its node, which it is given where it lacks them. What the API
         server says when it does not take them is added to ``refused_of``.
         """
-        if pod.node_name is None or pod.labels.get(TYPE_LABEL) in (None, "frontend"):
+        if pod.node_name is None:
             return pod
         found = self._seen.nodes.get(Key("", pod.node_name))
         node = None if found is None else read_node(found)
@@ -465,6 +470,12 @@ def _annotation(applied: Applier, found: Manifest, name: str) -> str | None:
         if isinstance(text, str):
             return text
     return None
+
+
+def _is_placed(pod: Pod, planned: Plan) -> bool:
+    """Whether a pod gets the labels of its node."""
+    kind = pod.labels.get(TYPE_LABEL)
+    return kind is not None and (planned.places_frontends or kind != ComponentType.FRONTEND)
 
 
 def node_name_of(pod: Manifest) -> str:
