@@ -119,7 +119,8 @@ async def test_frontends_that_prefill_keeps_near_get_their_place(plane: ControlP
             async def is_placed() -> bool:
                 found = frontend_of(plane, namespace)
                 node = plane.read("node", found["spec"]["nodeName"])
-                return found["metadata"]["labels"].get(LABEL) == node["metadata"]["labels"][RACK]
+                rack = node["metadata"]["labels"][RACK]
+                return bool(found["metadata"]["labels"].get(LABEL) == rack)
 
             await rolled(plane, namespace, "frontend")
             await eventually(is_placed)

@@ -4,10 +4,12 @@ import json
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.config.fleet import LinksSpec
-from kvrouter.config.problems import dotted
+from kvrouter.config.problems import dotted, parse_document
 from kvrouter.config.sources import load_settings
 from kvrouter.operator.api import (
     ClusterTopology,
@@ -115,6 +117,21 @@ def test_a_deployments_links_are_written_as_the_router_reads_them() -> None:
     assert variables(found)[WEIGHT] == "50.0"
     environ = {name: value for name, value in variables(found).items() if name != TABLE}
     assert load_settings(flags={}, environ=environ, document=None).settings.router.kv_transfer_weight == 50.0
+
+
+@given(
+    st.floats(0, allow_infinity=False),
+    st.floats(0, exclude_min=True, allow_infinity=False),
+    st.none() | st.floats(0, allow_infinity=False),
+)
+def test_every_table_is_read_as_it_was_stated(
+    latency_s: float, bandwidth: float, price: float | None
+) -> None:
+    """A frontend reads it as it reads files, which are YAML."""
+    stated: Fields = {"latencySeconds": latency_s, "bandwidthBytesPerSecond": bandwidth, "pricePerGB": price}
+    text = variables(planned(weighed({"levels": [{**stated, "level": "zone"}]})))[TABLE]
+    read = LinksSpec.model_validate(parse_document(text, TABLE).content).within["zone"]
+    assert (read.latency_s, read.bandwidth_bytes_per_s, read.price_per_gb) == (latency_s, bandwidth, price)
 
 
 def test_links_of_a_topology_are_written_for_both_spellings() -> None:
