@@ -8,6 +8,10 @@ Fields = dict[str, Any]
 ENGINE: Fields = {"spec": {"containers": [{"name": "main", "image": "example.com/engine:1"}]}}
 IN_FABRIC: Fields = {"topologyConstraint": {"clusterTopologyName": "fabric"}}
 BY_ZONE: Fields = {"clusterTopologyName": "fabric", "domain": "zone"}
+ON_ZONE: Fields = {"level": "zone", "label": ZONE}
+LINK: Fields = {"latencySeconds": 0.001, "bandwidthBytesPerSecond": 12.5e9, "pricePerGB": 0.01}
+AT_ZONE: Fields = {**LINK, "level": "zone"}
+OF_PAIR: Fields = {**LINK, "level": "zone", "between": ["a", "b"]}
 BY_LABEL: Fields = {"labelKey": ZONE, "domain": "zone"}
 
 
@@ -18,6 +22,10 @@ def component(kind: str, name: str = "", **fields: Any) -> Fields:
 
 def of_frontend(**policy: Any) -> list[Fields]:
     return [component("frontend", kvCacheTransferTopology=policy), component("prefill"), component("decode")]
+
+
+def weighed(weight: float) -> Fields:
+    return {**ON_ZONE, "kvTransferWeight": weight}
 
 
 WORKERS = [component("frontend"), component("prefill"), component("decode")]
@@ -93,11 +101,38 @@ BY_THE_DEFINITION: dict[str, list[Case]] = {
             for weight in (1.5, -0.5)
         ),
     ],
-    "`kvTransferWeight`": [
+    "`kvTransferWeight`, a latency or a price below 0, or a bandwidth that is not above 0": [
         Case(
-            spec(of_frontend(level="zone", label=ZONE, kvTransferWeight=50)),
-            (FRONTEND, "kvTransferWeight is not supported yet: remove it"),
+            spec(of_frontend(level="zone", label=ZONE, kvTransferWeight=-1)),
+            (f"{FRONTEND}.kvTransferWeight", "should be greater than or equal to 0"),
+        ),
+        *(
+            Case(
+                spec(of_frontend(level="zone", label=ZONE, networkQoS={"across": {**LINK, field: value}})),
+                (f"{FRONTEND}.networkQoS.across.{field}", f"should be {must}"),
+            )
+            for field, value, must in (
+                ("latencySeconds", -1, "greater than or equal to 0"),
+                ("pricePerGB", -1, "greater than or equal to 0"),
+                ("bandwidthBytesPerSecond", 0, "greater than 0"),
+            )
+        ),
+    ],
+    "a level twice in `networkQoS.levels`": [
+        Case(
+            spec(of_frontend(level="zone", label=ZONE, networkQoS={"levels": [AT_ZONE, AT_ZONE]})),
+            ('networkQoS.levels: duplicate entries for key [level="zone"]',),
         )
+    ],
+    "`prefill.weight` under `enforcement: required`, or out of 0 to 1": [
+        Case(
+            spec(of_frontend(**ON_ZONE, prefill={"level": "zone", "enforcement": "required", "weight": 0.5})),
+            (f"{FRONTEND}.prefill", "weight is only for enforcement: preferred"),
+        ),
+        Case(
+            spec(of_frontend(**ON_ZONE, prefill={"level": "zone", "weight": 1.5})),
+            (f"{FRONTEND}.prefill.weight", "should be less than or equal to 1"),
+        ),
     ],
     "two components whose names differ in case alone": [
         Case(
@@ -179,6 +214,52 @@ WITH_GROVE: dict[str, list[Case]] = {
             domain="host",
         ),
     ],
+    "`networkQoS` with a level that is none of the topology's, or with `label` not the domain": [
+        Case(
+            spec(of_frontend(level="zone", networkQoS={"levels": [{**LINK, "level": "racks"}]}), **IN_FABRIC),
+            (
+                f"{FRONTEND}.networkQoS.levels[0].level: 'racks' is no level of clusterTopologyName fabric",
+                "which has zone, rack (did you mean rack?)",
+            ),
+        ),
+        Case(
+            spec(of_frontend(level="room", label=ZONE, networkQoS={"levels": [AT_ZONE]})),
+            (f"{FRONTEND}.networkQoS.levels[0].level: 'zone' is no level of label {ZONE}, which has room",),
+        ),
+    ],
+    "`prefill` at a level that is none of the topology's, or with `label` not the domain": [
+        Case(
+            spec(of_frontend(level="zone", prefill={"level": "racks"}), **IN_FABRIC),
+            (
+                f"{FRONTEND}.prefill.level: 'racks' is no level of clusterTopologyName fabric",
+                "which has zone, rack (did you mean rack?)",
+            ),
+        ),
+        Case(
+            spec(of_frontend(**ON_ZONE, prefill={"level": "rack"})),
+            (f"{FRONTEND}.prefill.level: 'rack' is no level of label {ZONE}, which has zone",),
+        ),
+    ],
+    "a pair twice in `networkQoS.pairs`; frontends with different weights, links or `prefill`": [
+        Case(
+            spec(of_frontend(level="zone", label=ZONE, networkQoS={"pairs": [OF_PAIR, OF_PAIR]})),
+            (f"{FRONTEND}.networkQoS.pairs[1].between: 'a' and 'b' of zone are there twice",),
+        ),
+        Case(
+            spec(
+                [
+                    component(
+                        "frontend", name, kvCacheTransferTopology={**ON_ZONE, "kvTransferWeight": weight}
+                    )
+                    for name, weight in (("one", 1), ("other", 2))
+                ]
+            ),
+            (
+                f"spec.components[1].kvCacheTransferTopology.kvTransferWeight: is not what "
+                f"{FRONTEND}.kvTransferWeight says: remove one of them, or make them say the same",
+            ),
+        ),
+    ],
     "both spellings, and they differ": [
         Case(
             spec(
@@ -232,6 +313,10 @@ WARNED: list[Case] = [
     Case(
         spec(WORKERS, topologyConstraint={"clusterTopologyName": "fabric", "packDomain": "host"}),
         ("spec.topologyConstraint.packDomain: 'host' is no level of fabric, which has zone, rack",),
+    ),
+    Case(
+        spec(of_frontend(level="zone", kvTransferWeight=50), **IN_FABRIC),
+        (f"{FRONTEND}.kvTransferWeight: weighs links that are assumed",),
     ),
     graph(
         f"{GRAPH}: prefers nothing: preferredWeight is 0",

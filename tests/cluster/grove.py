@@ -22,13 +22,15 @@ def install_grove(plane: ControlPlane, kind: str = BINDING) -> None:
     plane.kubectl("wait", "--for=condition=Established", f"crd/{name}", WAIT)
 
 
-def topology(name: str, levels: Mapping[str, str], kind: str = BINDING) -> dict[str, Any]:
-    """The manifest of a topology: node labels by domain, broadest first."""
+def topology(
+    name: str, levels: Mapping[str, str], kind: str = BINDING, qos: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The manifest of a topology: node labels by domain, broadest first; ``qos`` are links of the whole."""
     key = "key" if kind == BINDING else "labelKey"
     listed = [{"domain": domain, key: label} for domain, label in levels.items()]
     return {
         "apiVersion": "grove.io/v1alpha1",
         "kind": kind,
         "metadata": {"name": name},
-        "spec": {"levels": listed},
+        "spec": {"levels": listed, **({} if qos is None else {"networkQoS": qos})},
     }

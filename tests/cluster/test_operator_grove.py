@@ -17,6 +17,9 @@ from tests.support.processes import eventually
 OLDER = "ClusterTopology"
 CRDS = ("crd/clustertopologybindings.grove.io", "crd/clustertopologies.grove.io")
 WORKERS = {"prefill", "decode"}
+LABEL = "grove.io/topology.rack"
+LINK = {"latencySeconds": 0.004, "bandwidthBytesPerSecond": 1.25e9}
+TABLE = '{"across":{"bandwidth_bytes_per_s":1250000000.0,"latency_s":0.004,"price_per_gb":0.02}}'
 
 
 @pytest.fixture
@@ -83,11 +86,66 @@ async def comes_and_goes(
         await eventually(is_renamed)
         assert changed(wider, replica_sets(plane, namespace)) == set(), "pods are labelled anew as they are"
 
+        levels, across = {"region": REGION, "zone": RACK, "rack": ZONE}, {**LINK, "pricePerGB": 0.02}
+        plane.apply(topology(name, levels, kind, qos={"across": across}))
+        await links_are(plane, namespace, TABLE)
+        assert changed(wider, replica_sets(plane, namespace)) == {"frontend"}, "links are the router's alone"
+        wider = replica_sets(plane, namespace)
+
         plane.kubectl("delete", kind.lower(), name)
         await reported(plane, namespace, "False", "TopologyNotFound")
         assert changed(wider, replica_sets(plane, namespace)) == set()
         pods = plane.read("pods", "--selector", "kvrouter.dev/component=decode", "--namespace", namespace)
         assert all(each["metadata"]["labels"]["grove.io/topology.zone"] for each in pods["items"])
+
+
+@pytest.mark.usefixtures("grove")
+async def test_frontends_that_prefill_keeps_near_get_their_place(plane: ControlPlane) -> None:
+    """At their binding, and again where somebody overwrites it."""
+    with new_namespace(plane) as namespace:
+        name = f"fabric-{namespace}"
+        plane.apply(topology(name, {"zone": ZONE, "rack": RACK}))
+        deployment = of_frontend(namespace, name)
+        policy = deployment["spec"]["components"][0]["kvCacheTransferTopology"]
+        async with operator(plane, namespace, "one"):
+            plane.apply(deployment)
+            await waited(plane, namespace, "--for=condition=Ready")
+            assert LABEL not in frontend_of(plane, namespace)["metadata"]["labels"]
+            before = replica_sets(plane, namespace)
+
+            policy["prefill"] = {"level": "rack", "enforcement": "required"}
+            plane.apply(deployment)
+
+            async def is_placed() -> bool:
+                found = frontend_of(plane, namespace)
+                node = plane.read("node", found["spec"]["nodeName"])
+                rack = node["metadata"]["labels"][RACK]
+                return bool(found["metadata"]["labels"].get(LABEL) == rack)
+
+            await rolled(plane, namespace, "frontend")
+            await eventually(is_placed)
+            assert changed(before, replica_sets(plane, namespace)) == {"frontend"}
+            pod = frontend_of(plane, namespace)["metadata"]["name"]
+            plane.kubectl("label", "pod", pod, f"{LABEL}=elsewhere", "--overwrite", "--namespace", namespace)
+            await eventually(is_placed)
+
+
+def frontend_of(plane: ControlPlane, namespace: str) -> dict[str, Any]:
+    """The frontend's newest pod."""
+    selector = "kvrouter.dev/component-type=frontend"
+    pods = plane.read("pods", "--selector", selector, "--namespace", namespace)["items"]
+    return max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+
+async def links_are(plane: ControlPlane, namespace: str, table: str) -> None:
+    async def are() -> bool:
+        found = plane.read("replicasets", "--namespace", namespace)["items"]
+        containers = [main for each in found for main in each["spec"]["template"]["spec"]["containers"]]
+        return {"name": "KVROUTER_ROUTER_LINKS", "value": table} in [
+            entry for container in containers for entry in container.get("env", [])
+        ]
+
+    await eventually(are)
 
 
 def replica_sets(plane: ControlPlane, namespace: str) -> dict[str, int]:
@@ -108,8 +166,12 @@ async def reported(plane: ControlPlane, namespace: str, status: str, reason: str
 
 async def settled(plane: ControlPlane, namespace: str) -> None:
     for name in WORKERS:
-        rolled = ("rollout", "status", f"deployment/llm-{name}", "--namespace", namespace, WAIT)
-        await asyncio.to_thread(plane.kubectl, *rolled)
+        await rolled(plane, namespace, name)
+
+
+async def rolled(plane: ControlPlane, namespace: str, name: str) -> None:
+    status = ("rollout", "status", f"deployment/llm-{name}", "--namespace", namespace, WAIT)
+    await asyncio.to_thread(plane.kubectl, *status)
 
 
 async def levels_are(plane: ControlPlane, namespace: str, levels: str) -> None:

@@ -14,6 +14,7 @@ from kvrouter.operator.admission import answer, judged, read_review
 from kvrouter.operator.admission.review import WARNING_CHARS_MAX
 from kvrouter.operator.api import ClusterTopology, Level, read_deployment, read_topology
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
+from kvrouter.operator.plan.links import qos_text, read_qos
 from kvrouter.operator.policy import NamedTopology, RawLabel, read_policy
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import FABRIC, Document, deployment, validated
@@ -38,6 +39,15 @@ FIELDS = st.sampled_from(
         "mismatchPolicy",
         "label",
         "kvTransferWeight",
+        "networkQoS",
+        "prefill",
+        "weight",
+        "latencySeconds",
+        "bandwidthBytesPerSecond",
+        "pricePerGB",
+        "across",
+        "pairs",
+        "between",
         "experimental",
         "kvTransferPolicy",
         "labelKey",
@@ -113,24 +123,47 @@ def paths(document: JsonValue) -> list[tuple[str | int, ...]]:
     return [(key, *rest) for key, value in inside for rest in [(), *paths(value)]]
 
 
+LINK: Document = {"latencySeconds": 0.001, "bandwidthBytesPerSecond": 25e9, "pricePerGB": 0.01}
+LINKS: Document = {
+    "levels": [{**LINK, "level": "zone"}],
+    "across": LINK,
+    "pairs": [{**LINK, "level": "zone", "between": ["a", "b"]}],
+}
+TOPOLOGY: Document = {
+    "levels": [{"domain": "zone", "key": "a.b/zone", "networkQoS": LINK}],
+    "networkQoS": {"across": LINK, "pairs": [{**LINK, "level": "zone", "between": ["a", "b"]}]},
+}
 WHOLE = deployment(
-    frontend={"level": "zone", "mismatchPolicy": "fail", "label": "a.b/c", "kvTransferWeight": 1.0},
+    frontend={
+        "level": "zone",
+        "mismatchPolicy": "fail",
+        "label": "a.b/c",
+        "kvTransferWeight": 1.0,
+        "networkQoS": LINKS,
+        "prefill": {"level": "zone", "enforcement": "preferred", "weight": 0.5},
+    },
     graph={"labelKey": "a.b/c", "domain": "zone", "enforcement": "preferred", "preferredWeight": 0.5},
     topology="fabric",
 )
 
 
 @st.composite
-def broken(draw: st.DrawFn) -> JsonValue:
-    """A whole deployment in which a few values are anything."""
-    document = cast(JsonValue, json.loads(json.dumps(WHOLE)))
-    for path in draw(st.lists(st.sampled_from(paths(WHOLE)), min_size=1, max_size=3)):
+def broken(draw: st.DrawFn, whole: JsonValue = WHOLE) -> JsonValue:
+    """A whole document in which a few values are anything."""
+    document = cast(JsonValue, json.loads(json.dumps(whole)))
+    for path in draw(st.lists(st.sampled_from(paths(whole)), min_size=1, max_size=3)):
         here, value = document, draw(ANY_JSON)
         for part in path[:-1]:
-            here = cast(dict[str | int, JsonValue], here).get(part) if isinstance(here, dict) else None
+            here = _inside(here, part)
         if isinstance(here, dict):
             here[cast(str, path[-1])] = value
     return document
+
+
+def _inside(found: JsonValue, part: str | int) -> JsonValue:
+    if isinstance(found, dict):
+        return found.get(cast(str, part))
+    return found[part] if isinstance(found, list) and isinstance(part, int) and part < len(found) else None
 
 
 @given(new=st.one_of(ANY_JSON, broken()), old=st.one_of(ANY_JSON, broken()), facts=FACTS)
@@ -158,11 +191,14 @@ def test_whatever_is_asked_there_is_an_answer_or_a_refusal(
         judged(review._replace(new=new, is_ours=True), facts, DEFAULTS)
 
 
-@given(found=ANY_JSON)
+@given(found=st.one_of(ANY_JSON, broken(TOPOLOGY)))
 def test_whatever_somebody_calls_a_topology_can_be_read(found: JsonValue) -> None:
     topology = read_topology({"metadata": {"name": "fabric"}, "spec": found})
     assert topology is not None
     assert len(set(topology.domains)) == len(topology.domains)
+    if topology.network_qos is not None:
+        assert not topology.network_qos.is_empty
+        assert read_qos(qos_text(topology.network_qos)) == topology.network_qos
 
 
 @given(types=TYPES, topology=st.one_of(st.none(), NAMES), facts=FACTS)

@@ -25,6 +25,9 @@ variables = st.sampled_from(
         "DYN_TOPOLOGY_ENABLED",
         "DYN_TOPOLOGY_MOUNT_PATH",
         "DYN_KV_TRANSFER_DOMAIN",
+        "KVROUTER_ROUTER_LINKS",
+        "KVROUTER_KV_TRANSFER_WEIGHT",
+        "KVROUTER_ROUTER_PREFILL_LEVEL",
         "NATS_SERVER",
         "DYN_HTTP_PORT",
     )
@@ -72,6 +75,16 @@ policies = st.builds(
     enforcements,
     st.sampled_from(("zone", "rack")),
 )
+of_frontends = st.builds(
+    lambda prefill, more: {"level": "zone", **more, **({} if prefill is None else {"prefill": prefill})},
+    st.none()
+    | st.builds(
+        lambda level, enforcement: {"level": level, **enforcement},
+        st.sampled_from(("zone", "rack", "host")),
+        st.sampled_from(({}, {"enforcement": "required"}, {"weight": 0.3})),
+    ),
+    st.sampled_from(({}, {"label": "topology.kubernetes.io/zone"}, {"kvTransferWeight": 5})),
+)
 facts = st.sampled_from((FACTS, ClusterFacts(), ClusterFacts(grove=Grove.UNREAD)))
 
 
@@ -98,10 +111,27 @@ def test_what_is_planned_holds_together(
     for manifest in found.manifests:
         _check_metadata(manifest)
         if manifest["kind"] == "Deployment":
-            _check_deployment(manifest, policy is not None)
+            _check_deployment(manifest, policy is not None, found)
         elif manifest["kind"] == "Service":
             _check_service(manifest, found)
     _check_accounts(found)
+
+
+@given(pods, of_frontends, facts)
+def test_what_is_planned_of_a_frontends_policy_holds_together(
+    of_pods: dict[str, JsonValue], policy: dict[str, JsonValue], known: ClusterFacts
+) -> None:
+    found = plan(deployment(pods=of_pods, of_frontend=policy), known, DEFAULTS)
+    assert found.problems == ()
+    for manifest in _deployments(found):
+        _check_deployment(manifest, True, found)
+    again: dict[str, JsonValue] = {
+        kind: at(manifest, "spec", "template")
+        for kind, manifest in zip(TYPES, _deployments(found), strict=True)
+    }
+    twice = plan(deployment(pods=again, of_frontend=policy), known, DEFAULTS)
+    for before, after in zip(_deployments(found), _deployments(twice), strict=True):
+        assert _as_sets(at(before, "spec", "template")) == _as_sets(at(after, "spec", "template"))
 
 
 @given(pods, policies)
@@ -127,7 +157,7 @@ def _check_metadata(manifest: Manifest) -> None:
     assert all(LABEL_VALUE.fullmatch(str(value)) for value in labels.values())
 
 
-def _check_deployment(manifest: Manifest, has_policy: bool) -> None:
+def _check_deployment(manifest: Manifest, has_policy: bool, found: Plan) -> None:
     selector = at(manifest, "spec", "selector", "matchLabels")
     labels = at(manifest, "spec", "template", "metadata", "labels")
     assert isinstance(selector, dict)
@@ -137,7 +167,7 @@ def _check_deployment(manifest: Manifest, has_policy: bool) -> None:
     is_worker = labels["kvrouter.dev/component-type"] != "frontend"
     volumes = _named(spec, "volumes")
     ours = ("topology-labels" in volumes, "topology-wait" in _named(spec, "initContainers"))
-    assert ours == (has_policy and is_worker,) * 2
+    assert ours == (found.places_frontends or (has_policy and is_worker),) * 2
     for kind in ("initContainers", "containers"):
         for container in _entries(spec, kind):
             env = [str(at(entry, "name")) for entry in _entries(container, "env")]
@@ -146,7 +176,8 @@ def _check_deployment(manifest: Manifest, has_policy: bool) -> None:
                 str(at(mount, "mountPath")).rstrip("/") for mount in _entries(container, "volumeMounts")
             ]
             assert len(places) == len(set(places))
-            if ours[0] and (kind == "containers" or has(container, "restartPolicy") or _waits(container)):
+            is_sidecar = is_worker and has(container, "restartPolicy")
+            if ours[0] and (kind == "containers" or is_sidecar or _waits(container)):
                 assert _named(container, "volumeMounts").count("topology-labels") == 1
 
 

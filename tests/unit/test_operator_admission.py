@@ -145,8 +145,8 @@ def test_a_level_that_is_not_there() -> None:
             "spec.experimental.kvTransferPolicy.preferredWeight: must be ≤ 1, not 1.5",
         ),
         (
-            deployment(frontend={**ON_FRONTEND, "kvTransferWeight": 50}, topology="fabric"),
-            "spec.components[0].kvCacheTransferTopology.kvTransferWeight: is not supported yet",
+            deployment(frontend={**ON_FRONTEND, "kvTransferWeight": -1}, topology="fabric"),
+            "spec.components[0].kvCacheTransferTopology.kvTransferWeight: must be ≥ 0, not -1",
         ),
         (deployment(name="my.llm"), "metadata.name: becomes the name of Services"),
         (
@@ -158,6 +158,81 @@ def test_a_level_that_is_not_there() -> None:
 )
 def test_what_is_written_wrong_is_refused(document: Document, where: str) -> None:
     assert refused(document).startswith(where)
+
+
+QOS = "spec.components[0].kvCacheTransferTopology.networkQoS"
+LINK: Fields = {"latencySeconds": 0.001, "bandwidthBytesPerSecond": 25e9}
+
+
+def of_links(level: str = "zone", **fields: JsonValue) -> Document:
+    links: Fields = {"levels": [{**LINK, "level": level}]}
+    return deployment(frontend={**ON_FRONTEND, **fields, "networkQoS": links}, topology="fabric")
+
+
+def test_links_at_a_level_that_is_there_are_admitted_with_their_weight() -> None:
+    assert validated(of_links("rack", kvTransferWeight=50), None, GROVE) == Verdict()
+    assert validated(of_links(label=ZONE, kvTransferWeight=50), None, NO_GROVE) == Verdict()
+
+
+def test_links_at_a_level_that_is_not_there_are_refused() -> None:
+    assert refused(of_links("racks")) == (
+        f"{QOS}.levels[0].level: 'racks' is no level of clusterTopologyName fabric, which has zone, rack "
+        "(did you mean rack?)"
+    )
+    assert refused(of_links("rack", label=ZONE), NO_GROVE) == (
+        f"{QOS}.levels[0].level: 'rack' is no level of label {ZONE}, which has zone"
+    )
+    pair: Fields = {**LINK, "level": "host", "between": ["a", "b"]}
+    document = deployment(frontend={**ON_FRONTEND, "networkQoS": {"pairs": [pair]}}, topology="fabric")
+    assert refused(document).startswith(f"{QOS}.pairs[0].level: 'host' is no level of")
+    verdict = validated(document, None, GROVE)
+    assert verdict.warnings == (), "a mistake is reported once"
+
+
+def test_a_level_that_went_from_the_topology_stops_no_other_change() -> None:
+    verdict = validated(of_links("rack"), of_links("rack"), ODD)
+    assert verdict.is_allowed
+    (line, odd) = lines(verdict.warnings)
+    assert line.startswith(f"{QOS}.levels[0].level: 'rack' is no level of clusterTopologyName fabric")
+    assert "level 2 is odd" in odd
+
+
+PREFILL = "spec.components[0].kvCacheTransferTopology.prefill"
+
+
+def near(level: str = "zone", label: JsonValue = None, **fields: JsonValue) -> Document:
+    of: Fields = {**ON_FRONTEND, "label": label, "prefill": {"level": level, **fields}}
+    return deployment(frontend=of, topology="fabric")
+
+
+def test_prefill_near_a_frontend_at_a_level_that_is_there_is_admitted() -> None:
+    assert validated(near("rack", enforcement="required"), None, GROVE) == Verdict()
+    assert validated(near(label=ZONE, weight=0.5), None, NO_GROVE) == Verdict()
+
+
+def test_prefill_near_a_frontend_that_cannot_be_is_refused() -> None:
+    assert refused(near("racks")) == (
+        f"{PREFILL}.level: 'racks' is no level of clusterTopologyName fabric, which has zone, rack (did you "
+        "mean rack?)"
+    )
+    assert refused(near("rack", label=ZONE), NO_GROVE).startswith(f"{PREFILL}.level: 'rack' is no level of")
+    assert refused(near(enforcement="required", weight=0.5)) == (
+        f"{PREFILL}.weight: is only for enforcement: preferred: remove it, or say preferred"
+    )
+    assert refused(near(weight=1.5)) == f"{PREFILL}.weight: must be ≤ 1, not 1.5"
+    assert refused(near(enforcement="fallback")).startswith(f"{PREFILL}.enforcement: must be 'required' or")
+
+
+def test_a_weight_without_links_is_a_warning() -> None:
+    document = deployment(frontend={**ON_FRONTEND, "kvTransferWeight": 50}, topology="fabric")
+    verdict = validated(document, None, GROVE)
+    assert verdict.is_allowed
+    assert lines(verdict.warnings) == [
+        "spec.components[0].kvCacheTransferTopology.kvTransferWeight: weighs links that are assumed, 100 "
+        "Gbit/s inside every level and 25 Gbit/s otherwise: measure them and write networkQoS"
+    ]
+    weightless = deployment(frontend={**ON_FRONTEND, "kvTransferWeight": 0}, topology="fabric")
+    assert validated(weightless, None, GROVE) == Verdict()
 
 
 def test_names_that_differ_in_case_alone_are_refused() -> None:

@@ -72,10 +72,11 @@ def test_lists_merge_by_their_keys() -> None:
     keys = {
         path: field["x-kubernetes-list-map-keys"]
         for path, field in FIELDS.items()
-        if field["type"] == "array"
+        if field["type"] == "array" and field["x-kubernetes-list-type"] != "atomic"
     }
     assert keys == {
         ".spec.components": ["name"],
+        ".spec.components[].kvCacheTransferTopology.networkQoS.levels": ["level"],
         ".status.conditions": ["type"],
         ".status.components": ["name"],
         ".status.domains": ["value"],
@@ -97,11 +98,28 @@ def test_the_api_server_checks_what_cel_can_say() -> None:
     }
     assert rules[".spec.components[].type"] == ["self == oldSelf"]
     assert rules[".spec.topologyConstraint.clusterTopologyName"] == ["self == oldSelf"]
-    assert rules[".spec.components[].kvCacheTransferTopology"] == ["!has(self.kvTransferWeight)"]
     assert (
         "has(self.labelKey) != has(self.clusterTopologyName)" in rules[".spec.experimental.kvTransferPolicy"]
     )
+    assert rules[".spec.components[].kvCacheTransferTopology.prefill"] == [
+        "!has(self.weight) || !has(self.enforcement) || self.enforcement == 'preferred'"
+    ]
     assert "!has(oldSelf.topologyConstraint) || has(self.topologyConstraint)" in rules[".spec"]
+
+
+def test_the_api_server_checks_the_bounds_of_links() -> None:
+    """OpenAPI 3.0 has a flag where JSON Schema has a second number."""
+    at = ".spec.components[].kvCacheTransferTopology"
+    bounds = {
+        path: (field["minimum"], field.get("exclusiveMinimum", False))
+        for path, field in FIELDS.items()
+        if path.startswith(at) and field["type"] == "number"
+    }
+    assert bounds[f"{at}.kvTransferWeight"] == (0, False)
+    for place in ("levels[]", "across", "pairs[]"):
+        link = f"{at}.networkQoS.{place}"
+        assert bounds[f"{link}.latencySeconds"] == bounds[f"{link}.pricePerGB"] == (0, False)
+        assert bounds[f"{link}.bandwidthBytesPerSecond"] == (0, True)
 
 
 def test_columns_answer_the_first_question() -> None:

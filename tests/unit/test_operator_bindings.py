@@ -78,6 +78,16 @@ def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> 
     )
 
 
+def test_frontends_that_prefill_keeps_near_want_the_labels_of_workers() -> None:
+    document = graph(None)
+    near = {"level": "rack", "label": "example.com/rack", "prefill": {"level": "rack"}}
+    document["spec"]["components"][0]["kvCacheTransferTopology"] = near
+    wanted = wanted_by(document, ClusterFacts(), ())
+    assert wanted is not None
+    assert wanted.copies == (RACK,)
+    assert wanted.workloads == ("llm-frontend", "llm-prefill", "llm-decode")
+
+
 def test_a_topology_that_is_gone_is_wanted_as_it_was_known_last() -> None:
     policy = {"clusterTopologyName": "fabric", "domain": "rack"}
     levels = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack"))

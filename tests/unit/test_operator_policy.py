@@ -5,19 +5,24 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import dotted
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import read_deployment
+from kvrouter.operator.api import LinkQoS, NetworkQoS, read_deployment
 from kvrouter.operator.policy import (
     DeploymentPolicy,
+    FrontendSettings,
     NamedTopology,
     PolicyReading,
     RawLabel,
     read_policy,
 )
 from kvrouter.topology import Fallback, Preferred, Required
-from tests.support.operator_deployments import deployment
+from tests.support.operator_deployments import component, deployment
 
 Fields = dict[str, JsonValue]
 ZONE = "topology.kubernetes.io/zone"
+LINK: Fields = {"latencySeconds": 0.001, "bandwidthBytesPerSecond": 25e9}
+LEVEL: Fields = {**LINK, "level": "zone"}
+PAIR: Fields = {**LINK, "level": "zone", "between": ["a", "b"]}
+PAIR_TURNED: Fields = {**LINK, "latencySeconds": 1, "level": "zone", "between": ["b", "a"]}
 
 
 def reading(
@@ -118,10 +123,17 @@ def test_a_policy_says_where_it_is_written() -> None:
             "prefill is of type prefill: move it there",
         ),
         (
-            {"level": "zone", "label": ZONE, "kvTransferWeight": 50.0},
+            {"level": "zone", "label": ZONE, "networkQoS": {"levels": [LEVEL, {**LINK, "level": "zone"}]}},
             None,
             ("frontend", "prefill", "decode"),
-            "spec.components[0].kvCacheTransferTopology.kvTransferWeight: is not supported yet: remove it",
+            "spec.components[0].kvCacheTransferTopology.networkQoS.levels[1].level: 'zone' is there twice",
+        ),
+        (
+            {"level": "zone", "label": ZONE, "networkQoS": {"pairs": [PAIR, PAIR_TURNED]}},
+            None,
+            ("frontend", "prefill", "decode"),
+            "spec.components[0].kvCacheTransferTopology.networkQoS.pairs[1].between: 'a' and 'b' of zone are "
+            "there twice",
         ),
         (
             None,
@@ -199,8 +211,108 @@ def test_spellings_that_contradict_each_other_are_refused(graph: Fields, says: s
 
 def test_all_that_is_wrong_is_reported_at_once() -> None:
     found = reading(
-        frontend={"level": "zone", "kvTransferWeight": 1},
+        frontend={"level": "zone", "networkQoS": {"pairs": [PAIR, PAIR]}},
         graph={"domain": "zone", "preferredWeight": 0.5},
         types=("prefill", "decode"),
     )
     assert len(found.problems) == 5
+
+
+# What the cost of KV transfers is.
+
+
+def test_a_weight_and_links_are_read_with_their_places() -> None:
+    of_frontend: Fields = {"level": "zone", "kvTransferWeight": 50, "networkQoS": {"across": LINK}}
+    found = reading(frontend=of_frontend, topology="fabric")
+    assert found.problems == ()
+    assert found.settings.weight == 50.0
+    assert dotted(found.settings.weight_at) == "spec.components[0].kvCacheTransferTopology.kvTransferWeight"
+    assert found.settings.qos == NetworkQoS(
+        across=LinkQoS(latency_seconds=0.001, bandwidth_bytes_per_second=25e9)
+    )
+    assert dotted(found.settings.qos_at) == "spec.components[0].kvCacheTransferTopology.networkQoS"
+
+
+def test_costs_are_no_part_of_what_both_spellings_must_say() -> None:
+    weighed = reading(
+        frontend={"level": "zone", "kvTransferWeight": 0, "networkQoS": {}},
+        graph={"clusterTopologyName": "fabric", "domain": "zone"},
+        topology="fabric",
+    )
+    assert weighed.problems == ()
+    assert weighed.policy == reading(frontend={"level": "zone"}, topology="fabric").policy
+    assert reading(frontend={"level": "zone"}, topology="fabric").settings == FrontendSettings()
+
+
+def of_two_frontends(first: Fields, second: Fields) -> PolicyReading:
+    document = deployment(topology="fabric")
+    policies = ({"level": "zone", **each} for each in (first, second))
+    document["spec"] = {
+        "topologyConstraint": {"clusterTopologyName": "fabric"},
+        "components": [
+            component("frontend", f"web-{index}", kvCacheTransferTopology=policy)
+            for index, policy in enumerate(policies)
+        ],
+    }
+    found = read_deployment(document).deployment
+    assert found is not None
+    return read_policy(found.spec)
+
+
+def test_a_frontend_that_states_no_costs_has_those_of_another() -> None:
+    found = of_two_frontends({"kvTransferWeight": 3}, {"networkQoS": {"levels": [LEVEL]}})
+    assert found.problems == ()
+    assert found.settings.weight == 3.0
+    assert found.settings.qos is not None
+    assert [dotted(place) for place in (found.settings.weight_at, found.settings.qos_at)] == [
+        "spec.components[0].kvCacheTransferTopology.kvTransferWeight",
+        "spec.components[1].kvCacheTransferTopology.networkQoS",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "second"),
+    [
+        ("kvTransferWeight", 3, 4),
+        ("networkQoS", {"levels": [LEVEL]}, {"levels": [LEVEL], "across": LINK}),
+    ],
+)
+def test_frontends_that_contradict_each_other_on_costs_are_refused(
+    field: str, first: JsonValue, second: JsonValue
+) -> None:
+    found = of_two_frontends({field: first}, {field: second})
+    at = "spec.components[{}].kvCacheTransferTopology." + field
+    says = "remove one of them, or make them say the same"
+    assert reported(found) == [f"{at.format(1)}: is not what {at.format(0)} says: {says}"]
+    assert found.policy is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"kvTransferWeight": -1}, "kvTransferWeight: must be ≥ 0, not -1"),
+        ({"kvTransferWeight": "50"}, "kvTransferWeight: must be a number, not '50'"),
+        ({"kvTransferWeight": float("inf")}, "kvTransferWeight: must be a finite number, not inf"),
+        ({"networkQoS": {"across": {**LINK, "latencySeconds": -1}}}, "across.latencySeconds: must be ≥ 0"),
+        (
+            {"networkQoS": {"across": {**LINK, "bandwidthBytesPerSecond": 0}}},
+            "across.bandwidthBytesPerSecond: must be > 0, not 0",
+        ),
+        ({"networkQoS": {"across": {**LINK, "pricePerGB": -0.5}}}, "across.pricePerGB: must be ≥ 0"),
+        ({"networkQoS": {"across": {**LINK, "latencySeconds": True}}}, "latencySeconds: must be a number"),
+        ({"networkQoS": {"levels": [LINK]}}, "networkQoS.levels[0].level: is required"),
+        ({"networkQoS": {"levels": [LEVEL] * 17}}, "networkQoS.levels: must have ≤ 16 entries"),
+        ({"networkQoS": {"pairs": [{**PAIR, "between": ["a"]}]}}, "pairs[0].between: must have ≥ 2 parts"),
+        (
+            {"networkQoS": {"pairs": [{**PAIR, "between": ["a", "$(B)"]}]}},
+            "pairs[0].between[1]: must be a label's value such as us-east-1a",
+        ),
+        ({"networkQoS": {"pairs": [PAIR] * 257}}, "networkQoS.pairs: must have ≤ 256 entries"),
+    ],
+)
+def test_costs_out_of_their_bounds_are_no_deployment(fields: Fields, problem: str) -> None:
+    found = read_deployment(deployment(frontend={"level": "zone", "label": ZONE, **fields}))
+    assert found.deployment is None
+    (line,) = [f"{dotted(each.path)}: {each.must}" for each in found.problems]
+    assert line.startswith("spec.components[0].kvCacheTransferTopology.")
+    assert problem in line

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from kvrouter.operator.admission import Verdict
-from kvrouter.operator.api import read_deployment
+from kvrouter.operator.api import KIND, read_deployment, read_topology
 from kvrouter.operator.api.crd import COLUMNS
 from kvrouter.operator.api.names import LEVEL_CHARS_MAX
 from kvrouter.operator.policy import read_policy
@@ -14,11 +14,12 @@ from tests.cluster.admission_rows import BY_THE_DEFINITION, UNREAD, WITH_GROVE, 
 from tests.support.operator_deployments import GROVE, NO_GROVE, validated
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes-policy.md").read_text("utf-8")
-SHOWN = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)]
+BLOCKS = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)]
+SHOWN = [block for block in BLOCKS if block["kind"] == KIND]
 
 
 def test_what_is_shown_is_admitted() -> None:
-    assert [validated(document, None, GROVE) for document in SHOWN] == [Verdict()] * 3
+    assert [validated(document, None, GROVE) for document in SHOWN] == [Verdict()] * 5
     assert validated(SHOWN[2], None, NO_GROVE) == Verdict()
 
 
@@ -27,6 +28,15 @@ def test_what_is_called_the_same_policy_is_the_same() -> None:
     assert first is not None
     assert second is not None
     assert read_policy(first.spec).policy == read_policy(second.spec).policy is not None
+
+
+def test_the_topology_that_is_shown_is_read_whole() -> None:
+    (shown,) = (read_topology(block) for block in BLOCKS if block["kind"] != KIND)
+    assert shown is not None
+    assert shown.domains == ("zone", "rack")
+    assert shown.network_qos is not None
+    assert [each.level for each in shown.network_qos.levels] == ["zone", "rack"]
+    assert shown.oddities == ()
 
 
 def test_every_column_is_reported() -> None:

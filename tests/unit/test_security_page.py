@@ -115,7 +115,8 @@ NO_LIMITS = {
         placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
-        operator.api.names.SERVICE_CHARS_MAX operator.api.names.LEVEL_CHARS_MAX
+        operator.api.names.SERVICE_CHARS_MAX operator.api.names.LABEL_VALUE_CHARS_MAX
+        operator.api.names.LEVEL_CHARS_MAX
         operator.labels.copies.POD_NAME_STEM_CHARS_MAX operator.labels.copies.POD_NAME_CHARS_MAX
         operator.plan.manifest.NAME_CHARS_MAX operator.reconcile.bindings.OWNER_CHARS_MAX
         kube.objects.NAME_CHARS_MAX kube.objects.MESSAGE_CHARS_MAX

@@ -1,12 +1,14 @@
 """The KV transfer policy: both of its spellings, read as one."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvrouter.config.problems import Path, Problem, dotted
+from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api import NetworkQoS, PrefillTopology
 from kvrouter.operator.api.deployment import (
-    WEIGHT_NOT_YET,
     ComponentSpec,
     ComponentType,
     DeploymentSpec,
@@ -16,6 +18,7 @@ from kvrouter.topology import Fallback, MismatchPolicy, Preferred, Required, Tra
 
 GRAPH_POLICY: Path = ("spec", "experimental", "kvTransferPolicy")
 TOPOLOGY_NAME: Path = ("spec", "topologyConstraint", "clusterTopologyName")
+Value = TypeVar("Value")
 A_LABEL = "the key of a node label such as topology.kubernetes.io/zone"
 
 
@@ -84,11 +87,26 @@ class Declared(NamedTuple):
     source_at: Path
 
 
+class FrontendSettings(NamedTuple):
+    """What frontends state apart from the policy, each with its place; None for what none states.
+
+    ``weight`` is that of KV transfers, ``qos`` the links; ``prefill`` where prompts are prefilled.
+    """
+
+    weight: float | None = None
+    weight_at: Path = ()
+    qos: NetworkQoS | None = None
+    qos_at: Path = ()
+    prefill: PrefillTopology | None = None
+    prefill_at: Path = ()
+
+
 class PolicyReading(NamedTuple):
     """What a spec says: its policy, if it has one that is whole and not contradicted, and what is wrong."""
 
     declared: Declared | None
     problems: tuple[Problem, ...] = ()
+    settings: FrontendSettings = FrontendSettings()
 
     @property
     def policy(self) -> DeploymentPolicy | None:
@@ -117,7 +135,59 @@ def read_policy(spec: DeploymentSpec) -> PolicyReading:
         for other in declared[1:]
         if other.policy != declared[0].policy
     ]
-    return PolicyReading(declared[0] if declared else None, tuple(problems))
+    settings = _settings(spec, problems)
+    return PolicyReading(declared[0] if declared else None, tuple(problems), settings)
+
+
+def _settings(spec: DeploymentSpec, problems: list[Problem]) -> FrontendSettings:
+    """What frontends state. One that does not state a thing has what another states."""
+    weights: list[tuple[Path, float]] = []
+    tables: list[tuple[Path, NetworkQoS]] = []
+    prefills: list[tuple[Path, PrefillTopology]] = []
+    for index, component in enumerate(spec.components):
+        field = component.kv_cache_transfer_topology
+        at: Path = ("spec", "components", index, "kvCacheTransferTopology")
+        if field is not None and field.kv_transfer_weight is not None:
+            weights.append(((*at, "kvTransferWeight"), field.kv_transfer_weight))
+        if field is not None and field.network_qos is not None:
+            tables.append(((*at, "networkQoS"), field.network_qos))
+            problems += _repeated(field.network_qos, (*at, "networkQoS"))
+        if field is not None and field.prefill is not None:
+            prefills.append(((*at, "prefill"), field.prefill))
+            if field.prefill.weight is not None and field.prefill.enforcement is NearEnforcement.REQUIRED:
+                must = "is only for enforcement: preferred: remove it, or say preferred"
+                problems.append(Problem((*at, "prefill", "weight"), must))
+    weight_at, weight = _same(weights, problems)
+    qos_at, qos = _same(tables, problems)
+    prefill_at, prefill = _same(prefills, problems)
+    return FrontendSettings(weight, weight_at, qos, qos_at, prefill, prefill_at)
+
+
+def _same(stated: Sequence[tuple[Path, Value]], problems: list[Problem]) -> tuple[Path, Value | None]:
+    """The first of what is stated; a problem for each that differs."""
+    if not stated:
+        return (), None
+    first_at, first = stated[0]
+    problems += [
+        Problem(at, f"is not what {dotted(first_at)} says: remove one of them, or make them say the same")
+        for at, value in stated
+        if value != first
+    ]
+    return first_at, first
+
+
+def _repeated(qos: NetworkQoS, at: Path) -> Iterator[Problem]:
+    """Links that are there twice: which of them is meant, nobody knows."""
+    levels = [each.level for each in qos.levels]
+    for index, level in enumerate(levels):
+        if level in levels[:index]:
+            yield Problem((*at, "levels", index, "level"), f"{level!r} is there twice: remove one of them")
+    places = [each.place for each in qos.pairs]
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            level, one, other = place
+            must = f"{one!r} and {other!r} of {level} are there twice: remove one of them"
+            yield Problem((*at, "pairs", index, "between"), must)
 
 
 def _read(found: Declared | list[Problem], declared: list[Declared], problems: list[Problem]) -> None:
@@ -142,8 +212,6 @@ def _of_component(component: ComponentSpec, place: Path, spec: DeploymentSpec) -
                 f"{component.type}: move it there",
             )
         )
-    if field.kv_transfer_weight is not None:
-        problems.append(Problem((*at, "kvTransferWeight"), WEIGHT_NOT_YET))
     constraint = spec.topology_constraint
     source: LabelSource
     if field.label is not None:

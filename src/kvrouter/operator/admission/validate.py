@@ -16,7 +16,16 @@ from kvrouter.operator.api import (
 from kvrouter.operator.api.deployment import TOPOLOGY_IS_IMMUTABLE, TYPE_IS_IMMUTABLE
 from kvrouter.operator.api.names import SERVICE_CHARS_MAX, SERVICE_PATTERN
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan, PlanDefaults, plan
+from kvrouter.operator.labels import resolve
+from kvrouter.operator.plan import (
+    COMPONENT_LABEL,
+    Manifest,
+    Plan,
+    PlanDefaults,
+    level_problems,
+    plan,
+    prefill_problem,
+)
 from kvrouter.operator.plan.manifest import mapping
 from kvrouter.operator.policy import (
     GRAPH_POLICY,
@@ -270,7 +279,7 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
     kept = [problem for problem in problems if _named(problem, deployment) in known]
     fresh = [problem for problem in problems if _named(problem, deployment) not in known]
     stays = () if before is None else changed_immutable_fields(deployment.spec, before.spec)
-    return Verdict((*fresh, *stays), (*kept, *warnings(reading, planned, facts, known=kept)))
+    return Verdict((*fresh, *stays), (*kept, *warnings(reading, planned, facts, known=problems)))
 
 
 def warnings(
@@ -349,4 +358,9 @@ def _of_policy(deployment: DynamoGraphDeployment, facts: ClusterFacts) -> list[P
     problems = [*policy.problems]
     if policy.declared is not None:
         problems += topology_problems(policy.declared, facts)
+        of = policy.declared.policy
+        resolution = resolve(of, facts)
+        problems += level_problems(policy.settings, of, resolution)
+        prefill = prefill_problem(policy.settings, of, resolution)
+        problems += [] if prefill is None else [prefill]
     return problems

@@ -14,6 +14,7 @@ from kvrouter.operator.api.deployment import (
     KvCacheTransferTopology,
     KvTransferPolicy,
     ObjectMeta,
+    PrefillTopology,
     read_deployment,
 )
 from kvrouter.operator.api.grove import (
@@ -25,6 +26,7 @@ from kvrouter.operator.api.grove import (
     read_topology,
 )
 from kvrouter.operator.api.names import topology_label
+from kvrouter.operator.api.qos import LevelQoS, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.api.status import (
     ComponentStatus,
     Condition,
@@ -57,8 +59,13 @@ __all__ = [
     "KvCacheTransferTopology",
     "KvTransferPolicy",
     "Level",
+    "LevelQoS",
+    "LinkQoS",
+    "NetworkQoS",
     "ObjectMeta",
+    "PairQoS",
     "PolicyStatus",
+    "PrefillTopology",
     "read_deployment",
     "read_topology",
     "topology_label",

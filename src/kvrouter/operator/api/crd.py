@@ -10,7 +10,18 @@ from kvrouter.operator.api.deployment import GROUP, KIND, PLURAL, VERSION, Dynam
 
 Schema = dict[str, JsonValue]
 
-_ORDER = ("description", "type", "format", "enum", "default", "minimum", "maximum", "minLength", "maxLength")
+_ORDER = (
+    "description",
+    "type",
+    "format",
+    "enum",
+    "default",
+    "minimum",
+    "exclusiveMinimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+)
 _ORDER_LAST = ("required", "properties", "additionalProperties", "items")
 _DROPPED = frozenset({"title", "$defs"})
 
@@ -35,6 +46,8 @@ def _plain(node: Schema, definitions: dict[str, Schema]) -> Schema:
         elif key == "properties":
             fields = cast(dict[str, Schema], value)
             plain[key] = {name: _plain(field, definitions) for name, field in fields.items()}
+        elif key == "exclusiveMinimum":  # a number in JSON Schema, and a flag of the minimum in OpenAPI 3.0
+            plain["minimum"], plain[key] = value, True
         elif key in ("items", "additionalProperties"):
             plain[key] = _plain(cast(Schema, value), definitions)
         else:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, Validation
 from pydantic_core import ErrorDetails
 
 from kvrouter.config.problems import Path, Problem, did_you_mean, innermost, problem_of
+from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api.names import (
     ComponentName,
@@ -20,6 +21,7 @@ from kvrouter.operator.api.names import (
     list_map,
     rules,
 )
+from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.api.status import DeploymentStatus
 from kvrouter.topology import MismatchPolicy
 
@@ -32,10 +34,6 @@ PLURAL = "dynamographdeployments"
 COMPONENTS_MAX = 25
 REPLICAS_MAX = 10_000
 
-WEIGHT_NOT_YET = (
-    "is not supported yet: remove it, or give decode workers of the same domain a lower cost with "
-    "spec.experimental.kvTransferPolicy {enforcement: preferred, preferredWeight}"
-)
 TYPE_IS_IMMUTABLE = "cannot change: add a component under another name, then remove this one"
 TOPOLOGY_IS_IMMUTABLE = "cannot change once it is set: delete the deployment and create it again"
 
@@ -54,12 +52,30 @@ class ComponentType(StrEnum):
         return self is not ComponentType.FRONTEND
 
 
-class KvCacheTransferTopology(ObjectPart):
-    """The policy of KV transfers, on the frontend component."""
+class PrefillTopology(ObjectPart):
+    """Where prompts are prefilled: near the frontend that takes them."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(Rule("!has(self.kvTransferWeight)", f"kvTransferWeight {WEIGHT_NOT_YET}"))
+        json_schema_extra=rules(
+            Rule(
+                "!has(self.weight) || !has(self.enforcement) || self.enforcement == 'preferred'",
+                "weight is only for enforcement: preferred",
+            )
+        )
     )
+
+    level: DomainName
+    """Level in which prefill keeps near: to workers that have the frontend's own value of it. A level of the
+    topology, or the domain of ``label``."""
+    enforcement: NearEnforcement = NearEnforcement.PREFERRED
+    """``required``: a request that no worker near may take is refused. ``preferred``: workers that are near
+    cost less."""
+    weight: Annotated[float, Strict(), Ge(0), Le(1)] | None = None
+    """How much less under ``preferred``, from 0 (nothing) to 1. Left out, the router's own default."""
+
+
+class KvCacheTransferTopology(ObjectPart):
+    """The policy of KV transfers, on the frontend component."""
 
     level: DomainName
     """Level of the topology that KV never leaves: a domain of the topology's spec.levels, or any name for
@@ -71,7 +87,14 @@ class KvCacheTransferTopology(ObjectPart):
     """Key of the node label that tells the domains apart, such as topology.kubernetes.io/zone. With it no
     ClusterTopology is read, and Grove need not be there."""
     kv_transfer_weight: Annotated[float, Strict(), Ge(0)] | None = None
-    """Reserved: how much the cost of a transfer weighs. Refused for now."""
+    """How many blocks of work one second of expected KV transfer counts as where a decode worker is chosen:
+    the larger, the more the links of ``networkQoS`` decide. At 0, or left out, they are not weighed so."""
+    network_qos: Annotated[NetworkQoS | None, Field(alias="networkQoS")] = None
+    """The links between workers. Each level, each pair and ``across`` takes precedence over what the topology
+    says of it."""
+    prefill: PrefillTopology | None = None
+    """Keeps prefill near the frontend, whose pods then get their node's place as workers' do. Left out,
+    prompts are prefilled anywhere."""
 
 
 class KvTransferPolicy(ObjectPart):

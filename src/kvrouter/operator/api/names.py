@@ -55,6 +55,8 @@ LABEL_PREFIX_CHARS_MAX = 253
 LABEL_KEY_CHARS_MAX = LABEL_PREFIX_CHARS_MAX + 1 + 63
 OBJECT_PATTERN = f"^{SUBDOMAIN}$"
 OBJECT_CHARS_MAX = 253
+LABEL_VALUE_PATTERN = "^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+LABEL_VALUE_CHARS_MAX = 63
 COMPONENT_PATTERN = "^[A-Za-z]([-A-Za-z0-9]*[A-Za-z0-9])?$"
 SERVICE_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 SERVICE_CHARS_MAX = 63
@@ -145,6 +147,25 @@ LabelKey = Annotated[
             "maxLength": LABEL_KEY_CHARS_MAX,
             "pattern": LABEL_KEY_PATTERN,
             **rules(Rule(f"!(self in {[*LABELS_OF_PODS]})", NO_LABEL_OF_PODS)),
+        }
+    ),
+]
+
+LabelValue = Annotated[
+    str,
+    AfterValidator(
+        _checked(
+            LABEL_VALUE_PATTERN,
+            LABEL_VALUE_CHARS_MAX,
+            "must be a label's value such as us-east-1a: ≤ 63 letters, digits, '-', '_' and '.'",
+        )
+    ),
+    WithJsonSchema(
+        {
+            "description": "The value of a node label.",
+            "type": "string",
+            "maxLength": LABEL_VALUE_CHARS_MAX,
+            "pattern": LABEL_VALUE_PATTERN,
         }
     ),
 ]

@@ -2,6 +2,7 @@
 
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
+from kvrouter.operator.plan.links import level_problems, read_qos
 from kvrouter.operator.plan.manifest import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
@@ -14,14 +15,16 @@ from kvrouter.operator.plan.manifest import (
     selector,
     template_hash,
 )
-from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, Plan, plan, read_levels
+from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
 from kvrouter.operator.plan.serving import registers_elsewhere
+from kvrouter.operator.plan.wiring import prefill_problem
 
 __all__ = [
     "COMPONENT_LABEL",
     "DEPLOYMENT_LABEL",
     "LEVELS_ANNOTATION",
     "MANAGER",
+    "QOS_ANNOTATION",
     "TEMPLATE_HASH",
     "TYPE_LABEL",
     "Manifest",
@@ -31,9 +34,12 @@ __all__ = [
     "fleet_name",
     "has_budgets",
     "hold_ends_s",
+    "level_problems",
     "object_name",
     "plan",
+    "prefill_problem",
     "read_levels",
+    "read_qos",
     "registers_elsewhere",
     "selector",
     "template_hash",

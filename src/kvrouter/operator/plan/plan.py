@@ -1,32 +1,43 @@
 """The plan: every manifest of one deployment, in one order, from arguments alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level
+from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level, NetworkQoS
 from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.links import (
+    ASSUMED,
+    FrontendLinks,
+    frontend_links,
+    level_problems,
+    qos_of_topology,
+    qos_text,
+)
 from kvrouter.operator.plan.manifest import Manifest, labels_of
 from kvrouter.operator.plan.pod import read_pod_template
 from kvrouter.operator.plan.serving import complete, http_port
-from kvrouter.operator.plan.wiring import wire_frontend, wire_worker
+from kvrouter.operator.plan.wiring import frontend_place, place_frontend, wire_frontend, wire_worker
 from kvrouter.operator.plan.workload import service, workload
-from kvrouter.operator.policy import DeploymentPolicy, read_policy
+from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
 
 LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
 """Annotation of worker Deployments: the levels that they were planned with, ``domain=node label,…``."""
+
+QOS_ANNOTATION = "kvrouter.dev/topology-network-qos"
+"""Annotation of frontend Deployments: the links that their topology stated, as it would state them."""
 
 
 class Plan(NamedTuple):
     """What the cluster should hold. With problems there are no manifests: nothing that is there is changed.
 
     ``warnings`` are about what a user wrote and does not get. Without a policy ``policy`` and ``resolution``
-    are None.
+    are None. ``places_frontends``: their pods get the labels of their nodes, as workers' do.
     """
 
     manifests: tuple[Manifest, ...]
@@ -34,6 +45,7 @@ class Plan(NamedTuple):
     problems: tuple[Problem, ...] = ()
     policy: DeploymentPolicy | None = None
     resolution: Resolution | None = None
+    places_frontends: bool = False
 
 
 def plan(
@@ -42,20 +54,29 @@ def plan(
     defaults: PlanDefaults,
     *,
     last_levels: Sequence[Level] = (),
+    last_qos: NetworkQoS | None = None,
 ) -> Plan:
     """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend, a
     budget for each component whose pods are not counted zone by zone, and before them the accounts of their
     processes.
 
     With a policy that cannot be determined nothing is planned: KV would go anywhere. ``last_levels`` are
-    those of :data:`LEVELS_ANNOTATION` on what is there; they hold while the topology cannot be found, so that
-    nothing rolls because somebody deleted it.
+    those of :data:`LEVELS_ANNOTATION` on what is there, and ``last_qos`` the links of :data:`QOS_ANNOTATION`;
+    they hold while the topology cannot be found, so that nothing rolls because somebody deleted it.
     """
     reading = read_policy(deployment.spec)
     policy = reading.policy
     resolution = None if policy is None else resolve(policy, facts, last_levels)
     problems, manifests = [*reading.problems], accounts(deployment, defaults)
     warnings = [*budget_warnings(deployment), *_packing(deployment.spec)]
+    of_topology, links, place = None, FrontendLinks(), None
+    if policy is not None and resolution is not None:
+        warnings += _left_out(reading.settings, policy, resolution)
+        of_topology = qos_of_topology(policy, resolution, facts, last_qos)
+        links, found = frontend_links(reading.settings, of_topology, resolution)
+        place, unplaced = frontend_place(reading.settings, policy, resolution)
+        warnings += [*found, *unplaced]
+    assumes = False
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
         draft = read_pod_template(component, at)
@@ -67,7 +88,10 @@ def plan(
         annotations: Manifest = {}
         if policy is not None and resolution is not None:
             if component.type is ComponentType.FRONTEND:
-                wire_frontend(draft, policy)
+                if place is not None:
+                    place_frontend(draft, place, resolution.copies, defaults)
+                assumes |= wire_frontend(draft, policy, links)
+                annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
             else:
                 wire_worker(draft, component.type, policy, resolution.copies, defaults)
                 annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
@@ -79,15 +103,24 @@ def plan(
         if is_counted_whole and has_budgets(deployment):
             manifests.append(component_budget(deployment, component))
         warnings += draft.warnings
+    if assumes:
+        warnings.append(Problem(reading.settings.weight_at, ASSUMED))
     if problems:
         return Plan((), tuple(warnings), tuple(problems), policy, resolution)
-    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution)
+    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution, place is not None)
 
 
 def read_levels(annotation: str | None) -> tuple[Level, ...]:
     """Return the levels of :data:`LEVELS_ANNOTATION`, broadest first; what is no level is passed over."""
     pairs = [entry.partition("=") for entry in (annotation or "").split(",")]
     return tuple(Level(domain, key) for domain, _, key in pairs if key and level_problem(domain) is None)
+
+
+def _left_out(
+    settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
+) -> Iterator[Problem]:
+    for problem in level_problems(settings, policy, resolution):
+        yield Problem(problem.path, f"{problem.must}: the link is left out")
 
 
 def _packing(spec: DeploymentSpec) -> list[Problem]:

@@ -109,6 +109,11 @@ TRANSFER_WEIGHT = "DYN_KV_TRANSFER_PREFERRED_WEIGHT"
 ROUTER_LEVEL = "DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL"
 ROUTER_MISMATCH = "DYN_ROUTER_KV_TRANSFER_MISMATCH_POLICY"
 ROUTER_MODE = "DYN_ROUTER_MODE"
+ROUTER_LINKS = "KVROUTER_ROUTER_LINKS"
+LINKS_WEIGHT = "KVROUTER_KV_TRANSFER_WEIGHT"
+PREFILL_LEVEL = "KVROUTER_ROUTER_PREFILL_LEVEL"
+PREFILL_ENFORCEMENT = "KVROUTER_ROUTER_PREFILL_ENFORCEMENT"
+PREFILL_WEIGHT = "KVROUTER_ROUTER_PREFILL_WEIGHT"
 
 OWNED_ON_WORKERS = frozenset(
     {
@@ -123,6 +128,7 @@ OWNED_ON_WORKERS = frozenset(
     }
 )
 OWNED_ON_FRONTENDS = frozenset({ROUTER_MODE, ROUTER_LEVEL, ROUTER_MISMATCH})
+VALUE_CHARS_REPORTED = 60
 
 
 def variable(name: str, value: str) -> Manifest:
@@ -175,5 +181,8 @@ def _is_one(name: JsonValue, other: str) -> bool:
 
 
 def _overwritten(name: str, ours: Manifest | None) -> str:
-    becomes = "is left out" if ours is None else f"becomes {ours['value']!r}"
+    value = None if ours is None else str(ours["value"])
+    if value is not None and len(value) > VALUE_CHARS_REPORTED:
+        value = f"{value[:VALUE_CHARS_REPORTED]}…"
+    becomes = "is left out" if value is None else f"becomes {value!r}"
     return f"{name} follows from the policy of KV transfers, and {becomes}: remove it here"

@@ -133,7 +133,7 @@ def _port_warnings(draft: PodDraft) -> list[Problem]:
     elif _port(str(entry.get("value"))) is None:
         must = f"{name} must be a port from 1 to 65535, not {entry.get('value')!r}: frontends end with it"
         found.append(Problem((*at, "env"), must))
-    stated = _flag(container, "--http-port")
+    stated = flag_of(container, "--http-port")
     if stated is not None and stated != str(port):
         must = (
             f"--http-port {stated} counts for the frontend, and the Service and the probes take {port}: "
@@ -148,8 +148,8 @@ def _port_warnings(draft: PodDraft) -> list[Problem]:
     return found
 
 
-def _flag(container: Manifest, flag: str) -> str | None:
-    """The value of a flag among a container's words; None without one."""
+def flag_of(container: Manifest, flag: str) -> str | None:
+    """Return the value of a flag among a container's words; None without one."""
     lists = [container.get("command"), container.get("args")]
     words = [str(word) for each in lists if isinstance(each, list) for word in each]
     for index, word in enumerate(words):

@@ -1,35 +1,41 @@
 """What a transfer policy adds to pods: topology files, the init container that waits, variables."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Problem
+from kvrouter.config.problems import Path, Problem
+from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import ComponentType
-from kvrouter.operator.labels import Copy
+from kvrouter.operator.api import ComponentType, PrefillTopology, topology_label
+from kvrouter.operator.labels import Copy, Resolution
 from kvrouter.operator.plan import pod
 from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.links import FrontendLinks, unknown_level
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
 from kvrouter.operator.plan.pod import (
     OWNED_ON_FRONTENDS,
     OWNED_ON_WORKERS,
     PodDraft,
+    entry_of,
     owned,
     value_of,
     variable,
 )
-from kvrouter.operator.plan.serving import is_sidecar, restricted
-from kvrouter.operator.policy import DeploymentPolicy
+from kvrouter.operator.plan.serving import flag_of, is_sidecar, restricted
+from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings
 from kvrouter.topology import MismatchPolicy
 
 VOLUME = "topology-labels"
 WAIT = "topology-wait"
 MOUNT_PATH = "/etc/dynamo/topology"
+LINKS_FLAG = "--router-links"
 
 
-def wire_frontend(draft: PodDraft, policy: DeploymentPolicy) -> None:
-    """Give a frontend the policy, for workers that publish none: a worker's own policy takes precedence.
+def wire_frontend(draft: PodDraft, policy: DeploymentPolicy, links: FrontendLinks) -> bool:
+    """Give a frontend the policy, for workers that publish none: a worker's own policy takes precedence; and
+    the links, with their weight. Return whether it takes links that are assumed.
 
     ``preferred`` has no spelling on a router; there the workers' own policies are the only ones.
     """
@@ -39,10 +45,91 @@ def wire_frontend(draft: PodDraft, policy: DeploymentPolicy) -> None:
         mismatch = MismatchPolicy.FAIL if fails else MismatchPolicy.FALLBACK
         entries.append(variable(pod.ROUTER_LEVEL, policy.domain))
         entries.append(variable(pod.ROUTER_MISMATCH, mismatch.value))
+    if links.weight is not None:
+        entries.append(variable(pod.LINKS_WEIGHT, str(links.weight)))
+    assumes = False
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
-        draft.containers[index], warnings = owned(container, entries, OWNED_ON_FRONTENDS, at)
+        mine = [*entries]
+        if links.table is not None and not (links.is_assumed and _has_links(container)):
+            mine.append(variable(pod.ROUTER_LINKS, links.table))
+            assumes |= links.is_assumed
+        # A user's own word stands on what the deployment and its topology do not state.
+        names = OWNED_ON_FRONTENDS | {str(entry["name"]) for entry in mine}
+        draft.containers[index], warnings = owned(container, mine, names, at)
         draft.warnings += warnings
+    return assumes
+
+
+def _has_links(container: Manifest) -> bool:
+    """Whether a user states a frontend's links."""
+    return entry_of(container, pod.ROUTER_LINKS) is not None or flag_of(container, LINKS_FLAG) is not None
+
+
+class FrontendPlace(NamedTuple):
+    """What lets a frontend know its place: the level that prefill keeps near in, and how strictly."""
+
+    level: Copy
+    prefill: PrefillTopology
+
+
+def prefill_problem(
+    settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
+) -> Problem | None:
+    """Return what is wrong with the level that prefill keeps near in; None is known to be wrong while the
+    topology cannot be found.
+    """
+    if settings.prefill is None or not resolution.source.is_found:
+        return None
+    level, levels = settings.prefill.level, [copy.domain for copy in resolution.copies]
+    if level in levels:
+        return None
+    return Problem((*settings.prefill_at, "level"), unknown_level(level, policy, levels))
+
+
+def frontend_place(
+    settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
+) -> tuple[FrontendPlace | None, list[Problem]]:
+    """Return what frontends get to know their place; None where prefill may be anywhere; and warnings.
+
+    At a level that there is not, nobody is near: ``required`` fails closed, and frontends wait for it;
+    ``preferred`` prefers nothing.
+    """
+    prefill = settings.prefill
+    if prefill is None:
+        return None, []
+    wrong = prefill_problem(settings, policy, resolution)
+    if wrong is not None and prefill.enforcement is NearEnforcement.PREFERRED:
+        return None, [Problem(wrong.path, f"{wrong.must}: prompts are prefilled anywhere")]
+    label = topology_label(prefill.level)  # no node has a label under the pod's own key
+    unknown = Copy(prefill.level, label, label)
+    level = next((copy for copy in resolution.copies if copy.domain == prefill.level), unknown)
+    warnings = [] if wrong is None else [Problem(wrong.path, f"{wrong.must}: new frontends wait for it")]
+    return FrontendPlace(level, prefill), warnings
+
+
+def place_frontend(
+    draft: PodDraft, place: FrontendPlace, copies: Sequence[Copy], defaults: PlanDefaults
+) -> None:
+    """Give a frontend's pod the file of its level, hold it until that is there, and say what it is for.
+
+    It gets the one level alone, so that a topology's other levels may come and go without it.
+    """
+    _take_back(draft, [*copies, place.level])
+    prefill = place.prefill
+    entries = [
+        variable(pod.TOPOLOGY_ENABLED, "true"),
+        variable(pod.TOPOLOGY_LEVELS, prefill.level),
+        variable(pod.PREFILL_LEVEL, prefill.level),
+        variable(pod.PREFILL_ENFORCEMENT, prefill.enforcement.value),
+    ]
+    if prefill.weight is not None:
+        entries.append(variable(pod.PREFILL_WEIGHT, str(prefill.weight)))
+    names = {pod.TOPOLOGY_MOUNT_PATH, *(str(entry["name"]) for entry in entries)}
+    for index, container in enumerate(draft.containers):
+        at = (*draft.at, "spec", "containers", index)
+        draft.containers[index] = _with_files(draft, container, entries, names, at)
+    _add_files(draft, [place.level], place.level, defaults)
 
 
 def wire_worker(
@@ -54,7 +141,9 @@ def wire_worker(
 ) -> None:
     """Give a worker's pod its files, hold its engine until they are there, and pass it the policy.
 
-    Every container gets the policy, since any of them may be the one that registers the worker.
+    Every container gets the policy, since any of them may be the one that registers the worker. What is
+    waited for is the policy's own level: a narrower one that a node lacks holds nobody up, and all levels
+    come in one write.
     """
     _take_back(draft, copies)
     entries = _variables(kind, policy, copies)
@@ -62,13 +151,24 @@ def wire_worker(
         for index, container in enumerate(containers):
             if name == "containers" or is_sidecar(container):
                 at = (*draft.at, "spec", name, index)
-                mount_path, problems = _mount_path(container, at)
-                mine = [*entries, variable(pod.TOPOLOGY_MOUNT_PATH, mount_path)]
-                wired, warnings = owned(container, mine, OWNED_ON_WORKERS, at)
-                containers[index], mounts = _mounted(wired, mount_path, at)
-                draft.warnings += [*problems, *warnings, *mounts]
+                containers[index] = _with_files(draft, container, entries, OWNED_ON_WORKERS, at)
+    _add_files(draft, copies, next(copy for copy in copies if copy.domain == policy.domain), defaults)
+
+
+def _with_files(
+    draft: PodDraft, container: Manifest, entries: Sequence[Manifest], names: Collection[str], at: Path
+) -> Manifest:
+    """``container`` with the files where it wants them, and ``entries`` as the only word on ``names``."""
+    mount_path, problems = _mount_path(container, at)
+    wired, warnings = owned(container, [*entries, variable(pod.TOPOLOGY_MOUNT_PATH, mount_path)], names, at)
+    mounted, mounts = _mounted(wired, mount_path, at)
+    draft.warnings += [*problems, *warnings, *mounts]
+    return mounted
+
+
+def _add_files(draft: PodDraft, copies: Sequence[Copy], awaited: Copy, defaults: PlanDefaults) -> None:
     draft.volumes.append({"name": VOLUME, "downwardAPI": {"items": listed([_file(copy) for copy in copies])}})
-    draft.init_containers.insert(0, _wait(policy, copies, defaults))
+    draft.init_containers.insert(0, _wait(awaited, defaults))
 
 
 def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> None:
@@ -105,7 +205,7 @@ def _variables(kind: ComponentType, policy: DeploymentPolicy, copies: Sequence[C
     return found
 
 
-def _mount_path(container: Manifest, at: tuple[str | int, ...]) -> tuple[str, list[Problem]]:
+def _mount_path(container: Manifest, at: Path) -> tuple[str, list[Problem]]:
     """Where a container has its files: where it says itself, if a volume can be mounted there."""
     stated = value_of(container, pod.TOPOLOGY_MOUNT_PATH)
     if stated is None:
@@ -116,9 +216,7 @@ def _mount_path(container: Manifest, at: tuple[str | int, ...]) -> tuple[str, li
     return MOUNT_PATH, [Problem((*at, "env"), f"{must}; {MOUNT_PATH} is taken")]
 
 
-def _mounted(
-    container: Manifest, mount_path: str, at: tuple[str | int, ...]
-) -> tuple[Manifest, list[Problem]]:
+def _mounted(container: Manifest, mount_path: str, at: Path) -> tuple[Manifest, list[Problem]]:
     """``container`` with the volume at ``mount_path``, and without what a user has in the same place."""
     own = objects(container.get("volumeMounts"))
     place = mount_path.rstrip("/")
@@ -141,19 +239,16 @@ def _file(copy: Copy) -> Manifest:
     return {"path": copy.domain, "fieldRef": field}
 
 
-def _wait(policy: DeploymentPolicy, copies: Sequence[Copy], defaults: PlanDefaults) -> Manifest:
-    """The init container. It waits for the policy's own level: a narrower one that a node lacks holds nobody
-    up, and all levels come in one write.
-    """
-    label = next(copy.pod_label for copy in copies if copy.domain == policy.domain)
+def _wait(awaited: Copy, defaults: PlanDefaults) -> Manifest:
+    """The init container, which waits for one level."""
     return {
         "name": WAIT,
         "image": defaults.wait_image or defaults.image,
         "command": ["kvrouter", "topology", "wait"],
         "args": [
             f"--mount-path={MOUNT_PATH}",
-            f"--levels={policy.domain}",
-            f"--label={policy.domain}={label}",
+            f"--levels={awaited.domain}",
+            f"--label={awaited.domain}={awaited.pod_label}",
             f"--timeout-s={defaults.wait_timeout_s}",
         ],
         "resources": {

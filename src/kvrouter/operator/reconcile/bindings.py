@@ -47,7 +47,9 @@ def owner_label(lease: Key) -> str:
 
 
 class WantedLabels(NamedTuple):
-    """What one deployment's workers get when they are bound."""
+    """What pods of one deployment get when they are bound: of its workers, and of frontends that know their
+    place.
+    """
 
     deployment: Key
     workloads: tuple[str, ...]
@@ -57,12 +59,15 @@ class WantedLabels(NamedTuple):
 def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]) -> WantedLabels | None:
     """Return what a deployment wants; None without a policy, or when it cannot be read."""
     deployment = read_deployment(found).deployment
-    policy = None if deployment is None else read_policy(deployment.spec).policy
-    if deployment is None or policy is None:
+    if deployment is None:
         return None
-    of = deployment.metadata
-    workers = [component for component in deployment.spec.components if component.type.is_worker]
-    names = tuple(object_name(of.name, component.name) for component in workers)
+    reading = read_policy(deployment.spec)
+    policy, of = reading.policy, deployment.metadata
+    if policy is None:
+        return None
+    has_all = reading.settings.prefill is not None
+    placed = [each for each in deployment.spec.components if has_all or each.type.is_worker]
+    names = tuple(object_name(of.name, component.name) for component in placed)
     return (
         WantedLabels(Key(of.namespace, of.name), names, resolve(policy, facts, last_levels).copies)
         if names

@@ -27,6 +27,7 @@ from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
     API_VERSION,
     KIND,
+    ComponentType,
     DeploymentStatus,
     DynamoGraphDeployment,
     Level,
@@ -37,6 +38,7 @@ from kvrouter.operator.labels import Copy, Pod, backfill_labels, read_node, read
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
     LEVELS_ANNOTATION,
+    QOS_ANNOTATION,
     TYPE_LABEL,
     Plan,
     PlanDefaults,
@@ -46,6 +48,7 @@ from kvrouter.operator.plan import (
     object_name,
     plan,
     read_levels,
+    read_qos,
     registers_elsewhere,
     zone_budgets,
 )
@@ -246,7 +249,13 @@ class Reconciler:
             await self._write(found, before, status)
             return None
         deployment = reading.deployment
-        planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
+        planned = plan(
+            deployment,
+            facts,
+            self._defaults,
+            last_levels=last_levels(self._applied, found),
+            last_qos=read_qos(_annotation(self._applied, found, QOS_ANNOTATION)),
+        )
         changes, again_s = Changes(), None
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         if not planned.problems:
@@ -258,7 +267,11 @@ class Reconciler:
                 self._listener.changed(key, changes)
         unlabelled: list[str] = []
         if planned.resolution is not None:
-            pods = [await self._labelled(pod, planned.resolution.copies, unlabelled) for pod in pods]
+            copies = planned.resolution.copies
+            pods = [
+                await self._labelled(pod, copies, unlabelled) if _is_placed(pod, planned) else pod
+                for pod in pods
+            ]
         workloads = {key_of(each).name: each for each in self._applied.objects_of(found, WORKLOADS)}
         pairs = [
             (component, workloads[name])
@@ -424,7 +437,7 @@ class Reconciler:
         """Return the pod with the labels of its node, which it is given where it lacks them. What the API
         server says when it does not take them is added to ``refused_of``.
         """
-        if pod.node_name is None or pod.labels.get(TYPE_LABEL) in (None, "frontend"):
+        if pod.node_name is None:
             return pod
         found = self._seen.nodes.get(Key("", pod.node_name))
         node = None if found is None else read_node(found)
@@ -446,12 +459,23 @@ class Reconciler:
 
 def last_levels(applied: Applier, found: Manifest) -> tuple[Level, ...]:
     """Return the levels that a deployment's workers were planned with last; none when there are none."""
+    return read_levels(_annotation(applied, found, LEVELS_ANNOTATION))
+
+
+def _annotation(applied: Applier, found: Manifest, name: str) -> str | None:
+    """The first that is there of an annotation of a deployment's Deployments."""
     for workload in applied.objects_of(found, WORKLOADS):
         annotations = metadata_of(workload).get("annotations")
-        levels = annotations.get(LEVELS_ANNOTATION) if isinstance(annotations, dict) else None
-        if isinstance(levels, str):
-            return read_levels(levels)
-    return ()
+        text = annotations.get(name) if isinstance(annotations, dict) else None
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _is_placed(pod: Pod, planned: Plan) -> bool:
+    """Whether a pod gets the labels of its node."""
+    kind = pod.labels.get(TYPE_LABEL)
+    return kind is not None and (planned.places_frontends or kind != ComponentType.FRONTEND)
 
 
 def node_name_of(pod: Manifest) -> str:
