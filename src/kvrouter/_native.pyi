@@ -125,6 +125,12 @@ def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
     meanwhile.
     """
 
+def mix64(bits: int) -> int:
+    """splitmix64's output for the lowest 64 bits: each input bit changes each output bit half the time."""
+
+def finish64(bits: int) -> int:
+    """What splitmix64's finisher makes of the lowest 64 bits: 0 stays 0."""
+
 def hash_seed(*, lora_name: str | None = None, cache_namespace: str | None = None) -> int:
     """The seed of block hashes: 1337 [+ xxh3_64(lora_name, 0)] [+ xxh3_64(cache_namespace, 1)] mod 2**64.
 

@@ -7,9 +7,8 @@ from heapq import heappop, heappush
 from itertools import count
 
 from kvrouter.core.events import HashColumn, KvEvent, Removed, Stored, pack_hashes, unpack_hashes
-from kvrouter.core.hashing import sequence_hashes
+from kvrouter.core.hashing import finish64, sequence_hashes
 from kvrouter.core.ids import EngineHash
-from kvrouter.fleet import finish64
 from kvrouter.mock.tokens import MASK, SPREAD
 
 NEVER = -1

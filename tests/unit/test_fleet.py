@@ -3,10 +3,11 @@ import pytest
 from msgspec import structs
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank, mix64
+from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank
 from kvrouter.routing.eligibility import ready
 
 MODEL = ModelName("m")

@@ -113,6 +113,11 @@ fn as_le_bytes(tokens: &[u32]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast::<u8>(), std::mem::size_of_val(tokens)) }
 }
 
+/// splitmix64's output for 64 bits: each input bit changes each output bit half the time.
+pub fn mix64(bits: u64) -> u64 {
+    finish64(bits.wrapping_add(0x9E37_79B9_7F4A_7C15))
+}
+
 /// What splitmix64's finisher makes of 64 bits.
 pub fn finish64(bits: u64) -> u64 {
     let bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

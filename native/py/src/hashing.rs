@@ -104,6 +104,24 @@ fn check_mm_hashes(mm_hashes: Option<&[Vec<u64>]>, n_blocks: usize) -> PyResult<
 }
 
 #[pyfunction]
+pub fn mix64(bits: &Bound<'_, PyAny>) -> PyResult<u64> {
+    Ok(core::mix64(low_bits(bits)?))
+}
+
+#[pyfunction]
+pub fn finish64(bits: &Bound<'_, PyAny>) -> PyResult<u64> {
+    Ok(core::finish64(low_bits(bits)?))
+}
+
+/// The lowest 64 bits of a whole number of any size.
+fn low_bits(number: &Bound<'_, PyAny>) -> PyResult<u64> {
+    match number.extract() {
+        Ok(bits) => Ok(bits),
+        Err(_) => number.bitand(u64::MAX)?.extract(),
+    }
+}
+
+#[pyfunction]
 #[pyo3(signature = (*, lora_name=None, cache_namespace=None))]
 pub fn hash_seed(lora_name: Option<&str>, cache_namespace: Option<&str>) -> u64 {
     core::hash_seed(lora_name.unwrap_or_default(), cache_namespace.unwrap_or_default())

@@ -36,6 +36,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prediction::Predictor>()?;
     module.add_class::<prefix_set::PrefixSet>()?;
     module.add_class::<recording::RecordQueue>()?;
+    module.add_function(wrap_pyfunction!(hashing::mix64, module)?)?;
+    module.add_function(wrap_pyfunction!(hashing::finish64, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;

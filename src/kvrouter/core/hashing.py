@@ -1,4 +1,4 @@
-"""Block hashes and sequence hashes, computed by the native core.
+"""Block hashes and sequence hashes, and bits that look random, computed by the native core.
 
 A block hash names the tokens of one block; a sequence hash names a block and everything before it. Equal
 inputs give equal hashes on every machine, so workers and router replicas agree without talking.
@@ -7,9 +7,17 @@ inputs give equal hashes on every machine, so workers and router replicas agree 
 import re
 from hashlib import blake2b
 
-from kvrouter._native import Prompt, block_hashes, hash_seed, sequence_hashes
+from kvrouter._native import Prompt, block_hashes, finish64, hash_seed, mix64, sequence_hashes
 
-__all__ = ["Prompt", "block_hashes", "hash_seed", "multimodal_hash", "sequence_hashes"]
+__all__ = [
+    "Prompt",
+    "block_hashes",
+    "finish64",
+    "hash_seed",
+    "mix64",
+    "multimodal_hash",
+    "sequence_hashes",
+]
 
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 

@@ -9,9 +9,7 @@ from kvrouter.fleet.columns import (
     FloatColumn,
     IntColumn,
     SlotColumn,
-    finish64,
     hash_rank,
-    mix64,
 )
 from kvrouter.fleet.fleet import MAX_SLOTS, Fleet, FleetChange
 
@@ -31,7 +29,5 @@ __all__ = [
     "IntColumn",
     "Pair",
     "SlotColumn",
-    "finish64",
     "hash_rank",
-    "mix64",
 ]

@@ -17,8 +17,8 @@ from math import inf
 from typing import NamedTuple
 
 from kvrouter.core.backoff import Backoff
+from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import WorkerId
-from kvrouter.fleet.columns import mix64
 
 JITTER = 0.25
 """By how much of its time a circuit may close earlier, so that routers do not try a worker all at once."""

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Slot, Taint, WorkerRank
 from kvrouter.topology.policy import Required, TransferPolicy, named_domain
 
@@ -316,22 +317,6 @@ class Policies:
         self._slots[policy].discard(slot)
         if not self._slots[policy]:
             del self._slots[policy]
-
-
-_MASK64: Final = (1 << 64) - 1
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-
-
-def mix64(bits: int) -> int:
-    """Return splitmix64's output for ``bits``: each input bit changes each output bit half the time."""
-    return finish64((bits + _GOLDEN) & _MASK64)
-
-
-def finish64(bits: int) -> int:
-    """Return what splitmix64's finisher makes of 64 bits: 0 stays 0."""
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return bits ^ (bits >> 31)
 
 
 def hash_rank(rank: WorkerRank) -> int:

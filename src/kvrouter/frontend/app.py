@@ -23,6 +23,7 @@ from kvrouter.frontend.http import (
     BadRequest,
     BodyLimit,
     Handler,
+    HttpEvent,
     HttpServer,
     Limits,
     Request,
@@ -100,10 +101,18 @@ class HttpApp:
         return HttpServer(
             self,
             limits,
-            observer=self.observed.http,
+            observer=self._connection_event,
             on_error=self.observed.error_answered,
             on_refused=self._refused,
         )
+
+    def _connection_event(self, event: HttpEvent) -> None:
+        """Count what happened on a connection."""
+        self.observed.http_events.inc(event.value)
+        if event is HttpEvent.CONNECTION_CLOSED:
+            self.observed.http_connections.add(-1)
+        elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:
+            self.observed.http_connections.add(1)
 
     def _refused(self, fault: BadRequest) -> None:
         """Record, where that is asked for, a call that was too long, too slow or one too many to be read.

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.frontend.http import HttpEvent, HttpServer
+from kvrouter.frontend.http import HttpServer
 from kvrouter.telemetry import Event, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.frontend")
@@ -22,6 +22,9 @@ class FrontendInstrumentation:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._hints_logged: set[str] = set()
+        self.tokenized = telemetry.tokenization_duration.observe
+        """One prompt was templated and tokenized: seconds, and its model."""
+        self.http_events, self.http_connections = telemetry.http_events, telemetry.http_connections
 
     def answered(self, *, route: str, model: str | None, status: int) -> None:
         """One call of a generation route was answered with this status (499: its client left first)."""
@@ -38,10 +41,6 @@ class FrontendInstrumentation:
     def error_answered(self, code: str) -> None:
         """The HTTP server answered with an error by itself."""
         self._telemetry.errors.inc(UNKNOWN_MODEL, code)
-
-    def tokenized(self, *, model: str, seconds: float) -> None:
-        """One prompt was templated and tokenized."""
-        self._telemetry.tokenization_duration.observe(seconds, model)
 
     def prompt_refused(self, code: str) -> None:
         """A prompt was not tokenized, or not to its end."""
@@ -73,11 +72,3 @@ class FrontendInstrumentation:
         """Read what the server holds before each scrape, until what is returned is called."""
         held = self._telemetry.http_upload_bytes
         return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
-
-    def http(self, event: HttpEvent) -> None:
-        """Something happened on a connection; the observer of :class:`HttpServer`."""
-        self._telemetry.http_events.inc(event.value)
-        if event is HttpEvent.CONNECTION_CLOSED:
-            self._telemetry.http_connections.add(-1)
-        elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:
-            self._telemetry.http_connections.add(1)

@@ -256,7 +256,7 @@ class RequestPreparer:
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, is_exact, has_media = await passthrough_tokens(passed, text)
-        self._observed.tokenized(model=model, seconds=time.perf_counter() - began_s)
+        self._observed.tokenized(time.perf_counter() - began_s, model)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
         wanted_tokens = len(token_ids) + (
             call.max_tokens or 1
@@ -291,7 +291,7 @@ class RequestPreparer:
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
-        self._observed.tokenized(model=parsed.call.model, seconds=time.perf_counter() - began_s)
+        self._observed.tokenized(time.perf_counter() - began_s, parsed.call.model)
         return _request(parsed.call, token_ids, text, request_id, field=field)
 
     def refresh_gauge(self) -> None:

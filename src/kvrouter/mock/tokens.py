@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.hashing import finish64
 from kvrouter.core.requests import Sampling, TokenBuffer
-from kvrouter.fleet import finish64
 
 MASK = (1 << 64) - 1
 STEP = 6364136223846793005

@@ -10,10 +10,11 @@ from math import inf
 from typing import Protocol
 
 from kvrouter.core.clock import DueTimes
+from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
+from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair
 from kvrouter.placement.placement import Placement
 
 

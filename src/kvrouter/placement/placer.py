@@ -307,7 +307,8 @@ class Placer:
         counts = columns.requests[:n_slots], columns.waiting[:n_slots]
         if not self._learns:
             return CostInput(*counts)
-        self.transfers.refresh(self._is_clear, now_s=now_s)
+        if self.transfers.has_begun:
+            self.transfers.refresh(self._is_clear, now_s=now_s)
         return CostInput(*counts, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:

@@ -88,6 +88,8 @@ class Transfers:
         self._refreshed_s = 0.0
         self._tables = 0
         self._journal: LinkJournal | None = None
+        self.has_begun = False
+        """Whether something was ever moved, or heard of: before that there is nothing to look at."""
         self._others: dict[RouterId, _Others] = {}
         self._others_moving: dict[SharedLink, LinkLoad] = {}
 
@@ -109,6 +111,7 @@ class Transfers:
         link = links.shared(prefill, decode)
         kv_bytes = float(tokens * kv_bytes_per_token(self._fleet, prefill))
         given = links.link(prefill, decode)
+        self.has_begun = True
         transfer = Transfer(link, given, kv_bytes, decode, tables=self._tables)
         if link is not None:
             self.state.add(link, kv_bytes)
@@ -230,6 +233,7 @@ class Transfers:
         """
         if self.table is None or news.table != self.table.digest():
             return
+        self.has_begun = True
         for each in news.seen:
             if self._is_new(each):
                 self.learned.note(as_seen(each, now_s=now_s - aged_s))

@@ -36,9 +36,10 @@ import numpy as np
 from msgspec import structs
 
 from kvrouter.core.constraints import CostRule, PdSelection, RouterConfigOverride, RouterMode
+from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import RequestId, Slot, Taint
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn, mix64
+from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
 from kvrouter.routing.eligibility import Mask, fitted
 from kvrouter.routing.links import price_seconds, transfer_seconds
 from kvrouter.routing.prediction import LegTimes, own_s

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hashing import Prompt
+from kvrouter.core.hashing import Prompt, mix64
 from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Leg, Sampling
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import SlotColumn, mix64
+from kvrouter.fleet import SlotColumn
 from kvrouter.index import PrefixSet
 from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party
 from kvrouter.placement.placement import Draw, Placement

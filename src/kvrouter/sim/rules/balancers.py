@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
+from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import mix64
 from kvrouter.sim.rules.rule import RuleInput, lowest
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvrouter.fleet import finish64
+from kvrouter.core.hashing import finish64
 from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait

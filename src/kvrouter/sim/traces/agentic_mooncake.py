@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleet import mix64
+from kvrouter.core.hashing import mix64
 from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import (
     Milliseconds,

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvrouter.config.problems import Document
-from kvrouter.fleet import finish64
+from kvrouter.core.hashing import finish64
 from kvrouter.sim.traces.lines import field_first, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 

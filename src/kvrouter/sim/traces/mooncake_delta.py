@@ -9,7 +9,7 @@ from array import array
 
 import numpy as np
 
-from kvrouter.fleet import mix64
+from kvrouter.core.hashing import mix64
 from kvrouter.sim.traces.request import Pieces
 
 PIECES_MAX = 1 << 22
