@@ -5,6 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.choice import live_page
+from benchmarks.choice.live_page import FALLEN, LiveRequest, LiveRun, LiveStudy, SaidOfLink
 from benchmarks.http_replay.result import Report
 from benchmarks.http_replay.table import markdown_of_runs as replays_of_runs
 from benchmarks.markdown import markdown_of_runs
@@ -33,3 +35,39 @@ def test_runs_of_other_rows_are_no_spread() -> None:
     first, second, _ = replays()
     with pytest.raises(ValueError, match="the same rows"):
         replays_of_runs([first, msgspec.structs.replace(second, rows=299)])
+
+
+def test_the_page_of_the_link_that_falls_is_that_of_its_requests() -> None:
+    folder = ROOT / "benchmarks" / "choice"
+    study = msgspec.json.decode((folder / "results" / "live.json").read_bytes(), type=LiveStudy)
+    assert tuple(live_page.summary(run, study.phase_s) for run in study.runs) == study.summaries
+    assert live_page.markdown(study) == (folder / "live.md").read_text()
+
+
+def test_traffic_has_left_a_link_for_good_once_it_does_not_come_back() -> None:
+    """Every other transfer goes over the link, but for 6 to 9 s and from 14 s on after it fell at 30."""
+
+    def over_the_link(at_s: float) -> bool:
+        return not (36.0 <= at_s < 39.0 or 44.0 <= at_s < 60.0)
+
+    requests = [
+        LiveRequest(
+            at_s=at / 10,
+            late_s=0.0,
+            prompt_tokens=1000,
+            route=FALLEN if at % 2 and over_the_link(at / 10) else "b to b",
+            ttft_s=0.1,
+        )
+        for at in range(900)
+    ]
+    said = [
+        SaidOfLink(30.0, "mock_link_changed", ""),
+        SaidOfLink(31.5, "link_slow", ""),
+        SaidOfLink(60.0, "mock_link_changed", ""),
+        SaidOfLink(62.0, "link_well", ""),
+    ]
+    run = LiveRun(policy="p", flags="", load_before=0.0, said=tuple(said), requests=tuple(requests))
+    found = live_page.summary(run, 30.0)
+    assert (found.left_after_s, found.left_for_good_after_s) == (5.75, 13.75)
+    assert (found.slow_after_s, found.well_after_s, found.slow_lines) == (1.5, 2.0, 1)
+    assert [phase.fallen_share for phase in found.phases] == [0.5, 0.183, 0.5]

@@ -27,10 +27,12 @@ class Served:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Settings, FleetFile]] = []
+        self.events: Path | None = None
         self.ends_with: int | BaseException = 0
 
-    def __call__(self, settings: Settings, fleet: FleetFile) -> int:
+    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
         self.calls.append((settings, fleet))
+        self.events = events
         if isinstance(self.ends_with, BaseException):
             raise self.ends_with
         return self.ends_with
@@ -43,6 +45,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     module.serve = served  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvrouter.commands.up", module)
     return served
+
+
+def test_up_is_given_its_events(served: Served) -> None:
+    assert main(["up", "--events", "events.yaml"]) == 0
+    assert served.events == Path("events.yaml")
 
 
 def test_up_serves_the_default_fleet_with_what_flags_and_variables_say(
@@ -96,6 +103,9 @@ def test_up_takes_a_fleet_file_and_its_settings(
         (["up", "--admin-token", "x"], "No such option '--admin-token'"),
         (["up", "--fleet", "nowhere.yaml"], "nowhere.yaml: cannot be read: No such file or directory"),
         (["up", "extra"], "Got unexpected extra argument"),
+        (["up", "--events", "e.yaml", "--replicas", "2"], "--events: not with --replicas or --nats"),
+        (["up", "--events", "e.yaml", "--nats"], "--events: not with --replicas or --nats"),
+        (["up", "--events", "e.yaml", "--engine-pods"], "--events: not with --engine-pods"),
         (["upp"], "No such command 'upp'"),
         (["fleet", "check"], "Missing argument 'FILE'"),
         (["fleet", "check", "nowhere.yaml"], "nowhere.yaml: cannot be read"),

@@ -148,6 +148,30 @@ def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
     assert way.slowness(within("a")) == pytest.approx(9.0)
 
 
+def test_a_link_whose_late_transfers_arrive_is_not_well_before_that_is_long_ago() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.refresh(way.late(within("a"), 0.9), way.late(within("a"), 0.6))
+    way.send(within("a"), 10.0, n=2, plain_s=0.1)
+    way.refresh()
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.now_s += FORGET_S + 1.0
+    way.refresh()
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+
+
+def test_a_link_that_was_late_is_well_once_a_transfer_is_in_time() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.refresh(way.late(within("a"), 0.9), way.late(within("a"), 0.6))
+    way.send(within("a"), 10.0, n=1, plain_s=0.1)
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.send(within("a"), 1.0)
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+
+
 def test_a_whole_fleet_that_fell_is_noticed_before_its_transfers_end() -> None:
     way = Way()
     for zone in "abcdef":
@@ -163,7 +187,7 @@ def test_what_was_not_heard_of_for_long_is_tried_again() -> None:
         way.send(within(zone), 1.0, n=20)
     way.send(within("a"), 16.0, n=4)
     before = way.slowness(within("a"))
-    way.now_s += FORGET_S
+    way.now_s += FORGET_S + 1.0
     way.refresh()
     assert way.slowness(within("a")) == pytest.approx(before**0.5, rel=0.05)
     way.now_s += 20 * FORGET_S

@@ -61,6 +61,14 @@ def kvrouter() -> None:
     "--nats", "with_nats", is_flag=True, help="A process each, over NATS; one is started where none runs."
 )
 @click.option(
+    "--events",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What happens to the links between mock engines meanwhile, in YAML, as in `kvrouter replay`; links "
+    "alone. Seconds count from when it is ready, on the mock engines' clock: `speedup` of the fleet file has "
+    "them pass so many times as fast.",
+)
+@click.option(
     "--engine-pods",
     "selector",
     is_flag=False,
@@ -81,6 +89,7 @@ def up(
     fleet: Path | None,
     replicas: int,
     with_nats: bool,
+    events: Path | None,
     selector: str | None,
     engine_namespace: str | None,
     model_paths: tuple[str, ...],
@@ -92,7 +101,11 @@ def up(
 
     A flag wins over its variable, the variable over the fleet file, the file over the default.
     """
+    if events is not None and (replicas > 1 or with_nats):
+        raise click.UsageError("--events: not with --replicas or --nats")
     if selector is not None:
+        if events is not None:
+            raise click.UsageError("--events: not with --engine-pods, which have no mock engines")
         if fleet is not None or replicas > 1 or with_nats:
             raise click.UsageError("--engine-pods: not with --fleet, --replicas or --nats")
         _serve_engine_pods(selector, engine_namespace, model_paths, flags)
@@ -117,7 +130,7 @@ def up(
         )
     from kvrouter.commands.up import serve  # noqa: PLC0415
 
-    sys.exit(serve(loaded.settings, settled_fleet.fleet))
+    sys.exit(serve(loaded.settings, settled_fleet.fleet, events))
 
 
 up.params.extend(setting_options())

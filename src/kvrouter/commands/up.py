@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvrouter.commands.learned_file import keeping
+from kvrouter.commands.link_events import LinkStep, happening, read_link_events
 from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
@@ -116,12 +118,15 @@ async def _attached(
         yield attached
 
 
-def serve(settings: Settings, fleet: FleetFile) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
-    return uvloop.run(_serve(settings, fleet))
+def serve(settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; what the file ``events`` says happens to links meanwhile.
+
+    Returns the exit code; raises CannotListen, ConfigError.
+    """
+    return uvloop.run(_serve(settings, fleet, () if events is None else read_link_events(events, fleet)))
 
 
-async def _serve(settings: Settings, fleet: FleetFile) -> int:
+async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]) -> int:
     log_event(
         logger,
         Event.START,
@@ -138,7 +143,8 @@ async def _serve(settings: Settings, fleet: FleetFile) -> int:
         except StopRequested:
             log_event(logger, Event.STOP)
             return 0
-        await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
+        async with happening(steps, system.fleet.cluster):
+            await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
     return 0
 
 

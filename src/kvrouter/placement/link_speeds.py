@@ -268,13 +268,13 @@ class LearnedLinks:
         link.settled = own if _differ(own, kind_pace.slowness) else None
         settled = kind_pace if link.settled is None else kind_pace._replace(slowness=link.settled)
         late = late if _is_the_link(late, link.seen, settled) else ()
-        is_sure = len(late) > 1 or not late
+        is_sure = len(late) > 1 or not (late or (link.is_slow and link.ended_late(settled, now_s)))
         if len(late) > 1 or _is_stuck(late, kind_pace):
             own = max(own, median(map(_ratio, late)))
         link.slowness = own if _differ(own, kind_pace.slowness) else None
         pace = None if link.slowness is None else LinkPace(own, kind_pace.extra_s)
         self._state.set_pace(name, pace)
-        if late or pace is not None:  # it is tried again, in time
+        if late or pace is not None or link.is_slow:  # it is tried again, in time
             self._unsettled.add(name)
         relative = own / kind_pace.slowness
         is_slow = relative >= (WELL if link.is_slow else SLOW)
@@ -410,6 +410,12 @@ class _Link:
         own = _weighted_median([*ratios, kind.slowness], [*weights, sum(weights) / len(weights)])
         kept = 2.0 ** -(max(0.0, now_s - self.seen[-1].at_s) / FORGET_S)
         return kind.slowness * exp(log(own / kind.slowness) * kept)
+
+    def ended_late(self, pace: LinkPace, now_s: float) -> bool:
+        """Whether the transfer that arrived last, not long ago, was late: those that were late on their way
+        are too few to settle a pace, and do not say that the link is well.
+        """
+        return bool(self.seen) and now_s - self.seen[-1].at_s < FORGET_S and _is_late(self.seen[-1], pace)
 
     def reading(self, name: SharedLink, kind: _Kind) -> LinkReading:
         of_kind, table = kind.reading(name.kind), self.seen[-1].table

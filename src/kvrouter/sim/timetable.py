@@ -155,12 +155,15 @@ class AddEvent(TimetableEvent):
         return self
 
 
+LINK = "link"
+"""The kind that may also happen while a fleet serves."""
+
 KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
     {
         "die": DieEvent,
         "drain": DrainEvent,
         "join": JoinEvent,
-        "link": LinkEvent,
+        LINK: LinkEvent,
         "label": LabelEvent,
         "policy": PolicyEvent,
         "add": AddEvent,
@@ -169,9 +172,9 @@ KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
 """What may happen, by the value of ``what``."""
 
 
-def read_timetable(path: FilePath) -> tuple[TimetableEvent, ...]:
+def read_timetable(path: FilePath, *, only: str | None = None) -> tuple[TimetableEvent, ...]:
     """Read the events of a YAML file, which stand in the order of time. Raises ConfigError that names file,
-    line and field of every mistake.
+    line and field of every mistake; with ``only``, an event of another kind is one.
     """
     document = read_document(path)
     problems = [
@@ -187,6 +190,8 @@ def read_timetable(path: FilePath) -> tuple[TimetableEvent, ...]:
     for number, entry in enumerate(entries):
         event, mistakes = _read(entry)
         at: Path = ("events", number)
+        if event is not None and only is not None and not isinstance(event, KINDS[only]):
+            mistakes = [Problem(("what",), f"must be {only}, not {entry['what']!r}: that is for a replay")]
         problems += [Problem((*at, *mistake.path), mistake.must) for mistake in mistakes]
         if event is None:
             continue

@@ -75,6 +75,7 @@ class Event(StrEnum):
     ENGINE_POD_GONE = "engine_pod_gone"
     ENGINE_POD_REFUSED = "engine_pod_refused"
     MOCK_ENDED = "mock_ended"
+    MOCK_LINK_CHANGED = "mock_link_changed"
     CACHE_PARTIAL = "cache_partial"
     KV_EVENTS_SKIPPED = "kv_events_skipped"
     FEED_STATE = "feed_state"
@@ -339,6 +340,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.INFO,
         "What mock engines did, as their process ends: KV carried between domains, pulls, connections that "
         "were refused, and how long their clock stood still on a machine too slow for them.",
+    ),
+    Event.MOCK_LINK_CHANGED: EventSpec(
+        logging.INFO, "A link between mock engines changed, as the file of --events says: which, and to what."
     ),
     Event.CACHE_PARTIAL: EventSpec(
         logging.WARNING, "Some of an engine's KV events are lost for good: it holds more than is known."

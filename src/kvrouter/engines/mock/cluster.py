@@ -29,6 +29,7 @@ from kvrouter.mock import (
     EngineFull,
     Fabric,
     LegSink,
+    LinkChange,
     Links,
     MockConfig,
     Party,
@@ -221,6 +222,20 @@ class MockCluster:
     def add(self, config: MockConfig, *, worker_id: WorkerId, domains: Mapping[str, str]) -> MockEngineHandle:
         """Return an engine in ``domains``, by level, not started yet."""
         return MockEngineHandle(self, config, worker_id, domains)
+
+    @property
+    def speedup(self) -> float:
+        """How many simulated seconds pass in a real one, where the machine is fast enough."""
+        return self._speedup
+
+    @property
+    def now_s(self) -> float:
+        """The simulated second that it is."""
+        return (monotonic() - self._origin_s) * self._speedup
+
+    def change_link(self, change: LinkChange) -> None:
+        """Change a link now, also under the transfers that are on it."""
+        self._at_now(lambda now: self._fabric.change_link(now, change))
 
     @property
     def advertise(self) -> Peer | None:

@@ -1,0 +1,74 @@
+"""What happens to the links between the mock engines of ``kvrouter up`` while they serve."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_engines import MockEngineSpec
+from kvrouter.core.errors import ConfigError
+from kvrouter.engines.mock import MockCluster
+from kvrouter.mock import LinkChange
+from kvrouter.sim.timetable import LINK, read_timetable
+from kvrouter.sim.timetable_entry import entry_of
+from kvrouter.sim.timetable_plan import plan_timetable
+from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.background import go_on
+
+_log = logging.getLogger("kvrouter.mock")
+
+
+class LinkStep(NamedTuple):
+    """A link changes ``at_s`` seconds of the engines' clock after the beginning; ``link`` and ``detail`` say
+    in words which one, and to what.
+    """
+
+    at_s: float
+    change: LinkChange
+    link: str
+    detail: str
+
+
+def read_link_events(path: Path, fleet: FleetFile) -> tuple[LinkStep, ...]:
+    """Read a file of events as a replay does, for the mock engines of ``fleet``. Raises ConfigError for a
+    fleet that has none, for a mistake in the file, for events of other kinds than links, and for a link that
+    no two of the engines share.
+    """
+    groups = tuple(group for group in fleet.workers if isinstance(group.engine, MockEngineSpec))
+    if not groups:
+        raise ConfigError("--events: the fleet has no mock engines, whose links could change")
+    events = read_timetable(path, only=LINK)
+    return tuple(
+        LinkStep(step.event.at_s, step.link, entry.which, entry.change)
+        for step in plan_timetable(events, fleet.model_copy(update={"workers": groups}))
+        if step.link is not None
+        for entry in (entry_of(step.event),)
+    )
+
+
+@asynccontextmanager
+async def happening(steps: Sequence[LinkStep], cluster: MockCluster) -> AsyncIterator[None]:
+    """Let each step happen when it is due, and log it, until the end: seconds count from now."""
+    if not steps:
+        yield
+        return
+    work = go_on(_happen(steps, cluster), name="events of links")
+    try:
+        yield
+    finally:
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+
+
+async def _happen(steps: Sequence[LinkStep], cluster: MockCluster) -> None:
+    began_s = cluster.now_s
+    for step in steps:
+        # The clock stands still where the machine is too slow, so one sleep may not be enough.
+        while (left_s := began_s + step.at_s - cluster.now_s) > 0.0:  # noqa: ASYNC110 - a clock, no event
+            await asyncio.sleep(left_s / cluster.speedup)
+        cluster.change_link(step.change)
+        log_event(_log, Event.MOCK_LINK_CHANGED, link=step.link, detail=step.detail)

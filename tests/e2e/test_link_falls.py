@@ -1,0 +1,204 @@
+"""A link falls to a tenth under load, and recovers: what an operator of ``kvrouter up --events`` sees over
+HTTP and in the log.
+"""
+
+import asyncio
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import openai
+
+from tests.support.served import MODEL, TIMEOUT_S, Metrics, word_ids
+from tests.support.waits import LIMIT_S, until
+
+FLEET = """
+version: 1
+models: [{name: mock, block_size: 64}]
+topology:
+  levels: [zone]
+  links:
+    within: {zone: {latency_s: 0.0002, bandwidth_bytes_per_s: 2.5e+9}}
+    across: {latency_s: 0.001, bandwidth_bytes_per_s: 1.25e+9}
+workers:
+- {name: prefill-a, role: prefill, replicas: 2, domains: {zone: a}, engine: {kv_bytes_per_token: 131072}}
+- {name: decode-a, role: decode, replicas: 2, domains: {zone: a}, prompt_tokens: {max: 64}}
+- {name: prefill-b, role: prefill, replicas: 2, domains: {zone: b}, engine: {kv_bytes_per_token: 131072}}
+- {name: decode-b, role: decode, replicas: 2, domains: {zone: b}, prompt_tokens: {max: 64}}
+"""
+"""KV of 1,000 tokens takes 52 ms within a zone, and twice as long between two. No decode worker prefills for
+itself, so all KV moves.
+"""
+
+PREFILL_A, DECODE_A = {"1", "2"}, {"3", "4"}
+
+EVENTS = """
+events:
+- {at_s: 8, what: link, level: zone, between: [a, a], bandwidth_factor: 0.1}
+- {at_s: 20, what: link, level: zone, between: [a, a], bandwidth_factor: 1}
+"""
+LINK = "zone=a to zone=a"
+PER_S = 12.0
+SHIFTED_S = 5.0
+"""Of the requests that are sent so long after the fall, few may use the link."""
+
+
+class Asked(NamedTuple):
+    """A request that was answered: when it was sent, and the workers that its answer names."""
+
+    sent_s: float
+    prefill: str | None
+    decode: str
+
+    @property
+    def moved(self) -> bool:
+        """Whether its KV went from one worker to another."""
+        return self.prefill not in (None, self.decode)
+
+    @property
+    def over_the_link(self) -> bool:
+        """Whether it went within zone a."""
+        return self.moved and self.prefill in PREFILL_A and self.decode in DECODE_A
+
+
+def share_of_the_link(requests: Iterable[Asked]) -> float:
+    """Of the transfers, how many went over the link."""
+    moved = [request for request in requests if request.moved]
+    assert len(moved) >= 10, "too few to say anything"
+    return sum(request.over_the_link for request in moved) / len(moved)
+
+
+class Up:
+    """``kvrouter up`` as a process, and what it says, by the second at which that was read."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.lines: list[tuple[float, str]] = []
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        (port,) = (found[1] for _, line in self.lines if (found := re.search(r" ready .*port=(\d+)", line)))
+        return f"http://127.0.0.1:{port}"
+
+    def said(self, event: str, having: str = "") -> list[float]:
+        """When it said this, in lines that have this text."""
+        return [at_s for at_s, line in self.lines if f" {event} " in line and having in line]
+
+    async def stop(self) -> None:
+        """Let it end, and read all that it says."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+        await self.process.wait()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        while line := (await self.process.stderr.readline()).decode():
+            self.lines.append((asyncio.get_running_loop().time(), line))
+
+
+@asynccontextmanager
+async def running(folder: Path, *flags: str) -> AsyncIterator[Up]:
+    (folder / "fleet.yaml").write_text(FLEET, encoding="utf-8")
+    (folder / "events.yaml").write_text(EVENTS, encoding="utf-8")
+    files = ("--fleet", str(folder / "fleet.yaml"), "--events", str(folder / "events.yaml"))
+    command = (sys.executable, "-m", "kvrouter.cli", "up", "--http-port", "0", *files, *flags)
+    up = Up(await asyncio.create_subprocess_exec(*command, stderr=PIPE))
+    try:
+        await until(lambda: bool(up.said("ready")))
+        yield up
+    finally:
+        await up.stop()
+
+
+class Load:
+    """Requests at a steady rate, whatever became of the others, through OpenAI's own client."""
+
+    def __init__(self, client: openai.AsyncOpenAI) -> None:
+        self.answered: list[Asked] = []
+        self._client = client
+        self._asked = 0
+
+    async def ask(self, **nvext: int) -> None:
+        """Send one request, whose prompt no other has; anything but a whole answer is raised."""
+        self._asked += 1
+        sent_s = asyncio.get_running_loop().time()
+        raw = await self._client.completions.with_raw_response.create(
+            model=MODEL,
+            prompt=word_ids(first=self._asked, n=600 + 97 * self._asked % 1400),
+            max_tokens=150,
+            extra_body={"nvext": nvext} if nvext else None,
+        )
+        assert raw.status_code == 200
+        prefill = raw.headers.get("x-kvrouter-prefill-worker")
+        self.answered.append(Asked(sent_s, prefill, raw.headers["x-kvrouter-decode-worker"]))
+
+    async def go_on(self, group: asyncio.TaskGroup) -> None:
+        """Send requests until this is cancelled."""
+        while True:
+            group.create_task(self.ask())
+            await asyncio.sleep(1.0 / PER_S)
+
+
+@asynccontextmanager
+async def loaded(url: str) -> AsyncIterator[Load]:
+    """Under load; at the end all requests are answered."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+    ) as client:
+        load = Load(client)
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(load.go_on(group))
+            yield load
+            sending.cancel()
+
+
+async def until_metric_is(http: httpx.AsyncClient, is_slow: bool) -> None:
+    """Return once the metric says so of the link."""
+    while True:
+        metrics = Metrics((await http.get("/metrics")).text)
+        if metrics.value("link_slow", link=LINK) == float(is_slow):
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_traffic_leaves_a_link_that_falls_and_the_log_says_that_it_is_slow_and_then_well(
+    tmp_path: Path,
+) -> None:
+    flags = ("--router-cost", "time", "--router-pd-selection", "joint")
+    async with running(tmp_path, *flags) as up:
+        async with (
+            httpx.AsyncClient(base_url=up.url, timeout=TIMEOUT_S) as http,
+            loaded(up.url) as load,
+            asyncio.timeout(2 * LIMIT_S),
+        ):
+            await until(lambda: bool(up.said("mock_link_changed")))
+            await until(lambda: up.said("link_slow", LINK)[-1:] > up.said("mock_link_changed"))
+            await until_metric_is(http, True)
+            await until(lambda: len(up.said("mock_link_changed")) == 2)
+            mended_s = up.said("mock_link_changed")[-1]
+            while not any(at_s > mended_s for at_s in up.said("link_well", LINK)):
+                # traffic has left the link: somebody must try it
+                await load.ask(prefill_worker_id=1, decode_worker_id=3)
+            await until_metric_is(http, False)
+        await up.stop()
+
+    fell_s, _ = up.said("mock_link_changed", 'link="zone a – a"')
+    assert sum(fell_s < at_s < mended_s for at_s in up.said("link_slow", LINK)) == 1
+    assert not any(fell_s < at_s < mended_s for at_s in up.said("link_well", LINK))
+    before = share_of_the_link(request for request in load.answered if request.sent_s < fell_s)
+    after = share_of_the_link(
+        request for request in load.answered if fell_s + SHIFTED_S <= request.sent_s < mended_s
+    )
+    assert before > 0.2
+    assert after < before / 10  # the wait for those before alone, with no pace learned, leaves a quarter
+    (ended,) = (line for _, line in up.lines if " mock_ended " in line)
+    assert f"KV from a to a: {sum(request.over_the_link for request in load.answered)} transfers" in ended
