@@ -22,7 +22,7 @@ def routing_settings(
     domains of a frontend, None where there is none. Raises ConfigError for a timing that is none, links that
     are none, and for pairs that are chosen together by another cost than that of time.
     """
-    cost, selection = config.router_cost, config.router_pd_selection
+    cost, selection = config.cost, config.router_pd_selection
     if selection is PdSelection.JOINT and cost is not CostRule.TIME:
         raise ConfigError(
             f"router_pd_selection: joint compares times: router_cost has to be time, not {cost}",
@@ -33,7 +33,7 @@ def routing_settings(
         default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
     return RoutingSettings(
         mode=config.router_mode,
-        cost=config.router_cost,
+        cost=cost,
         pd_selection=config.router_pd_selection,
         overlap_score_weight=config.overlap_score_weight,
         temperature=config.router_temperature,
@@ -57,7 +57,7 @@ def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
     """
     if config.router_links is not None:
         links = read_links(config.router_links)
-    if config.router_cost is CostRule.TIME:
+    if config.cost is CostRule.TIME:
         return links or LinkTable()
     return links if config.kv_transfer_weight > 0.0 else None
 

@@ -395,8 +395,8 @@ def _router_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _selection_problems(fleet: FleetFile) -> Iterator[Problem]:
     router = fleet.router
-    if router.router_pd_selection is PdSelection.JOINT and router.router_cost is not CostRule.TIME:
-        must = f"joint compares times: router_cost has to be time, not {router.router_cost}"
+    if router.router_pd_selection is PdSelection.JOINT and router.cost is not CostRule.TIME:
+        must = f"joint compares times: router_cost has to be time, not {router.cost}"
         yield Problem(("router", "router_pd_selection"), must)
 
 

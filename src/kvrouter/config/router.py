@@ -55,12 +55,13 @@ class KvRouterConfig(Section):
     (roles, taints, topology, busy workers) is the same in every mode."""
 
     router_cost: Annotated[
-        CostRule,
+        CostRule | None,
         Setting(flag="--router-cost", variable="KVROUTER_ROUTER_COST", group=SettingGroup.ROUTING),
-    ] = CostRule.BLOCKS
+    ] = None
     """What a worker costs where the cheapest is picked: blocks to prefill and to decode, the predicted time
     to the first token, or LMetric's product of prompt tokens and requests. Time learns how fast each worker
-    is; neither it nor LMetric has to be tuned."""
+    is; neither it nor LMetric has to be tuned. Unset: time, and blocks where a weight of the blocks is set:
+    `--kv-overlap-score-weight`, or `--kv-transfer-weight` above 0."""
 
     router_pd_selection: Annotated[
         PdSelection,
@@ -552,3 +553,13 @@ class KvRouterConfig(Section):
     """At start, empty the JetStream stream and delete the saved index. Only for the first router of a
     component: routers that run already would lose what they have not read. A new namespace is the safer
     clean slate."""
+
+    @property
+    def cost(self) -> CostRule:
+        """What a worker costs: what is set, else what the weights that are set ask for."""
+        if self.router_cost is not None:
+            return self.router_cost
+        if self.router_pd_selection is PdSelection.JOINT:
+            return CostRule.TIME
+        weighs_blocks = "overlap_score_weight" in self.model_fields_set or self.kv_transfer_weight > 0.0
+        return CostRule.BLOCKS if weighs_blocks else CostRule.TIME

@@ -21,6 +21,9 @@ REFRESH_S = 0.1
 LOOKED_AT_MAX = 16
 """So many transfers of one link, the oldest ones, are looked at while they are on their way."""
 
+PAUSED_SHARE = 0.1
+"""A transfer in which this process stood still for more than this share of it teaches nothing."""
+
 SHARED_TRANSFERS_MAX = 1024
 """So many of the last transfers are sent to a router that starts."""
 
@@ -47,6 +50,8 @@ class Transfer:
     steps_s: float = 0.0
     is_clear: bool = True
     """Whether nothing but the link decides how long it takes."""
+    paused_s: float = 0.0
+    """How long this process stood still meanwhile: so much later it may have heard of the arrival."""
     tables: int = 0
     """How many tables there were before the one that ``table`` is of."""
 
@@ -129,8 +134,10 @@ class Transfers:
 
     def arrived(self, transfer: Transfer, *, is_clear: bool, steps_s: float, now_s: float) -> None:
         """The first token came after it, for which the decode worker's step took ``steps_s``."""
-        if transfer.began_s is not None and transfer.is_clear and is_clear:
-            seen = self._seen(transfer, transfer.began_s, now_s, steps_s)
+        began_s = transfer.began_s
+        is_timed = began_s is not None and transfer.paused_s <= PAUSED_SHARE * (now_s - began_s)
+        if began_s is not None and is_timed and transfer.is_clear and is_clear:
+            seen = self._seen(transfer, began_s, now_s, steps_s)
             if seen.seen_s > 0.0:
                 self._n_seen += 1
                 took_s = seen.seen_s + transfer.table.latency_s
@@ -152,6 +159,12 @@ class Transfers:
         if transfer.link is not None:
             self.state.remove(transfer.link, transfer.bytes)
 
+    def paused(self, seconds: float) -> None:
+        """This process stood still for so long, just now."""
+        for moving in self._moving.values():
+            for transfer in moving.transfers:
+                transfer.paused_s += seconds
+
     def refresh(self, is_clear: Callable[[Slot], bool], *, now_s: float) -> None:
         """Let links have the pace that is known of them now, a few times a second. Transfers to ranks that
         are not clear meanwhile say nothing of links.
@@ -168,7 +181,8 @@ class Transfers:
                 transfer.is_clear = transfer.is_clear and is_clear(transfer.to)
                 if transfer.is_clear and transfer.began_s is not None:
                     # the step that runs there ends first, and its own follows
-                    yield self._seen(transfer, transfer.began_s, now_s, 2 * transfer.steps_s)
+                    besides_s = 2 * transfer.steps_s + transfer.paused_s
+                    yield self._seen(transfer, transfer.began_s, now_s, besides_s)
 
     def _seen(self, transfer: Transfer, began_s: float, now_s: float, steps_s: float) -> Seen:
         """What a transfer took so far, and what it would take by the table with what it shares its link

@@ -23,6 +23,7 @@ from kvrouter.service.attempt import Timeouts, with_intake_id
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
+from kvrouter.service.loop_pauses import LoopPauses
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
@@ -71,6 +72,7 @@ class RouterService:
         self._had_enough = False
         """Whether as many workers were here at one time as are waited for at the start."""
         config = parts.config
+        self._pauses = LoopPauses(self._paused)
         self._liveness = Liveness(
             parts.plane,
             parts.subscriber,
@@ -96,7 +98,8 @@ class RouterService:
         except BaseException:
             deaf()
             raise
-        self._stops += (deaf, blind)
+        self._stops += (deaf, blind, self._pauses.stop)
+        self._pauses.start()
 
     async def drain(self, limit_s: float) -> int:
         """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
@@ -138,6 +141,10 @@ class RouterService:
     def running(self) -> int:
         """How many requests are running."""
         return len(self._running)
+
+    def _paused(self, seconds: float) -> None:
+        for model in self._models.values():
+            model.placer.transfers.paused(seconds)
 
     def moved(self, place: Mapping[str, str]) -> None:
         """The frontend has these domains from now on."""

@@ -133,7 +133,7 @@ def _cost_of(router: KvRouterConfig) -> CostChoice | None:
         return None
     if router.router_pd_selection is PdSelection.JOINT:
         return CostChoice.JOINT
-    return CostChoice(router.router_cost.value)
+    return CostChoice(router.cost.value)
 
 
 def other_choices(
