@@ -1,13 +1,14 @@
 """The page of the results: each bar with what was measured, and which of them do not hold."""
 
 from collections.abc import Iterable, Sequence
-from statistics import mean
+from statistics import geometric_mean, mean
 
 import msgspec
 
 from benchmarks.choice.aggregated import BLOCKS, BLOCKS_RULE, KNOWING, TIME, Cell, Figures
 from benchmarks.http_replay.machine import Commit, Machine
 from benchmarks.replay.cases import CASES
+from kvrouter.core.constraints import CostRule
 
 OF_BLOCKS = 0.75
 """On the conversation trace at 3 times its speed: the mean TTFT by time over that by blocks, at most."""
@@ -67,6 +68,56 @@ def row_of(cell: Cell) -> Row:
     return Row(cell, ours, blocks, best, tuple(missed))
 
 
+def default_of(study: Study) -> CostRule:
+    """Return the cost that should be on by default: time, where on every trace the mean TTFT, in the
+    geometric mean over all loads and sizes of memory, is less than by blocks, and nothing more fails.
+    """
+    rows = [row for row in map(row_of, study.cells) if not row.cell.job.half_is_slow]
+    for trace in {row.cell.job.case for row in rows}:
+        of_trace = [row for row in rows if row.cell.job.case == trace]
+        if geometric_mean(map(_of_blocks, of_trace)) >= 1.0:
+            return CostRule.BLOCKS
+        if sum(mean(row.ours.failed) - mean(row.blocks.failed) for row in of_trace) > 0:
+            return CostRule.BLOCKS
+    return CostRule.TIME
+
+
+def _of_blocks(row: Row) -> float:
+    return mean(row.ours.ttft_ms) / mean(row.blocks.ttft_ms)
+
+
+def _default(study: Study, rows: Sequence[Row]) -> list[str]:
+    """What is on by default, and why."""
+    lines = []
+    for trace in sorted({row.cell.job.case for row in rows}):
+        of_trace = [row for row in rows if row.cell.job.case == trace]
+        ratios = list(map(_of_blocks, of_trace))
+        itl = [mean(row.ours.itl_ms) / mean(row.blocks.itl_ms) for row in of_trace]
+        p99 = [mean(row.ours.ttft_p99_ms) / mean(row.blocks.ttft_p99_ms) for row in of_trace]
+        cells = [
+            CASES[trace].name,
+            f"{geometric_mean(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+        ]
+        cells += [f"{geometric_mean(p99):.2f}", f"{min(itl):.2f} to {max(itl):.2f}"]
+        lines.append(joined(cells))
+    worse = [f"{row.cell.job.key} ({_of_blocks(row):.2f})" for row in rows if _of_blocks(row) > 1.0]
+    return [
+        "## What is on by default",
+        "",
+        f"`--router-cost {default_of(study)}`. Time is the default where on every trace its mean TTFT is "
+        "less than by blocks, in the geometric mean over all loads and sizes of memory, and nothing more "
+        "fails. Time over blocks:",
+        "",
+        "| trace | mean TTFT | from, to | p99 TTFT | between tokens, from, to |",
+        "|---|--:|--:|--:|--:|",
+        *lines,
+        "",
+        f"It is slower to the first token in: {'; '.join(worse) or 'no case'}.",
+        "",
+    ]
+
+
 def markdown(study: Study) -> str:
     """Return the page."""
     rows = [row_of(cell) for cell in study.cells]
@@ -86,6 +137,7 @@ def markdown(study: Study) -> str:
         "half, of 12 points at most; the three best of the first half are replayed with every seed. `time` "
         "and `blocks` are kvrouter's costs as they are by default: nothing is tuned.",
         "",
+        *_default(study, plain),
         "## Memory that is ample, and short",
         "",
         "| trace | load | blocks | time: TTFT mean ms | p99 | ITL | blocks rule: mean | p99 | ITL "

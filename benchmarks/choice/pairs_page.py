@@ -187,6 +187,7 @@ def markdown(study: PairStudy) -> str:
         "",
         *_advice(links, by_study),
         "",
+        *_why_sequential(links),
         "## Links that differ, and links that are alike",
         "",
         "32 prefill and 32 decode workers in four tiers (a host, a rack of 4, a zone of 16, another zone: "
@@ -258,7 +259,7 @@ def _advice(links: Sequence[PairCell], by_study: dict[str, list[PairCell]]) -> I
         for policy, setting in (
             (JOINT, "`--router-cost time --router-pd-selection joint`"),
             (EVEN, "the same, `--router-decode-weight 16`: even steps matter more"),
-            (TIME, "`--router-cost time`"),
+            (TIME, "nothing: `--router-cost time` is the default"),
         ):
             ratios = [mean(_of(cell, policy).ttft_ms) / mean(best_rule(cell).ttft_ms) for cell in cells]
             itl = [mean(_of(cell, policy).itl_ms) / mean(best_rule(cell).itl_ms) for cell in cells]
@@ -274,6 +275,20 @@ def _advice(links: Sequence[PairCell], by_study: dict[str, list[PairCell]]) -> I
         if saved:
             setting = f"the first, and `--router-price-weight {PRICE_WEIGHT:g}`"
             yield f"| KV between zones costs money | {setting} | {min(saved):.0%} of it saved |"
+
+
+def _why_sequential(links: Sequence[PairCell]) -> Iterator[str]:
+    """What joint has over the default, and why it is none."""
+    cells = [cell for cell in links if cell.share == BAR_SHARE]
+    ratios = [mean(_of(cell, JOINT).ttft_ms) / mean(_of(cell, TIME).ttft_ms) for cell in cells]
+    if ratios:
+        yield (
+            f"Picked together, the mean TTFT is {min(ratios):.2f} to {max(ratios):.2f} of the default's. It "
+            "is not on by default for what it does besides: decode workers prefill what is short, which only "
+            "an operator can say of engines that were set up to decode. "
+            "[`kvrouter worth`](../../docs/worth.md) says what it would bring your traffic."
+        )
+        yield ""
 
 
 def _links_line(cell: PairCell) -> str:

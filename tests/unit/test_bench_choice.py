@@ -19,8 +19,10 @@ from benchmarks.choice.aggregated import (
     jobs,
     measured,
 )
-from benchmarks.choice.page import Study, markdown, row_of
+from benchmarks.choice.page import Study, default_of, markdown, row_of
 from benchmarks.http_replay.machine import Commit, Machine
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import CostRule
 from kvrouter.sim.rules.registry import RULES
 
 RESULTS = Path(page.__file__).parent
@@ -75,6 +77,26 @@ def test_short_memory_and_slow_workers_have_bars_of_their_own() -> None:
     knowing = figures(KNOWING, 100.0)
     assert row_of(cell(figures(TIME, 104.0), blocks, knowing, rule, slow=True)).missed == ()
     assert len(row_of(cell(figures(TIME, 106.0), blocks, knowing, rule, slow=True)).missed) == 1
+
+
+def study_of(*cells: Cell) -> Study:
+    machine = Machine(cpu="c", cores=2, system="s", python="3")
+    return Study("short", "now", Commit("0123456789ab", False), machine, 3000, 2, cells)
+
+
+def test_time_is_the_default_where_it_is_sooner_on_every_trace_and_nothing_more_fails() -> None:
+    def on(case: int, ratio: float, failed: int = 0) -> Cell:
+        ours, blocks = figures(TIME, 100.0 * ratio, failed=failed), figures(BLOCKS_RULE, 100.0)
+        return Cell(Job(case, 3.0, BLOCKS[0], False, 3000, 2), (ours, blocks, figures("a", 90.0)))
+
+    assert default_of(study_of(on(0, 0.5), on(0, 1.5), on(1, 0.9))) is CostRule.TIME
+    assert default_of(study_of(on(0, 0.5), on(1, 1.1))) is CostRule.BLOCKS
+    assert default_of(study_of(on(0, 0.5), on(1, 0.5, failed=1))) is CostRule.BLOCKS
+
+
+def test_what_is_on_by_default_is_what_the_measured_table_says() -> None:
+    study = msgspec.json.decode((RESULTS / "results" / "short.json").read_bytes(), type=Study)
+    assert KvRouterConfig().cost is default_of(study)
 
 
 def test_the_page_names_what_does_not_hold() -> None:
