@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import Pin
+from kvrouter.core.constraints import CostRule, Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
@@ -24,6 +24,8 @@ from tests.support.waits import until
 ONE = WorkerId(1)
 BRIEF = KvRouterConfig(circuit_open_s=0.05, circuit_open_max_s=0.2)
 LONG = KvRouterConfig(circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+DRAWN = {"router_cost": CostRule.BLOCKS}
+"""Costs that are equal as long as nobody has more to do: workers are drawn."""
 
 
 class Script:
@@ -98,7 +100,7 @@ async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:
 async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
     script = Script(1)
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, card(1), card(2), config=BRIEF)
+    bench = await bench_of(plane, card(1), card(2), config=BRIEF.model_copy(update=DRAWN))
     await fail(bench, 3)
     await until_half_open(bench)
     script.does = lambda _stream: None  # it accepts the next one, and takes its time
@@ -118,7 +120,7 @@ async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
 async def test_half_open_it_gets_another_request_when_the_first_one_reported_nothing() -> None:
     script = Script(1)
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, card(1), card(2), config=BRIEF)
+    bench = await bench_of(plane, card(1), card(2), config=BRIEF.model_copy(update=DRAWN))
     await fail(bench, 3)
     await until_half_open(bench)
     script.does = lambda _stream: None
@@ -319,7 +321,7 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
 ) -> None:
     plane = ScriptedPlane(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
-    bench = await bench_of(plane, *cards, config=LONG)
+    bench = await bench_of(plane, *cards, config=LONG.model_copy(update=DRAWN))
     with caplog.at_level(logging.INFO, "kvrouter.router"):
         assert await send(bench, 40) == 40 * [[1]]
     cut = (1, address_of(3))
@@ -336,7 +338,8 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
 async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None:
     link = Link()
     plane = ScriptedPlane(link)
-    bench = await bench_of(plane, prefill_card(1), prefill_card(2), decode_card(3), config=BRIEF)
+    config = BRIEF.model_copy(update=DRAWN)
+    bench = await bench_of(plane, prefill_card(1), prefill_card(2), decode_card(3), config=config)
     async with asyncio.timeout(20):
         while not bench.model.fleet.broken_pairs:
             await send(bench)

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.config import KvRouterConfig, MismatchPolicy
-from kvrouter.core.constraints import RouterMode, RoutingConstraints
+from kvrouter.core.constraints import CostRule, RouterMode, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, UnknownModel
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
@@ -28,6 +28,9 @@ from tests.support.waits import until
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 PREFILL_A, DECODE_A = WorkerId(1), (WorkerId(2), WorkerId(3))
 PREFILL_B, DECODE_B = WorkerId(4), (WorkerId(5), WorkerId(6))
+
+BLOCKS = KvRouterConfig(router_cost=CostRule.BLOCKS)
+"""Weighs no links, so that a policy alone keeps KV from crossing."""
 
 
 async def empty_zone_a_of_decode(bench: MockBench) -> None:
@@ -89,7 +92,7 @@ async def test_one_worker_that_joins_ends_the_wait_of_all() -> None:
 
 @HANDOFFS
 async def test_fallback_crosses_only_when_nothing_else_is_left(handoff: str) -> None:
-    async with mock_bench(pairs(handoff=handoff, enforcement="fallback")) as bench:
+    async with mock_bench(pairs(handoff=handoff, enforcement="fallback"), BLOCKS) as bench:
         for n in range(6):
             await bench.read(bench.request(prompt(first=n)))
         assert bench.crossed() == 0
@@ -122,7 +125,7 @@ async def test_preferred_lets_cost_decide(handoff: str) -> None:
 
 
 async def test_without_a_policy_kv_goes_anywhere() -> None:
-    async with mock_bench(pairs(enforcement=None)) as bench:
+    async with mock_bench(pairs(enforcement=None), BLOCKS) as bench:
         for n in range(16):
             await bench.read(bench.request(prompt(first=n)))
         assert bench.crossed() > 0

@@ -18,6 +18,7 @@ from kvrouter.sim.worth import Rows, rows_of
 DIFFERENT_LINKS = """\
 version: 1
 models: [{name: m, block_size: 64}]
+router: {router_cost: blocks}
 topology:
   levels: [zone]
   links:
@@ -42,6 +43,7 @@ generate:
 ALIKE_LINKS = """\
 version: 1
 models: [{name: m, block_size: 64}]
+router: {router_cost: blocks}
 topology:
   levels: [zone]
   links:

@@ -26,7 +26,9 @@ from kvrouter.sim.traces.request import TraceRequest
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 ROWS = [row(at, 0.05 * at, [at % 3, at % 3 + 10, at], output_tokens=30) for at in range(12)]
-FLEETS = {"aggregated": fleet(), "pairs": fleet(TWO_ZONES)}
+BLOCKS = "router: {router_cost: blocks}\n"
+WORKERS = "workers: [{name: w, replicas: 2}]"
+FLEETS = {"aggregated": fleet(BLOCKS + WORKERS), "pairs": fleet(BLOCKS + TWO_ZONES)}
 
 
 @pytest.fixture(params=FLEETS)

@@ -1,6 +1,8 @@
 """The placer of one model, without a service."""
 
 from array import array
+from collections import Counter
+from random import Random
 
 import pytest
 from msgspec import structs
@@ -151,3 +153,29 @@ def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -
         placer.release(placement, now_s=2.0, tokens=50)
     assert len(placer.ledger) == 0
     assert len(placer.transfers.state) == 0
+
+
+@pytest.mark.parametrize("took_s", [0.0005, 0.003, 0.05, 2.0])
+def test_workers_that_are_alike_share_an_idle_fleet_whatever_their_speed(took_s: float) -> None:
+    """The timing that is expected of them may be of a much slower engine, or of a faster one."""
+    settings = RoutingSettings(cost=CostRule.TIME)
+    placer = placer_of(*((worker, Role.BOTH) for worker in range(1, 5)), settings=settings)
+    rng, sent, now_s = Random(1), Counter[int](), 10.0
+    for number in range(400):
+        request = generate_request(request_id=f"r{number}", tokens=400)
+        asked = attempt_request(
+            request,
+            hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
+            request.token_ids,
+            attempt=0,
+            excluded=frozenset(),
+            kv_lost_from=frozenset(),
+            plans=(RetryPlan.USUAL,),
+        )
+        placement = placer.place(asked, Draw(rng.getrandbits(64), number, 0), now_s=now_s)
+        sent[placement.decision.decode.rank.worker_id] += 1
+        now_s += took_s * rng.uniform(0.9, 1.1)
+        placer.first_token(placement, now_s=now_s)
+        now_s += 0.2
+        placer.release(placement, now_s=now_s, tokens=8)
+    assert min(sent[worker] for worker in range(1, 5)) > 60

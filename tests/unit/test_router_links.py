@@ -54,7 +54,8 @@ def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_wit
     assert given.links is not None
     assert given.links.by_level == {"zone": Link(0.001, 1e9, 0.5)}
     assert routing_settings(KvRouterConfig(kv_transfer_weight=1.0), of_file).links is of_file
-    assert routing_settings(KvRouterConfig(router_links=TEXT), of_file).links is None
+    blocks = KvRouterConfig(router_links=TEXT, router_cost=CostRule.BLOCKS)
+    assert routing_settings(blocks, of_file).links is None
     assumed = routing_settings(KvRouterConfig(router_cost=CostRule.TIME), None).links
     assert assumed is not None
     assert assumed.says_as(LinkTable())

@@ -131,14 +131,14 @@ def test_a_link_that_falls_to_a_tenth_is_left_within_seconds_and_said_to_be_slow
 
 def test_pairs_are_chosen_together_by_time_alone() -> None:
     wrong = PolicyEvent(at_s=1.0, set={"router_pd_selection": "joint"})
-    rows = traffic(60, per_s=30.0)
+    rows, blocks = traffic(60, per_s=30.0), "router: {router_cost: blocks}\n" + ZONES
     with pytest.raises(ConfigError, match=r"set\.router_pd_selection: .*joint compares times.*not blocks"):
-        replayed(rows, fleet(ZONES), timetable=[wrong])
+        replayed(rows, fleet(blocks), timetable=[wrong])
     both = PolicyEvent(at_s=1.0, set={"router_pd_selection": "joint", "router_cost": "time"})
-    outcomes = by_number(replayed(rows, fleet(ZONES), timetable=[both]))
+    outcomes = by_number(replayed(rows, fleet(blocks), timetable=[both]))
     assert any(outcome.prefill is None for outcome in outcomes)
     with pytest.raises(ConfigError, match="router_pd_selection: joint compares times") as wrong_file:
-        replayed(rows, fleet("router: {router_pd_selection: joint}\n" + ZONES))
+        replayed(rows, fleet("router: {router_pd_selection: joint, router_cost: blocks}\n" + ZONES))
     assert wrong_file.value.param == "router_pd_selection"
 
 

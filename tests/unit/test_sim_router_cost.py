@@ -14,6 +14,7 @@ from kvrouter.sim.traces.request import TraceRequest
 from tests.support.replays import PIECE_TOKENS, TWO_ZONES, by_number, fleet, replayed, row
 
 TIME = "router: {router_cost: time}\n"
+BLOCKS = "router: {router_cost: blocks}\n"
 EIGHT = "workers: [{name: w, replicas: 8, engine: {total_kv_blocks: 4096}}]"
 HALF_SLOW = """workers:
 - {name: fast, replicas: 2, engine: {total_kv_blocks: 4096}}
@@ -52,7 +53,7 @@ def mean_ttft_s(file: FleetFile, rows: list[TraceRequest]) -> float:
 def test_answers_come_sooner_than_by_blocks_and_each_replay_is_the_same() -> None:
     rows = traffic(600, per_s=60.0)
     by_time = mean_ttft_s(fleet(TIME + EIGHT), rows)
-    assert by_time < 0.95 * mean_ttft_s(fleet(EIGHT), rows)
+    assert by_time < 0.95 * mean_ttft_s(fleet(BLOCKS + EIGHT), rows)
     assert by_time == mean_ttft_s(fleet(TIME + EIGHT), rows)
 
 
@@ -104,7 +105,7 @@ workers:
 
 
 def test_a_replay_may_switch_the_cost_on_its_way() -> None:
-    file, rows = fleet(EIGHT), traffic(300, per_s=60.0)
+    file, rows = fleet(BLOCKS + EIGHT), traffic(300, per_s=60.0)
     switch = PolicyEvent(at_s=rows[150].at_s, set={"router_cost": "time"})
     switched = replayed(rows, file, timetable=[switch])
     before = [outcome for outcome in by_number(replayed(rows, file)) if outcome.number < 150]

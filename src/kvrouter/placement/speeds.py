@@ -317,7 +317,9 @@ class _Rank:
     def note(self, plain_s: float, taken_s: float, slowness: float, now_s: float) -> None:
         """A request took so long that would have taken a rank of slowness 1 ``plain_s``."""
         keep = 1.0 - 1.0 / MEMORY
-        bounded_s = min(max(taken_s, plain_s * slowness / CLIP), plain_s * slowness * CLIP)
+        # the first ones may show that the timing is of another engine, which all ranks then differ from
+        least_s = plain_s * slowness / CLIP if self.n_seen >= SLOW_REQUESTS else 0.0
+        bounded_s = min(max(taken_s, least_s), plain_s * slowness * CLIP)
         self._plain = keep * self._plain + plain_s * plain_s
         self._taken = keep * self._taken + plain_s * bounded_s
         self._last_s = now_s
