@@ -139,9 +139,8 @@ def test_where_links_are_alike_and_a_filter_would_strand_workers_nothing_is_chan
 def test_where_links_are_alike_another_cost_is_advised_without_a_policy(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("blocks.yaml").write_text(f"{ALIKE_LINKS}router: {{router_cost: blocks}}\n")
     assert (
-        run("busy.yaml", "--fleet", "blocks.yaml", "--mode", "kv", "--seeds", "1", "--json", "out.json") == 0
+        run("busy.yaml", "--fleet", "alike.yaml", "--mode", "kv", "--seeds", "1", "--json", "out.json") == 0
     )
     report = json.loads((folder / "out.json").read_text())
     advice = report["advice"]
@@ -187,7 +186,7 @@ def test_seeds_that_change_nothing_are_not_replayed(folder: Path) -> None:
         (["trace.jsonl", "--fleet", "aggregated.yaml"], "none has role prefill"),
         (
             ["trace.jsonl", "--fleet", "dear.yaml"],
-            "dear.yaml:7: topology.links.across.price_per_gb: must be ≥ 0",
+            "dear.yaml:8: topology.links.across.price_per_gb: must be ≥ 0",
         ),
         (["trace.jsonl", "--fleet", "different.yaml", "--rows", "99"], "it has 99 requests"),
         (["trace.jsonl", "--fleet", "different.yaml", "--threshold", "nan"], "threshold: nan %"),
