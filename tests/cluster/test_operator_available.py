@@ -15,6 +15,8 @@ from tests.support.processes import eventually
 
 LEASE_S = 3.0
 FAR_S = 3000.0
+LINKS_WITHIN_S = 120.0
+"""Frontends are read every 30 s."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ async def test_it_says_of_real_workers_what_clients_see(plane: ControlPlane) -> 
             await flight.until_is("Ready=True")
             row = (await flight.kubectl("get", "dgd", NAME, "--no-headers")).split()
             assert row[:3] == [NAME, "True", "True"]
-            await flight.ask_often(2)
+            await until_links(flight)
             await flight.scale(decode=0)
             await until(flight, "False", "NoDecodeWorkers")
             assert "forbidden" not in replica.log
@@ -118,6 +120,19 @@ async def until(flight: Mission, status: str, reason: str) -> None:
         return (reported["status"], reported["reason"]) == (status, reason)
 
     await eventually(is_so)
+
+
+async def until_links(flight: Mission) -> None:
+    """Ask until the status has the links that the frontend learned of."""
+
+    async def are_shown() -> bool:
+        await flight.ask_often(2)
+        links = (await flight.read("dgd", NAME))["status"].get("links", [])
+        learned = (await flight.metrics()).of("link_bandwidth_bytes_per_second")
+        shown = [{"model": each["model"], "link": each["link"]} for each in links]
+        return bool(shown) and shown == [labels for labels, _ in learned]
+
+    await eventually(are_shown, limit_s=LINKS_WITHIN_S)
 
 
 async def until_event(flight: Mission, reason: str, words: str) -> None:

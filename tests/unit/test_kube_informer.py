@@ -220,7 +220,13 @@ async def test_of_pods_what_nothing_is_decided_by_is_not_kept() -> None:
     whole = {
         **pod("listed", labels={"a": "b"}, annotations={"note": "x"}),
         "spec": {"nodeName": "n", "containers": [{"name": "main"}]},
-        "status": {"phase": "Running", "conditions": [], "containerStatuses": [], "podIP": "10.0.0.1"},
+        "status": {
+            "phase": "Running",
+            "conditions": [],
+            "containerStatuses": [],
+            "podIP": "10.0.0.1",
+            "qosClass": "Burstable",
+        },
     }
 
     async def watching(reported: web.StreamResponse) -> None:
@@ -236,7 +242,12 @@ async def test_of_pods_what_nothing_is_decided_by_is_not_kept() -> None:
             found = await changed.get()
             assert metadata_of(found)["name"] == name
             assert found["spec"] == {"nodeName": "n"}
-            assert found["status"] == {"phase": "Running", "conditions": [], "containerStatuses": []}
+            assert found["status"] == {
+                "phase": "Running",
+                "conditions": [],
+                "containerStatuses": [],
+                "podIP": "10.0.0.1",
+            }
 
 
 def pod(name: str, **metadata: object) -> dict[str, object]:

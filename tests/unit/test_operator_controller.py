@@ -9,7 +9,9 @@ from datetime import UTC, datetime, timedelta
 from typing import cast
 
 import pytest
+from aiohttp import web
 from msgspec import Raw
+from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
@@ -17,8 +19,10 @@ from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, T
 from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
 from kvrouter.operator.reconcile.apply import BUDGETS
 from kvrouter.operator.reconcile.controller import FACTS_S, Controller
+from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.reconciler import node_name_of
 from kvrouter.operator.status.resolved import copy_of
+from kvrouter.telemetry import Telemetry
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.quiet_cluster import QuietCluster
 from tests.support.statuses import REQUIRED
@@ -153,7 +157,12 @@ class Overloaded(QuietCluster):
 
 @asynccontextmanager
 async def leads(
-    cluster: KubeClient, looks: Looks, *, defaults: PlanDefaults = DEFAULTS, facts_s: float = FACTS_S
+    cluster: KubeClient,
+    looks: Looks,
+    *,
+    defaults: PlanDefaults = DEFAULTS,
+    facts_s: float = FACTS_S,
+    links_s: float = READ_AGAIN_S,
 ) -> AsyncIterator[None]:
     """A driver that leads until the block ends."""
     driver = Controller(
@@ -164,6 +173,7 @@ async def leads(
         namespace="",
         listener=looks,
         facts_s=facts_s,
+        links_s=links_s,
     )
     task = asyncio.create_task(driver.run())
     try:
@@ -215,6 +225,95 @@ async def test_a_budget_that_is_held_comes_down_when_its_time_is_over_though_not
     async with leads(cluster, Looks(), defaults=replace(DEFAULTS, disruption_hold_s=60)):
         async with asyncio.timeout(30.0):
             assert await cluster.deleted.get() == cluster.name
+
+
+class Linked(QuietCluster):
+    """A deployment with one frontend, which has its metrics at this port, and its statuses as written."""
+
+    def __init__(self, port: int) -> None:
+        variables: list[JsonValue] = [{"name": "DYN_HTTP_PORT", "value": str(port)}]
+        template: JsonValue = {"spec": {"containers": [{"name": "main", "env": variables}]}}
+        document = deployment(types=("frontend", "decode"), pods={"frontend": template})
+        self.graph = cast(Manifest, document.model_dump(mode="json", by_alias=True, exclude_none=True))
+        pod: Manifest = {
+            "metadata": {
+                "namespace": "fleet",
+                "name": "llm-frontend-0",
+                "resourceVersion": "1",
+                "labels": {"kvrouter.dev/deployment": "llm", "kvrouter.dev/component": "frontend"},
+            },
+            "status": {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
+        }
+        super().__init__({DEPLOYMENTS_OF_GRAPHS: [self.graph], PODS: [pod]})
+        self.links: asyncio.Queue[JsonValue] = asyncio.Queue()
+
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        if subresource == "status":
+            status = cast(dict[str, JsonValue], manifest["status"])
+            self.graph["status"] = status
+            if "conditions" in status:
+                self.links.put_nowait(status.get("links"))
+        return manifest
+
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
+        return manifest
+
+
+class Links:
+    """What a frontend says of one link: bytes a second, whether it is slow; None for nothing at all."""
+
+    def __init__(self) -> None:
+        self.said: tuple[float, bool] | None = (1.2e10, False)
+        self.asked: asyncio.Queue[None] = asyncio.Queue()
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        self.asked.put_nowait(None)
+        if self.said is None:
+            raise web.HTTPServiceUnavailable
+        telemetry = Telemetry()
+        telemetry.link_bandwidth.replace({("llama", "within one zone"): self.said[0]})
+        telemetry.link_latency.replace({("llama", "within one zone"): 0.002})
+        telemetry.link_slow.replace({("llama", "within one zone"): float(self.said[1])})
+        return web.Response(body=telemetry.render())
+
+    async def are_read(self) -> None:
+        """Return once a read that began from now on is over."""
+        while not self.asked.empty():
+            self.asked.get_nowait()
+        for _ in range(2):
+            await self.asked.get()
+
+
+async def test_links_that_a_frontend_learned_are_in_the_status_and_written_when_they_change() -> None:
+    link = {
+        "model": "llama",
+        "link": "within one zone",
+        "bandwidthBytesPerSecond": 12_000_000_000,
+        "latencySeconds": 0.002,
+        "slow": False,
+    }
+    links = Links()
+    app = web.Application()
+    app.router.add_get("/metrics", links.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        cluster = Linked(runner.addresses[0][1])
+        async with asyncio.timeout(30.0), leads(cluster, Looks(), links_s=0.02):
+            assert await cluster.links.get() is None
+            assert await cluster.links.get() == [link]
+            links.said = (1.3e10, False)
+            await links.are_read()
+            links.said = None
+            await links.are_read()
+            assert cluster.links.empty()
+            links.said = (2e9, True)
+            assert await cluster.links.get() == [
+                link | {"bandwidthBytesPerSecond": 2_000_000_000, "slow": True}
+            ]
+    finally:
+        await runner.cleanup()
 
 
 async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(

@@ -267,9 +267,13 @@ def test_pods_and_nodes_are_read_from_json() -> None:
     document = {
         "metadata": {"name": "p", "namespace": "fleet", "uid": "u", "labels": {"a": "b", "odd": 1}},
         "spec": {"nodeName": "n1"},
-        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
     }
-    assert read_pod(document) == Pod("p", "fleet", "u", "n1", {"a": "b"}, is_ready=True)
+    assert read_pod(document) == Pod("p", "fleet", "u", "n1", {"a": "b"}, is_ready=True, address="10.0.0.1")
     assert read_node(document) == Node("p", {"a": "b"})
     gone = {"metadata": {"name": "p", "deletionTimestamp": "2026-11-21T20:00:00Z"}}
     assert read_pod(gone) == Pod("p", is_over=True)

@@ -118,7 +118,8 @@ NO_LIMITS = {
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LABEL_VALUE_CHARS_MAX
         operator.api.names.LEVEL_CHARS_MAX
         operator.labels.copies.POD_NAME_STEM_CHARS_MAX operator.labels.copies.POD_NAME_CHARS_MAX
-        operator.plan.manifest.NAME_CHARS_MAX operator.reconcile.bindings.OWNER_CHARS_MAX
+        operator.api.status.BANDWIDTH_MAX operator.plan.manifest.NAME_CHARS_MAX
+        operator.reconcile.bindings.OWNER_CHARS_MAX
         kube.objects.NAME_CHARS_MAX kube.objects.MESSAGE_CHARS_MAX
         operator.status.finding.NOTE_CHARS_MAX transports.discovery.kubernetes.objects.FLEET_CHARS_MAX
         worker.topology_env.DOMAIN_CHARS_MAX worker.topology_env.VALUE_CHARS_MAX
@@ -236,6 +237,7 @@ WHERE = {
     "bodies at admission": "operator.admission.server",
     "a warning at admission": "operator.admission",
     "components of a deployment": "operator.api",
+    "links in a status": "operator.reconcile.link_reader operator.api.status.LINKS",
     "nodes whose labels": "operator.labels operator.reconcile.workqueue operator.run",
 }
 """In which row the limits of a module are, by the row's first words."""

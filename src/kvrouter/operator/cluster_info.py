@@ -63,6 +63,7 @@ PODS = ResourceKind(
     kept=(
         "spec.nodeName",
         "status.phase",
+        "status.podIP",
         "status.conditions",
         "status.initContainerStatuses",
         "status.containerStatuses",

@@ -33,6 +33,7 @@ from kvrouter.operator.api.status import (
     ConditionStatus,
     DeploymentStatus,
     DomainStatus,
+    LinkStatus,
     PolicyStatus,
 )
 
@@ -61,6 +62,7 @@ __all__ = [
     "Level",
     "LevelQoS",
     "LinkQoS",
+    "LinkStatus",
     "NetworkQoS",
     "ObjectMeta",
     "PairQoS",

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from annotated_types import Ge, MaxLen
+from annotated_types import Ge, Le, MaxLen
 from pydantic import Field
 
 from kvrouter.core.workers import Enforcement
@@ -11,6 +11,9 @@ from kvrouter.operator.api.names import ObjectPart, list_map
 
 DOMAINS_MAX = 256
 BALANCE_CHARS_MAX = 256
+LINKS_MAX = 64
+BANDWIDTH_MAX = 10**18
+"""Fits the API server's int64."""
 
 Count = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int32"})]
 Generation = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int64"})]
@@ -69,6 +72,23 @@ class DomainStatus(ObjectPart):
     """Ready workers there that take decode legs."""
 
 
+class LinkStatus(ObjectPart):
+    """What routers learned of a kind of link, or of one link that differs from its kind."""
+
+    model: Annotated[str, MaxLen(512)]
+    """Model whose KV goes over it."""
+    link: Annotated[str, MaxLen(2048)]
+    """The kind, such as ``between two values of zone``, or where the link begins and ends."""
+    bandwidth_bytes_per_second: Annotated[
+        int, Ge(1), Le(BANDWIDTH_MAX), Field(json_schema_extra={"format": "int64"})
+    ]
+    """Bytes a second, to two digits."""
+    latency_seconds: Annotated[float, Ge(0)]
+    """What a transfer takes apart from its bytes, to two digits."""
+    slow: bool
+    """Whether it takes at least twice as long as it should."""
+
+
 class PolicyStatus(ObjectPart):
     """The policy of KV transfers that is in force, however it was spelt."""
 
@@ -105,3 +125,12 @@ class DeploymentStatus(ObjectPart):
     """Ready pods of each value of the policy's domain; of more than 256, those out of balance come first."""
     balance: Annotated[str, MaxLen(BALANCE_CHARS_MAX)] | None = None
     """Ready prefill and decode workers by domain, in short: ``us-east-1a 4/8, us-east-1b 4/0``."""
+    links: (
+        Annotated[
+            tuple[LinkStatus, ...],
+            MaxLen(LINKS_MAX),
+            Field(json_schema_extra={"x-kubernetes-list-type": "atomic"}),
+        ]
+        | None
+    ) = None
+    """Links as a frontend learned them from handoffs, slow ones first; absent while nothing is known."""

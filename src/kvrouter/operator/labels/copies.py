@@ -26,6 +26,7 @@ class Pod:
     """A pod. ``node_name`` is None until it is bound; ``is_over`` once it ended or is being deleted.
 
     ``is_stuck``: it cannot be scheduled, or a container of it cannot start or ended and was started again.
+    ``address``: its IP.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Pod:
     is_ready: bool = False
     is_over: bool = False
     is_stuck: bool = False
+    address: str | None = None
 
 
 def read_node(document: object) -> Node | None:
@@ -61,6 +63,7 @@ def read_pod(document: object) -> Pod | None:
         is_ready=_is_ready(status),
         is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
         is_stuck=_is_stuck(status),
+        address=_text(status.get("podIP")) or None,
     )
 
 

@@ -38,6 +38,7 @@ from kvrouter.operator.reconcile.apply import OWNED, Applier, owner_uid_of
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cards import EXPIRE_S, Cards, fleet_of
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims, StatusRefused
+from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S, LinkReader
 from kvrouter.operator.reconcile.reconciler import (
     ClusterView,
     ControllerListener,
@@ -119,9 +120,10 @@ class Controller:
         listener: ControllerListener,
         class_name: str = DEFAULT_CLASS,
         facts_s: float = FACTS_S,
+        links_s: float = READ_AGAIN_S,
     ) -> None:
         self._cluster, self._listener = cluster, listener
-        self._facts_s = facts_s
+        self._facts_s, self._links_s = facts_s, links_s
         self._facts = ClusterFacts()
         self._facts_lost = False
         self._workqueue = Workqueue[Key]()
@@ -174,9 +176,10 @@ class Controller:
         self._bindings_due = False
         self._bindings_error: ClusterError | None = None
         self._bindings_failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
+        self._links = LinkReader(self._add, clock=time.monotonic)
         self._reconciler = Reconciler(
             cluster,
-            ClusterView(self._deployments, self._pods, self._nodes, self._workers_of),
+            ClusterView(self._deployments, self._pods, self._nodes, self._workers_of, self._links),
             self._applied,
             defaults=defaults,
             recorder=Recorder(cluster, identity, listener.event_refused),
@@ -209,6 +212,7 @@ class Controller:
             group.create_task(self._every(self._facts_s, self._read_facts))
             group.create_task(self._every(RESYNC_S, self._resync))
             group.create_task(self._every(EXPIRE_S, self._expire))
+            group.create_task(self._every(self._links_s, self._links.read))
             group.create_task(self._every(AGAIN_S, self._requeue_others))
             for _ in range(RECONCILES_AT_A_TIME):
                 group.create_task(self._reconcile_due())

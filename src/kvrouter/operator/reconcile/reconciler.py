@@ -55,12 +55,14 @@ from kvrouter.operator.plan import (
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
+from kvrouter.operator.reconcile.link_reader import LinkReader
 from kvrouter.operator.status import (
     NAME_TAKEN_FIX,
     RefusedObjects,
     Workers,
     component_status,
     deployment_status,
+    door_of,
     events_of,
     refused_pods,
     role_mistakes,
@@ -201,12 +203,14 @@ class ControllerListener(Protocol):
 class ClusterView:
     """What is watched. ``pods`` are grouped by their deployment; ``nodes`` may never come where they may not
     be read. ``workers`` returns those that are registered in a fleet; it is given which pods are there.
+    ``links`` reads what frontends learned.
     """
 
     deployments: Informer[None]
     pods: Informer[Key]
     nodes: Informer[None]
     workers: Callable[[Key, Callable[[str], bool]], Workers]
+    links: LinkReader
 
 
 class Reconciler:
@@ -238,6 +242,7 @@ class Reconciler:
         if found is None or metadata_of(found).get("deletionTimestamp"):
             self._applied.forget(key)  # what it owns goes with it: Kubernetes sees to that
             self._recorder.forget(key)
+            self._seen.links.forget(key)
             self._written.pop(key, None)
             return None
         reading = read_deployment(found)
@@ -296,6 +301,7 @@ class Reconciler:
             now=datetime.now(UTC),
             refusals=refusals,
             workers=workers,
+            links=self._seen.links.follow(key, door_of(planned, pods), before),
         )
         await self._write(found, before, status)
         await self._record_changes(found, changes)
@@ -329,6 +335,7 @@ class Reconciler:
         """Another operator manages the deployment at ``key``: record it, and forget what was written."""
         found = self._seen.deployments.get(key)
         self._applied.forget(key)
+        self._seen.links.forget(key)
         self._written.pop(key, None)
         if found is not None:
             said = takeover_instructions(self._name, holder, *key)

@@ -3,13 +3,16 @@
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes, serves
 from kvrouter.operator.status.domains import DomainCounts, balance_of, places_of
 from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
+from kvrouter.operator.status.links import LINK_SERIES, Door, door_of, read_links, steadied
 from kvrouter.operator.status.resolved import NAME_TAKEN_FIX, RefusedObjects, component_status, refused_pods
 from kvrouter.operator.status.status import deployment_status, unreadable_status
 
 __all__ = [
+    "LINK_SERIES",
     "NAME_TAKEN_FIX",
     "ConditionEvent",
     "DomainCounts",
+    "Door",
     "EventType",
     "RefusedObjects",
     "Registered",
@@ -17,10 +20,13 @@ __all__ = [
     "balance_of",
     "component_status",
     "deployment_status",
+    "door_of",
     "events_of",
     "places_of",
+    "read_links",
     "refused_pods",
     "role_mistakes",
     "serves",
+    "steadied",
     "unreadable_status",
 ]

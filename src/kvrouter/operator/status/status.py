@@ -11,6 +11,7 @@ from kvrouter.operator.api import (
     Condition,
     DeploymentStatus,
     DynamoGraphDeployment,
+    LinkStatus,
     PolicyStatus,
 )
 from kvrouter.operator.cluster_info import ClusterFacts
@@ -55,12 +56,13 @@ def deployment_status(
     now: datetime,
     workers: Workers,
     refusals: RefusedObjects = NOTHING_REFUSED,
+    links: Sequence[LinkStatus] = (),
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
     ``components`` are those whose Deployment is in the cluster, ``pods`` all of its pods, ``workers`` those
-    that are registered. Without a policy there are the conditions Ready and Available alone. ``now`` must
-    know its time zone.
+    that are registered, ``links`` what a frontend learned. Without a policy there are the conditions Ready
+    and Available alone. ``now`` must know its time zone.
     """
     found = tuple(pods)
     spec = deployment.spec
@@ -88,6 +90,7 @@ def deployment_status(
         policy=None if policy is None else _policy(policy),
         domains=domain_statuses(places),
         balance=balance_of(places.domains),
+        links=tuple(links) or None,
     )
 
 

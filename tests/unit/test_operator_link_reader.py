@@ -1,0 +1,283 @@
+"""How what frontends learned of links is read: whole and in time, or not at all."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvrouter.kube.objects import Key
+from kvrouter.operator.api import DeploymentStatus, LinkStatus
+from kvrouter.operator.reconcile import link_reader
+from kvrouter.operator.reconcile.link_reader import (
+    HELD_BYTES_MAX,
+    KEPT_S,
+    PAGE_BYTES_MAX,
+    PAGES_MAX,
+    LinkReader,
+    read_page,
+)
+from kvrouter.operator.status import Door
+
+LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
+OTHER = LINK.model_copy(update={"slow": True})
+PAGE = (
+    b"# TYPE kvrouter_link_slow gauge\n"
+    b'kvrouter_link_bandwidth_bytes_per_second{model="m",link="zone"} 10.0\n'
+    b'kvrouter_link_latency_seconds{model="m",link="zone"} 0.001\n'
+    b'kvrouter_link_slow{model="m",link="zone"} 0.0'
+)
+OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+ONE = Key("team", "one")
+DOOR = Door("127.0.0.1", 1)
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[Door, list[bytes]]]:
+    """A port that answers so, and the heads of the requests that came."""
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            if isinstance(answer, bytes):
+                writer.write(answer)
+                await writer.drain()
+            else:
+                await answer(writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield Door("127.0.0.1", server.sockets[0].getsockname()[1]), heads
+
+
+async def test_a_page_is_read() -> None:
+    async with answering(OK + b"\r\n" + PAGE) as (door, heads):
+        assert await read_page(door) == (LINK,)
+    (head,) = heads
+    assert head.startswith(b"GET /metrics HTTP/1.1\r\n")
+    assert b"gzip" not in head
+
+
+async def test_a_long_page_of_other_lines_is_read() -> None:
+    async def long(writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"\r\n")
+        for _ in range(40):
+            writer.write(b"kvrouter_worker_up 1.0\n" * 5_000)
+            await writer.drain()
+        writer.write(PAGE + b"\n")
+        await writer.drain()
+
+    async with answering(long) as (door, _):
+        assert await read_page(door) == (LINK,)
+
+
+async def test_a_frontend_that_knows_nothing_has_no_links() -> None:
+    async with answering(OK + b"\r\n") as (door, _):
+        assert await read_page(door) == ()
+
+
+def endless(part: bytes) -> Answer:
+    """An answer that ends when nobody reads on, or with far more than is read."""
+
+    async def go_on(writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"\r\n")
+        for _ in range(2 * PAGE_BYTES_MAX // len(part)):
+            writer.write(part)
+            await writer.drain()
+
+    return go_on
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"no HTTP at all\r\n\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x16",
+        b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + PAGE,
+        OK + b"Content-Length: 99999\r\n\r\n" + PAGE,
+        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        OK + b"X: " + b"x" * 100_000 + b"\r\n\r\n",
+        endless(b"kvrouter_worker_up 1.0\n" * 4096),
+        endless(b"x" * 65536),
+        endless(b"kvrouter_link_slow{}\n" * 4096),
+    ],
+    ids=[
+        "nothing",
+        "no http",
+        "tls",
+        "503",
+        "cut",
+        "bad chunk",
+        "long head",
+        "long page",
+        "long line",
+        "many links",
+    ],
+)
+async def test_what_is_no_whole_page_is_not_read(answer: bytes | Answer) -> None:
+    async with asyncio.timeout(30.0), answering(answer) as (door, _):
+        assert await read_page(door) is None
+
+
+async def test_nobody_is_asked_whom_a_frontend_names() -> None:
+    async with answering(OK + b"\r\n" + PAGE) as (other, others_heads):
+        redirect = (
+            f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other.metrics}\r\nContent-Length: 0\r\n\r\n"
+        )
+        async with answering(redirect.encode()) as (door, heads):
+            assert await read_page(door) is None
+    assert (len(heads), others_heads) == (1, [])
+
+
+async def test_what_is_held_of_a_page_is_bounded_apart_from_its_length() -> None:
+    line = b"kvrouter_link_slow{}\n"
+    page = OK + b"\r\n" + line * (HELD_BYTES_MAX // len(line) + 10_000)
+    assert len(page) < PAGE_BYTES_MAX
+    async with answering(page) as (door, _):
+        assert await read_page(door) is None
+
+
+async def test_a_frontend_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_reader, "READ_LIMIT_S", 0.05)
+    left = asyncio.Event()
+
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"\r\n" + PAGE)
+        await writer.drain()
+        await left.wait()
+
+    async with asyncio.timeout(30.0), answering(silent) as (door, _):
+        assert await read_page(door) is None
+        left.set()
+
+
+async def test_nobody_at_a_port_is_no_error() -> None:
+    async with answering(b"") as (door, _):
+        pass
+    assert await read_page(door) is None
+
+
+class Frontends:
+    """What is read at each door, and when."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pages: dict[Door, tuple[LinkStatus, ...] | None] = {}
+        self.changed: list[Key] = []
+        self.reader = LinkReader(self.changed.append, clock=lambda: self.now_s, read_page=self.read_page)
+
+    async def read_page(self, door: Door) -> tuple[LinkStatus, ...] | None:
+        return self.pages.get(door)
+
+    def shown(self, key: Key = ONE, door: Door | None = DOOR) -> tuple[LinkStatus, ...]:
+        return self.reader.follow(key, door, None)
+
+
+async def test_what_is_read_is_shown_and_only_a_change_is_reported() -> None:
+    fleet = Frontends()
+    assert fleet.shown() == ()
+    fleet.pages[DOOR] = (LINK,)
+    await fleet.reader.read()
+    assert fleet.shown() == (LINK,)
+    await fleet.reader.read()
+    fleet.pages[DOOR] = (LINK.model_copy(update={"bandwidth_bytes_per_second": 11}),)
+    await fleet.reader.read()
+    assert (fleet.shown(), fleet.changed) == ((LINK,), [ONE])
+    fleet.pages[DOOR] = (OTHER,)
+    await fleet.reader.read()
+    assert (fleet.shown(), fleet.changed) == ((OTHER,), [ONE, ONE])
+
+
+@pytest.mark.parametrize("door", [DOOR, None])
+async def test_what_cannot_be_read_again_stays_for_a_while(door: Door | None) -> None:
+    fleet = Frontends()
+    fleet.shown()
+    fleet.pages[DOOR] = (LINK,)
+    fleet.now_s = 100.0
+    await fleet.reader.read()
+    del fleet.pages[DOOR]
+    fleet.shown(door=door)
+    fleet.now_s += KEPT_S - 1
+    await fleet.reader.read()
+    assert (fleet.shown(door=door), fleet.changed) == ((LINK,), [ONE])
+    fleet.now_s += 1
+    await fleet.reader.read()
+    await fleet.reader.read()
+    assert (fleet.shown(door=door), fleet.changed) == ((), [ONE, ONE])
+
+
+async def test_a_frontend_that_forgot_everything_shows_nothing() -> None:
+    fleet = Frontends()
+    fleet.shown()
+    fleet.pages[DOOR] = (LINK,)
+    await fleet.reader.read()
+    fleet.pages[DOOR] = ()
+    await fleet.reader.read()
+    assert (fleet.shown(), fleet.changed) == ((), [ONE, ONE])
+
+
+async def test_a_new_leader_shows_what_the_last_one_wrote_until_it_has_read_itself() -> None:
+    fleet = Frontends()
+    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(LINK,))) == (LINK,)
+    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(OTHER,))) == (LINK,)
+    fleet.pages[DOOR] = (LINK,)
+    await fleet.reader.read()
+    assert fleet.changed == []
+
+
+async def test_a_deployment_that_is_gone_is_not_read_and_not_reported() -> None:
+    fleet = Frontends()
+    fleet.shown()
+    fleet.pages[DOOR] = (LINK,)
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(door: Door) -> tuple[LinkStatus, ...] | None:
+        began.set()
+        await may_end.wait()
+        return fleet.pages[door]
+
+    fleet.reader = LinkReader(fleet.changed.append, clock=lambda: 0.0, read_page=slow)
+    fleet.shown()
+    reading = asyncio.create_task(fleet.reader.read())
+    await began.wait()
+    fleet.reader.forget(ONE)
+    may_end.set()
+    await reading
+    assert (fleet.shown(), fleet.changed) == ((), [])
+
+
+async def test_one_that_does_not_answer_holds_up_no_other_and_few_are_read_at_once() -> None:
+    now, most = 0, 0
+    free = asyncio.Event()
+
+    async def read(door: Door) -> tuple[LinkStatus, ...] | None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        if door.port == 1:
+            await free.wait()
+        else:
+            await asyncio.sleep(0)
+        now -= 1
+        return (LINK,)
+
+    changed = asyncio.Queue[Key]()
+    reader = LinkReader(changed.put_nowait, clock=lambda: 0.0, read_page=read)
+    keys = [Key("team", str(number)) for number in range(1, 4 * PAGES_MAX)]
+    for key in keys:
+        reader.follow(key, Door("127.0.0.1", int(key.name)), None)
+    reading = asyncio.create_task(reader.read())
+    async with asyncio.timeout(30.0):
+        assert {await changed.get() for _ in keys[1:]} == set(keys[1:])
+        free.set()
+        await reading
+    assert changed.get_nowait() == keys[0]
+    assert most == PAGES_MAX
