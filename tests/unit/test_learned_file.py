@@ -13,8 +13,9 @@ from kvrouter.core.constraints import CostRule
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LinkName, LinkNews, LinkSeen
+from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.placement.link_speeds import FORGET_S
-from kvrouter.service.router import RouterService
+from kvrouter.service.router import RECALLED_S, RouterService
 from kvrouter.telemetry import Event
 from kvrouter.topology import LinkTable
 from tests.support.fleets import MODEL, Bench, card
@@ -81,6 +82,43 @@ async def test_models_that_did_not_come_meanwhile_are_kept_too_and_grow_older(tm
     assert kept["saved_at_s"] == 150.0
     ages = [seen[5] for seen in kept["links"][0][4]]
     assert ages == pytest.approx([each.age_s + 50.0 for each in news().seen], abs=5.0)
+
+
+async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_file_longer(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(64),)}))
+    for _ in range(3):
+        bench, config = await a_bench(path)
+        bench.discovery.put(card(1))
+        async with keeping(config, bench.service, clock=lambda: 101.0):
+            assert slowness(bench.service)[0] > 9.0
+        bench.service.stop()
+        links = msgspec.json.decode(path.read_bytes())["links"]
+        assert sum(len(each[4]) for each in links) == 64
+
+
+async def test_a_card_that_is_refused_uses_up_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: 101.0):
+        wrong = structs.replace(card(1), runtime_config=ModelRuntimeConfig(kv_transfer_domain="zone "))
+        bench.discovery.put(structs.replace(wrong, dp_size=0))
+        bench.discovery.put(card(1))
+        assert slowness(bench.service)[0] > 9.0
+    bench.service.stop()
+
+
+async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: 101.0 + RECALLED_S):
+        pass
+    bench.service.stop()
+    assert msgspec.json.decode(path.read_bytes())["links"] == []
 
 
 async def test_it_is_written_while_the_router_runs(tmp_path: Path) -> None:

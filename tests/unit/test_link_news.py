@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import LINK_NEWS_MAX, LinkName, LinkNews, LinkUse
+from kvrouter.core.sync import LINK_NEWS_MAX, LinkName, LinkNews, LinkSeen, LinkUse
 from kvrouter.fleet import Fleet
-from kvrouter.placement.link_journal import LinkJournal, OnLink
+from kvrouter.ledger.link_exchange import LinkExchange
+from kvrouter.placement.link_journal import LinkJournal, OnLink, as_seen
+from kvrouter.placement.link_speeds import KINDS_MAX
 from kvrouter.placement.transfers import NEWS_LASTS_S, Transfers
-from kvrouter.topology import LinkLoad, LinkTable, SharedLink
+from kvrouter.topology import Link, LinkLoad, LinkTable, SharedLink
 from kvrouter.transports.sync.nats import decode_message
 from tests.support.fleets import BLOCK_SIZE, MODEL
 from tests.support.placements import SpeedEvents
@@ -43,7 +45,7 @@ def test_a_message_of_amounts_is_read() -> None:
     assert isinstance(decode_message(frame(1.0, 1.0, 1.0, 1.0, 1.0)), LinkNews)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e300])
 @pytest.mark.parametrize("at", range(5))
 def test_amounts_that_are_none_are_refused(wrong: float, at: int) -> None:
     amounts = [1.0] * 5
@@ -78,6 +80,60 @@ def test_a_journal_says_the_mean_of_its_looks_and_of_too_many_links_those_with_m
     assert {use.transfers for use in uses} == {0.5}
     assert journal.take_uses() == (), "that nothing is there any more is said once"
     assert journal.take_uses() is None
+
+
+def history(n: int, kind: int = 0) -> tuple[LinkSeen, ...]:
+    """Transfers of different lengths over one link, ten times as long as by the table."""
+    name = LinkName(((f"level-{kind}", "a"),), "b")
+    return tuple(
+        LinkSeen(
+            RouterId("a"), kind * 1000 + at, name, 0.0, 1e9, float(n - at), 0.1 + at % 7, 1.0 + 10 * (at % 7)
+        )
+        for at in range(n)
+    )
+
+
+def test_a_history_that_comes_at_once_is_learned_whole() -> None:
+    here = transfers()
+    here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(64)), now_s=1000.0)
+    assert len(here.learned.samples()) == 64
+    (reading,) = here.learned.readings()
+    assert reading.slowness == pytest.approx(10.0, rel=0.01)
+
+
+def test_names_of_links_that_nobody_has_fill_no_memory() -> None:
+    here = transfers()
+    for kind in range(3 * KINDS_MAX):
+        here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(4, kind)), now_s=1000.0)
+    assert len(here.learned.readings()) == KINDS_MAX
+    assert len(here.learned.samples()) == 4 * KINDS_MAX
+
+
+def test_a_router_that_decides_nothing_still_says_what_it_has_on_links() -> None:
+    here = transfers()
+    here.state.add(link(1), 5.0)
+    for at_s in (1.0, 2.0):
+        news = here.take_news(HERE, now_s=at_s)
+        assert news is not None
+        assert news.uses == (LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0),)
+
+
+def test_what_was_seen_by_another_table_is_not_sent_under_the_new_one() -> None:
+    here = transfers()
+    assert here._journal is not None
+    here._journal.saw(as_seen(history(1)[0], now_s=1.0))
+    here.use(LinkTable({"zone": Link(1.0, 1.0)}))
+    assert here.take_news(HERE, now_s=1.0) is None
+
+
+def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
+    here, exchange = transfers(), LinkExchange(HERE)
+    exchange.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(8)), now_s=500.0)
+    exchange.share(MODEL, here)
+    assert {seen.at_s for seen in here.learned.samples()} == {500.0 - age for age in range(1, 9)}
+    exchange.forget(MODEL)
+    exchange.share(MODEL, other := transfers())
+    assert other.learned.samples() == []
 
 
 def test_what_a_router_put_on_links_counts_no_longer_when_it_falls_silent() -> None:

@@ -37,6 +37,7 @@ def test_the_setting_holds_a_table_or_names_a_file_of_one(tmp_path: Path) -> Non
         ('{"wihtin": {}}', "wihtin"),
         ('{"within": {"zone": {"latency_s": -1, "bandwidth_bytes_per_s": 1}}}', "latency_s"),
         ("{", "not YAML"),
+        ("links\0.yaml", "cannot be read"),
         ("/nowhere/links.yaml", "router_links: /nowhere/links.yaml: cannot be read"),
     ],
 )

@@ -138,7 +138,8 @@ NO_LIMITS = {
     "how much of a known size is done or remembered at a time": """
         placement.speeds.SLOWNESS_MAX placement.link_speeds.SLOWNESS_MAX placement.link_speeds.EXTRA_MAX_S
         placement.link_speeds.KIND_TRANSFERS_MAX placement.link_speeds.LINK_TRANSFERS_MAX
-        placement.link_speeds.LINKS_MAX frontend.fleet_state.LINK_SERIES_MAX
+        placement.link_speeds.LINKS_MAX placement.link_speeds.KINDS_MAX core.sync.AMOUNT_MAX
+        frontend.fleet_state.LINK_SERIES_MAX
         placement.transfers.LOOKED_AT_MAX routing.links.NAMES_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
         routing.cost.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
@@ -224,7 +225,7 @@ WHERE = {
     "events that a worker keeps": "worker.publisher",
     "over JetStream": "transports.events.jetstream",
     "replica sync: other": "ledger",
-    "links that routers learn": "core.sync placement.transfers commands.learned_file",
+    "links that routers learn": "core.sync placement.transfers commands.learned_file ledger.link_exchange",
     "replica sync: deltas": "ledger core.sync transports.sync",
     "answers of an engine": "engines.openai",
     "how long an engine": "engines",

@@ -7,6 +7,7 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.config import load_fleet, parse_document
+from kvrouter.core.constraints import CostRule
 from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.outcomes import Outcomes
@@ -36,7 +37,7 @@ def test_every_policy_has_at_most_as_many_points_as_any_other_may_have() -> None
     assert {name: len(points(name)) for name in RULES if len(points(name)) > GRID_MAX} == {}
     assert points("lmetric") == ["lmetric"]
     assert points("sticky:escape=3") == ["sticky:escape=3"]
-    assert points(OURS)[0] == "kvrouter:overlap_score_weight=0.5"
+    assert points(OURS)[:2] == ["kvrouter:router_cost=time", "kvrouter:overlap_score_weight=0.5"]
     for roles in ((Role.BOTH,), (Role.PREFILL, Role.DECODE), (Role.BOTH, Role.PREFILL, Role.DECODE)):
         assert len(set(ours_grid(roles))) == len(ours_grid(roles)) <= GRID_MAX
 
@@ -44,7 +45,9 @@ def test_every_policy_has_at_most_as_many_points_as_any_other_may_have() -> None
 def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart() -> None:
     workers = "workers: [{name: p, role: prefill}, {name: d, role: decode}]"
     apart = parse_document(f"version: 1\nmodels: [{{name: m}}]\n{workers}\n", "fleet")
-    ((*weights,),) = candidates(apart, [OURS], [])
+    ((time, *weights),) = candidates(apart, [OURS], [])
+    assert time.fleet.router.cost is CostRule.TIME
+    assert {variant.fleet.router.cost for variant in weights} == {CostRule.BLOCKS}
     assert [variant.fleet.router.kv_transfer_weight for variant in weights] == [
         0,
         10,
@@ -54,7 +57,9 @@ def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart
         1_000,
         3_000,
     ]
-    ((*weights,),) = candidates(parse_document(DEFAULT_FLEET, "fleet"), [OURS], [])
+    ((time, *weights),) = candidates(parse_document(DEFAULT_FLEET, "fleet"), [OURS], [])
+    assert time.fleet.router.cost is CostRule.TIME
+    assert {variant.fleet.router.cost for variant in weights} == {CostRule.BLOCKS}
     assert {variant.fleet.router.kv_transfer_weight for variant in weights} == {0}
     assert [variant.fleet.router.overlap_score_weight for variant in weights] == [0.5, 1, 2, 4, 8, 16]
 

@@ -84,11 +84,11 @@ async def frontend(
             stop_texts = await wires.discovery.watch(loader.on_card, loader.on_gone)
             async with (
                 syncing(sync, telemetry),
+                keeping(settings.router, service),
                 open_door(service, loader.texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
                 following(place, service),
                 following_links(settings.router, service),
-                keeping(settings.router, service),
             ):
                 yield app
             stop_texts()

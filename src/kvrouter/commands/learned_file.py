@@ -17,6 +17,7 @@ from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LinkNews
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.background import go_on
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -60,20 +61,28 @@ async def keeping(
     found = await asyncio.to_thread(_read, path)
     if found is not None:
         service.recall(found.links, aged_s=max(0.0, clock() - found.saved_at_s))
-    saving = asyncio.create_task(_save_on(path, service, save_s, clock))
+    stopping = asyncio.Event()
+    saving = go_on(_save_on(path, service, save_s, clock, stopping), name="links: keep what is learned")
     try:
         yield
     finally:
-        saving.cancel()
-        with suppress(asyncio.CancelledError):
-            await saving
-        await _save(path, service, clock)
+        stopping.set()
+        await saving
 
 
-async def _save_on(path: Path, service: RouterService, save_s: float, clock: Callable[[], float]) -> None:
+async def _save_on(
+    path: Path,
+    service: RouterService,
+    save_s: float,
+    clock: Callable[[], float],
+    stopping: asyncio.Event,
+) -> None:
+    """Write the file again and again, and once more at the end: one write at a time."""
     refused: str | None = None
-    while True:
-        await asyncio.sleep(save_s)
+    is_over = False
+    while not is_over:
+        with suppress(TimeoutError):
+            is_over = await asyncio.wait_for(stopping.wait(), save_s)
         refused = await _save(path, service, clock, refused=refused)
 
 

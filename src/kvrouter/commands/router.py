@@ -132,10 +132,10 @@ async def standalone(
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
             async with (
                 syncing(sync, telemetry),
+                keeping(router, service),
                 serving(service, app, settings=front, sockets=sockets) as server,
                 saving(wires.snapshots, service, router.snapshot_threshold),
                 following_links(router, service),
-                keeping(router, service),
             ):
                 try:
                     yield Standalone(service, server, telemetry, bookings, prefills)

@@ -86,6 +86,7 @@ async def embedded(
             async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
                 await loader.loaded()
                 async with (
+                    keeping(settings.router, service),
                     open_door(
                         service,
                         loader.texts,
@@ -96,7 +97,6 @@ async def embedded(
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),
-                    keeping(settings.router, service),
                 ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
         finally:

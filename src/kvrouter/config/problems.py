@@ -242,8 +242,9 @@ def read_document(path: FilePath) -> Document:
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= DOCUMENT_MAX_BYTES else b""
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}", param=str(path)) from error
+    except (OSError, ValueError) as error:  # a name with a null byte is none
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: cannot be read: {why}", param=str(path)) from error
     if size > DOCUMENT_MAX_BYTES:
         raise ConfigError(f"{path}: must have ≤ {DOCUMENT_MAX_BYTES} bytes, not {size}", param=str(path))
     try:

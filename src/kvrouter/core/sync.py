@@ -7,7 +7,6 @@ is from, so that nobody hears itself.
 :class:`LinkNews` have no number: what of them is lost is lost, and the next says how it is then.
 """
 
-from math import isfinite
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -125,6 +124,9 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True, tag=4):
 LINK_NEWS_MAX = 64
 """Transfers, and links, in one message."""
 
+AMOUNT_MAX = 1e18
+"""Seconds, bytes, and bytes a second: more than any link and any fleet have."""
+
 LEVELS_MAX = 16
 LEVEL_CHARS_MAX = 63
 VALUE_CHARS_MAX = 189
@@ -193,8 +195,8 @@ class LinkNews(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 def _check_amounts(*amounts: float) -> None:
-    if not all(isfinite(amount) and amount >= 0.0 for amount in amounts):
-        raise ValueError("amounts of links have to be finite and not below 0")
+    if not all(0.0 <= amount <= AMOUNT_MAX for amount in amounts):  # not a number is neither
+        raise ValueError(f"amounts of links have to be from 0 to {AMOUNT_MAX:g}")
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -23,7 +23,8 @@ class LinkJournal:
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque(maxlen=LINK_NEWS_MAX)
         self._sums: defaultdict[SharedLink, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
-        self._n_looks = 0
+        self.n_looks = 0
+        """Since it was taken last."""
         self._said_uses = False
 
     def saw(self, seen: Seen) -> None:
@@ -32,7 +33,7 @@ class LinkJournal:
 
     def look(self, links: Iterable[OnLink]) -> None:
         """This is on links now, and nothing on others."""
-        self._n_looks += 1
+        self.n_looks += 1
         for link, load, moving in links:
             sums = self._sums[link]
             for at, amount in enumerate((*load, *moving)):
@@ -48,13 +49,13 @@ class LinkJournal:
         """Return what was on each link in the mean of all looks since the last time, those with most bytes
         where they are too many; None where nothing was, also before.
         """
-        n = max(self._n_looks, 1)
+        n = max(self.n_looks, 1)
         found = [
             LinkUse(LinkName(*link), *(max(0.0, amount / n) for amount in sums))
             for link, sums in self._sums.items()
         ]
         self._sums.clear()
-        self._n_looks = 0
+        self.n_looks = 0
         if not found and not self._said_uses:
             return None
         self._said_uses = bool(found)

@@ -35,6 +35,9 @@ KIND_TRANSFERS_MAX = 64
 LINK_TRANSFERS_MAX = 16
 """So many of the last transfers count."""
 
+KINDS_MAX = 64
+"""Of so many kinds something is learned: a fleet has two for each of its levels."""
+
 LINKS_MAX = 4096
 """Of so many links the transfers are kept apart; of more, what was unused for longest is forgotten."""
 
@@ -141,7 +144,11 @@ class LearnedLinks:
         """A transfer arrived."""
         if seen.plain_s < PLAIN_MIN_S:
             return
-        kind = self._kinds.setdefault(seen.kind, _Kind())
+        kind = self._kinds.get(seen.kind)
+        if kind is None:
+            if len(self._kinds) >= KINDS_MAX:
+                return
+            kind = self._kinds[seen.kind] = _Kind()
         kind.add(seen)
         if seen.link is not None:
             link = self._links.pop(seen.link, None) or _Link()

@@ -10,7 +10,7 @@ from kvrouter.core.sync import LINK_NEWS_MAX, LinkNews, LinkSeen, LinkUse
 from kvrouter.fleet import Fleet
 from kvrouter.placement.engine_sums import EngineSums
 from kvrouter.placement.link_journal import LinkJournal, OnLink, as_message, as_seen
-from kvrouter.placement.link_speeds import LearnedLinks, LinkListener, Seen
+from kvrouter.placement.link_speeds import FIT_TRANSFERS, LearnedLinks, LinkListener, Seen
 from kvrouter.routing.links import kv_bytes_per_token, links_of
 from kvrouter.topology import Link, LinkLoad, LinkState, LinkTable, SharedLink
 from kvrouter.topology.links import NO_LOAD
@@ -105,6 +105,8 @@ class Transfers:
             return
         self._tables += 1
         self._heard.clear()
+        if self._journal is not None:
+            self._journal = LinkJournal()
         self.learned.forget()
         for moving in self._moving.values():
             for transfer in moving.transfers:
@@ -226,6 +228,8 @@ class Transfers:
             self.router_gone(other)
         if self._journal is None:
             return None
+        if not self._journal.n_looks:  # nothing was decided since, and what travels goes on
+            self._journal.look(self._on_links())
         seen = tuple(as_message(each, now_s=now_s) for each in self._journal.take_seen())
         uses = self._journal.take_uses()
         if self.table is None or (not seen and uses is None):
@@ -248,9 +252,12 @@ class Transfers:
         if self.table is None or news.table != self.table.digest():
             return
         self.has_begun = True
-        for each in news.seen:
-            if self._is_new(each):
-                self.learned.note(as_seen(each, now_s=now_s - aged_s))
+        found = [as_seen(each, now_s=now_s - aged_s) for each in news.seen if self._is_new(each)]
+        for begin in range(0, len(found), FIT_TRANSFERS):
+            piece = found[begin : begin + FIT_TRANSFERS]
+            for seen in piece:
+                self.learned.note(seen)
+            self.learned.refresh((), now_s=piece[-1].at_s)  # else what follows looks like a change
         if news.uses is not None:
             before = self._others.get(news.router_id)
             said = self._others[news.router_id] = _Others(

@@ -127,6 +127,8 @@ class FleetLinks:
         try:
             return self._numbers[link]
         except KeyError:
+            if len(self._numbers) >= NAMES_MAX:
+                self._numbers.clear()
             number = self._numbers[link] = self._find_number(link)
             return number
 

@@ -50,6 +50,10 @@ class ServiceParts:
     observed: ServiceInstrumentation
 
 
+RECALLED_S = 3600.0
+"""What was seen of links so long ago says nothing any more: it is not kept for workers that never come."""
+
+
 class RouterService:
     """Takes requests for every model; runs on one event loop."""
 
@@ -159,20 +163,30 @@ class RouterService:
             model.links_changed(links)
 
     def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
-        """Let models learn, when their workers come, from what was known of their links so long ago."""
+        """Let models learn from what was known of their links so long ago; those whose workers did not come
+        yet, when they come.
+        """
         self._recalled_s = time.monotonic() - aged_s
         for each in news:
-            self._recalled.setdefault(each.model, []).append(each)
+            model = self._models.get(each.model)
+            if model is None:
+                self._recalled.setdefault(each.model, []).append(each)
+            else:
+                model.recall(each, aged_s=aged_s)
 
     def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
-        """Yield what is known of every model's links now, also of models whose workers did not come yet."""
+        """Yield what is known of every model's links now, also of models whose workers did not come yet: of
+        those for :data:`RECALLED_S`.
+        """
         for model in self._models.values():
             yield from model.known_links(router_id)
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
             for news in recalled:
-                seen = tuple(structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen)
-                yield structs.replace(news, seen=seen)
+                seen = [structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen]
+                kept = tuple(each for each in seen if each.age_s <= RECALLED_S)
+                if kept:
+                    yield structs.replace(news, seen=kept)
 
     # Requests
 
@@ -303,6 +317,8 @@ class RouterService:
         if replaced is not None and replaced is not model:
             replaced.cache.close()
         self._models[card.model] = model
+        for news in self._recalled.pop(card.model, ()):
+            model.recall(news, aged_s=time.monotonic() - self._recalled_s)
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
@@ -334,8 +350,6 @@ class RouterService:
             made.moved(self._place)
         if self._links is not None:
             made.links_changed(self._links)
-        for news in self._recalled.pop(card.model, ()):
-            made.recall(news, aged_s=time.monotonic() - self._recalled_s)
         if model is not None:
             settings = model.settings
             made.set_busy_thresholds(

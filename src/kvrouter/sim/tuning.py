@@ -21,6 +21,7 @@ from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.variant import OURS, Setting, Variant, variants
 
 _OVERLAP = tuple(f"overlap_score_weight={weight:g}" for weight in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
+_TIME = "router_cost=time"
 _LINKS = tuple(f"kv_transfer_weight={weight}" for weight in (10, 30, 100, 300, 1_000, 3_000))
 
 
@@ -28,12 +29,15 @@ def ours_grid(roles: Collection[Role]) -> tuple[str, ...]:
     """Return what the router's own rule is tuned over, in a fleet with these roles: at most as many points as
     the rules of others may have.
 
-    Who prefills alone, and who decodes for another, weighs one kind of blocks only, so that the weight
-    between the two changes nothing; what a second of KV transfer costs the pair does.
+    The cost of time is one point: it has nothing to tune. The others weigh blocks. Who prefills alone, and
+    who decodes for another, weighs one kind of blocks only, so that the weight between the two changes
+    nothing; what a second of KV transfer costs the pair does.
     """
     if Role.PREFILL not in roles:
-        return _OVERLAP
-    return (*_OVERLAP, *_LINKS) if Role.BOTH in roles else ("kv_transfer_weight=0", *_LINKS)
+        return (_TIME, *_OVERLAP)
+    if Role.BOTH in roles:
+        return (_TIME, *_OVERLAP[:-1], *_LINKS)
+    return (_TIME, "router_cost=blocks,kv_transfer_weight=0", *_LINKS)
 
 
 def points(policy: str, roles: Collection[Role] = (Role.BOTH,)) -> list[str]:

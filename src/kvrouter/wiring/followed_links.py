@@ -11,6 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
 from kvrouter.topology import LinkTable
+from kvrouter.transports.background import go_on
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -27,7 +28,7 @@ async def following_links(
     if given is None or file_of_links(given) is None:
         yield
         return
-    following = asyncio.create_task(_follow(given, service, poll_s))
+    following = go_on(_follow(given, service, poll_s), name="links: follow their file")
     try:
         yield
     finally:
