@@ -6,11 +6,24 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.engines.shaped_network import why_not
 from tests.support.processes import Fleet, fleet
 
 pytest.register_assert_rewrite(
     "tests.engines.cache_law", "tests.engines.calibrate_law", "tests.engines.client_law"
 )
+
+
+NOT_SHAPED = why_not()
+"""Why links cannot be made slow here: then the test that does so is not collected, and the end says so."""
+
+collect_ignore = [] if NOT_SHAPED is None else ["test_vllm_slow_link.py"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the test that is not there."""
+    if NOT_SHAPED is not None:
+        terminalreporter.write_line(f"not collected: tests/engines/test_vllm_slow_link.py {NOT_SHAPED}")
 
 
 @pytest.fixture(scope="module")

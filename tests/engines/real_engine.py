@@ -20,7 +20,10 @@ MODEL = "tiny"
 
 
 class RealEngine(ABC):
-    """One server. ``core`` pins it: its threads poll, and two on one core starve each other."""
+    """One server. ``core`` pins it: its threads poll, and two on one core starve each other.
+
+    ``host`` is where it is reached, and ``prefix`` what runs its command there, in a namespace for example.
+    """
 
     kind: ClassVar[str]
     """What ``kvrouter worker`` calls it."""
@@ -28,8 +31,12 @@ class RealEngine(ABC):
     block_size: ClassVar[int]
     n_ports: ClassVar[int]
 
-    def __init__(self, folder: Path, name: str, *, core: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, core: int, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
+        self.host = host
+        self._prefix = prefix
         self._folder = folder
         self._core = core
         first = free_ports(self.n_ports)
@@ -39,7 +46,7 @@ class RealEngine(ABC):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._ports[0]}"
+        return f"http://{self.host}:{self._ports[0]}"
 
     @property
     def log(self) -> Path:
@@ -80,7 +87,7 @@ class RealEngine(ABC):
         assert (home / "model.installed").is_file(), f"make test-engines installs the engines ({VARIABLE})"
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *("taskset", "--cpu-list", str(self._core), *command),
+                *(*self._prefix, "taskset", "--cpu-list", str(self._core), *command),
                 env=environ,
                 stdout=log,
                 stderr=log,

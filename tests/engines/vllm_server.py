@@ -19,7 +19,6 @@ ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "VLLM_PLUGINS": "",
     "UCX_TLS": "tcp,self",
-    "UCX_NET_DEVICES": "lo",
 }
 
 
@@ -39,13 +38,15 @@ class VllmServer(RealEngine):
         buffer_steps: int = 10_000,
         hash_seed: str = "0",
         kv_transfer: Mapping[str, object] | None = None,
+        kv_host: str = "127.0.0.1",
+        kv_device: str = "lo",
         flags: tuple[str, ...] = (),
     ) -> None:
-        """Start it and return once it answers."""
+        """Start it and return once it answers. KV travels over ``kv_device``, which has ``kv_host``."""
         home = engines_dir()
         command = [
             *(str(home / "venv" / "bin" / "vllm"), "serve", str(home / "model")),
-            *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self._ports[0])),
+            *("--served-model-name", MODEL, "--host", self.host, "--port", str(self._ports[0])),
             *("--dtype", "bfloat16", "--max-model-len", str(context_length)),
             *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(n_blocks)),
             *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
@@ -60,7 +61,8 @@ class VllmServer(RealEngine):
             **ENVIRON,
             "PYTHONHASHSEED": hash_seed,
             "VLLM_RPC_BASE_PATH": str(self._folder),
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "UCX_NET_DEVICES": kv_device,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": kv_host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._ports[3]),
         }
         await self._run(command, environ)

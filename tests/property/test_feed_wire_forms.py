@@ -86,7 +86,7 @@ BATCHES = st.builds(
 )
 SNAPSHOTS = st.builds(KvSnapshot, RANKS, EPOCHS, EVENT_IDS, st.lists(HELD, max_size=4).map(tuple[Held, ...]))
 COUNTS = st.integers(0, COUNT_MAX)
-TRANSFERS = st.builds(KvTransfers, COUNTS, COUNTS, st.floats(0, COUNT_MAX), COUNTS)
+TRANSFERS = st.builds(KvTransfers, COUNTS, COUNTS, st.floats(0, COUNT_MAX), COUNTS, COUNTS)
 SKIPPED = st.dictionaries(st.text(min_size=1, max_size=REASON_MAX_CHARS), COUNTS, max_size=REASONS_MAX)
 LOADS = st.builds(
     LoadReport, RANKS, COUNTS, COUNTS, st.none() | COUNTS, COUNTS, COUNTS, st.none() | TRANSFERS, SKIPPED
@@ -180,6 +180,7 @@ def test_a_load_that_counts_nothing_is_refused(field: str, count: int) -> None:
         (KvTransfers(0, 0, float("inf")), "seconds"),
         (KvTransfers(0, 0, -0.5), "seconds"),
         (KvTransfers(0, 0, 0.0, failed=-1), "failed"),
+        (KvTransfers(0, 0, 0.0, tokens=-1), "tokens"),
     ],
 )
 def test_transfers_that_count_nothing_are_refused(transfers: KvTransfers, field: str) -> None:

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 counts = st.integers(0, 2**62)
 sums = st.builds(
-    KvTransfers, transfers=counts, bytes=counts, seconds=st.floats(0, 2**62), failed=st.integers(0, 2**62)
+    KvTransfers, transfers=counts, bytes=counts, seconds=st.floats(0, 2**62), failed=counts, tokens=counts
 )
 
 

@@ -227,14 +227,17 @@ FETCHED = (
     'vllm:nixl_bytes_transferred_sum{engine="0"} 393216.0\n'
     'vllm:nixl_xfer_time_seconds_sum{engine="0"} 0.25\n'
     'vllm:nixl_num_failed_transfers_total{engine="0"} 1.0\n'
+    'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 9.0\n'
+    'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 768.0\n'
 )
 
 
 @pytest.mark.parametrize(
     ("lacks", "reported"),
     [
-        (None, KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1)),
-        ("failed", KvTransfers(transfers=3, bytes=393216, seconds=0.25)),
+        (None, KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1, tokens=768)),
+        ("failed", KvTransfers(transfers=3, bytes=393216, seconds=0.25, tokens=768)),
+        ("external", KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1)),
         ("_count", None),
         ("bytes_transferred_sum", None),
         ("seconds_sum", None),

@@ -6,7 +6,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.workers import Enforcement, KvTransfers, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank
 from kvrouter.routing.eligibility import ready
 
@@ -160,6 +160,35 @@ def test_a_rank_has_the_larger_number_of_blocks_of_its_card_and_its_report_up_to
         assert fleet.kv_blocks(Slot(0)) == expected
     fleet.report(LoadReport(rank(2), active_blocks=5, total_blocks=300))
     assert fleet.kv_blocks(Slot(1)) is None
+
+
+def fetched(n_bytes: int, tokens: int) -> LoadReport:
+    sums = KvTransfers(transfers=9, bytes=n_bytes, seconds=1.0, tokens=tokens)
+    return LoadReport(rank(2), active_blocks=5, total_blocks=90, kv_transfers=sums)
+
+
+def bytes_per_token(fleet: Fleet, _: str) -> list[int]:
+    return [int(each) for each in fleet.columns.kv_bytes_per_token]
+
+
+def test_what_an_engine_fetched_says_how_many_bytes_a_token_has_where_no_card_does(fleet: Fleet) -> None:
+    fleet.join(card(1, Role.PREFILL))
+    fleet.join(card(2, Role.DECODE))
+    fleet.join(card(3, Role.PREFILL, config=ModelRuntimeConfig(kv_bytes_per_token=64)))
+    derived = fleet.derived_from_places(bytes_per_token, "bytes")
+    assert derived == [UNKNOWN, UNKNOWN, 64]
+    for report in (fetched(500 * 1023, 1023), fetched(0, 5000), fetched(5000, 0)):
+        fleet.report(report)
+        assert fleet.columns.kv_bytes_per_token.tolist() == [UNKNOWN, UNKNOWN, 64]
+    fleet.report(fetched(500 * 1024, 1024))
+    assert fleet.columns.kv_bytes_per_token.tolist() == [500, 500, 64]
+    derived = fleet.derived_from_places(bytes_per_token, "bytes")
+    assert derived == [500, 500, 64]
+    fleet.report(fetched(520 * 2048, 2048))
+    assert fleet.columns.kv_bytes_per_token.tolist() == [500, 500, 64]  # about the same
+    fleet.report(fetched(1000 * 2048, 2048))
+    fleet.join(card(4, Role.PREFILL))
+    assert fleet.columns.kv_bytes_per_token.tolist() == [1000, 1000, 64, 1000]
 
 
 def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> None:

@@ -85,6 +85,18 @@ def test_latency_and_bandwidth_come_apart_with_an_interval_around_the_truth(slow
     assert reading.transfers == 60
 
 
+def test_what_a_busy_engine_takes_for_each_transfer_is_no_bandwidth() -> None:
+    """Real engines on busy CPUs take a tenth of a second from the end of a prefill to the first token."""
+    way = Way()
+    for _ in range(20):
+        for plain_s in (0.01, 0.015, 0.022, 0.03, 0.037):
+            way.send(between("a", "b"), 1.0, extra_s=0.09, plain_s=plain_s)
+    reading, *_ = way.learned.readings()
+    assert reading.slowness == 1.0
+    assert reading.latency_s == pytest.approx(TABLE.latency_s + 0.09, abs=0.02)
+    assert not reading.is_slow
+
+
 def test_mistaken_transfers_do_not_change_what_the_others_show() -> None:
     way = Way()
     for _ in range(12):

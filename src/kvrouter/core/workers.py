@@ -146,12 +146,14 @@ class KvTransfers(msgspec.Struct, frozen=True):
     """The KV that one worker rank has fetched from others since its engine began, by the engine's own count.
 
     ``seconds`` is what the transfers took, each by itself: ``bytes / seconds`` is how fast KV travels.
+    ``tokens`` are those of the prompts whose KV it was; 0 where an engine does not count them.
     """
 
     transfers: int
     bytes: int
     seconds: float
     failed: int = 0
+    tokens: int = 0
 
 
 class LoadReport(msgspec.Struct, frozen=True):

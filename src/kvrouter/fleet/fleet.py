@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport, Role, WorkerCard
+from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard
 from kvrouter.fleet.circuit import BrokenPairs
 from kvrouter.fleet.columns import (
     INTEGER_MAX,
@@ -30,6 +30,12 @@ MAX_SLOTS: Final = 65_536
 
 REPORTED_BLOCKS_FACTOR: Final = 4
 """How many times the blocks of a worker's card its load reports may raise what is believed of a rank."""
+
+MEASURED_TOKENS_MIN: Final = 1024
+"""An engine that fetched the KV of so many tokens shows how many bytes one has."""
+
+MEASURED_ALIKE: Final = 0.05
+"""Engines count whole blocks: what differs by less changes nothing."""
 
 Key = TypeVar("Key")
 Built = TypeVar("Built")
@@ -76,6 +82,7 @@ class Fleet:
         self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
         self._derived_from_places: dict[tuple[object, object], object] = {}
+        self._kv_bytes_per_token: int | None = None
         self._last_took_calls = False
         self._last_names: Mapping[str, str | None] = {}
 
@@ -293,10 +300,15 @@ class Fleet:
                 self._derived.pop((_unreached_from, slot), None)  # all else that is derived stays as it is
 
     def report(self, report: LoadReport) -> bool:
-        """Keep the latest load of a worker rank; False when it is not here."""
+        """Keep the latest load of a worker rank; False when it is not here.
+
+        What its engine fetched says how many bytes of KV a token has, where cards do not.
+        """
         slot = self.slot_of(report.rank)
         if slot is None:
             return False
+        if report.kv_transfers is not None:
+            self._measure_kv(report.kv_transfers)
         write = self.columns.write
         write(slot, "has_report", True)
         write(slot, "report_active_blocks", report.active_blocks)
@@ -308,6 +320,24 @@ class Fleet:
         return True
 
     # --- how
+
+    def _measure_kv(self, fetched: KvTransfers) -> None:
+        if fetched.tokens < MEASURED_TOKENS_MIN or fetched.bytes <= 0:
+            return
+        measured, before = round(fetched.bytes / fetched.tokens), self._kv_bytes_per_token
+        if before is not None and abs(measured - before) <= MEASURED_ALIKE * before:
+            return
+        self._kv_bytes_per_token = measured
+        for member in self._members.values():
+            if member.card.runtime_config.kv_bytes_per_token is None:
+                for slot in member.slots.values():
+                    self.columns.write(slot, "kv_bytes_per_token", measured)
+        self._derived_from_places.clear()
+        self._derived.clear()
+
+    def _kv_bytes_of(self, card: WorkerCard) -> int | None:
+        said = card.runtime_config.kv_bytes_per_token
+        return self._kv_bytes_per_token if said is None else said
 
     def _validate(self, card: WorkerCard, member: _Member | None) -> list[str]:
         if card.model != self.model:
@@ -361,7 +391,7 @@ class Fleet:
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
         write(slot, "decode_only", card.decode_only)
-        write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
+        write(slot, "kv_bytes_per_token", _known(self._kv_bytes_of(card)))
         write(slot, "context_length", card.context_length)
         write(slot, "prompt_tokens_min", config.prompt_tokens_min or 0)
         longest = config.prompt_tokens_max

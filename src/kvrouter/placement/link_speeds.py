@@ -68,7 +68,7 @@ STUCK_S = 0.5
 PLAIN_MIN_S = 0.002
 """Shorter transfers say nothing of bandwidth."""
 
-EXTRA_MAX_S = 0.05
+EXTRA_MAX_S = 0.2
 """What transfers take more, each, is more than this by some mistake."""
 
 FORGET_S = 120.0

@@ -200,6 +200,7 @@ def _since(before: KvTransfers, sums: KvTransfers) -> KvTransfers:
         or sums.bytes < before.bytes
         or sums.seconds < before.seconds
         or sums.failed < before.failed
+        or sums.tokens < before.tokens
     )
     if has_restarted:
         return sums
@@ -208,4 +209,5 @@ def _since(before: KvTransfers, sums: KvTransfers) -> KvTransfers:
         bytes=sums.bytes - before.bytes,
         seconds=sums.seconds - before.seconds,
         failed=sums.failed - before.failed,
+        tokens=sums.tokens - before.tokens,
     )

@@ -210,11 +210,15 @@ FETCHED_FAILED = "vllm:nixl_num_failed_transfers_total"
 rank of an engine counts its own part; handshakes and notifications that failed count as failed transfers.
 """
 
+TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+FETCHED_TOKENS = "external_kv_transfer"
+"""The source of prompt tokens whose KV came from another engine."""
+
 FIGURE_MAX = float(2**53)
 """What is larger is no count, and would not be exact."""
 
 TRANSFER_METRICS = (FETCHED, FETCHED_BYTES, FETCHED_SECONDS, FETCHED_FAILED)
-LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *TRANSFER_METRICS)
+LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *TRANSFER_METRICS, TOKENS_BY_SOURCE)
 
 
 def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: WorkerId) -> list[LoadReport]:
@@ -239,12 +243,16 @@ def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: 
 def _transfers(samples: Samples) -> dict[DpRank, KvTransfers]:
     """What each rank has fetched; a rank whose page lacks one of the three sums is left out."""
     counts, sizes, times, failed = (_by_rank(samples, name) for name in TRANSFER_METRICS)
+    by_source = samples.get(TOKENS_BY_SOURCE, ())
+    fetched = [sample for sample in by_source if sample.labels.get("source") == FETCHED_TOKENS]
+    tokens = _by_rank({TOKENS_BY_SOURCE: fetched}, TOKENS_BY_SOURCE)
     return {
         rank: KvTransfers(
             transfers=int(counts[rank]),
             bytes=int(sizes[rank]),
             seconds=times[rank],
             failed=int(failed.get(rank, 0)),
+            tokens=int(tokens.get(rank, 0)),
         )
         for rank in counts.keys() & sizes.keys() & times.keys()
     }
