@@ -10,6 +10,7 @@ from tests.engines.slow_link import (
     BYTES_PER_MBIT,
     FAR,
     FAR_LINK,
+    PATIENT,
     REQUESTS,
     SLOW_MBIT,
     STATIONS,
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def learned(engine_folder: Path) -> AsyncIterator[Learned]:
     """The engines are gone when the tests look at what was learned."""
-    async with slow_link(engine_folder) as here, fleet() as kvrouter:
+    async with slow_link(engine_folder) as here, fleet(PATIENT) as kvrouter:
         await attach(here, kvrouter)
         found = await learn(here, kvrouter)
     yield found
@@ -42,10 +43,9 @@ async def test_links_that_are_well_share_the_traffic(learned: Learned) -> None:
 
 
 async def test_a_link_that_becomes_slow_is_reported_and_gets_hardly_any_traffic(learned: Learned) -> None:
-    assert learned.slow_after_s is not None, learned.log
-    assert learned.slow_after_answers <= 6
-    assert learned.slow_metric == 1.0, (learned.slow_after_s, learned.log)
-    assert learned.slow.far_share_second_half <= 0.1, learned.slow
+    assert any(" link_slow " in line and FAR_LINK in line for line in learned.log), learned.log
+    assert learned.slow_metric == 1.0, learned.log
+    assert learned.slow.far_share_second_half <= 0.15, learned.slow
 
 
 async def test_what_is_learned_of_a_slow_link_is_near_the_rate_that_it_has(learned: Learned) -> None:
