@@ -1,9 +1,16 @@
 """Engines' own sums of the KV that they fetched, as a check of what the router sees of links."""
 
 import pytest
+from msgspec import structs
 
-from kvrouter.core.ids import Slot
+from kvrouter.core.ids import RouterId, Slot
+from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.fleet import Fleet
 from kvrouter.placement.engine_sums import AGREE, HALF_S, TRANSFERS_MIN, EngineSums
+from kvrouter.placement.transfers import Transfers
+from kvrouter.topology import Link, LinkKind, LinkPace, LinkTable
+from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.support.placements import SpeedEvents
 
 HERE, ELSEWHERE = Slot(0), Slot(1)
 MIN = int(TRANSFERS_MIN)
@@ -61,3 +68,24 @@ def test_sums_without_bytes_or_time_say_nothing(kv_bytes: int, seconds: float) -
     for _ in range(MIN):
         sums.saw(HERE, kv_bytes=1e8, seconds=0.1, now_s=0.0)
     assert sums.reading() is None
+
+
+def test_what_passes_with_every_transfer_is_no_part_of_what_engines_count() -> None:
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    for worker, zone in ((1, "a"), (2, "b")):
+        config = ModelRuntimeConfig(
+            topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=100_000
+        )
+        fleet.join(structs.replace(card(worker), runtime_config=config))
+    table = LinkTable(otherwise=Link(0.0, 1e9))
+    transfers = Transfers(fleet, SpeedEvents(), table, RouterId("here"))
+    sums = transfers.engine_sums
+    sums.reported(ELSEWHERE, transfers=MIN, kv_bytes=MIN * 10**8, seconds=MIN * 0.1, now_s=1.0)
+    transfers.state.set_pace(LinkKind("zone", False), LinkPace(1.0, 0.9))
+    for _ in range(MIN):
+        transfer = transfers.begin(table, HERE, ELSEWHERE, 1000)
+        transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=1.0)
+        transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=2.0)
+    reading = sums.reading()
+    assert reading is not None
+    assert reading.ratio == pytest.approx(1.0)

@@ -5,7 +5,8 @@ for meanwhile. Engines count the transfer alone. Over the ranks whose engines re
 
     ratio = (seconds a byte, as the router saw them) / (seconds a byte, as engines count them)
 
-of the last minutes. Links themselves are slow where both say so; where the ratio is above
+of the last minutes; what is learned to pass with every transfer, no matter how much is moved, is taken off
+before. Links themselves are slow where both say so; where the ratio is above
 :data:`AGREE`, something else holds up the first tokens of requests whose KV is there. It changes no choice:
 a first token that waits is late, whatever holds it up.
 """

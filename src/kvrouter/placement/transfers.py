@@ -142,7 +142,9 @@ class Transfers:
             seen = self._seen(transfer, began_s, now_s, steps_s)
             if seen.seen_s > 0.0:
                 self._n_seen += 1
-                took_s = seen.seen_s + transfer.table.latency_s
+                # what an engine takes for each transfer besides is learned, and no part of what it counts
+                extra_s = self.state.pace_of_kind(seen.kind).extra_s
+                took_s = max(0.0, seen.seen_s - extra_s) + transfer.table.latency_s
                 self.engine_sums.saw(transfer.to, kv_bytes=transfer.bytes, seconds=took_s, now_s=now_s)
                 seen = seen._replace(seen_by=self._router_id, number=self._n_seen)
                 self.learned.note(seen)
