@@ -56,7 +56,7 @@ def test_the_commands_for_anywhere_else_need_no_other_file(tmp_path: Path) -> No
 
 def test_the_command_on_the_page_of_worth_gives_an_advice(tmp_path: Path) -> None:
     (command,) = FENCE.findall((ROOT / "docs/worth.md").read_text())
-    assert "Leave it" in run(command, clone(tmp_path))
+    assert "Switch to anywhere, kv by joint" in run(command, clone(tmp_path))
 
 
 @pytest.mark.parametrize("page", ["README.md", "data/README.md"])

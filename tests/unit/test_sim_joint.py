@@ -112,7 +112,7 @@ def test_a_price_keeps_kv_where_it_costs_nothing() -> None:
 @pytest.mark.parametrize("router", [JOINT, SEQUENTIAL])
 def test_a_link_that_falls_to_a_tenth_is_left_within_seconds_and_said_to_be_slow(router: str) -> None:
     at_s = 20.0
-    rows = traffic(900, per_s=15.0)
+    rows = traffic(900, per_s=18.0)
     fall = LinkEvent(at_s=at_s, between=("a", "a"), level="zone", bandwidth_factor=0.02)
     simulation, events = simulated(fleet(router + ZONES), rows, (fall,))
     assert ("zone=a to zone=a", True) in [(name, is_slow) for name, is_slow, _ in events.links]

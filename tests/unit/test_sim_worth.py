@@ -45,11 +45,16 @@ def document(text: str) -> Document:
     return parse_document(HEAD + text, "fleet.yaml")
 
 
+def by_blocks(text: str) -> Document:
+    """Where the text says nothing of the router."""
+    return document(text if "router:" in text else f"router: {{router_cost: blocks}}\n{text}")
+
+
 # Choices
 
 
 def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> None:
-    file = load_fleet(document(f"kv_transfer: {{domain: rack}}{RACKS}")).fleet
+    file = load_fleet(by_blocks(f"kv_transfer: {{domain: rack}}{RACKS}")).fleet
     others = other_choices(file, tuple(RouterMode))
     assert choice_of(file) == TransferChoice(KV, Enforcement.REQUIRED, "rack", cost=BLOCKS)
     assert [choice.name for choice in others if choice.cost is BLOCKS] == [
@@ -86,23 +91,23 @@ def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> N
             "kv_transfer: {domain: zone, enforcement: preferred, preferred_weight: 0.4}",
             "preferred 0.4 on zone, kv by blocks",
         ),
-        ("router: {kv_transfer_topology_level: zone}", "required on zone, kv by blocks"),
+        ("router: {kv_transfer_topology_level: zone}", "required on zone, kv by time"),
         (
             "router: {kv_transfer_topology_level: zone, kv_transfer_mismatch_policy: fallback}",
-            "fallback on zone, kv by blocks",
+            "fallback on zone, kv by time",
         ),
         ("router: {router_mode: random}", "anywhere, random"),
         ("router: {router_cost: time}", "anywhere, kv by time"),
         ("router: {router_cost: time, router_pd_selection: joint}", "anywhere, kv by joint"),
         ("router: {router_cost: lmetric}", "anywhere, kv by lmetric"),
         (
-            "kv_transfer: {domain: zone}\nrouter: {kv_transfer_topology_level: zone}",
+            "kv_transfer: {domain: zone}\nrouter: {kv_transfer_topology_level: zone, router_cost: blocks}",
             "required on zone, kv by blocks",
         ),
     ],
 )
 def test_todays_choice_is_the_files_and_every_other_replaces_it_whole(text: str, name: str) -> None:
-    described = document(text + TWO_ZONES)
+    described = by_blocks(text + TWO_ZONES)
     today = choice_of(load_fleet(described).fleet)
     assert today.name == name
     for other in other_choices(load_fleet(described).fleet, tuple(RouterMode)):

@@ -123,6 +123,8 @@ class LearnedSpeeds:
         self._decoding: dict[Slot, _Rank] = {}
         self._base_s = self._refreshed_s = 0.0
         self._has_begun = False
+        self._is_settled = self._decode_is_settled = False
+        """Whether some rank was seen often enough; until then each request changes what all count as."""
         self._mean = self._median = self._decode_mean = 1.0
         self._mean_inserted: dict[bool, float] = {}
         """By role: what came into the caches of those who only prefill, and of the others."""
@@ -178,6 +180,8 @@ class LearnedSpeeds:
             return
         before = float(self._slowness[slot])
         rank.note(expected.plain_s, max(seen_s - expected.steps_s, seen_s / 10), before, now_s)
+        if not self._is_settled:
+            self._refresh(now_s)
         self._slowness[slot] = rank.slowness(self._mean, now_s)
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
@@ -196,6 +200,8 @@ class LearnedSpeeds:
         if rank is None:
             rank = self._decoding[slot] = _Rank()
         rank.note(step_s, seconds / (tokens - 1), slowness, now_s)
+        if not self._decode_is_settled:
+            self._refresh(now_s)
         self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
 
     def freed(self, slot: Slot) -> None:
@@ -264,10 +270,10 @@ class LearnedSpeeds:
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean / TURNOVER_FLOOR, 1.0))
-        known = _known(self._ranks)
+        known, self._is_settled = _known(self._ranks)
         if known:
             self._mean, self._median = sum(known) / len(known), known[(len(known) - 1) // 2]
-        decoding = _known(self._decoding)
+        decoding, self._decode_is_settled = _known(self._decoding)
         if decoding:
             self._decode_mean = sum(decoding) / len(decoding)
         for slowness, ranks, mean in (
@@ -279,9 +285,12 @@ class LearnedSpeeds:
                 slowness[slot] = rank.slowness(mean, now_s)
 
 
-def _known(ranks: Mapping[Slot, "_Rank"]) -> list[float]:
-    """The slowness of ranks that were seen often enough, the least first."""
-    return sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SLOW_REQUESTS)
+def _known(ranks: Mapping[Slot, "_Rank"]) -> tuple[list[float], bool]:
+    """The slowness of ranks that were seen often enough, the least first, and whether there are any. Without,
+    that of all that were seen: what the first requests show is of the timing rather than of their rank.
+    """
+    known = sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SLOW_REQUESTS)
+    return (known, True) if known else (sorted(rank.own() for rank in ranks.values() if rank.n_seen), False)
 
 
 class _Rank:

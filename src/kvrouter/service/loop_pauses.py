@@ -21,8 +21,9 @@ class LoopPauses:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin, on the running loop."""
-        self._await_tick(asyncio.get_running_loop())
+        """Begin, on the running loop; idempotent."""
+        if self._timer is None:
+            self._await_tick(asyncio.get_running_loop())
 
     def stop(self) -> None:
         """End; idempotent."""

@@ -16,7 +16,7 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.sync import LinkNews
-from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
+from kvrouter.core.workers import LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
 from kvrouter.service.attempt import Timeouts, with_intake_id
@@ -103,7 +103,6 @@ class RouterService:
             deaf()
             raise
         self._stops += (deaf, blind, self._pauses.stop)
-        self._pauses.start()
 
     async def drain(self, limit_s: float) -> int:
         """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
@@ -317,6 +316,8 @@ class RouterService:
         if replaced is not None and replaced is not model:
             replaced.cache.close()
         self._models[card.model] = model
+        if card.role is Role.PREFILL:  # from now on transfers may be timed
+            self._pauses.start()
         for news in self._recalled.pop(card.model, ()):
             model.recall(news, aged_s=time.monotonic() - self._recalled_s)
         self._model_of[card.worker_id] = card.model
