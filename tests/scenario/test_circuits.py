@@ -25,8 +25,7 @@ ONE = WorkerId(1)
 BLOCKS = CostRule.BLOCKS
 BRIEF = KvRouterConfig(router_cost=BLOCKS, circuit_open_s=0.05, circuit_open_max_s=0.2)
 LONG = KvRouterConfig(router_cost=BLOCKS, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
-"""By blocks idle workers are drawn; by time one that happened to answer sooner may get all of so few requests.
-"""
+"""By blocks idle workers are drawn; by time one that happened to answer sooner may get all of so few."""
 
 
 class Script:
