@@ -242,8 +242,28 @@ def test_times_stand_behind_the_blocks_where_there_are_any(
     assert main(["explain", "hello", "--url", url]) == 0
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if "33.2" in line)
-    assert [cell for cell in line.replace("│", " ").split() if "." in cell][-6:] == [
-        "1.2", "30.0", "0.0", "2.0", "33.2", "4.5",
+    assert [cell for cell in line.replace("│", " ").split() if "." in cell][-5:] == [
+        "1.2", "30.0", "2.0", "33.2", "4.5",
     ]  # fmt: skip
+    assert "memory" not in out, "it is 0 for all"
     assert "38" in line
     assert out.count("TTFT") == 1
+
+
+def test_ids_and_reasons_are_never_cut(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = dict.fromkeys(
+        ("queue_ms", "prefill_ms", "memory_ms", "transfer_ms", "decode_ms", "others_ms"), 1.5
+    )
+    times = {"expected_ms": 6.0, "turnover_ms": 0.5, **parts}
+    candidates = [
+        {**row(2**53 - 1, 0.038, chosen=True), "times": times},
+        {**row(2**53 - 2, 0.039), "times": times, "eligible": False, "reason": "prompt_out_of_range"},
+    ]
+    prefill = {"chosen": {"worker_id": 2**53 - 1, "dp_rank": 0}, "candidates": candidates}
+    monkeypatch.setattr(Router, "answer", json.dumps({**ANSWER, "prefill": prefill}).encode())
+    assert main(["explain", "hello", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert f"{2**53 - 2}/0" in out
+    assert "prompt_out_of_range" in out

@@ -161,19 +161,14 @@ def _table(title: str, leg: LegPick) -> Table:
     table = Table(
         title=Text(f"{title}: {_chosen(leg)}"), title_justify="left", title_style="bold", header_style="bold"
     )
-    for name in ("", "worker", "where"):
-        table.add_column(name)
     timed = any(row.times is not None for row in leg.candidates)
     cost = "cost ms" if timed else "cost"
     together = any(row.pair_cost is not None for row in leg.candidates)
-    names = (*(TIMED if timed else ()), *(("pair ms",) if together else ()))
-    for name in ("overlap", "prefill", "decode", "transfer", "×", cost, *names):
-        table.add_column(name, justify="right")
-    if together:
-        table.add_column("with")
-    table.add_column("")
+    names = ["", "worker", "where", *BLOCKS, cost]
+    names += [*(TIMED if timed else ()), *(("pair ms", "with") if together else ()), ""]
+    rows, styles = [], []
     for row in _ordered(leg)[:ROWS_MAX]:
-        style = "bold green" if row.chosen else ("" if row.eligible else "dim")
+        styles.append("bold green" if row.chosen else ("" if row.eligible else "dim"))
         blocks = (row.prefill_blocks, row.decode_blocks, row.transfer_blocks)
         numbers = (*blocks, row.multiplier, _cost_shown(row.cost, row.times))
         cells = [
@@ -186,8 +181,26 @@ def _table(title: str, leg: LegPick) -> Table:
             *(_pair_cells(row) if together else ()),
             "chosen" if row.chosen else (row.reason or ""),
         ]
-        table.add_row(*(Text(cell) for cell in cells), style=style)
+        rows.append(cells)
+    shown = [at for at in range(len(names)) if not (timed and _is_idle(names[at], [row[at] for row in rows]))]
+    for at in shown:
+        is_text = names[at] in TEXTS
+        table.add_column(names[at], justify="left" if is_text else "right", no_wrap=names[at] in WHOLE)
+    for cells, style in zip(rows, styles, strict=True):
+        table.add_row(*(Text(cells[at]) for at in shown), style=style)
     return table
+
+
+BLOCKS = ("overlap", "prefill", "decode", "transfer", "×")
+TEXTS = ("", "worker", "where", "with")
+WHOLE = ("", "worker", "with")
+"""What is never cut, however narrow the terminal: ids, and why a worker is refused."""
+
+
+def _is_idle(name: str, cells: Sequence[str]) -> bool:
+    """Whether a column of numbers says nothing: there are many where times are shown."""
+    nothing = {"1", ""} if name == "×" else {"0", "0.0", ""}
+    return name not in TEXTS and name != "overlap" and set(cells) <= nothing
 
 
 def _pair_cells(row: CandidateRow) -> list[str]:
@@ -198,7 +211,7 @@ def _pair_cells(row: CandidateRow) -> list[str]:
     return [f"{1e3 * row.pair_cost:.1f}", partner]
 
 
-TIMED = ("queue ms", "prefill", "memory", "transfer", "= TTFT ms", "for others")
+TIMED = ("queue ms", "prefill ms", "memory ms", "transfer ms", "= TTFT ms", "for others")
 """What stands behind the blocks where a leg's cost is time."""
 
 
@@ -307,7 +320,7 @@ def _decisions_table(attempt: AttemptRow) -> Table:
         header_style="bold",
     )
     for name in ("leg", "worker"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     timed = any(pick is not None and pick.times is not None for pick in (attempt.prefill, attempt.decode))
     cost = "cost ms" if timed else "cost"
     for name in ("overlap", "prefill", "decode", "transfer", "×", cost, "candidates", *(TIMED * timed)):
