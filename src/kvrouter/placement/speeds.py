@@ -181,7 +181,7 @@ class LearnedSpeeds:
         before = float(self._slowness[slot])
         rank.note(expected.plain_s, max(seen_s - expected.steps_s, seen_s / 10), before, now_s)
         if not self._is_settled:
-            self._refresh(now_s)
+            self._refresh_slowness(now_s)
         self._slowness[slot] = rank.slowness(self._mean, now_s)
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
@@ -201,7 +201,7 @@ class LearnedSpeeds:
             rank = self._decoding[slot] = _Rank()
         rank.note(step_s, seconds / (tokens - 1), slowness, now_s)
         if not self._decode_is_settled:
-            self._refresh(now_s)
+            self._refresh_slowness(now_s)
         self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
 
     def freed(self, slot: Slot) -> None:
@@ -270,6 +270,9 @@ class LearnedSpeeds:
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean / TURNOVER_FLOOR, 1.0))
+        self._refresh_slowness(now_s)
+
+    def _refresh_slowness(self, now_s: float) -> None:
         known, self._is_settled = _known(self._ranks)
         if known:
             self._mean, self._median = sum(known) / len(known), known[(len(known) - 1) // 2]
