@@ -192,8 +192,13 @@ async def test_traffic_leaves_a_link_that_falls_and_the_log_says_that_it_is_slow
         await up.stop()
 
     fell_s, _ = up.said("mock_link_changed", 'link="zone a – a"')
-    assert sum(fell_s < at_s < mended_s for at_s in up.said("link_slow", LINK)) == 1
-    assert not any(fell_s < at_s < mended_s for at_s in up.said("link_well", LINK))
+    slow, well = (
+        [at_s for at_s in up.said(event, LINK) if fell_s < at_s < mended_s]
+        for event in ("link_slow", "link_well")
+    )
+    # once, unless a starved machine has a transfer come that seemed to be stuck
+    assert len(slow) == len(well) + 1 <= 2
+    assert max(slow) > max(well, default=fell_s)
     before = share_of_the_link(request for request in load.answered if request.sent_s < fell_s)
     after = share_of_the_link(
         request for request in load.answered if fell_s + SHIFTED_S <= request.sent_s < mended_s
