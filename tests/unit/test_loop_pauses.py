@@ -8,8 +8,8 @@ from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.fleet import Fleet
 from kvrouter.placement.transfers import Transfers
-from kvrouter.service.loop_pauses import PAUSE_S, LoopPauses
 from kvrouter.topology import Link, LinkTable
+from kvrouter.transports.background import PAUSE_S, LoopPauses
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import SpeedEvents
 from tests.support.waits import until

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kvrouter.sim.timetable import LINK, read_timetable
 from kvrouter.sim.timetable_entry import entry_of
 from kvrouter.sim.timetable_plan import plan_timetable
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import running
 
 _log = logging.getLogger("kvrouter.mock")
 
@@ -55,13 +55,8 @@ async def happening(steps: Sequence[LinkStep], cluster: MockCluster) -> AsyncIte
     if not steps:
         yield
         return
-    work = go_on(_happen(steps, cluster), name="events of links")
-    try:
+    async with running(_happen(steps, cluster), name="events of links"):
         yield
-    finally:
-        work.cancel()
-        with suppress(asyncio.CancelledError):
-            await work
 
 
 async def _happen(steps: Sequence[LinkStep], cluster: MockCluster) -> None:

@@ -161,9 +161,8 @@ class LearnedSpeeds:
         plain_s = max(0.0, own_s - steps_s) / float(self._slowness[slot])
         # Where decode steps are most of the wait it says little of how fast prompts are computed.
         is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and steps_s <= own_s / 2
-        return Expected(
-            slot, pick.rank, now_s, plain_s, steps_s, own_s + times.memory_s + times.transfer_s, is_clear
-        )
+        expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
+        return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear)
 
     def came(self, expected: Expected, *, now_s: float) -> None:
         """What was expected came: the first token, or the end of a prefill leg."""

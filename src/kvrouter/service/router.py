@@ -23,10 +23,10 @@ from kvrouter.service.attempt import Timeouts, with_intake_id
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
-from kvrouter.service.loop_pauses import LoopPauses
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
+from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane

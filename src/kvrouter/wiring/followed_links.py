@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.link_table import file_of_links, read_links
@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
 from kvrouter.topology import LinkTable
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import running
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -28,13 +28,8 @@ async def following_links(
     if given is None or file_of_links(given) is None:
         yield
         return
-    following = go_on(_follow(given, service, poll_s), name="links: follow their file")
-    try:
+    async with running(_follow(given, service, poll_s), name="links: follow their file"):
         yield
-    finally:
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
 
 
 async def _follow(given: str, service: RouterService, poll_s: float) -> None:

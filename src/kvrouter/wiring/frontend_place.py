@@ -1,9 +1,8 @@
 """Where a frontend is: read from topology files as workers read them, and followed while it serves."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from kvrouter.config import KvRouterConfig
@@ -11,6 +10,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.background import running
 from kvrouter.transports.discovery.clusters import CLUSTER_LEVEL
 from kvrouter.worker.topology import FolderReading, topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import (
@@ -70,10 +70,5 @@ async def following(place: FrontendPlace, service: RouterService) -> AsyncIterat
         log_event(logger, Event.FRONTEND_MOVED, domains=domains, reason="; ".join(warnings))
 
     begun = topology_config(ModelRuntimeConfig(), place.env, FolderReading(place.domains, {}))
-    watching = asyncio.create_task(watch_topology(place.env, begun, moved))
-    try:
+    async with running(watch_topology(place.env, begun, moved), name="frontend: follow its place"):
         yield
-    finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
