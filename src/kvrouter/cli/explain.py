@@ -182,19 +182,26 @@ def _table(title: str, leg: LegPick) -> Table:
             "chosen" if row.chosen else (row.reason or ""),
         ]
         rows.append(cells)
+    _fill(table, names, rows, styles, timed=timed)
+    return table
+
+
+BLOCKS = ("overlap", "prefill", "decode", "transfer", "×")
+TEXTS = ("", "leg", "worker", "where", "with")
+WHOLE = ("", "leg", "worker", "with")
+"""What is never cut, however narrow the terminal: ids, and why a worker is refused."""
+
+
+def _fill(
+    table: Table, names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], *, timed: bool
+) -> None:
+    """Add the columns and the rows; where times are shown, without the columns that say nothing."""
     shown = [at for at in range(len(names)) if not (timed and _is_idle(names[at], [row[at] for row in rows]))]
     for at in shown:
         is_text = names[at] in TEXTS
         table.add_column(names[at], justify="left" if is_text else "right", no_wrap=names[at] in WHOLE)
     for cells, style in zip(rows, styles, strict=True):
         table.add_row(*(Text(cells[at]) for at in shown), style=style)
-    return table
-
-
-BLOCKS = ("overlap", "prefill", "decode", "transfer", "×")
-TEXTS = ("", "worker", "where", "with")
-WHOLE = ("", "worker", "with")
-"""What is never cut, however narrow the terminal: ids, and why a worker is refused."""
 
 
 def _is_idle(name: str, cells: Sequence[str]) -> bool:
@@ -319,17 +326,16 @@ def _decisions_table(attempt: AttemptRow) -> Table:
         title_style="bold",
         header_style="bold",
     )
-    for name in ("leg", "worker"):
-        table.add_column(name, no_wrap=True)
     timed = any(pick is not None and pick.times is not None for pick in (attempt.prefill, attempt.decode))
     cost = "cost ms" if timed else "cost"
-    for name in ("overlap", "prefill", "decode", "transfer", "×", cost, "candidates", *(TIMED * timed)):
-        table.add_column(name, justify="right")
+    names = ("leg", "worker", *BLOCKS, cost, "candidates", *(TIMED * timed))
     whole = "decode" if attempt.prefill is not None else "whole"
-    for leg, pick in (("prefill", attempt.prefill), (whole, attempt.decode)):
-        if pick is not None:
-            cells = [*_cells(leg, pick), *(_times_cells(pick.times) if timed else ())]
-            table.add_row(*map(Text, cells), style="bold green")
+    rows = [
+        [*_cells(leg, pick), *(_times_cells(pick.times) if timed else ())]
+        for leg, pick in (("prefill", attempt.prefill), (whole, attempt.decode))
+        if pick is not None
+    ]
+    _fill(table, names, rows, ["bold green"] * len(rows), timed=timed)
     return table
 
 

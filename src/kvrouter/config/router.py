@@ -293,7 +293,8 @@ class KvRouterConfig(Section):
     ] = None
     """The links between workers that decisions weigh: JSON as `topology.links` of a fleet file has them,
     `{"within": {"zone": {"latency_s": 0.0005, "bandwidth_bytes_per_s": 12.5e9}}}`, or the path of a file with
-    that in YAML, which is read again when it changes. Unset: those of the fleet file, else none."""
+    that in YAML, which is read again when it changes. Unset: those of the fleet file. Without any, the cost
+    of time begins with 25 Gbit/s between all workers."""
 
     router_learned_file: Annotated[
         Annotated[str, MinLen(1)] | None,
