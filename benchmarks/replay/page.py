@@ -68,13 +68,14 @@ def markdown(study: Study, plots: Sequence[tuple[str, str]]) -> str:
         "Mock engines answer by a formula: the page compares policies, it predicts no fleet.",
         "",
         "Two zones have 2 prefill and 2 decode workers each; links between them are as fast as those "
-        "within, 4 times or 20 times slower. A policy's figures are of the second half of the requests, with "
-        "the parameters that did best on the first half, of 12 points at most. For a peer's rule, keeping KV "
-        "in its zone (`required`) is one of them. `kvrouter` stands there as its default was at that commit, "
-        "under `preferred` and under `required`, and tuned. Sessions of coding agents are replayed in a "
-        "closed loop, the other traces by time stamp. ± is a 95 % interval over seeds; what draws nothing has "
-        "none. Round-robin takes its turns for prefill and for decode in step, so its pairs stay in a zone "
-        "without a policy. The conversation trace names no sessions: there sticky sessions are the fewest requests.",
+        "within, 4 times or 20 times slower. A policy's figures are of the second half of the requests, "
+        "with the parameters that did best on the first half, of 12 points at most. For a peer's rule, "
+        "keeping KV in its zone (`required`) is one of them. `kvrouter` stands there as its default was at"
+        " that commit, under `preferred` and under `required`, and tuned. Sessions of coding agents are "
+        "replayed in a closed loop, the other traces by time stamp. ± is a 95 % interval over seeds; what "
+        "draws nothing has none. Round-robin takes its turns for prefill and for decode in step, so its "
+        "pairs stay in a zone without a policy. The conversation trace names no sessions: there sticky "
+        "sessions are the fewest requests.",
         "",
     ]
     return "\n".join([*head, *_zones(study.zones), *_wins(study.cells), *_lost(study.cells), *_plots(plots)])
