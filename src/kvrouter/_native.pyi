@@ -384,9 +384,13 @@ class Predictor:
         decode_weight: float,
     ) -> Self: ...
     def totals(
-        self, out: npt.NDArray[np.float64], columns: PredictionColumns, asked: PredictionAsked
+        self,
+        out: npt.NDArray[np.float64],
+        columns: PredictionColumns,
+        asked: PredictionAsked,
+        among: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Fill ``out`` with the cost of each slot.
+        """Fill ``out`` with the cost of each slot; with infinity where ``among`` is 0.
 
         Raises TypeError or ValueError that names a column of another type, or with fewer entries.
         """

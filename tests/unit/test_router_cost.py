@@ -17,7 +17,7 @@ from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.routing.links import links_of
-from kvrouter.routing.prediction import prompt_s
+from kvrouter.routing.prediction import predictor_of, prompt_s
 from kvrouter.routing.request import CostInput, Speeds
 from kvrouter.topology import Link, LinkState, LinkTable
 
@@ -281,6 +281,8 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
     columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
+    with pytest.raises(ValueError, match="among: at least 2"):
+        predictor.totals(np.empty(2), columns, wanted, np.ones(1, np.uint8))
     with pytest.raises(ValueError, match="prefill_tokens: at least 3"):
         predictor.totals(np.empty(3), columns, wanted)
     with pytest.raises(TypeError, match="waiting"):
@@ -293,6 +295,22 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
         _native.Predictor(
             timing, chunk_tokens=0, others_weight=0, stalls_weight=0, turnover_weight=0, decode_weight=0
         )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(True, False), (False, True), (True, True), (False, False)],
+    ids=["prefill", "decode", "both", "-"],
+)
+def test_only_slots_among_those_that_are_asked_for_have_a_cost(flags: tuple[bool, bool]) -> None:
+    predictor = predictor_of(Timing(), 8.0)
+    counts, figures = np.arange(3), np.full(3, 100.0)
+    columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (*flags, True, True, False))
+    everywhere, some = np.empty(3), np.empty(3)
+    predictor.totals(everywhere, columns, wanted)
+    predictor.totals(some, columns, wanted, np.array([1, 0, 1], np.uint8))
+    assert some.tolist() == [everywhere[0], np.inf, everywhere[2]]
 
 
 def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:

@@ -82,13 +82,17 @@ impl<'a> Prediction<'a> {
         }
     }
 
-    /// Fills `total` with the sum of the parts of each slot, in which queue and prefill are weighed.
-    pub fn totals(&self, total: &mut [f64]) {
+    /// Fills `total` with the sum of the parts of each slot, in which queue and prefill are weighed; with infinity
+    /// where `among` is 0.
+    ///
+    /// # Panics
+    /// When `among` has fewer entries than `total`.
+    pub fn totals(&self, total: &mut [f64], among: Option<&[u8]>) {
         match self.legs() {
-            (true, true) => self.fill::<true, true>(total),
-            (true, false) => self.fill::<true, false>(total),
-            (false, true) => self.fill::<false, true>(total),
-            (false, false) => self.fill::<false, false>(total),
+            (true, true) => self.fill::<true, true>(total, among),
+            (true, false) => self.fill::<true, false>(total, among),
+            (false, true) => self.fill::<false, true>(total, among),
+            (false, false) => self.fill::<false, false>(total, among),
         }
     }
 
@@ -135,9 +139,16 @@ impl<'a> Prediction<'a> {
         (asked.prefills && asked.counts_tokens, asked.decodes && asked.counts_blocks)
     }
 
-    fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64]) {
-        for (slot, total) in total.iter_mut().enumerate() {
-            *total = self.weighed(&self.parts::<PREFILLS, DECODES>(slot));
+    fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64], among: Option<&[u8]>) {
+        let at = |slot| self.weighed(&self.parts::<PREFILLS, DECODES>(slot));
+        match among {
+            None => total.iter_mut().enumerate().for_each(|(slot, total)| *total = at(slot)),
+            Some(among) => {
+                let among = &among[..total.len()];
+                for (slot, (total, &is_among)) in total.iter_mut().zip(among).enumerate() {
+                    *total = if is_among == 0 { f64::INFINITY } else { at(slot) };
+                }
+            }
         }
     }
 
@@ -219,6 +230,7 @@ impl<'a> Slots<'a> {
 
 /// Times of steps, for an engine of slowness 1.
 struct Steps {
+    /// In seconds, so that no slot divides by 1,000.
     timing: Timing,
     chunk_tokens: f64,
     /// A step that is full of prompt tokens.
@@ -229,10 +241,11 @@ struct Steps {
 
 impl Steps {
     fn new(rates: Rates) -> Self {
-        let chunk_s = curve_s(&rates.timing, rates.chunk_tokens);
+        let timing = Timing::from(<[f64; 11]>::from(rates.timing).map(|ms| ms / 1_000.0));
+        let chunk_s = curve_s(&timing, rates.chunk_tokens);
         let token_s = chunk_s / rates.chunk_tokens;
         Steps {
-            timing: rates.timing,
+            timing,
             chunk_tokens: rates.chunk_tokens,
             chunk_s,
             token_s,
@@ -257,17 +270,17 @@ impl Steps {
         let rest = tokens - full * self.chunk_tokens;
         let steps_s = full * self.chunk_s + if rest > 0.0 { curve_s(&self.timing, rest) } else { 0.0 };
         let attended = tokens * (isl_tokens - tokens).max(0.0) + 0.5 * tokens * (tokens + 1.0);
-        steps_s + self.timing.prefill_attention * attended / 1_000.0
+        steps_s + self.timing.prefill_attention * attended
     }
 
     fn decode_s(&self, use_share: f64, n_sequences: f64, kv_tokens: f64) -> f64 {
         let timing = &self.timing;
         let curve = (timing.decode_quadratic * use_share + timing.decode_linear) * use_share;
         let lasts = (curve + timing.decode_base).max(timing.decode_min);
-        (lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens) / 1_000.0
+        lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens
     }
 }
 
 fn curve_s(timing: &Timing, tokens: f64) -> f64 {
-    ((timing.prefill_quadratic * tokens + timing.prefill_linear) * tokens + timing.prefill_base) / 1_000.0
+    (timing.prefill_quadratic * tokens + timing.prefill_linear) * tokens + timing.prefill_base
 }

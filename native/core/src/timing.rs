@@ -37,6 +37,24 @@ impl From<[f64; 11]> for Timing {
     }
 }
 
+impl From<Timing> for [f64; 11] {
+    fn from(timing: Timing) -> Self {
+        [
+            timing.prefill_quadratic,
+            timing.prefill_linear,
+            timing.prefill_base,
+            timing.prefill_attention,
+            timing.decode_quadratic,
+            timing.decode_linear,
+            timing.decode_base,
+            timing.decode_min,
+            timing.decode_sequence,
+            timing.decode_kv_token,
+            timing.mixed_kv_token,
+        ]
+    }
+}
+
 /// What a step computes.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct StepLoad {

@@ -68,13 +68,15 @@ impl Predictor {
         }))
     }
 
-    /// Fills `out` with the cost of each slot.
+    /// Fills `out` with the cost of each slot; with infinity where `among` is 0.
+    #[pyo3(signature = (out, columns, asked, among=None))]
     fn totals(
         &self,
         py: Python<'_>,
         out: &Bound<'_, PyAny>,
         columns: ColumnArgs<'_>,
         asked: AskedArgs,
+        among: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let out = PyBuffer::<f64>::get(out)?;
         if out.readonly() || !out.is_c_contiguous() {
@@ -85,10 +87,12 @@ impl Predictor {
             return Ok(());
         }
         let columns = Borrowed::get(&columns, n_slots)?;
+        let among = Columns::<u8>::maybe("among", among, n_slots)?;
         // SAFETY: contiguous, writable and kept alive by the buffer; the caller is attached, and none of the columns that
         // are read is a part of it.
         let total = unsafe { std::slice::from_raw_parts_mut(out.buf_ptr().cast::<f64>(), n_slots) };
-        self.prediction(&columns.slots(py), n_slots, asked).totals(total);
+        let among = among.as_ref().map(|column| column.as_slice(py));
+        self.prediction(&columns.slots(py), n_slots, asked).totals(total, among);
         Ok(())
     }
 

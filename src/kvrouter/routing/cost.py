@@ -39,7 +39,7 @@ from kvrouter.core.constraints import CostRule, PdSelection, RouterConfigOverrid
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import RequestId, Slot, Taint
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
+from kvrouter.fleet import BoolColumn, Fleet, FloatColumn, IntColumn, SlotColumn
 from kvrouter.routing.eligibility import Mask, fitted
 from kvrouter.routing.links import price_seconds, transfer_seconds
 from kvrouter.routing.prediction import LegTimes, own_s
@@ -48,6 +48,7 @@ from kvrouter.topology import Preferred, TransferConstraint
 
 _BLOCKS, _TIME, _LMETRIC = CostRule
 _JOINT = PdSelection.JOINT
+_AGGREGATED, _PREFILL, _DECODE = Leg.AGGREGATED, Leg.PREFILL, Leg.DECODE
 """An enumeration's attributes are slow before Python 3.12."""
 
 
@@ -96,13 +97,14 @@ def leg_costs(
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
     stalls: bool = False,
+    among: BoolColumn | None = None,
 ) -> Costs:
     """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from. ``stalls``:
     it is for decode workers that prefill for themselves; decode legs stall by that where pairs are chosen
-    together.
+    together. By the time rule only slots ``among`` these have a cost, and the others infinity.
     """
     settings, n_slots = view.settings, view.fleet.n_slots
-    stalls = stalls or (settings.pd_selection is _JOINT and leg is Leg.DECODE)
+    stalls = stalls or (settings.pd_selection is _JOINT and leg is _DECODE)
     overlap = overlap_of(view)
     transfer = transfer_s = None
     if prefill_slot is not None and settings.links is not None:
@@ -115,7 +117,7 @@ def leg_costs(
     rule = settings.cost
     if rule is _TIME:
         times = LegTimes(request, view, leg, overlap, overlap_score_weight=weight, stalls=stalls)
-        cost = times.costs(n_slots)
+        cost = times.costs(n_slots, among)
         price_s = None
         if transfer_s is not None and prefill_slot is not None:
             cost += transfer_s
@@ -127,9 +129,9 @@ def leg_costs(
         timed = partial(_timed, request, view, leg, times, transfer_s, price_s)
         return Costs(overlap, None, None, transfer, multiplier, cost, timed)
     prefill = decode = None
-    if leg is not Leg.DECODE and settings.track_prefill_tokens:
+    if leg is not _DECODE and settings.track_prefill_tokens:
         prefill = _prefill_blocks(request, view, overlap)
-    if leg is not Leg.PREFILL and settings.track_active_blocks:
+    if leg is not _PREFILL and settings.track_active_blocks:
         decode = _decode_blocks(request, view)
     cost = _lmetric(prefill, view) if rule is _LMETRIC else _total(prefill, decode, transfer, weight, n_slots)
     if multiplier is not None:
@@ -142,12 +144,12 @@ def own_cost(request: RouteRequest, view: View, leg: Leg, rules: Rules) -> float
     if view.settings.cost is _TIME:
         return own_s(request, view, leg)
     blocks = 0.0
-    if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
+    if leg is not _DECODE and view.settings.track_prefill_tokens:
         weight = rules.overlap_score_weight if view.settings.cost is _BLOCKS else 1.0
         blocks += weight * request.isl_tokens / view.fleet.block_size
     if view.settings.cost is _LMETRIC:
         return blocks * view.fleet.block_size or 1.0
-    if leg is not Leg.PREFILL and view.settings.track_active_blocks:
+    if leg is not _PREFILL and view.settings.track_active_blocks:
         blocks += request.total_blocks
     return blocks
 
@@ -213,10 +215,10 @@ def with_times(request: RouteRequest, view: View, leg: Leg, pick: Pick, times: T
     """Return a pick with its times, and its blocks to prefill and to decode."""
     slot, block_size = pick.slot, view.fleet.block_size
     prefill = decode = 0.0
-    if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
+    if leg is not _DECODE and view.settings.track_prefill_tokens:
         uncached = max(0, request.isl_tokens - pick.overlap_blocks * block_size)
         prefill = (uncached + view.prefill_tokens.item(slot)) / block_size
-    if leg is not Leg.PREFILL and view.settings.track_active_blocks:
+    if leg is not _PREFILL and view.settings.track_active_blocks:
         new = request.total_blocks if view.not_active is None else view.not_active.item(slot)
         decode = float(view.active_blocks.item(slot) + new)
     return structs.replace(pick, prefill_blocks=prefill, decode_blocks=decode, times=times)
@@ -247,12 +249,12 @@ def preferred_taints(
     request: RouteRequest, leg: Leg, constraint: TransferConstraint | None
 ) -> Mapping[Taint, float]:
     """Return the weights of the taints that make a rank cheaper or dearer for this leg."""
-    pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
+    pin = request.prefill_pin if leg is _PREFILL else request.pin
     if pin is not None:
         return {}
     weights = request.constraints.preferred_taints
     near = request.near
-    if near is not None and leg is not Leg.DECODE and not near.is_required and near.taint is not None:
+    if near is not None and leg is not _DECODE and not near.is_required and near.taint is not None:
         weights = {**weights, near.taint: near.weight}
     if constraint is not None and isinstance(constraint.policy, Preferred) and constraint.taint is not None:
         return {**weights, constraint.taint: constraint.policy.weight}
@@ -359,14 +361,14 @@ def _after(unseen: int, own_cost: float, cost: FloatColumn, mask: Mask) -> Float
 
 
 def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId) -> Slot:
-    open_cost = cost
+    at = int(cost.argmin())
+    if not mask.allowed[at]:
+        cost = cost.copy()
+        np.putmask(cost, mask.refused, np.inf)
+        at = int(cost.argmin())
+    best = cost.item(at)
+    tied = cost == best
     if mask.n_allowed != len(cost):
-        open_cost = cost.copy()
-        np.putmask(open_cost, mask.refused, np.inf)
-    at = int(open_cost.argmin())
-    best = open_cost.item(at)
-    tied = open_cost == best
-    if best == np.inf:  # a cost that overflowed looks like a refusal
         tied &= mask.allowed
     if np.count_nonzero(tied) == 1:
         return Slot(int(tied.argmax()))
@@ -406,7 +408,7 @@ def in_rank_order(mask: Mask, fleet: Fleet) -> SlotColumn:
     return order[mask.allowed[order]]
 
 
-_SALT_OF = {Leg.AGGREGATED: 0, Leg.PREFILL: 1, Leg.DECODE: 2}
+_SALT_OF = {_AGGREGATED: 0, _PREFILL: 1, _DECODE: 2}
 
 
 class Picked(NamedTuple):
@@ -426,9 +428,15 @@ def pick_leg(
     turn: int,
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
+    explain: bool = False,
 ) -> Picked:
-    """Return the pick of one leg; ``prefill_slot`` is where a decode leg's KV comes from."""
-    costs = leg_costs(request, view, leg, rules, constraint=constraint, prefill_slot=prefill_slot)
+    """Return the pick of one leg; ``prefill_slot`` is where a decode leg's KV comes from. To ``explain`` it
+    slots that may not take it have costs too.
+    """
+    among = None if explain or mask.n_allowed == view.fleet.n_slots else mask.allowed
+    costs = leg_costs(
+        request, view, leg, rules, constraint=constraint, prefill_slot=prefill_slot, among=among
+    )
     if view.rule is not None:
         draw = mix64(view.seed + _SALT_OF[leg])
         eligible = in_rank_order(mask, view.fleet)

@@ -158,7 +158,7 @@ def _route_decode(
     rules = rules_of(view.settings, request.override)
     decode = pick_leg(
         request, view, Leg.DECODE, rules, chosen.mask,
-        turn=view.turn, constraint=constraint, prefill_slot=sender,
+        turn=view.turn, constraint=constraint, prefill_slot=sender, explain=explain,
     )  # fmt: skip
     rows: tuple[Candidate, ...] = ()
     if explain:
@@ -184,7 +184,7 @@ def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decisio
     if not mask.n_allowed:
         raise refuse_leg(request, view, who, free, explain=explain)
     rules = rules_of(view.settings, request.override)
-    whole = pick_leg(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn)
+    whole = pick_leg(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn, explain=explain)
     rows = candidates(who, fleet, busy_steps(free), whole) if explain else ()
     return Decision(
         request_id=request.request_id,
@@ -211,7 +211,7 @@ def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decis
     if not mask.n_allowed:
         raise refuse_leg(request, view, who, free, explain=explain)
     rules = rules_of(view.settings, request.override)
-    prefill = pick_leg(request, view, Leg.PREFILL, rules, mask, turn=view.turn)
+    prefill = pick_leg(request, view, Leg.PREFILL, rules, mask, turn=view.turn, explain=explain)
     rows = candidates(who, fleet, busy_steps(free), prefill) if explain else ()
     return Decision(
         request_id=request.request_id,
@@ -238,13 +238,13 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     reach = reaching(senders, fleet, receivers, router_default)
     if reach is not None:
         senders = senders.within(reach)
-    prefill = pick_leg(request, view, Leg.PREFILL, rules, senders, turn=view.turn)
+    prefill = pick_leg(request, view, Leg.PREFILL, rules, senders, turn=view.turn, explain=explain)
     constraint = constraint_of(fleet, prefill.pick.slot, router_default)
     chosen = reached_decode_mask(receivers, fleet, constraint, prefill.pick.slot)
     decode = pick_leg(
         request, view, Leg.DECODE, rules, chosen.mask,
         turn=view.turn // senders.n_allowed,  # or each prefill rank would always meet the same decode rank
-        constraint=constraint, prefill_slot=prefill.pick.slot,
+        constraint=constraint, prefill_slot=prefill.pick.slot, explain=explain,
     )  # fmt: skip
     rows: tuple[Candidate, ...] = ()
     if explain:
