@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from benchmarks.choice import pairs, pairs_page
-from benchmarks.choice.aggregated import LOADS, Job, jobs, measured
-from benchmarks.choice.page import Study, markdown
+from benchmarks.choice.aggregated import LOADS, Job, frontier, jobs, measured
+from benchmarks.choice.page import Study, markdown, row_of
 from benchmarks.choice.pairs import AGGREGATED, PairJob
 from benchmarks.choice.pairs_page import PairStudy
 from benchmarks.http_replay.machine import this_commit, this_machine
@@ -77,7 +77,9 @@ def main(name: str, parts: Sequence[str], processes: int, output: Path) -> None:
         if part == AGGREGATED:
             todo = jobs(form.rows, form.seeds, form.cases, form.loads)
             cells = tuple(measure(todo, measured, processes))
-            study = Study(name, _now(), this_commit(), this_machine(), form.rows, form.seeds, cells)
+            missed = [cell.job for cell in cells if row_of(cell).missed]
+            tried = tuple(measure(missed, frontier, processes))
+            study = Study(name, _now(), this_commit(), this_machine(), form.rows, form.seeds, cells, tried)
             page, data, text = "README.md", f"{name}.json", markdown(study)
         else:
             found = measure(pairs.jobs(form.rows, form.seeds, form.cases), pairs.measured, processes)

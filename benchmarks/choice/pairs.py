@@ -10,7 +10,15 @@ import msgspec
 import yaml
 from msgspec import structs
 
-from benchmarks.choice.aggregated import least, simulation_of, whole
+from benchmarks.choice.aggregated import (
+    FEW_SEEDS,
+    FINALISTS,
+    Figures,
+    best_of,
+    least,
+    simulation_of,
+    whole,
+)
 from benchmarks.replay.cases import BLOCK, BLOCKS, CASES, Rows, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE
 from kvrouter.config import Document, parse_document
@@ -45,9 +53,6 @@ BAR_SHARE = 0.8
 SUSTAINED = 0.9
 """Round-robin sustains a load while this share of requests meets the objective."""
 
-FINALISTS = 3
-"""So many rules, the best of the first half of the rows, are replayed with every seed."""
-
 BLOCKS_RULE = f"{OURS}:router_cost=blocks"
 TIME = f"{OURS}:router_cost=time"
 JOINT = f"{TIME},router_pd_selection=joint"
@@ -72,17 +77,11 @@ SHIFTED_S = 5.0
 """and so long after it traffic must have shifted."""
 
 
-class PairFigures(msgspec.Struct, frozen=True, kw_only=True):
+class PairFigures(Figures, frozen=True, kw_only=True):
     """One policy in one case, of the second half of the rows; a value for each seed."""
 
-    policy: str
     links: str
     """What the router knows of links, one of LINKS; ``aggregated`` where there are none."""
-    ttft_ms: tuple[float, ...]
-    ttft_p99_ms: tuple[float, ...]
-    itl_ms: tuple[float, ...]
-    good: tuple[float, ...]
-    failed: tuple[int, ...]
     cost: tuple[float, ...]
     """What KV over links that have a price cost."""
 
@@ -244,9 +243,6 @@ def _give_at(placer: Placer, table: LinkTable, at_s: float) -> None:
 def _figures(policy: str, links: str, seeds: int, replay: Callable[[int], Summary]) -> PairFigures:
     seen: list[tuple[float, float, float, float, int, float]] = []
     for seed in range(seeds):
-        if len(seen) == 2 and seen[0] == seen[1]:  # nothing is drawn from seeds
-            seen += [seen[0]] * (seeds - 2)
-            break
         summary = replay(seed)
         seen.append(
             (
@@ -291,19 +287,26 @@ def sustained(document: Document, case: int, rows: int) -> float:
 def _links(job: PairJob) -> list[PairCell]:
     document = tiers(alike=job.fleet == "alike")
     most = sustained(document, job.case, job.rows)
+    few = min(job.seeds, FEW_SEEDS)
     cells = []
     finalists: list[str] = []
     for share in sorted(SHARES, key=lambda share: share != BAR_SHARE):  # rules are tuned at the bars' load
         is_bar = share == BAR_SHARE
         on = _Fleet(document, rows_of(CASES[job.case], most * share, job.rows))
         if is_bar:
-            best = [least(points(rule), on.merit) for rule in RULES]
-            finalists = [policy for policy, _ in sorted(best, key=lambda found: found[1])[:FINALISTS]]
-        seeds = job.seeds if is_bar else min(job.seeds, 3)
-        asked = [(policy, GIVEN) for policy in (JOINT, TIME, BLOCKS_RULE, *finalists)]
+            tuned = [least(points(rule), on.merit) for rule in RULES]
+            finalists = [policy for policy, _ in sorted(tuned, key=lambda found: found[1])[:FINALISTS]]
+        figures = [on.figures(policy, GIVEN, few) for policy in finalists]
+        best = best_of(figures)
+        asked = [(BLOCKS_RULE, GIVEN, few)]
         if is_bar:
-            asked.append((EVEN, GIVEN))
-            asked += [(policy, links) for policy in (JOINT, TIME) for links in (LEARNED, ASSUMED)]
+            figures = [on.figures(best.policy, GIVEN, job.seeds)]
+            asked += [(policy, GIVEN, job.seeds) for policy in (JOINT, TIME, EVEN)]
+            asked += [(TIME, links, job.seeds) for links in (LEARNED, ASSUMED)]
+            asked += [(JOINT, links, few) for links in (LEARNED, ASSUMED)]
+        else:
+            figures = [best]
+            asked += [(policy, GIVEN, few) for policy in (JOINT, TIME)]
         cells.append(
             PairCell(
                 study=job.study,
@@ -311,7 +314,7 @@ def _links(job: PairJob) -> list[PairCell]:
                 fleet=job.fleet,
                 share=share,
                 load=most * share,
-                figures=tuple(on.figures(policy, links, seeds) for policy, links in asked),
+                figures=(*(on.figures(*each) for each in asked), *figures),
             )
         )
     return sorted(cells, key=lambda cell: cell.share)
@@ -347,7 +350,7 @@ def _falls(job: PairJob) -> list[PairCell]:
             share=0.0,
             load=load,
             figures=tuple(
-                _figures(policy, links, min(job.seeds, 3), lambda seed: shifted(policy, links, seed))  # noqa: B023
+                _figures(policy, links, job.seeds, lambda seed: shifted(policy, links, seed))  # noqa: B023
                 for policy, links in asked
             ),
         )
@@ -371,8 +374,10 @@ def _split(job: PairJob) -> list[PairCell]:
     for load in (1.0, 3.0, 5.0):
         rows = rows_of(CASES[job.case], load, job.rows)
         split, whole = _Fleet(fleet("ab", 1.0, policy=None), rows), _Fleet(aggregated(), rows)
-        figures = [split.figures(policy, GIVEN, min(job.seeds, 3)) for policy in (JOINT, TIME)]
-        figures.append(structs.replace(whole.figures(TIME, GIVEN, min(job.seeds, 3)), links=AGGREGATED))
+        figures = [split.figures(policy, GIVEN, min(job.seeds, FEW_SEEDS)) for policy in (JOINT, TIME)]
+        figures.append(
+            structs.replace(whole.figures(TIME, GIVEN, min(job.seeds, FEW_SEEDS)), links=AGGREGATED)
+        )
         cells.append(
             PairCell(
                 study=job.study, case=job.case, fleet=job.fleet, share=0.0, load=load, figures=tuple(figures)

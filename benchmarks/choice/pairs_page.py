@@ -6,6 +6,7 @@ from statistics import mean, stdev
 
 import msgspec
 
+from benchmarks.choice.aggregated import best_of
 from benchmarks.choice.page import joined, ms
 from benchmarks.choice.pairs import (
     AGGREGATED,
@@ -78,9 +79,8 @@ def missed_of(cell: PairCell) -> list[str]:
 
 
 def best_rule(cell: PairCell) -> PairFigures:
-    """Return the published rule with the least mean TTFT of those under which fewest requests failed."""
-    rules = [each for each in cell.figures if each.policy not in SHORT_NAMES]
-    return min(rules, key=lambda each: (mean(each.failed), mean(each.ttft_ms)))
+    """Return the best of the published rules."""
+    return best_of(each for each in cell.figures if each.policy not in SHORT_NAMES)
 
 
 def _of(cell: PairCell, policy: str, links: str = GIVEN) -> PairFigures:

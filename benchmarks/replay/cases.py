@@ -3,6 +3,7 @@
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,11 @@ NEAR_BYTES_PER_S = 12.5e9
 RATIOS = (1.0, 4.0, 20.0)
 BLOCK = 512
 BLOCKS = 4096
+
+LATE_S = 0.01
+"""A seed delays each request by up to so much, as a network does. Most rules draw nothing, and one replay of
+such a rule is one of many that its choices might have led to.
+"""
 
 
 class Case(NamedTuple):
@@ -62,6 +68,17 @@ class Rows:
         ]
         self.half = len(self.rows) // 2
         """How many of them rules are tuned on; figures are of the others."""
+
+    def delayed(self, seed: int) -> list[TraceRequest]:
+        """Return the rows, each as late as the seed says, of LATE_S at most."""
+        draw, replace = Random(seed), msgspec.structs.replace
+        rows = []
+        for row in self.rows:
+            late_s = LATE_S * draw.random()
+            waits = tuple(replace(wait, think_s=wait.think_s + late_s) for wait in row.waits)
+            moments = {"at_s": row.at_s + late_s, "not_before_s": row.not_before_s + late_s}
+            rows.append(replace(row, waits=waits, **moments))
+        return rows if self.is_closed else sorted(rows, key=lambda row: row.at_s)
 
     def share(self, number: int, of: int) -> list[TraceRequest]:
         """Return every ``of``-th row from ``number`` on, as a gateway that takes turns would send them."""

@@ -9,13 +9,15 @@ from benchmarks.choice import page
 from benchmarks.choice.aggregated import (
     BLOCKS,
     BLOCKS_RULE,
-    FINALISTS,
+    FEW_SEEDS,
+    FRONTIER,
     KNOWING,
     LOADS,
     TIME,
     Cell,
     Figures,
     Job,
+    frontier,
     jobs,
     measured,
 )
@@ -24,6 +26,7 @@ from benchmarks.http_replay.machine import Commit, Machine
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import CostRule
 from kvrouter.sim.rules.registry import RULES
+from kvrouter.sim.variant import OURS
 
 RESULTS = Path(page.__file__).parent
 
@@ -41,13 +44,18 @@ def test_every_cell_has_a_name_of_its_own() -> None:
     assert len(keys) == 4 * len(LOADS) * (len(BLOCKS) + 1)
 
 
-def test_a_cell_has_ours_untuned_and_the_best_rules_with_their_best_points() -> None:
-    found = measured(Job(0, 1.0, BLOCKS[0], True, 60, 3))
+def test_a_cell_has_ours_untuned_and_the_best_rule_with_its_best_point_for_each_seed() -> None:
+    found = measured(Job(0, 1.0, BLOCKS[0], True, 60, 4))
     policies = [each.policy for each in found.figures]
     assert policies[:3] == [TIME, BLOCKS_RULE, KNOWING]
-    assert len(policies) == 3 + FINALISTS
-    assert {policy.partition(":")[0] for policy in policies[3:]} < RULES.keys()
-    assert all(len(each.ttft_ms) == 3 for each in found.figures)
+    assert [policy.partition(":")[0] in RULES for policy in policies[3:]] == [True]
+    assert all(len(set(each.ttft_ms)) == 4 for each in found.figures)
+
+
+def test_other_settings_are_tried_where_a_bar_does_not_hold() -> None:
+    found = frontier(Job(0, 1.0, BLOCKS[0], False, 60, 10))
+    assert [each.policy for each in found.figures] == list(FRONTIER)
+    assert all(len(each.ttft_ms) == FEW_SEEDS for each in found.figures)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +119,24 @@ def test_the_page_names_what_does_not_hold() -> None:
     )
     assert "- conversation, 1 times as fast, 4096 blocks: mean TTFT of the best rule 1.125, wanted 1" in text
     assert "| conversation | 3 | 90 | 100 | 89 | 100 | 100 | a | 80 | 1.011 |" in text
+
+
+def test_the_page_shows_what_other_settings_do_where_a_bar_does_not_hold() -> None:
+    few, one, two = (f"{OURS}:router_decode_weight={weight}" for weight in (1, 2, 3))
+    missed = cell(figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures("a", 80.0), load=1.0)
+    nowhere = msgspec.structs.replace(missed, job=msgspec.structs.replace(missed.job, load=5.0))
+    other = figures(few, 79.0, p99=99.0), figures(one, 70.0, itl=9.0), figures(two, 79.0, p99=99.5)
+    study = msgspec.structs.replace(
+        study_of(missed, nowhere), frontier=(Cell(missed.job, other), Cell(nowhere.job, other[1:2]))
+    )
+    text = markdown(study)
+    table = text[text.index("## Other settings there") :]
+    assert "4096 blocks | `a` | 1.000 | 1.000 | 1.000 |  |" in table
+    assert "4096 blocks | `router_decode_weight=1` | 0.988 | 0.990 | 1.000 | yes |" in table
+    assert "4096 blocks | `router_decode_weight=2` | 0.875 | 1.000 | 1.125 |  |" in table
+    assert "router_decode_weight=3" not in table, "another one is better in everything"
+    assert "No setting holds all bars of: conversation, 5 times as fast, 4096 blocks." in table
+    assert "## Other settings there" not in markdown(study_of(missed))
 
 
 def test_the_page_in_the_repository_is_made_of_its_data() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.http_replay.machine import Commit, Machine
 from benchmarks.replay.__main__ import FORMS, studied, work, write
-from benchmarks.replay.cases import CASES, RATIOS, Case, Cell, Rows, Tried, ZoneCell, fleet
+from benchmarks.replay.cases import CASES, LATE_S, RATIOS, Case, Cell, Rows, Tried, ZoneCell, fleet
 from benchmarks.replay.kept import Done, Head, KeptRun
 from benchmarks.replay.page import Study, markdown, rule, tables
 from benchmarks.replay.plots import Bar, Group, plot
@@ -285,3 +285,20 @@ def test_a_case_reads_no_more_than_it_is_given() -> None:
     case = Case("few", CASES[0].path, (1.0,))
     assert [row.number for row in Rows(case, 1.0, 5).rows] == [0, 1, 2, 3, 4]
     assert Rows(case, 1.0, 5).half == 2
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_seed_says_how_late_each_request_is(case: int) -> None:
+    rows = Rows(CASES[case], 1.0, 40)
+    late = [row for seed in (0, 1) for row in rows.delayed(seed)]
+    assert rows.delayed(1) == late[40:]
+    assert late[:40] != late[40:]
+    for row in late:
+        before = rows.rows[row.number]
+        assert 0.0 <= row.at_s - before.at_s <= LATE_S
+        assert 0.0 <= row.not_before_s - before.not_before_s <= LATE_S
+        assert [wait.number for wait in row.waits] == [wait.number for wait in before.waits]
+        for wait, of in zip(row.waits, before.waits, strict=True):
+            assert 0.0 <= wait.think_s - of.think_s <= LATE_S
+    if not rows.is_closed:
+        assert [row.at_s for row in late[:40]] == sorted(row.at_s for row in late[:40])
