@@ -23,10 +23,6 @@ from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 from kvrouter.recording.request import RequestFields
 
-PredictionColumns = tuple[npt.NDArray[np.generic] | None, ...]
-"""Overlap and blocks that are not active (uint32, or None), prefill tokens, active blocks, requests, waiting
-(int64), total blocks, seats, slowness, slowness of decode, turnover (float64)."""
-
 PredictionAsked = tuple[tuple[float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
 """Prompt tokens and blocks, block size, seconds of an answer, weight of overlap; whether the leg prefills and
 decodes, whether tokens and blocks count, and whether those do who are answered meanwhile."""
@@ -327,7 +323,7 @@ class LinkMap:
         self,
         out: Seconds,
         predictor: Predictor,
-        columns: PredictionColumns,
+        columns: RankColumns,
         asked: tuple[PredictionAsked, PredictionAsked],
         senders: Senders,
         masks: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
@@ -342,7 +338,7 @@ class LinkMap:
         self,
         out: Seconds,
         predictor: Predictor,
-        columns: PredictionColumns,
+        columns: RankColumns,
         asked: tuple[PredictionAsked, PredictionAsked],
         senders: Senders,
         sender: int,
@@ -386,18 +382,30 @@ class Predictor:
     def totals(
         self,
         out: npt.NDArray[np.float64],
-        columns: PredictionColumns,
+        columns: RankColumns,
         asked: PredictionAsked,
         among: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Fill ``out`` with the cost of each slot; with infinity where ``among`` is 0.
 
-        Raises TypeError or ValueError that names a column of another type, or with fewer entries.
+        Raises IndexError where ``out`` has more entries than ``columns`` have.
         """
     def parts(
-        self, slot: int, columns: PredictionColumns, asked: PredictionAsked
+        self, slot: int, columns: RankColumns, asked: PredictionAsked
     ) -> tuple[float, float, float, float, float, float]:
         """Return the six parts of one slot; raises what :meth:`totals` does."""
+
+@final
+class RankColumns:
+    """What predictions read of each slot: overlap and blocks that are not active (uint32, or None), prefill
+    tokens, active blocks, requests, waiting (int64), total blocks, seats, slowness, slowness of decode,
+    turnover (float64). They have at least ``n_slots`` entries, are C-contiguous, and keep their size while it
+    lives.
+
+    Raises TypeError or ValueError that names a column of another type, or with fewer entries.
+    """
+
+    def __new__(cls, n_slots: int, columns: tuple[npt.NDArray[np.generic] | None, ...]) -> Self: ...
 
 class PrefixSet:
     """The blocks of all prompts so far; with more than ``max_blocks`` it is given up."""

@@ -278,19 +278,22 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
         decode_weight=1.0,
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
-    columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
+    read = (None, None, counts, counts, counts, counts, *[figures] * 5)
+    columns = _native.RankColumns(2, read)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
     with pytest.raises(ValueError, match="among: at least 2"):
         predictor.totals(np.empty(2), columns, wanted, np.ones(1, np.uint8))
-    with pytest.raises(ValueError, match="prefill_tokens: at least 3"):
+    with pytest.raises(IndexError, match="columns: of 2 slots, not 3"):
         predictor.totals(np.empty(3), columns, wanted)
-    with pytest.raises(TypeError, match="waiting"):
-        predictor.totals(np.empty(2), (*columns[:5], figures, *columns[6:]), wanted)
-    with pytest.raises(TypeError, match="seats: a column, not None"):
-        predictor.parts(0, (*columns[:7], None, *columns[8:]), wanted)
-    with pytest.raises(ValueError, match="prefill_tokens"):
+    with pytest.raises(IndexError, match="columns: of 2 slots, not 3"):
         predictor.parts(2, columns, wanted)
+    with pytest.raises(ValueError, match="prefill_tokens: at least 3"):
+        _native.RankColumns(3, read)
+    with pytest.raises(TypeError, match="waiting"):
+        _native.RankColumns(2, (*read[:5], figures, *read[6:]))
+    with pytest.raises(TypeError, match="seats: a column, not None"):
+        _native.RankColumns(2, (*read[:7], None, *read[8:]))
     with pytest.raises(ValueError, match="chunk_tokens"):
         _native.Predictor(
             timing, chunk_tokens=0, others_weight=0, stalls_weight=0, turnover_weight=0, decode_weight=0
@@ -305,7 +308,7 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
 def test_only_slots_among_those_that_are_asked_for_have_a_cost(flags: tuple[bool, bool]) -> None:
     predictor = predictor_of(Timing(), 8.0)
     counts, figures = np.arange(3), np.full(3, 100.0)
-    columns = (None, None, counts, counts, counts, counts, *[figures] * 5)
+    columns = _native.RankColumns(3, (None, None, counts, counts, counts, counts, *[figures] * 5))
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (*flags, True, True, False))
     everywhere, some = np.empty(3), np.empty(3)
     predictor.totals(everywhere, columns, wanted)

@@ -34,6 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<links::Senders>()?;
     module.add_class::<paged_kv::PagedKv>()?;
     module.add_class::<prediction::Predictor>()?;
+    module.add_class::<prediction::RankColumns>()?;
     module.add_class::<prefix_set::PrefixSet>()?;
     module.add_class::<recording::RecordQueue>()?;
     module.add_function(wrap_pyfunction!(hashing::mix64, module)?)?;

@@ -6,7 +6,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyBufferError, PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::prediction::{AskedArgs, Borrowed, ColumnArgs, Columns, Predictor};
+use crate::prediction::{AskedArgs, Columns, Predictor, RankColumns};
 
 #[derive(Clone, Copy)]
 struct Figures {
@@ -183,7 +183,7 @@ impl LinkMap {
         py: Python<'_>,
         out: &Bound<'_, PyAny>,
         predictor: &Predictor,
-        columns: ColumnArgs<'_>,
+        columns: &RankColumns,
         asked: [AskedArgs; 2],
         senders: &Senders,
         masks: [Bound<'_, PyAny>; 2],
@@ -193,7 +193,7 @@ impl LinkMap {
         let n_slots = self.map.n_slots();
         senders.check(n_slots)?;
         let (prefill_multiplier, decode_multiplier, near) = multipliers;
-        let columns = Borrowed::get(&columns, n_slots)?;
+        columns.check(n_slots)?;
         let slots = columns.slots(py);
         let [senders_mask, receivers_mask] = &masks;
         let masks = [
@@ -238,7 +238,7 @@ impl LinkMap {
         py: Python<'_>,
         out: &Bound<'_, PyAny>,
         predictor: &Predictor,
-        columns: ColumnArgs<'_>,
+        columns: &RankColumns,
         asked: [AskedArgs; 2],
         senders: &Senders,
         sender: usize,
@@ -248,7 +248,7 @@ impl LinkMap {
         self.check_slot(sender)?;
         let n_slots = self.map.n_slots();
         senders.check(n_slots)?;
-        let columns = Borrowed::get(&columns, n_slots)?;
+        columns.check(n_slots)?;
         let slots = columns.slots(py);
         let multiplier = Columns::maybe("multiplier", multiplier.as_ref(), n_slots)?;
         let choice = Choice {

@@ -3,7 +3,7 @@
 use kvrouter_core::prediction::{Asked, Prediction, Rates, Slots, N_PARTS};
 use kvrouter_core::timing::Timing;
 use pyo3::buffer::{Element, PyBuffer};
-use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 /// The columns of one call: read-only where nothing is written.
@@ -74,7 +74,7 @@ impl Predictor {
         &self,
         py: Python<'_>,
         out: &Bound<'_, PyAny>,
-        columns: ColumnArgs<'_>,
+        columns: &RankColumns,
         asked: AskedArgs,
         among: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
@@ -86,7 +86,7 @@ impl Predictor {
         if n_slots == 0 {
             return Ok(());
         }
-        let columns = Borrowed::get(&columns, n_slots)?;
+        columns.check(n_slots)?;
         let among = Columns::<u8>::maybe("among", among, n_slots)?;
         // SAFETY: contiguous, writable and kept alive by the buffer; the caller is attached, and none of the columns that
         // are read is a part of it.
@@ -101,17 +101,13 @@ impl Predictor {
         &self,
         py: Python<'_>,
         slot: usize,
-        columns: ColumnArgs<'_>,
+        columns: &RankColumns,
         asked: AskedArgs,
     ) -> PyResult<[f64; N_PARTS]> {
-        let columns = Borrowed::get(&columns, slot + 1)?;
+        columns.check(slot + 1)?;
         Ok(self.prediction(&columns.slots(py), slot + 1, asked).at(slot))
     }
 }
-
-/// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
-/// slowness, slowness of decode, turnover.
-pub type ColumnArgs<'py> = [Option<Bound<'py, PyAny>>; 11];
 
 /// Prompt tokens and blocks, the size of a block, the seconds of an answer, the weight of overlap; whether the leg
 /// prefills and decodes, whether tokens and blocks count, and whether those do who are answered meanwhile.
@@ -135,18 +131,26 @@ impl Predictor {
     }
 }
 
-pub struct Borrowed {
+/// What predictions read of each slot. The columns are borrowed, so that they keep their size meanwhile.
+#[pyclass(frozen, module = "kvrouter._native")]
+pub struct RankColumns {
+    n_slots: usize,
     overlap_blocks: Option<Columns<u32>>,
     not_active: Option<Columns<u32>>,
     counts: [Columns<i64>; 4],
     figures: [Columns<f64>; 5],
 }
 
-impl Borrowed {
-    pub fn get(columns: &ColumnArgs<'_>, n_slots: usize) -> PyResult<Self> {
+#[pymethods]
+impl RankColumns {
+    /// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
+    /// slowness, slowness of decode, turnover.
+    #[new]
+    fn new(n_slots: usize, columns: [Option<Bound<'_, PyAny>>; 11]) -> PyResult<Self> {
         let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, decode, turnover] =
-            columns;
-        Ok(Borrowed {
+            &columns;
+        Ok(RankColumns {
+            n_slots,
             overlap_blocks: Columns::maybe("overlap_blocks", overlap.as_ref(), n_slots)?,
             not_active: Columns::maybe("not_active", not_active.as_ref(), n_slots)?,
             counts: [
@@ -163,6 +167,15 @@ impl Borrowed {
                 Columns::needed("turnover", turnover.as_ref(), n_slots)?,
             ],
         })
+    }
+}
+
+impl RankColumns {
+    pub fn check(&self, n_slots: usize) -> PyResult<()> {
+        if n_slots > self.n_slots {
+            return Err(PyIndexError::new_err(format!("columns: of {} slots, not {n_slots}", self.n_slots)));
+        }
+        Ok(())
     }
 
     pub fn slots<'a>(&'a self, py: Python<'_>) -> Slots<'a> {

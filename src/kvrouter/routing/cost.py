@@ -33,7 +33,6 @@ from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
-from msgspec import structs
 
 from kvrouter.core.constraints import CostRule, PdSelection, RouterConfigOverride, RouterMode
 from kvrouter.core.hashing import mix64
@@ -74,9 +73,18 @@ def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules
     )
 
 
+class Timed(NamedTuple):
+    """What the time rule says of one slot."""
+
+    prefill_blocks: float
+    decode_blocks: float
+    times: Times
+
+
 class Costs(NamedTuple):
     """The columns of one leg, each with an entry per slot, eligible or not. Under the time rule those of
-    blocks to prefill and to decode are not made: ``timed`` adds them to a pick, and its times.
+    blocks to prefill and to decode are not made: ``timed`` has them, and the times, of a slot that holds so
+    many leading blocks.
     """
 
     overlap_blocks: IntColumn | None
@@ -85,7 +93,7 @@ class Costs(NamedTuple):
     transfer_blocks: FloatColumn | None
     multiplier: FloatColumn | None
     cost: FloatColumn
-    timed: Callable[[Pick], Pick] | None = None
+    timed: Callable[[Slot, int], Timed] | None = None
 
 
 def leg_costs(
@@ -201,27 +209,30 @@ def _timed(
     times: LegTimes,
     transfer_s: FloatColumn | None,
     price_s: FloatColumn | None,
-    pick: Pick,
-) -> Pick:
+    slot: Slot,
+    overlap_blocks: int,
+) -> Timed:
     at = times.at(
-        pick.slot,
-        transfer_s=0.0 if transfer_s is None else transfer_s.item(pick.slot),
-        price_s=0.0 if price_s is None else price_s.item(pick.slot),
+        slot,
+        transfer_s=0.0 if transfer_s is None else transfer_s.item(slot),
+        price_s=0.0 if price_s is None else price_s.item(slot),
     )
-    return with_times(request, view, leg, pick, at)
+    return timed_at(request, view, leg, slot, overlap_blocks, at)
 
 
-def with_times(request: RouteRequest, view: View, leg: Leg, pick: Pick, times: Times) -> Pick:
-    """Return a pick with its times, and its blocks to prefill and to decode."""
-    slot, block_size = pick.slot, view.fleet.block_size
+def timed_at(
+    request: RouteRequest, view: View, leg: Leg, slot: Slot, overlap_blocks: int, times: Times
+) -> Timed:
+    """Return the times of a leg at a slot, with its blocks to prefill and to decode there."""
+    block_size = view.fleet.block_size
     prefill = decode = 0.0
     if leg is not _DECODE and view.settings.track_prefill_tokens:
-        uncached = max(0, request.isl_tokens - pick.overlap_blocks * block_size)
+        uncached = max(0, request.isl_tokens - overlap_blocks * block_size)
         prefill = (uncached + view.prefill_tokens.item(slot)) / block_size
     if leg is not _PREFILL and view.settings.track_active_blocks:
         new = request.total_blocks if view.not_active is None else view.not_active.item(slot)
         decode = float(view.active_blocks.item(slot) + new)
-    return structs.replace(pick, prefill_blocks=prefill, decode_blocks=decode, times=times)
+    return Timed(prefill, decode, times)
 
 
 def _total(
@@ -288,20 +299,27 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
     if rank is None:
         raise ValueError(f"slot {slot} is free")
     overlap, prefill, decode, transfer, multiplier, cost, timed = costs
-    pick = Pick(
+    overlap_blocks = 0 if overlap is None else overlap.item(slot)
+    if timed is not None:
+        prefill_blocks, decode_blocks, times = timed(slot, overlap_blocks)
+    else:
+        prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
+        decode_blocks = 0.0 if decode is None else decode.item(slot)
+        times = None
+    return Pick(
         slot=slot,
         rank=rank,
         leg=leg,
-        overlap_blocks=0 if overlap is None else overlap.item(slot),
-        prefill_blocks=0.0 if prefill is None else prefill.item(slot),
-        decode_blocks=0.0 if decode is None else decode.item(slot),
+        overlap_blocks=overlap_blocks,
+        prefill_blocks=prefill_blocks,
+        decode_blocks=decode_blocks,
         transfer_blocks=0.0 if transfer is None else transfer.item(slot),
         multiplier=1.0 if multiplier is None else multiplier.item(slot),
         cost=cost.item(slot),
         candidates=candidates,
         unseen=unseen,
+        times=times,
     )
-    return pick if timed is None else timed(pick)
 
 
 _TOP = float(np.finfo(np.float64).max) / 4

@@ -31,13 +31,14 @@ from kvrouter.routing.cost import (
     Costs,
     Picked,
     Rules,
+    Timed,
     leg_costs,
     multiplier_of,
     overlap_of,
     pick_at,
     pick_by,
     preferred_taints,
-    with_times,
+    timed_at,
 )
 from kvrouter.routing.eligibility import Mask, Screen, able, first_refusals, mask_of, screen
 from kvrouter.routing.explain import (
@@ -61,7 +62,7 @@ from kvrouter.routing.pair import (
     tiers_of,
 )
 from kvrouter.routing.prediction import LegTimes
-from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, View
+from kvrouter.routing.request import Candidate, Decision, RouteRequest, View
 from kvrouter.topology import (
     Fallback,
     LinkTable,
@@ -163,17 +164,16 @@ class PairCosts:
         timed = partial(self._timed, sender)
         return Costs(self._overlap, None, None, None, multiplier, cost, timed)
 
-    def _timed(self, sender: Slot, pick: Pick) -> Pick:
+    def _timed(self, sender: Slot, slot: Slot, overlap_blocks: int) -> Timed:
         request, view = self._request, self._view
         prefill, decode = self._legs
         own = prefill.at(sender)
-        kv_bytes = max(
-            0, request.isl_tokens - pick.overlap_blocks * view.fleet.block_size
-        ) * kv_bytes_per_token(view.fleet, sender)
-        transfer_s, price = self._links.transfer(sender, pick.slot, kv_bytes)
-        times = decode.at(pick.slot, transfer_s=transfer_s, price_s=price * view.settings.price_weight)
+        missing_tokens = max(0, request.isl_tokens - overlap_blocks * view.fleet.block_size)
+        kv_bytes = missing_tokens * kv_bytes_per_token(view.fleet, sender)
+        transfer_s, price = self._links.transfer(sender, slot, kv_bytes)
+        times = decode.at(slot, transfer_s=transfer_s, price_s=price * view.settings.price_weight)
         waits_s = max(0.0, times.memory_s - own.queue_s - own.prefill_s)
-        return with_times(request, view, Leg.DECODE, pick, times._replace(memory_s=waits_s))
+        return timed_at(request, view, Leg.DECODE, slot, overlap_blocks, times._replace(memory_s=waits_s))
 
     def _multiplier(self, constraint: TransferConstraint | None) -> FloatColumn | None:
         return multiplier_of(self._view.fleet, preferred_taints(self._request, Leg.DECODE, constraint))

@@ -30,13 +30,12 @@ round-robin; at 20 it is a tenth more and 3 % less (32 + 32 mock workers, links 
 """
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import astuple
 
-from kvrouter._native import Predictor
+from kvrouter._native import Predictor, RankColumns
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
@@ -80,18 +79,21 @@ class LegTimes:
         speeds = given.speeds or unlearned(n_slots)
         columns = fleet.columns
         self.predictor = predictor_of(settings.timing, settings.decode_weight)
-        self.columns = (
-            _typed(overlap, _UINT32),
-            _typed(view.not_active, _UINT32),
-            _typed(view.prefill_tokens, _INT64),
-            _typed(view.active_blocks, _INT64),
-            _typed(given.requests, _INT64),
-            _typed(given.waiting, _INT64),
-            columns.total_blocks,
-            columns.seats,
-            speeds.slowness,
-            speeds.decode_slowness,
-            speeds.turnover,
+        self.columns = RankColumns(
+            n_slots,
+            (
+                overlap,
+                view.not_active,
+                view.prefill_tokens,
+                view.active_blocks,
+                given.requests,
+                given.waiting,
+                columns.total_blocks,
+                columns.seats,
+                speeds.slowness,
+                speeds.decode_slowness,
+                speeds.turnover,
+            ),
         )
         self.asked = (
             (
@@ -169,13 +171,3 @@ def _none(n_slots: int) -> npt.NDArray[np.int64]:
     column = np.zeros(n_slots, np.int64)
     column.flags.writeable = False
     return column
-
-
-_INT64, _UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
-
-
-def _typed(column: IntColumn | None, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-    """Return the column as the native core reads it: itself, where it is of the type already."""
-    if column is None or (column.dtype is dtype and column.strides[0] == dtype.itemsize):
-        return column
-    return np.ascontiguousarray(column, dtype)

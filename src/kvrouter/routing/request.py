@@ -180,7 +180,8 @@ class CostInput(NamedTuple):
 
 class View(msgspec.Struct, frozen=True):
     """One reading of everything that the decision depends on; each column has a slot's entry at its index
-    and at least ``fleet.n_slots`` entries.
+    and at least ``fleet.n_slots`` entries. The time rule's are C-contiguous, those of an index's blocks and
+    ``not_active`` of 32 bits without a sign, and other counts of 64 bits.
 
     ``overlap_blocks``: leading blocks of the request that are there; None when no index is kept.
     ``prefill_tokens``, ``active_blocks``: the ledger's load. ``not_active``: the request's blocks that are
