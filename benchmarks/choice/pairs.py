@@ -289,24 +289,22 @@ def _links(job: PairJob) -> list[PairCell]:
     most = sustained(document, job.case, job.rows)
     few = min(job.seeds, FEW_SEEDS)
     cells = []
-    finalists: list[str] = []
+    best = ROUND_ROBIN
     for share in sorted(SHARES, key=lambda share: share != BAR_SHARE):  # rules are tuned at the bars' load
         is_bar = share == BAR_SHARE
         on = _Fleet(document, rows_of(CASES[job.case], most * share, job.rows))
         if is_bar:
             tuned = [least(points(rule), on.merit) for rule in RULES]
             finalists = [policy for policy, _ in sorted(tuned, key=lambda found: found[1])[:FINALISTS]]
-        figures = [on.figures(policy, GIVEN, few) for policy in finalists]
-        best = best_of(figures)
-        asked = [(BLOCKS_RULE, GIVEN, few)]
+            best = best_of([on.figures(policy, GIVEN, few) for policy in finalists]).policy
+        asked = [(policy, GIVEN, job.seeds if is_bar else few) for policy in (JOINT, best)]
+        asked.append((BLOCKS_RULE, GIVEN, few))
+        of_time = job.seeds if is_bar and job.fleet == "tiers" else few
+        asked.append((TIME, GIVEN, of_time))
         if is_bar:
-            figures = [on.figures(best.policy, GIVEN, job.seeds)]
-            asked += [(policy, GIVEN, job.seeds) for policy in (JOINT, TIME, EVEN)]
-            asked += [(TIME, links, job.seeds) for links in (LEARNED, ASSUMED)]
+            asked.append((EVEN, GIVEN, few))
+            asked += [(TIME, links, of_time) for links in (LEARNED, ASSUMED)]
             asked += [(JOINT, links, few) for links in (LEARNED, ASSUMED)]
-        else:
-            figures = [best]
-            asked += [(policy, GIVEN, few) for policy in (JOINT, TIME)]
         cells.append(
             PairCell(
                 study=job.study,
@@ -314,7 +312,7 @@ def _links(job: PairJob) -> list[PairCell]:
                 fleet=job.fleet,
                 share=share,
                 load=most * share,
-                figures=(*(on.figures(*each) for each in asked), *figures),
+                figures=tuple(on.figures(*each) for each in asked),
             )
         )
     return sorted(cells, key=lambda cell: cell.share)
