@@ -1,11 +1,13 @@
 """The cost of time is, at every rank, the sum that its formula says; the cheapest rank is picked."""
 
+from itertools import cycle
 from math import inf
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
@@ -40,9 +42,10 @@ LOADS = st.builds(
 )
 
 
-def view_of(loads: list[RankLoad], settings: RoutingSettings, answer_s: float, role: Role) -> View:
+def view_of(loads: list[RankLoad], settings: RoutingSettings, answer_s: float, *roles: Role) -> View:
+    """Return a fleet whose workers have ``roles`` by turns."""
     fleet = Fleet(ModelName("m"), BLOCK)
-    for worker_id, load in enumerate(loads, start=1):
+    for (worker_id, load), role in zip(enumerate(loads, start=1), cycle(roles), strict=False):
         config = ModelRuntimeConfig(
             total_kv_blocks=None if load.total_blocks == inf else int(load.total_blocks),
             max_num_seqs=None if load.seats == inf else int(load.seats),
@@ -136,3 +139,23 @@ def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_
         decode_weight=settings.decode_weight,
     )
     assert pick.times == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(
+    loads=st.lists(LOADS, min_size=2, max_size=8),
+    roles=st.sampled_from(((Role.BOTH,), (Role.PREFILL, Role.DECODE))),
+    excluded=st.frozensets(st.integers(3, 8).map(WorkerId)),
+    isl_tokens=st.integers(1, 50_000),
+)
+def test_ranks_that_may_not_take_a_leg_change_nothing(
+    loads: list[RankLoad], roles: tuple[Role, ...], excluded: frozenset[WorkerId], isl_tokens: int
+) -> None:
+    view = view_of(loads, RoutingSettings(cost=CostRule.TIME), 4.0, *roles)
+    request = RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK), excluded=excluded)
+    decision, explained = route(request, view), route(request, view, explain=True)
+    assert structs.replace(explained, rows=()) == decision
+    for pick in filter(None, (decision.prefill, decision.decode)):
+        open_rows = [row for row in explained.rows if row.leg is pick.leg and row.refused is None]
+        assert pick.cost == min(row.cost for row in open_rows)
+        assert pick.rank.worker_id not in excluded
+        assert pick.candidates == len(open_rows)
