@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "check": Form(200, 2, cases=(0,), loads=LOADS[:1]),
-    "short": Form(3_000, 10),
+    "short": Form(2_500, 10),
     "long": Form(20_000, 10),
 }
 """On two cores: half a minute, half an hour, a night."""

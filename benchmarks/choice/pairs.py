@@ -297,12 +297,13 @@ def _links(job: PairJob) -> list[PairCell]:
             tuned = [least(points(rule), on.merit) for rule in RULES]
             finalists = [policy for policy, _ in sorted(tuned, key=lambda found: found[1])[:FINALISTS]]
             best = best_of([on.figures(policy, GIVEN, few) for policy in finalists]).policy
-        asked = [(policy, GIVEN, job.seeds if is_bar else few) for policy in (JOINT, best)]
-        asked.append((BLOCKS_RULE, GIVEN, few))
-        of_time = job.seeds if is_bar and job.fleet == "tiers" else few
-        asked.append((TIME, GIVEN, of_time))
-        if is_bar:
-            asked.append((EVEN, GIVEN, few))
+        if not is_bar:
+            asked = [(policy, GIVEN, 1) for policy in (JOINT, TIME, BLOCKS_RULE, best)]
+        else:
+            of_time = job.seeds if job.fleet == "tiers" else few
+            asked = [(policy, GIVEN, job.seeds) for policy in (JOINT, best)]
+            asked += [(policy, GIVEN, few) for policy in (BLOCKS_RULE, EVEN)]
+            asked.append((TIME, GIVEN, of_time))
             asked += [(TIME, links, of_time) for links in (LEARNED, ASSUMED)]
             asked += [(JOINT, links, few) for links in (LEARNED, ASSUMED)]
         cells.append(
