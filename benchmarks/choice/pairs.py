@@ -370,13 +370,13 @@ def _prices(job: PairJob) -> list[PairCell]:
 def _split(job: PairJob) -> list[PairCell]:
     """Prompts that are prefilled where they are answered, against none and all of them."""
     cells = []
+    case = CASES[job.case]
+    seeds = job.seeds if case.is_closed else min(job.seeds, FEW_SEEDS)  # agents' sessions have the bar
     for load in (1.0, 3.0, 5.0):
-        rows = rows_of(CASES[job.case], load, job.rows)
+        rows = rows_of(case, load, job.rows)
         split, whole = _Fleet(fleet("ab", 1.0, policy=None), rows), _Fleet(aggregated(), rows)
-        figures = [split.figures(policy, GIVEN, min(job.seeds, FEW_SEEDS)) for policy in (JOINT, TIME)]
-        figures.append(
-            structs.replace(whole.figures(TIME, GIVEN, min(job.seeds, FEW_SEEDS)), links=AGGREGATED)
-        )
+        figures = [split.figures(policy, GIVEN, seeds) for policy in (JOINT, TIME)]
+        figures.append(structs.replace(whole.figures(TIME, GIVEN, seeds), links=AGGREGATED))
         cells.append(
             PairCell(
                 study=job.study, case=job.case, fleet=job.fleet, share=0.0, load=load, figures=tuple(figures)

@@ -100,9 +100,27 @@ def test_what_a_busy_engine_takes_for_each_transfer_is_no_bandwidth() -> None:
 def test_mistaken_transfers_do_not_change_what_the_others_show() -> None:
     way = Way()
     for _ in range(12):
-        way.send(within("a"), 4.0, n=3)
         way.send(within("a"), 60.0)
+        way.send(within("a"), 4.0, n=3)
+        assert way.slowness(within("a")) < 4.4
     assert way.slowness(within("a")) == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_transfer_that_was_stuck_counts_a_third_until_one_is_in_time() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.send(within("a"), 10.0, plain_s=0.3)
+    assert way.slowness(within("a")) == pytest.approx(10 ** (1 / 3), rel=0.1)
+    assert way.slowness(within("b")) == 1.0
+    way.send(within("a"), 10.0, plain_s=0.3)
+    assert way.slowness(within("a")) == pytest.approx(10 ** (2 / 3), rel=0.1)
+    assert way.events.links == [], "three of them say so"
+    way.now_s += FORGET_S
+    way.refresh()
+    assert way.slowness(within("a")) == pytest.approx(10 ** (1 / 3), rel=0.1)
+    way.send(within("a"), 1.0, plain_s=0.3)
+    assert way.slowness(within("a")) == 1.0
 
 
 def test_a_link_without_transfers_is_as_its_kind_is_and_a_kind_never_faster_than_its_table() -> None:
@@ -120,7 +138,7 @@ def test_a_link_without_transfers_is_as_its_kind_is_and_a_kind_never_faster_than
 def test_what_is_too_short_or_not_seen_enough_says_nothing() -> None:
     way = Way()
     way.send(within("a"), 30.0, n=20, plain_s=0.001)
-    way.send(within("a"), 30.0, n=2)
+    way.send(within("a"), 30.0, n=2, plain_s=0.01)
     assert way.slowness(within("a")) == 1.0
 
 

@@ -13,13 +13,15 @@ link of its own pace is one whose transfers differ from its kind's by more than 
 Without evidence a link is as its kind is, a kind as the others are in the middle, and all as the table has
 them; what lies within the interval, or within ALIKE, changes nothing. Transfers that are late already count
 before they end, so that a link which hardly moves anything is noticed while it does not, unless as many
-others arrive meanwhile: then the rank is late that they go to. A change to twice or
-half as long, seen by transfers in a row, ends what was seen before. What was not heard of for long becomes
-again what its kind is by halves, so that it is tried again.
+others arrive meanwhile: then the rank is late that they go to. One that was stuck counts a third when it
+has arrived, until another one is in time. A change to twice or half as long, seen by transfers in a row, ends
+what was seen before. What was not heard of for long becomes again what its kind is by halves, so that it is
+tried again.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence, Set
+from itertools import islice, takewhile
 from math import exp, inf, log, sqrt
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -71,7 +73,7 @@ PLAIN_MIN_S = 0.002
 EXTRA_MAX_S = 0.2
 """What transfers take more, each, is more than this by some mistake."""
 
-FORGET_S = 120.0
+FORGET_S = 240.0
 """After so long without a transfer half of what sets a link apart is forgotten."""
 
 SLOW = 2.0
@@ -278,12 +280,13 @@ class LearnedLinks:
         is_sure = len(late) > 1 or not (late or (link.is_slow and link.ended_late(settled, now_s)))
         if len(late) > 1 or _is_stuck(late, kind_pace):
             own = max(own, median(map(_ratio, late)))
+        relative = own / kind_pace.slowness
+        own = max(own, link.suspected(kind_pace, now_s))
         link.slowness = own if _differ(own, kind_pace.slowness) else None
         pace = None if link.slowness is None else LinkPace(own, kind_pace.extra_s)
         self._state.set_pace(name, pace)
         if late or pace is not None or link.is_slow:  # it is tried again, in time
             self._unsettled.add(name)
-        relative = own / kind_pace.slowness
         is_slow = relative >= (WELL if link.is_slow else SLOW)
         if is_slow != link.is_slow and is_sure:
             link.is_slow = is_slow
@@ -417,6 +420,23 @@ class _Link:
         own = _weighted_median([*ratios, kind.slowness], [*weights, sum(weights) / len(weights)])
         kept = 2.0 ** -(max(0.0, now_s - self.seen[-1].at_s) / FORGET_S)
         return kind.slowness * exp(log(own / kind.slowness) * kept)
+
+    def suspected(self, kind: LinkPace, now_s: float) -> float:
+        """Return its slowness as the last transfers have it that were stuck, by their share of those that
+        would settle it: one that took seconds need not come thrice before others go elsewhere.
+        """
+        if not self.seen:
+            return kind.slowness
+        last_s = self.seen[-1].at_s
+        pace = kind._replace(slowness=self.own(kind, last_s))
+        last = islice(reversed(self.seen), CHANGED_TRANSFERS)
+        stuck = list(takewhile(lambda seen: _is_late(seen, pace) and _is_stuck((seen,), pace), last))
+        if not stuck:
+            return kind.slowness
+        share = len(stuck) / CHANGED_TRANSFERS
+        suspected = log(pace.slowness) * (1.0 - share) + log(median(map(_ratio, stuck))) * share
+        kept = 2.0 ** -(max(0.0, now_s - last_s) / FORGET_S)
+        return kind.slowness * exp((suspected - log(kind.slowness)) * kept)
 
     def ended_late(self, pace: LinkPace, now_s: float) -> bool:
         """Whether the transfer that arrived last, not long ago, was late: those that were late on their way
