@@ -1,6 +1,6 @@
 """A decision with all that it was made from, by worker rank, so that another router can make it again."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ from kvrouter.placement.placer import Placer
 from kvrouter.routing.pair import constraint_of
 from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.routing.route import route, route_decode
+
+Count = TypeVar("Count", np.uint32, np.int64)
 
 
 class Choice(NamedTuple):
@@ -125,8 +127,8 @@ def decide_again(seen: SeenDecision, placer: Placer) -> Choice:
         raise ValueError(f"{seen.wanted.request_id}: decided while {closed} took no requests")
     readings = [(slot, seen.readings[rank_name(rank)]) for slot, rank in ranks]
 
-    def column(name: str) -> npt.NDArray[np.int64]:
-        filled = np.zeros(fleet.n_slots, np.int64)
+    def column(name: str, of: type[Count]) -> npt.NDArray[Count]:
+        filled = np.zeros(fleet.n_slots, of)
         for slot, reading in readings:
             filled[slot] = getattr(reading, name) or 0
         return filled
@@ -135,10 +137,10 @@ def decide_again(seen: SeenDecision, placer: Placer) -> Choice:
     view = View(
         fleet=fleet,
         settings=placer.settings,
-        overlap_blocks=None if some.overlap_blocks is None else column("overlap_blocks"),
-        prefill_tokens=column("prefill_tokens"),
-        active_blocks=column("active_blocks"),
-        not_active=None if some.not_active is None else column("not_active"),
+        overlap_blocks=None if some.overlap_blocks is None else column("overlap_blocks", np.uint32),
+        prefill_tokens=column("prefill_tokens", np.int64),
+        active_blocks=column("active_blocks", np.int64),
+        not_active=None if some.not_active is None else column("not_active", np.uint32),
         seed=seen.seed,
         turn=seen.turn,
         unseen=seen.unseen,
