@@ -144,14 +144,15 @@ def markdown(study: Study) -> str:
         "# What the cost of time chooses",
         "",
         f"Written by `python -m benchmarks.choice --form {study.form}`: the first {study.rows:,} requests of "
-        f"each trace, {study.seeds} seeds, commit {study.commit.id}{' with changes' * study.commit.changed}, "
+        f"each trace, {study.seeds} seeds, each of which delays every request by up to 10 ms, commit "
+        f"{study.commit.id}{' with changes' * study.commit.changed}, "
         f"{study.machine.cpu}, {study.machine.cores} cores. All figures are in "
         f"[results](results/{study.form}.json). Mock engines answer by a formula: the page compares rules, "
         "it predicts no fleet.",
         "",
         "8 aggregated workers. Figures are of the second half of the requests. The best rule is the one with "
         "the least mean TTFT of the published ones, each with the parameters that did best on the first "
-        "half, of 12 points at most; the three best of the first half are replayed with every seed. `time` "
+        "half, of 12 points at most; of the three best of the first half the best by 3 seeds. `time` "
         "and `blocks` are kvrouter's costs as they are by default: nothing is tuned.",
         "",
         *_default(study, plain),
