@@ -62,7 +62,8 @@ async def test_an_engine_that_hangs_costs_some_requests_one_deadline_and_is_used
         hung.process.send_signal(signal.SIGCONT)
 
         async def is_well() -> bool:
-            await ask(frontend, 99)
+            # several at once: alone, each would go to the one that has been the faster of the two
+            await asyncio.gather(*(ask(frontend, each) for each in range(90, 100)))
             return await circuit(frontend) == "closed"
 
         await eventually(is_well)
