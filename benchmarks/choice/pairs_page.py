@@ -6,7 +6,7 @@ from statistics import mean, stdev
 
 import msgspec
 
-from benchmarks.choice.aggregated import best_of
+from benchmarks.choice.aggregated import FEW_SEEDS, best_of
 from benchmarks.choice.page import joined, ms
 from benchmarks.choice.pairs import (
     AGGREGATED,
@@ -176,8 +176,8 @@ def markdown(study: PairStudy) -> str:
         "# Which pair, over which link",
         "",
         f"Written by `python -m benchmarks.choice --part pairs --form {study.form}`: the first "
-        f"{study.rows:,} requests of each trace, {study.seeds} seeds at the load that has bars and 3 "
-        "elsewhere, commit "
+        f"{study.rows:,} requests of each trace, {study.seeds} seeds for what has bars, {FEW_SEEDS} for the "
+        "rest and one for loads without bars, each of which delays every request by up to 10 ms, commit "
         f"{study.commit.id}{' with changes' * study.commit.changed}, {study.machine.cpu}, "
         f"{study.machine.cores} cores. All figures are in [results](results/pairs-{study.form}.json). Mock "
         "engines answer by a formula: the page compares rules, it predicts no fleet. Figures are of the "
