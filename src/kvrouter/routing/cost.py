@@ -352,8 +352,10 @@ def pick_slot(
     turn: int,
     unseen: int = 0,
     own_cost: float = 0.0,
+    is_masked: bool = False,
 ) -> Slot:
     """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits.
+    ``is_masked``: where the mask refuses a slot its cost is infinite already.
 
     The lowest cost is what it would be after ``unseen`` requests went where they are cheapest, one by one,
     each of which adds ``own_cost`` to its rank.
@@ -363,7 +365,7 @@ def pick_slot(
             return _softmax(cost, in_rank_order(mask, fleet), rules.temperature, draw)
         if unseen:
             cost = _after(unseen, own_cost, cost, mask)
-        return _lowest(cost, mask, fleet, request_id)
+        return _lowest(cost, mask, fleet, request_id, is_masked=is_masked)
     eligible = in_rank_order(mask, fleet)
     at = turn if rules.mode is RouterMode.ROUND_ROBIN else mix64(draw)
     return Slot(int(eligible[at % len(eligible)]))
@@ -378,15 +380,15 @@ def _after(unseen: int, own_cost: float, cost: FloatColumn, mask: Mask) -> Float
     return cost
 
 
-def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId) -> Slot:
-    at = int(cost.argmin())
-    if not mask.allowed[at]:
-        cost = cost.copy()
-        np.putmask(cost, mask.refused, np.inf)
-        at = int(cost.argmin())
-    best = cost.item(at)
-    tied = cost == best
-    if mask.n_allowed != len(cost):
+def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId, *, is_masked: bool) -> Slot:
+    open_cost = cost
+    if mask.n_allowed != len(cost) and not is_masked:
+        open_cost = cost.copy()
+        np.putmask(open_cost, mask.refused, np.inf)
+    at = int(open_cost.argmin())
+    best = open_cost.item(at)
+    tied = open_cost == best
+    if best == np.inf:  # a cost that overflowed looks like a refusal
         tied &= mask.allowed
     if np.count_nonzero(tied) == 1:
         return Slot(int(tied.argmax()))
@@ -460,12 +462,21 @@ def pick_leg(
         eligible = in_rank_order(mask, view.fleet)
         slot = view.rule.pick(request, view, leg, eligible, draw=draw, turn=turn)
         return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
-    slot, unseen = pick_by(costs.cost, request, view, leg, rules, mask, turn=turn)
+    is_masked = among is not None and view.settings.cost is _TIME
+    slot, unseen = pick_by(costs.cost, request, view, leg, rules, mask, turn=turn, is_masked=is_masked)
     return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)
 
 
 def pick_by(
-    cost: FloatColumn, request: RouteRequest, view: View, leg: Leg, rules: Rules, mask: Mask, *, turn: int
+    cost: FloatColumn,
+    request: RouteRequest,
+    view: View,
+    leg: Leg,
+    rules: Rules,
+    mask: Mask,
+    *,
+    turn: int,
+    is_masked: bool = False,
 ) -> tuple[Slot, int]:
     """Return the slot that a leg is picked for by ``cost``, and how many unseen requests it has room for."""
     draw = mix64(view.seed + _SALT_OF[leg])
@@ -473,6 +484,6 @@ def pick_by(
     slot = pick_slot(
         cost, mask, view.fleet, rules,
         request_id=request.request_id, draw=draw, turn=turn,
-        unseen=unseen, own_cost=own_cost(request, view, leg, rules) if unseen else 0.0,
+        unseen=unseen, own_cost=own_cost(request, view, leg, rules) if unseen else 0.0, is_masked=is_masked,
     )  # fmt: skip
     return slot, unseen
