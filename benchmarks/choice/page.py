@@ -17,7 +17,7 @@ from benchmarks.choice.aggregated import (
     best_of,
 )
 from benchmarks.http_replay.machine import Commit, Machine
-from benchmarks.replay.cases import CASES
+from benchmarks.replay.cases import CASES, LATE_S
 from kvrouter.core.constraints import CostRule
 from kvrouter.sim.variant import OURS
 
@@ -49,6 +49,7 @@ class Row(msgspec.Struct, frozen=True):
     ours: Figures
     blocks: Figures
     best: Figures
+    knowing: Figures | None
     missed: tuple[str, ...]
 
 
@@ -58,7 +59,7 @@ def row_of(cell: Cell) -> Row:
     ours, blocks = by_policy[TIME], by_policy[BLOCKS_RULE]
     best = best_of(each for name, each in by_policy.items() if name not in (TIME, BLOCKS_RULE, KNOWING))
     knowing = by_policy.get(KNOWING)
-    return Row(cell, ours, blocks, best, tuple(_missed(cell.job, ours, blocks, best, knowing)))
+    return Row(cell, ours, blocks, best, knowing, tuple(_missed(cell.job, ours, blocks, best, knowing)))
 
 
 def _missed(
@@ -144,7 +145,8 @@ def markdown(study: Study) -> str:
         "# What the cost of time chooses",
         "",
         f"Written by `python -m benchmarks.choice --form {study.form}`: the first {study.rows:,} requests of "
-        f"each trace, {study.seeds} seeds, each of which delays every request by up to 10 ms, commit "
+        f"each trace, {study.seeds} seeds, each of which delays every request by up to "
+        f"{1e3 * LATE_S:g} ms, commit "
         f"{study.commit.id}{' with changes' * study.commit.changed}, "
         f"{study.machine.cpu}, {study.machine.cores} cores. All figures are in "
         f"[results](results/{study.form}.json). Mock engines answer by a formula: the page compares rules, "
@@ -152,8 +154,9 @@ def markdown(study: Study) -> str:
         "",
         "8 aggregated workers. Figures are of the second half of the requests. The best rule is the one with "
         "the least mean TTFT of the published ones, each with the parameters that did best on the first "
-        "half, of 12 points at most; of the three best of the first half the best by 3 seeds. `time` "
-        "and `blocks` are kvrouter's costs as they are by default: nothing is tuned.",
+        "half, of 12 points at most; of the three best of the first half the best by "
+        f"{FEW_SEEDS} seeds. `time` and `blocks` are kvrouter's costs as they are by default: nothing is "
+        "tuned.",
         "",
         *_default(study, plain),
         "## Memory that is ample, and short",
@@ -189,9 +192,8 @@ def _frontier(study: Study, missed: Sequence[Row]) -> list[str]:
         job, cell = row.cell.job, of_job.get(row.cell.job)
         if cell is None:
             continue
-        knowing = next((each for each in row.cell.figures if each.policy == KNOWING), None)
         ours = [row.ours, *cell.figures]
-        holds = {each.policy: not [*_missed(job, each, row.blocks, row.best, knowing)] for each in ours}
+        holds = {each.policy: not [*_missed(job, each, row.blocks, row.best, row.knowing)] for each in ours}
         if not any(holds.values()):
             nowhere.append(job.key)
         for each in (row.best, *ours):

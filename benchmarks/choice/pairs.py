@@ -297,15 +297,14 @@ def _links(job: PairJob) -> list[PairCell]:
             tuned = [least(points(rule), on.merit) for rule in RULES]
             finalists = [policy for policy, _ in sorted(tuned, key=lambda found: found[1])[:FINALISTS]]
             best = best_of([on.figures(policy, GIVEN, few) for policy in finalists]).policy
-        if not is_bar:
-            asked = [(policy, GIVEN, 1) for policy in (JOINT, TIME, BLOCKS_RULE, best)]
-        else:
             of_time = job.seeds if job.fleet == "tiers" else few
             asked = [(policy, GIVEN, job.seeds) for policy in (JOINT, best)]
             asked += [(policy, GIVEN, few) for policy in (BLOCKS_RULE, EVEN)]
             asked.append((TIME, GIVEN, of_time))
             asked += [(TIME, links, of_time) for links in (LEARNED, ASSUMED)]
             asked += [(JOINT, links, few) for links in (LEARNED, ASSUMED)]
+        else:
+            asked = [(policy, GIVEN, 1) for policy in (JOINT, TIME, BLOCKS_RULE, best)]
         cells.append(
             PairCell(
                 study=job.study,

@@ -26,7 +26,7 @@ from benchmarks.choice.pairs import (
     PairFigures,
 )
 from benchmarks.http_replay.machine import Commit, Machine
-from benchmarks.replay.cases import CASES
+from benchmarks.replay.cases import CASES, LATE_S
 
 OF_THE_BEST = 1.0 - 0.176
 P99_OF_THE_BEST = 0.8
@@ -177,7 +177,8 @@ def markdown(study: PairStudy) -> str:
         "",
         f"Written by `python -m benchmarks.choice --part pairs --form {study.form}`: the first "
         f"{study.rows:,} requests of each trace, {study.seeds} seeds for what has bars, {FEW_SEEDS} for the "
-        "rest and one for loads without bars, each of which delays every request by up to 10 ms, commit "
+        "rest and one for loads without bars, each of which delays every request by up to "
+        f"{1e3 * LATE_S:g} ms, commit "
         f"{study.commit.id}{' with changes' * study.commit.changed}, {study.machine.cpu}, "
         f"{study.machine.cores} cores. All figures are in [results](results/pairs-{study.form}.json). Mock "
         "engines answer by a formula: the page compares rules, it predicts no fleet. Figures are of the "

@@ -6,7 +6,7 @@ use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyBufferError, PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-/// The columns of one call: read-only where nothing is written.
+/// A column that Python holds, to be read.
 pub struct Columns<T: Element>(PyBuffer<T>);
 
 impl<T: Element> Columns<T> {

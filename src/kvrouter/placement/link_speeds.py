@@ -366,7 +366,7 @@ class _Kind:
         slowness, extra_s = self._fitted
         if self._low <= ALIKE and self._high >= 1.0 / ALIKE:
             slowness = 1.0
-        kept = 2.0 ** -(max(0.0, now_s - self.seen[-1].at_s) / FORGET_S)
+        kept = _kept(self.seen[-1].at_s, now_s)
         return LinkPace(exp(log(slowness) * kept), extra_s * kept)
 
     def judge(self) -> float | None:
@@ -418,7 +418,7 @@ class _Link:
         weights = [seen.plain_s for seen in self.seen]
         ratios = [_bounded((seen.seen_s - kind.extra_s) / seen.plain_s) for seen in self.seen]
         own = _weighted_median([*ratios, kind.slowness], [*weights, sum(weights) / len(weights)])
-        kept = 2.0 ** -(max(0.0, now_s - self.seen[-1].at_s) / FORGET_S)
+        kept = _kept(self.seen[-1].at_s, now_s)
         return kind.slowness * exp(log(own / kind.slowness) * kept)
 
     def suspected(self, kind: LinkPace, now_s: float) -> float:
@@ -435,8 +435,7 @@ class _Link:
             return kind.slowness
         share = len(stuck) / CHANGED_TRANSFERS
         suspected = log(pace.slowness) * (1.0 - share) + log(median(map(_ratio, stuck))) * share
-        kept = 2.0 ** -(max(0.0, now_s - last_s) / FORGET_S)
-        return kind.slowness * exp((suspected - log(kind.slowness)) * kept)
+        return kind.slowness * exp((suspected - log(kind.slowness)) * _kept(last_s, now_s))
 
     def ended_late(self, pace: LinkPace, now_s: float) -> bool:
         """Whether the transfer that arrived last, not long ago, was late: those that were late on their way
@@ -456,6 +455,11 @@ class _Link:
             transfers=len(self.seen),
             is_slow=self.is_slow,
         )
+
+
+def _kept(last_s: float, now_s: float) -> float:
+    """Return the share that is not forgotten of what was last heard of then."""
+    return float(2.0 ** -(max(0.0, now_s - last_s) / FORGET_S))
 
 
 def _differ(one: float, other: float) -> bool:
