@@ -28,8 +28,9 @@ from kvrouter.config.setting import (
     models_in,
 )
 from kvrouter.config.tree import SETTINGS, Settings
-from kvrouter.telemetry import EVENTS, OperatorTelemetry, Telemetry
+from kvrouter.telemetry import EVENTS, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
+from kvrouter.telemetry.gen_ai import GEN_AI_OPT_IN, GEN_AI_SWITCH
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE = "<!-- Made by `make docs` from the code: change the code, not this page. -->\n"
@@ -108,11 +109,13 @@ transfer policy mean what they mean for every worker.
 METRICS_HEAD = f"""# Metrics and log events
 
 {MADE}
-`GET /metrics` answers in Prometheus' text format. A family holds at most 16,384 label sets; what comes
+`GET /metrics` answers in Prometheus' text format, or in OpenMetrics where that is accepted: then buckets
+of times name a trace (exemplars; see `docs/traces.md`). A family holds at most 16,384 label sets; what comes
 later is counted under `_full`, and nothing is lost. What is counted of one rank's engine
 (`kvrouter_index_predictions_total`, `kvrouter_kv_transfer…`, `kvrouter_kv_events_skipped_total`) goes
 with the rank. `model` is a model that is served or `unknown`, never a name that a client made up.
-`kvrouter_operator_…` are those of `kvrouter operator run`.
+`kvrouter_operator_…` are those of `kvrouter operator run`; `gen_ai_…` are there only with
+`{GEN_AI_SWITCH}={GEN_AI_OPT_IN}`.
 """
 
 EVENTS_HEAD = """
@@ -254,7 +257,7 @@ def metrics_page() -> str:
     """Return the page of metrics and log events."""
     metrics = [
         (f"`{spec.name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels), spec.meaning)
-        for spec in (*Telemetry.SPECS, *OperatorTelemetry.SPECS)
+        for spec in (*Telemetry.SPECS, *OperatorTelemetry.SPECS, *GenAiMetrics.SPECS)
     ]
     events = [
         (f"`{event.value}`", getLevelName(spec.level).lower(), spec.meaning) for event, spec in EVENTS.items()

@@ -34,6 +34,10 @@ ASSERTED_HERE = {
     "kvrouter_cached_tokens_total",
     "kvrouter_overlap_tokens_total",
     "kvrouter_time_to_first_token_seconds",
+    "kvrouter_time_to_first_token_by_cache_hit_seconds",
+    "kvrouter_time_to_first_token_by_domain_seconds",
+    "kvrouter_request_prompt_tokens",
+    "kvrouter_request_completion_tokens",
     "kvrouter_inter_token_latency_seconds",
     "kvrouter_request_duration_seconds",
     "kvrouter_decision_duration_seconds",
@@ -58,6 +62,12 @@ ASSERTED_HERE = {
     "kvrouter_ledger_prefill_tokens",
     "kvrouter_ledger_leases",
     "kvrouter_worker_up",
+    "kvrouter_worker_info",
+    "kvrouter_worker_requests_total",
+    "kvrouter_worker_failures_total",
+    "kvrouter_worker_prompt_tokens_total",
+    "kvrouter_worker_cached_tokens_total",
+    "kvrouter_worker_completion_tokens_total",
     "kvrouter_worker_draining",
     "kvrouter_worker_engine_silent",
     "kvrouter_worker_blocks",
@@ -173,9 +183,27 @@ async def test_what_every_answer_moves() -> None:
         for histogram in ("time_to_first_token", "request_duration"):
             assert after.value(f"{histogram}_seconds_count", model=MODEL) == 2
             assert after.value(f"{histogram}_seconds_sum", model=MODEL) > 0
+        hits = ("none", "over_half")
+        by_hit = [
+            after.value("time_to_first_token_by_cache_hit_seconds_count", cache_hit=hit) for hit in hits
+        ]
+        assert by_hit == [1, 1]
+        for tokens in ("prompt", "completion"):
+            assert after.value(f"request_{tokens}_tokens_count", model=MODEL) == 2
+            counted = after.value(f"{tokens}_tokens_total", model=MODEL)
+            assert after.value(f"request_{tokens}_tokens_sum", model=MODEL) == counted
+            assert after.value(f"worker_{tokens}_tokens_total", model=MODEL) == counted
+        assert after.value("worker_cached_tokens_total") == after.value("cached_tokens_total")
+        for leg in ("prefill", "decode"):
+            assert after.value("worker_requests_total", model=MODEL, leg=leg) == 2
+        assert after.value("worker_info", engine="mock", zone="a", worker="1") == 1
+        assert after.value("worker_info") == 6
         assert after.value("tokenization_duration_seconds_count", model=MODEL) == 2
         assert after.value("decision_duration_seconds_count", mode="kv") == 2
         assert after.value("decisions_total", mode="kv", shape="bootstrap") == 2
+        ttft = "time_to_first_token_by_domain_seconds_count"
+        pairs_seen = [after.value(ttft, prefill_domain=zone, decode_domain=zone) for zone in "ab"]
+        assert sum(pairs_seen) == 2
         handed = [after.value("handoffs_total", prefill_domain=zone, decode_domain=zone) for zone in "ab"]
         assert sum(handed) == after.value("handoffs_total") == 2
         assert after.value("kv_transfers_total") == 2
@@ -367,7 +395,9 @@ speedup: 40
             await anext(lines)
             await here.kill(response.headers["x-kvrouter-decode-worker"])
             assert [line async for line in lines if "[DONE]" in line]
-        assert (await here.metrics()).value("resumes_total", model=MODEL) == 1
+        lost = await here.metrics()
+        assert lost.value("resumes_total", model=MODEL) == 1
+        assert lost.value("worker_failures_total", reason="lost") == 0, "it left, and its counters with it"
         left = [worker for number, worker in here.system.fleet.workers.items() if number != 1]
         await left[0].engine.stop()  # its worker answers, and takes nothing
         retries = 0.0
@@ -377,6 +407,7 @@ speedup: 40
             if retries:
                 break
         assert retries >= 1
+        assert (await here.metrics()).value("worker_failures_total", reason="lost") >= 1
         await left[1].begin_drain()
         assert (await here.metrics()).value("worker_draining", worker=str(left[1].card.worker_id)) == 1
 

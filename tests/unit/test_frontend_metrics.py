@@ -5,7 +5,7 @@ import time
 from itertools import pairwise
 
 from kvrouter.frontend.pages import METRICS_TIME_SHARE, MetricsRenderer
-from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry import MetricsFormat, Telemetry
 
 
 async def test_who_asks_meanwhile_shares_the_next_page_which_is_fresh() -> None:
@@ -20,10 +20,10 @@ async def test_who_asks_meanwhile_shares_the_next_page_which_is_fresh() -> None:
 
     telemetry.before_scrape(on_begin)
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(renderer.render())
+        first = tasks.create_task(renderer.render(MetricsFormat.TEXT))
         await began.wait()
         telemetry.resumes.inc("m")
-        later = [tasks.create_task(renderer.render()) for _ in range(20)]
+        later = [tasks.create_task(renderer.render(MetricsFormat.TEXT)) for _ in range(20)]
     assert len(rendered) == 2
     for asked in later:
         assert b'kvrouter_resumes_total{model="m"} 1.0' in asked.result()
@@ -40,7 +40,7 @@ async def test_others_run_between_the_families_of_a_page() -> None:
             turns += 1
 
     task = asyncio.create_task(others())
-    await MetricsRenderer(Telemetry()).render()
+    await MetricsRenderer(Telemetry()).render(MetricsFormat.TEXT)
     task.cancel()
     assert turns >= len(Telemetry.SPECS)
 
@@ -57,14 +57,33 @@ async def test_however_often_it_is_asked_for_a_page_takes_its_share_of_the_time(
 
     telemetry.before_scrape(slow_refresh)
     while len(rendered) < 4:
-        await renderer.render()
+        await renderer.render(MetricsFormat.TEXT)
     waits_s = [later - earlier for earlier, later in pairwise(rendered)]
     assert min(waits_s) >= refresh_s / METRICS_TIME_SHARE
 
 
 async def test_a_page_whose_asker_left_is_there_for_the_others() -> None:
     renderer = MetricsRenderer(Telemetry())
-    leaves, stays = asyncio.create_task(renderer.render()), asyncio.create_task(renderer.render())
+    leaves, stays = (
+        asyncio.create_task(renderer.render(MetricsFormat.TEXT)),
+        asyncio.create_task(renderer.render(MetricsFormat.TEXT)),
+    )
     await asyncio.sleep(0)
     leaves.cancel()
     assert b"# TYPE kvrouter_requests_total counter" in await stays
+
+
+async def test_each_format_has_a_page_of_its_own() -> None:
+    renderer = MetricsRenderer(Telemetry())
+    text, openmetrics = await asyncio.gather(*map(renderer.render, MetricsFormat))
+    assert b"# EOF" not in text
+    assert openmetrics.endswith(b"# EOF\n")
+    assert openmetrics.count(b"# EOF") == 1
+    assert text.count(b"# TYPE") == openmetrics.count(b"# TYPE")
+
+
+def test_openmetrics_is_for_who_asks_for_it() -> None:
+    assert MetricsFormat.accepted_by(None) is MetricsFormat.TEXT
+    assert MetricsFormat.accepted_by("*/*") is MetricsFormat.TEXT
+    prometheus = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4,*/*;q=0.1"
+    assert MetricsFormat.accepted_by(prometheus) is MetricsFormat.OPENMETRICS

@@ -134,6 +134,7 @@ NO_LIMITS = {
         transports.events.jetstream.stream_subscriber.READS_MAX
         transports.events.zmq.sockets.RECONNECT_MAX_MS worker.topology._READS_MAX
         transports.discovery.file.discovery.THREADS_MAX recording.recorder.CLOSE_LIMIT_S
+        wiring.tracing.FLUSH_LIMIT_S
     """,
     "how much of a known size is done or remembered at a time": """
         placement.speeds.SLOWNESS_MAX placement.link_speeds.SLOWNESS_MAX placement.link_speeds.EXTRA_MAX_S
@@ -238,6 +239,7 @@ WHERE = {
     "bodies at admission": "operator.admission.server",
     "a warning at admission": "operator.admission",
     "components of a deployment": "operator.api",
+    "`tracestate` or `baggage`": "frontend.generate.TRACE",
     "links in a status": "operator.reconcile.link_reader operator.api.status.LINKS",
     "nodes whose labels": "operator.labels operator.reconcile.workqueue operator.run",
 }

@@ -43,7 +43,7 @@ def test_the_table_follows_the_conventions_of_prometheus() -> None:
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         assert spec.meaning.endswith(".")
         if spec.kind == "histogram":
-            assert spec.name.endswith("_seconds")
+            assert spec.name.endswith(("_seconds", "_tokens"))
 
 
 def test_services_share_nothing() -> None:

@@ -272,7 +272,7 @@ class PodFleet:
             written_at=f"pod {pod.name}",
             fields_at=PLACES,
         )
-        return replace(spec, model=described.model, start=described.start)
+        return replace(spec, model=described.model, start=described.start, pod=pod.name)
 
 
 ANSWER_S = 5.0

@@ -54,6 +54,7 @@ def engine_card(
         takes_calls=True,
         names=attached.names,
         engine=attached.version,
+        pod=spec.pod,
         decode_only=attached.decode_only,
         ends_after_transfer=attached.ends_after_transfer,
         runtime_config=replace(

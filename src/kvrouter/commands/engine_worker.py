@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.attach.transport_provider import WorkerTransports
@@ -87,6 +88,8 @@ async def engine_worker(
     is started as another one later, and contradicts ``spec``, is logged, and asked again.
     """
     contract = parse_topology_env(environ)
+    if not spec.pod and settings.planes.pod_name:  # a container next to its engine's, in one pod
+        spec = replace(spec, pod=settings.planes.pod_name)
     settings = settled(settings, kv_events=spec.publishes_kv_events)
     workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), folders=None, log=logger)
     serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -21,7 +21,7 @@ from kvrouter.processes.lifetime import allow_many_files, claimed, stop_on_signa
 from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
-from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.topology import LinkTable
 from kvrouter.transports.events.port import SnapshotStore
 from kvrouter.wiring.followed_links import following_links
@@ -32,6 +32,7 @@ from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
 from kvrouter.wiring.telemetry_hooks import SyncGauges
 from kvrouter.wiring.text_models import TextModelLoader, encode_pool
+from kvrouter.wiring.tracing import tracing
 
 logger = logging.getLogger("kvrouter.frontend")
 
@@ -55,7 +56,7 @@ async def frontend(
             param="static_endpoint",
         )
     front = settings.frontend
-    telemetry = Telemetry()
+    telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
     telemetry.build_info.set(1, installed_version())
     cluster = settings.planes.cluster if settings.planes.clusters else None
     place = await read_place(settings.router, os.environ, cluster=cluster)
@@ -65,6 +66,7 @@ async def frontend(
         async with (
             claimed(front.http_host, front.http_port) as sockets,
             recording(settings.recording, telemetry) as traffic,
+            tracing(os.environ, version=installed_version()) as spans,
             router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1], static=static) as wires,
         ):
             router_id = new_router_id()
@@ -85,7 +87,14 @@ async def frontend(
             async with (
                 syncing(sync, telemetry),
                 keeping(settings.router, service),
-                open_door(service, loader.texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
+                open_door(
+                    service,
+                    loader.texts,
+                    settings=front,
+                    telemetry=telemetry,
+                    sockets=sockets,
+                    tracing=spans,
+                ) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
                 following(place, service),
                 following_links(settings.router, service),

@@ -25,7 +25,7 @@ from kvrouter.processes.lifetime import (
     stop_on_signals,
     unless_stopping,
 )
-from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.wiring.fleet_build import tokenizer_folders
 from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
@@ -34,6 +34,7 @@ from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service
 from kvrouter.wiring.text_models import TextModelLoader
+from kvrouter.wiring.tracing import tracing
 
 if TYPE_CHECKING:
     from kvrouter.attach.fleet_engines import AttachedFleet
@@ -61,13 +62,14 @@ async def embedded(
     ConfigError for engines that contradict the file.
     """
     front = settings.frontend
-    telemetry = Telemetry()
+    telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
     telemetry.build_info.set(1, installed_version())
     folders = tokenizer_folders(fleet)
     place = await read_place(settings.router, os.environ)
     async with (
         claimed(front.http_host, front.http_port) as sockets,
         recording(settings.recording, telemetry) as traffic,
+        tracing(os.environ, version=installed_version()) as spans,
         MockFleet(fleet) as mock,
     ):
         service = build_service(
@@ -94,6 +96,7 @@ async def embedded(
                         telemetry=telemetry,
                         sockets=sockets,
                         awaited=nobody_awaited if attached is None else attached.awaited,
+                        tracing=spans,
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),

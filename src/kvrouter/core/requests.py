@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -116,6 +116,30 @@ class ClientCall(msgspec.Struct):
     resumable: bool
 
 
+HeaderText = Annotated[str, msgspec.Meta(pattern=r"\A[\t -~]*\Z")]
+"""What any HTTP client and server take as a header's value."""
+
+
+class TraceContext(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The distributed trace that a call belongs to, in W3C's form: the values of the headers of these names,
+    empty where there is none. A ``tracestate`` needs a ``traceparent``; ``baggage`` needs neither.
+    """
+
+    traceparent: HeaderText = ""
+    tracestate: HeaderText = ""
+    baggage: HeaderText = ""
+    trace_id: HeaderText = ""
+    """That of ``traceparent``: 32 hexadecimal digits. Log lines and metrics have it."""
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers by which an engine goes on with the trace."""
+        names = ("traceparent", "tracestate", "baggage")
+        return {name: value for name in names if (value := getattr(self, name))}
+
+
+NO_TRACE = TraceContext()
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """One leg of one attempt, as a worker receives it.
 
@@ -125,7 +149,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     name for it, it is nobody else's.
     ``time_left_s`` is how long the caller still waits, counted from the moment it sent this: no two clocks
     are compared. None: as long as it takes. ``call`` is what the client wrote, for engines that take that;
-    its answer comes as :attr:`EngineChunk.raw`, unless ``resumed_tokens`` is above 0.
+    its answer comes as :attr:`EngineChunk.raw`, unless ``resumed_tokens`` is above 0. An engine is given
+    ``trace``, to go on with it.
     """
 
     request_id: RequestId
@@ -144,6 +169,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     time_left_s: float | None = None
     intake: str = ""
     call: ClientCall | None = None
+    trace: TraceContext = NO_TRACE
 
     @property
     def engine_key(self) -> str:
@@ -226,3 +252,4 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     call: ClientCall | None = None
     has_media: bool = False
     context_tokens: int = 0
+    trace: TraceContext = NO_TRACE

@@ -98,8 +98,9 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     an adapter of it.
     One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
     that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
-    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``; empty where nobody says. While it is
-    ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
+    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, and ``pod`` the Kubernetes pod that
+    it is in; empty where nobody says. While it is ``engine_silent`` that engine does not answer it, or is
+    another one now; one that is ``draining`` leaves.
     """
 
     worker_id: WorkerId
@@ -124,6 +125,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_is_partial: bool = False
     draining: bool = False
     engine: str = ""
+    pod: str = ""
     engine_silent: bool = False
     decode_only: bool = False
     ends_after_transfer: bool = False

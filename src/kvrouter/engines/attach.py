@@ -50,6 +50,8 @@ class AttachSpec:
     runtime_config: ModelRuntimeConfig = field(default_factory=ModelRuntimeConfig)
     enable_local_indexer: bool = False
     is_standby: bool = False
+    pod: str = ""
+    """The Kubernetes pod that the engine runs in, where that is known."""
     start: str = ""
     """Differs from one start of the engine to the next, where its operator knows which one this is."""
     written_at: str = ""

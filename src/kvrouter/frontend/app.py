@@ -1,7 +1,7 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,6 +36,9 @@ from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.tracing import RequestTracing
 
 UNREAD_STATUSES = frozenset({413, 431})
 UNREAD_CODES = frozenset({UPLOADS_FULL, UPLOAD_TOO_SLOW})
@@ -196,11 +199,12 @@ class FrontendApp(HttpApp):
         telemetry: Telemetry,
         awaited: Awaited = nobody_awaited,
         settle_s: float = SETTLE_S,
+        tracing: "RequestTracing | None" = None,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
         preparer = RequestPreparer(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         bodies = Bodies(service, texts, observed, settings)
-        generate = GenerateRoutes(service, preparer, bodies, observed)
+        generate = GenerateRoutes(service, preparer, bodies, observed, tracing)
         admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},

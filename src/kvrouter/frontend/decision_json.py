@@ -9,6 +9,7 @@ from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.errors import refusal_counts
 from kvrouter.routing.request import Candidate, Decision, Pick, Times
+from kvrouter.service.model_router import KeptDecision
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.topology.policy import TransferPolicy
 
@@ -27,14 +28,17 @@ def refused_json(request: GenerateRequest, fleet: Fleet, mode: RouterMode, error
     return _candidate_row(request, fleet, mode, rows, decision=None, error=refused)
 
 
-def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decision]]) -> Json:
-    """Every kept decision of a request, in order. ``decided_at`` is in seconds since 1970."""
+def attempts_json(request_id: RequestId, attempts: Iterable[KeptDecision]) -> Json:
+    """Every kept decision of a request, in order. ``decided_at`` is in seconds since 1970, ``trace_id`` null
+    where the request belongs to no trace.
+    """
     return {
         "request_id": request_id,
         "attempts": [
             {
                 "attempt": decision.attempt,
                 "decided_at": round(decided_at_s, 6),
+                "trace_id": trace_id or None,
                 "mode": decision.mode.value,
                 **_picks_json(decision),
                 "pair_cost": _pair_cost(decision),
@@ -43,7 +47,7 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
                 "cross_domain": decision.cross_domain,
                 "last_resort": decision.last_resort,
             }
-            for decided_at_s, decision in attempts
+            for decided_at_s, decision, trace_id in attempts
         ],
     }
 

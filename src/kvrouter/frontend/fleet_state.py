@@ -225,6 +225,7 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "alive": worker.alive,
         "draining": card.draining,
         "engine": card.engine or None,
+        "pod": card.pod or None,
         "engine_silent": card.engine_silent,
         "circuit": worker.circuit.value,
         "address": card.address,
@@ -358,6 +359,7 @@ class Gauges:
         telemetry.event_lag.replace(page.lag)
         telemetry.kv_events_missing.replace(page.missing)
         telemetry.worker_up.replace(page.up)
+        telemetry.worker_info.replace(page.info)
         telemetry.worker_draining.replace(page.draining)
         telemetry.worker_engine_silent.replace(page.engine_silent)
         telemetry.worker_circuit.replace(page.circuit)
@@ -386,6 +388,7 @@ class _Page:
 
     def __init__(self) -> None:
         self.up: Values = {}
+        self.info: Values = {}
         self.draining: Values = {}
         self.engine_silent: Values = {}
         self.circuit: Values = {}
@@ -411,6 +414,9 @@ class _Page:
         card = worker.card
         worker_id = str(card.worker_id)
         self.up[worker_id, card.model, card.role.value, _place(worker)] = float(worker.alive)
+        engine, _, version = card.engine.partition(" ")
+        zone = topology_domains(card.runtime_config).get("zone", "")
+        self.info[worker_id, card.pod, card.address, engine, version, zone] = 1.0
         self.draining[worker_id,] = float(card.draining)
         self.engine_silent[worker_id,] = float(card.engine_silent)
         for state in CircuitState:

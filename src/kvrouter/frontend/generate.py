@@ -1,14 +1,24 @@
 """The two generation routes: from a parsed call to the last byte of its answer, and answers from tokens."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.requests import CallRoute, FinishReason, GenerateRequest, Usage
+from kvrouter.core.requests import (
+    NO_TRACE,
+    CallRoute,
+    FinishReason,
+    GenerateRequest,
+    TraceContext,
+    Usage,
+)
 from kvrouter.frontend.http import SSE_DONE, Disconnected, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
@@ -28,6 +38,9 @@ from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import NO_ORIGIN, Origin
 from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.tracing import RequestSpans, RequestTracing
 
 SESSION_HEADERS = (b"x-dynamo-session-id", b"x-session-id")
 PARENT_HEADERS = (b"x-dynamo-parent-session-id", b"x-parent-session-id")
@@ -159,7 +172,9 @@ class GenerateRoutes:
         preparer: RequestPreparer,
         bodies: Bodies,
         observed: FrontendInstrumentation,
+        tracing: "RequestTracing | None" = None,
     ) -> None:
+        self._tracing = tracing
         self._service = service
         self._preparer = preparer
         self._bodies = bodies
@@ -176,10 +191,16 @@ class GenerateRoutes:
 
     async def _answer(self, kind: RouteKind, request: Request, responder: Responder) -> None:
         """Answer one call; a client that leaves cancels whatever its request waits for."""
+        began_s = time.monotonic()
+        trace = trace_of(request.headers)
+        spans = None
+        if self._tracing is not None:
+            spans = self._tracing.begin(request, trace)
+            trace = spans.trace
         exchange = ResponseWriter(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
-            await self._serve(exchange, request)
+            await self._serve(exchange, request, trace, spans)
         except KvrouterError as error:
             self._observed.failed(error, model=exchange.model)
             exchange.fail(error)
@@ -189,19 +210,47 @@ class GenerateRoutes:
             exchange.status = CLIENT_LEFT_STATUS
         finally:
             self._ids.give_back(exchange.request_id)
-            self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
+            self._observed.answered(
+                route=request.path,
+                model=exchange.model,
+                status=exchange.status,
+                request_id=exchange.request_id,
+                trace=trace,
+                duration_s=time.monotonic() - began_s,
+                error=exchange.error,
+                generation=exchange.generation,
+            )
+            if spans is not None:
+                spans.end(
+                    status=exchange.status,
+                    model=exchange.model,
+                    request_id=exchange.request_id,
+                    error=exchange.error,
+                    generation=exchange.generation,
+                )
 
-    async def _serve(self, exchange: ResponseWriter, request: Request) -> None:
+    async def _serve(
+        self,
+        exchange: ResponseWriter,
+        request: Request,
+        trace: TraceContext,
+        spans: "RequestSpans | None",
+    ) -> None:
         received_s = time.monotonic()
         traffic = self._service.traffic
         origin = NO_ORIGIN if traffic is None else origin_of(request.path, request.headers)
         with self._refusals_recorded(exchange, request.path, received_s):
             call, generate, text, matcher = await self._prepared(exchange, request)
+        if spans is not None:
+            spans.prepared()
+        if trace != NO_TRACE:
+            generate = replace(generate, trace=trace)
         if call.nvext.asks_only:
             await answer_query(exchange, call, generate, self._service.explain(generate))
             return
         with self._refusals_recorded(exchange, request.path, received_s):
-            running = self._service.generate(generate, received_s=received_s, origin=origin)
+            running = self._service.generate(generate, received_s=received_s, origin=origin, spans=spans)
+        exchange.generation = running
         async with running as generation:
             if matcher is None:
                 if call.stream:
@@ -267,6 +316,48 @@ def origin_of(route: str, headers: Iterable[tuple[bytes, bytes]]) -> Origin:
     if not sent:
         return Origin(route)
     return Origin(route, _first(sent, SESSION_HEADERS), _first(sent, PARENT_HEADERS))
+
+
+TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?"
+)
+"""A ``traceparent`` of W3C's version 0, or a later one that may go on behind it."""
+
+_PLAIN_HEADER = re.compile(rb"[\t -~]*")
+
+TRACE_VALUE_MAX_BYTES = 8192
+"""Longer values are not forwarded: what W3C asks of those who forward baggage, and of ``tracestate`` less."""
+
+_TRACE_NAMES = frozenset((b"traceparent", b"tracestate", b"baggage"))
+
+
+def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext:
+    """Return the trace that a call belongs to. As W3C wants it, a ``traceparent`` that is invalid or there
+    twice begins no trace, and other headers of one name are joined.
+    """
+    sent: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        if name in _TRACE_NAMES:
+            sent.setdefault(name, []).append(value.strip(b" \t"))
+    if not sent:
+        return NO_TRACE
+    traceparent = b"".join(sent.get(b"traceparent", ())) if len(sent.get(b"traceparent", ())) == 1 else b""
+    if TRACEPARENT.fullmatch(traceparent) is None or (traceparent[:2] == b"00" and len(traceparent) != 55):
+        return TraceContext(baggage=_forwarded(sent.get(b"baggage", ())))
+    return TraceContext(
+        traceparent=traceparent.decode(),
+        tracestate=_forwarded(sent.get(b"tracestate", ())),
+        baggage=_forwarded(sent.get(b"baggage", ())),
+        trace_id=traceparent[3:35].decode(),
+    )
+
+
+def _forwarded(values: Iterable[bytes]) -> str:
+    """The header's value for an engine; empty where none could be sent there."""
+    value = b",".join(filter(None, values))
+    if len(value) > TRACE_VALUE_MAX_BYTES or _PLAIN_HEADER.fullmatch(value) is None:
+        return ""
+    return value.decode()
 
 
 def _first(sent: dict[bytes, str], names: Iterable[bytes]) -> str | None:

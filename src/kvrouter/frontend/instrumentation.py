@@ -4,8 +4,10 @@ import logging
 from collections.abc import Callable
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.requests import CallRoute, TraceContext
 from kvrouter.frontend.http import HttpServer
-from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.service.generation import Generation
+from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.frontend")
 
@@ -26,9 +28,37 @@ class FrontendInstrumentation:
         """One prompt was templated and tokenized: seconds, and its model."""
         self.http_events, self.http_connections = telemetry.http_events, telemetry.http_connections
 
-    def answered(self, *, route: str, model: str | None, status: int) -> None:
-        """One call of a generation route was answered with this status (499: its client left first)."""
+    def answered(
+        self,
+        *,
+        route: str,
+        model: str | None,
+        status: int,
+        request_id: str,
+        trace: TraceContext,
+        duration_s: float,
+        error: KvrouterError | None = None,
+        generation: Generation | None = None,
+    ) -> None:
+        """One call was answered with this status (499: its client left first), and ``error`` where it ended
+        with one. ``generation`` is None where it asked no engine.
+        """
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
+        if self._telemetry.gen_ai is not None and generation is not None:
+            operation = _OPERATIONS.get(route, route)
+            _observe_gen_ai(self._telemetry.gen_ai, operation, generation, duration_s=duration_s, error=error)
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        fields: Fields = {"request_id": request_id, "route": route, "model": model or UNKNOWN_MODEL}
+        if trace.trace_id:
+            fields["trace_id"] = trace.trace_id
+        fields["status"] = status
+        if error is not None:
+            fields["code"] = error.code
+        if generation is not None:
+            fields.update(_served(generation))
+        fields["duration_s"] = duration_s
+        log_event(logger, Event.REQUEST_ENDED, **fields)
 
     def body_refused(self, bound: str) -> None:
         """A body held more than this bound allows."""
@@ -72,3 +102,54 @@ class FrontendInstrumentation:
         """Read what the server holds before each scrape, until what is returned is called."""
         held = self._telemetry.http_upload_bytes
         return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
+
+
+_OPERATIONS = {CallRoute.CHAT.value: "chat", CallRoute.COMPLETION.value: "text_completion"}
+
+PROVIDER = "kvrouter"
+"""OpenTelemetry's ``gen_ai.provider.name``: who answers, as far as a client can see."""
+
+
+def _observe_gen_ai(
+    metrics: GenAiMetrics,
+    operation: str,
+    generation: Generation,
+    *,
+    duration_s: float,
+    error: KvrouterError | None,
+) -> None:
+    labels = operation, PROVIDER, generation.request.model
+    times, usage = generation.times, generation.usage
+    metrics.request_duration.observe(duration_s, *labels, "" if error is None else error.code)
+    if times.first_token_s is None:
+        return
+    metrics.time_to_first_token.observe(times.first_token_s - times.begun_s, *labels)
+    metrics.token_usage.observe(usage.prompt_tokens, *labels, "input")
+    metrics.token_usage.observe(usage.completion_tokens, *labels, "output")
+    if times.ended_s is not None and usage.completion_tokens > 1:
+        each_s = (times.ended_s - times.first_token_s) / (usage.completion_tokens - 1)
+        metrics.time_per_output_token.observe(each_s, *labels)
+
+
+def _served(generation: Generation) -> Fields:
+    """Where a request's last attempt went, how many there were, its time and its tokens."""
+    placement, times, usage = generation.placement, generation.times, generation.usage
+    first_s = times.first_token_s
+    fields: Fields = {}
+    if placement is not None:
+        decision = placement.decision
+        prefills = decision.decode if decision.prefill is None else decision.prefill
+        fields = {
+            "prefill_worker": "-" if decision.prefill is None else str(decision.prefill.rank),
+            "decode_worker": str(decision.decode.rank),
+            "attempts": generation.attempts,
+            "resumes": generation.resumes,
+            "predicted_tokens": prefills.overlap_blocks * placement.block_size,
+        }
+    return {
+        **fields,
+        "ttft_s": None if first_s is None else first_s - times.begun_s,
+        "isl_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }

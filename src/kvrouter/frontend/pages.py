@@ -19,7 +19,7 @@ from kvrouter.frontend.prepare import Named, RequestPreparer
 from kvrouter.routing.request import RouteRequest
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
-from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
+from kvrouter.telemetry import MetricsFormat, Telemetry
 
 _PROBE = RequestId("ready")
 
@@ -59,7 +59,8 @@ METRICS_TIME_SHARE = 0.1
 
 
 class MetricsRenderer:
-    """Renders ``/metrics`` for all who ask at the same time: single-flight, in steps, rate-limited.
+    """Renders ``/metrics`` for all who ask for one format at the same time: single-flight, in steps,
+    rate-limited.
 
     A page is never older than the request that it answers. The next one is begun once the last one's time
     on the loop is no more than :data:`METRICS_TIME_SHARE` of what has passed.
@@ -67,24 +68,25 @@ class MetricsRenderer:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._next: asyncio.Task[bytes] | None = None
+        self._next: dict[MetricsFormat, asyncio.Task[bytes]] = {}
         self._one_at_a_time = asyncio.Lock()
         self._not_before_s = -math.inf
 
-    async def render(self) -> bytes:
+    async def render(self, metrics_format: MetricsFormat) -> bytes:
         """Return a page that is begun from now on."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._render())
-        return await asyncio.shield(self._next)
+        coming = self._next.get(metrics_format)
+        if coming is None:
+            coming = self._next[metrics_format] = asyncio.create_task(self._render(metrics_format))
+        return await asyncio.shield(coming)
 
-    async def _render(self) -> bytes:
+    async def _render(self, metrics_format: MetricsFormat) -> bytes:
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before_s - time.monotonic())
-            self._next = None  # who asks from here on gets the page after this one
+            del self._next[metrics_format]  # who asks from here on gets the page after this one
             parts: list[bytes] = []
             busy_s = 0.0
             began_s = time.monotonic()
-            for part in self._telemetry.render_steps():
+            for part in self._telemetry.render_steps(metrics_format):
                 parts.append(part)
                 ended_s = time.monotonic()
                 busy_s += ended_s - began_s
@@ -204,9 +206,11 @@ class Pages:
             reasons.append(f"{name}: {why}")
         return reasons
 
-    async def metrics(self, _: Request) -> Response:
-        """``GET /metrics``, in Prometheus' text format."""
-        return Response(await self._metrics.render(), headers={"content-type": METRICS_CONTENT_TYPE})
+    async def metrics(self, request: Request) -> Response:
+        """``GET /metrics``, in OpenMetrics for who accepts that, else in Prometheus' text format."""
+        metrics_format = MetricsFormat.accepted_by(request.headers.get("accept"))
+        page = await self._metrics.render(metrics_format)
+        return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
 
     def _model_json(self, name: str, named: Named) -> dict[str, object]:
         parent = {} if named.adapter is None else {"parent": named.model}

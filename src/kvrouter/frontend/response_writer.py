@@ -112,7 +112,7 @@ EVENT_HEADERS = (
 class ResponseWriter:
     """One call's answer on the wire."""
 
-    __slots__ = ("_responder", "_stream", "kind", "model", "request_id", "status")
+    __slots__ = ("_responder", "_stream", "error", "generation", "kind", "model", "request_id", "status")
 
     def __init__(self, kind: RouteKind, responder: Responder, request_id: RequestId) -> None:
         self.kind = kind
@@ -120,6 +120,10 @@ class ResponseWriter:
         self.request_id = request_id
         self.status = KvrouterError.status_hint
         """The status that the call ended with: a mistake of ours until it is answered."""
+        self.error: KvrouterError | None = None
+        """What it was answered with instead, or its stream ended with."""
+        self.generation: Generation | None = None
+        """The answer as the service has it; None until an engine is asked."""
         self._responder = responder
         self._stream: Stream | None = None
 
@@ -152,6 +156,7 @@ class ResponseWriter:
     def fail(self, error: KvrouterError) -> None:
         """Answer with an error: as a status, or as the last event of a stream that has begun."""
         self.status = error.status_hint
+        self.error = error
         if self._stream is not None:
             self._stream.write(error_event(error))
             self._stream.end()

@@ -1,6 +1,7 @@
 """The HTTP API of a standalone router: calls that decide, bookings and prefills."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +19,14 @@ from starlette.routing import Route
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
-from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
+from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
-from kvrouter.frontend.generate import CLIENT_LEFT_STATUS
+from kvrouter.frontend.generate import CLIENT_LEFT_STATUS, trace_of
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
@@ -336,6 +337,7 @@ class Calls:
     ) -> None:
         call = _Call(request)
         status = KvrouterError.status_hint
+        failed: KvrouterError | None = None
         cancel_with(responder)
         try:
             if self._service.is_draining:
@@ -344,7 +346,7 @@ class Calls:
             status = 200
             await responder.send(status, JSON_HEADERS, body)
         except KvrouterError as error:
-            status = error.status_hint
+            status, failed = error.status_hint, error
             self._observed.failed(error, model=call.model)
             responder.answer(status, error_headers(error), error_body(error))
         except (asyncio.CancelledError, Disconnected):
@@ -352,7 +354,15 @@ class Calls:
                 raise
             status = CLIENT_LEFT_STATUS
         finally:
-            self._observed.answered(route=request.path, model=call.model, status=status)
+            self._observed.answered(
+                route=request.path,
+                model=call.model,
+                status=status,
+                request_id=call.request_id,
+                trace=call.trace,
+                duration_s=time.monotonic() - call.began_s,
+                error=failed,
+            )
 
     async def _route(self, call: "_Call") -> Json:
         books = _books(call.request.query)
@@ -379,8 +389,9 @@ class Calls:
         text = None if "token_ids" in body.fields else self._preparer.text_of(called, body)
         reader = self._preparer.nvext_reader(call.request.headers)
         wanted = await self._bodies.parse(body, partial(parse_route, nvext=reader))
-        request_id = id_of(wanted, call.request.header("x-request-id"))
-        return await self._parser.prepare(wanted, called, text, request_id)
+        call.request_id = id_of(wanted, call.request.header("x-request-id"))
+        request = await self._parser.prepare(wanted, called, text, call.request_id)
+        return request if call.trace == NO_TRACE else replace(request, trace=call.trace)
 
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:
@@ -393,13 +404,18 @@ class Calls:
 
 
 class _Call:
-    """One call, and the model that it names once that is known to be served."""
+    """One call, and what is known of it: its model once that is known to be served, its id once its body is
+    read.
+    """
 
-    __slots__ = ("model", "request")
+    __slots__ = ("began_s", "model", "request", "request_id", "trace")
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.began_s = time.monotonic()
+        self.trace = trace_of(request.headers)
         self.model: ModelName | None = None
+        self.request_id = RequestId("-")
 
 
 def _books(query: str) -> bool:

@@ -22,7 +22,7 @@ from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.dry_run import DryRun
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
 from kvrouter.operator.reconcile.places import NodePlaces
-from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, OperatorTelemetry, log_event
+from kvrouter.telemetry import Event, MetricsFormat, OperatorTelemetry, log_event
 
 ADMISSION = "admission"
 CERTIFICATE = "the certificate's renewal"
@@ -64,7 +64,7 @@ async def serve_probes(
         return _health_response(health.why_not_ready())
 
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=telemetry.render(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+        return web.Response(body=telemetry.render(), headers={"Content-Type": MetricsFormat.TEXT.value})
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)

@@ -65,6 +65,10 @@ class Placement:
     """What its prompt was expected to take where it is prefilled; None where times are not predicted."""
     transfer: Transfer | None = None
     """The KV that its pair has still to move, where that is counted."""
+    trace_id: str = ""
+    """The trace that its request belongs to, empty where none is known."""
+    decision_s: float = 0.0
+    """How long it took to decide and book, in seconds."""
     first_token_s: float | None = None
     resumed_tokens: int = 0
     """What earlier attempts had generated."""

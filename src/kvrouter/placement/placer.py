@@ -725,4 +725,5 @@ def _leg(
         time_left_s=time_left_s,
         intake=request.intake,
         call=None if request.call is None else structs.replace(request.call),  # the router may empty its own
+        trace=request.trace,
     )

@@ -17,7 +17,7 @@ from kvrouter.service.attempt import Attempt, Timeouts
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.request_run import RequestRun
-from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
+from kvrouter.service.traffic import NO_ORIGIN, AttemptTrail, LegSpans, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
     EngineStream,
     HandingStream,
@@ -53,6 +53,7 @@ class Generation:
         on_end: Callable[["Generation"], None],
         received_s: float | None = None,
         origin: Origin = NO_ORIGIN,
+        spans: LegSpans | None = None,
     ) -> None:
         self.request = request
         self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
@@ -64,6 +65,7 @@ class Generation:
             redispatches_max=redispatches_max,
             observed=observed,
             times=self.times,
+            spans=spans,
         )
         self._journey = self._run.journey
         self._watch = self._run.watch
@@ -96,6 +98,11 @@ class Generation:
     def attempts(self) -> int:
         """How many times the request was placed."""
         return self._journey.attempt + 1
+
+    @property
+    def trail(self) -> Sequence[AttemptTrail]:
+        """What its attempts left behind, where traffic is recorded or traced."""
+        return self._run.trail
 
     @property
     def resumes(self) -> int:
@@ -210,14 +217,17 @@ class Generation:
         self._run.stop(reason)
         self._drop_call()
         self.times.ended_s = time.monotonic()
+        if self.placement is not None and not self._journey.generated:  # nobody saw the tokens themselves
+            self._model.answered(self.placement, tokens=self._counted_tokens)
         self._observed.request_ended(
             self.request,
             error=self.error,
             finished=reason in {ANSWERED, FINISHED},
             times=self.times,
             gaps_s=self._output.gaps_s,
-            prompt_tokens=len(self.request.token_ids),
-            completion_tokens=self._completion_tokens,
+            usage=self.usage,
+            cache_known=self._run.cache_known,
+            first_placement=self._run.first_placement,
         )
         if self._observed.traffic is not None:
             self._record(self._observed.traffic, finished=reason in {ANSWERED, FINISHED})

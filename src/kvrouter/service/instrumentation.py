@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import NotRequired, TypedDict, Unpack
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.core.requests import GenerateRequest, Leg
+from kvrouter.core.requests import GenerateRequest, Leg, Usage
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedCount, FeedState
 from kvrouter.fleet import Fault
@@ -61,8 +61,18 @@ class CircuitInstrumentation:
 
     def gone(self, worker_id: WorkerId) -> None:
         """A worker left: its counters go with it, or those of all that ever were would fill the page."""
+        telemetry, labels = self._telemetry, (self._model, str(worker_id))
         for fault in Fault:
-            self._telemetry.circuits_opened.forget(self._model, str(worker_id), fault.value)
+            telemetry.circuits_opened.forget(*labels, fault.value)
+            telemetry.worker_failures.forget(*labels, fault.value)
+        for leg in Leg:
+            telemetry.worker_requests.forget(*labels, leg.value)
+        for tokens in (
+            telemetry.worker_prompt_tokens,
+            telemetry.worker_cached_tokens,
+            telemetry.worker_completion_tokens,
+        ):
+            tokens.forget(*labels)
 
     def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
         """KV of a pair was lost, or lost again."""
@@ -179,6 +189,9 @@ class ModelInstrumentation:
         telemetry, decision = self._telemetry, placement.decision
         telemetry.decision_duration.observe(decision_s, decision.mode.value)
         telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))
+        for pick in (decision.decode, decision.prefill):
+            if pick is not None:
+                telemetry.worker_requests.inc(self._model, str(pick.rank.worker_id), pick.leg.value)
         if waited_s is not None:
             telemetry.queue_wait.observe(waited_s, self._model)
         self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
@@ -207,8 +220,7 @@ class ModelInstrumentation:
         log_event(
             logger,
             Event.REFUSAL,
-            request_id=request.request_id,
-            model=self._model,
+            **_request_fields(request.request_id, self._model, request.trace.trace_id),
             role=role,
             domain=error.domain,
             code=error.code,
@@ -223,8 +235,7 @@ class ModelInstrumentation:
         log_event(
             logger,
             Event.DOMAIN_WAIT,
-            request_id=placement.decision.request_id,
-            model=self._model,
+            **_request_fields(placement.decision.request_id, self._model, placement.trace_id),
             domain=None if constraint is None else constraint.domain,
             value=None if constraint is None else constraint.value,
             waited_s=waited_s,
@@ -242,10 +253,24 @@ class ModelInstrumentation:
         """A rank reported more blocks than its worker can hold; what it said is dropped."""
         self._log_rank(Event.KV_EVENTS_OVER_LIMIT, rank, detail=detail)
 
-    def cached_tokens(self, *, predicted: int, actual: int) -> None:
-        """An engine reported how many prompt tokens it had cached."""
+    def cached_tokens(self, worker_id: WorkerId | None, *, predicted: int, actual: int) -> None:
+        """A worker's engine reported how many prompt tokens it had cached; None: the worker has left."""
         self._telemetry.overlap_tokens.inc(self._model, by=predicted)
         self._telemetry.cached_tokens.inc(self._model, by=actual)
+        if worker_id is not None:
+            self._telemetry.worker_cached_tokens.inc(self._model, str(worker_id), by=actual)
+
+    def leg_failed(self, worker_id: WorkerId, fault: Fault) -> None:
+        """A leg failed through its worker's fault."""
+        self._telemetry.worker_failures.inc(self._model, str(worker_id), fault.value)
+
+    def prompt_prefilled(self, worker_id: WorkerId, tokens: int) -> None:
+        """A worker prefilled a prompt of so many tokens, those included that it had cached."""
+        self._telemetry.worker_prompt_tokens.inc(self._model, str(worker_id), by=tokens)
+
+    def tokens_answered(self, worker_id: WorkerId, tokens: int) -> None:
+        """A worker brought so many tokens of an answer."""
+        self._telemetry.worker_completion_tokens.inc(self._model, str(worker_id), by=tokens)
 
     def handed_over(self, placement: Placement) -> None:
         """The first token came; of a pair, KV went from one end to the other. Counted by their domains."""
@@ -253,20 +278,14 @@ class ModelInstrumentation:
         if decision.prefill is None:
             return
         domain = None if decision.constraint is None else decision.constraint.domain
-        ends = ("none", "none")
-        if domain is not None:
-            ends = (
-                placement.prefill_domains.get(domain, "unknown"),
-                placement.decode_domains.get(domain, "unknown"),
-            )
+        ends = _ends_of(placement)
         self._telemetry.handoffs.inc(*ends)
         if decision.fallback_used and domain is not None:
             self._telemetry.fallbacks.inc(domain)
             log_event(
                 logger,
                 Event.FALLBACK,
-                request_id=decision.request_id,
-                model=self._model,
+                **_request_fields(decision.request_id, self._model, placement.trace_id),
                 domain=domain,
                 prefill_domain=ends[0],
                 decode_domain=ends[1],
@@ -282,10 +301,9 @@ class ModelInstrumentation:
         log_event(
             logger,
             Event.DECISION,
-            request_id=decision.request_id,
+            **_request_fields(decision.request_id, self._model, placement.trace_id),
             attempt=decision.attempt,
             again=again,
-            model=self._model,
             mode=decision.mode.value,
             shape=_shape_of(placement),
             isl_tokens=placement.prompt.isl_tokens,
@@ -439,8 +457,7 @@ class ServiceInstrumentation:
         log_event(
             logger,
             Event.BOOKING_LAPSED,
-            request_id=placement.decision.request_id,
-            model=model,
+            **_request_fields(placement.decision.request_id, model, placement.trace_id),
             worker=str(placement.decision.decode.rank.worker_id),
             isl_tokens=placement.prompt.isl_tokens,
         )
@@ -453,19 +470,29 @@ class ServiceInstrumentation:
         finished: bool,
         times: Times,
         gaps_s: Sequence[float],
-        prompt_tokens: int,
-        completion_tokens: int,
+        usage: Usage,
+        cache_known: bool,
+        first_placement: Placement | None,
     ) -> None:
-        """A request ended: finished, with an error, or because its client left."""
-        telemetry, model = self._telemetry, request.model
+        """A request ended: finished, with an error, or because its client left. ``first_placement`` is the
+        one that brought its first token; ``cache_known``: its engine said how much it had cached.
+        """
+        telemetry, model, trace_id = self._telemetry, request.model, request.trace.trace_id
         telemetry.requests_active.add(-1, model)
-        telemetry.completion_tokens.inc(model, by=completion_tokens)
+        telemetry.completion_tokens.inc(model, by=usage.completion_tokens)
         if times.first_token_s is not None:
-            telemetry.prompt_tokens.inc(model, by=prompt_tokens)
-            telemetry.ttft.observe(times.first_token_s - times.begun_s, model)
+            ttft_s = times.first_token_s - times.begun_s
+            telemetry.prompt_tokens.inc(model, by=usage.prompt_tokens)
+            telemetry.request_prompt_tokens.observe(usage.prompt_tokens, model)
+            telemetry.request_completion_tokens.observe(usage.completion_tokens, model)
+            telemetry.ttft.observe(ttft_s, model, trace_id=trace_id)
+            cache_hit = _cache_hit(usage) if cache_known else "unknown"
+            telemetry.ttft_by_cache_hit.observe(ttft_s, model, cache_hit, trace_id=trace_id)
+            if first_placement is not None and first_placement.decision.prefill is not None:
+                telemetry.ttft_by_domain.observe(ttft_s, *_ends_of(first_placement), trace_id=trace_id)
             telemetry.inter_token_latency.observe_many(gaps_s, model)
         if times.ended_s is not None:
-            telemetry.request_duration.observe(times.ended_s - times.begun_s, model)
+            telemetry.request_duration.observe(times.ended_s - times.begun_s, model, trace_id=trace_id)
         if error is not None:
             if not isinstance(error, RoutingRefused):
                 _log_request(Event.REQUEST_FAILED, request, code=error.code, reason=error.message)
@@ -484,8 +511,39 @@ def _log_request(
     exc_info: BaseException | None = None,
     **fields: Unpack[Fields],
 ) -> None:
-    labelled: Fields = {"request_id": request.request_id, "model": request.model, **fields}
+    common = _request_fields(request.request_id, request.model, request.trace.trace_id)
+    labelled: Fields = {**common, **fields}
     log_event(logger, event, exc_info=exc_info, **labelled)
+
+
+class _RequestFields(TypedDict):
+    request_id: str
+    model: str
+    trace_id: NotRequired[str]
+
+
+def _request_fields(request_id: str, model: str, trace_id: str) -> _RequestFields:
+    """How a line names its request; without ``trace_id`` where it belongs to no trace."""
+    if trace_id:
+        return {"request_id": request_id, "trace_id": trace_id, "model": model}
+    return {"request_id": request_id, "model": model}
+
+
+def _ends_of(placement: Placement) -> tuple[str, str]:
+    """The transfer domain's values at both ends of a pair; ``none`` where no domain is asked for."""
+    constraint = placement.decision.constraint
+    if constraint is None:
+        return "none", "none"
+    return (
+        placement.prefill_domains.get(constraint.domain, "unknown"),
+        placement.decode_domains.get(constraint.domain, "unknown"),
+    )
+
+
+def _cache_hit(usage: Usage) -> str:
+    if not usage.cached_tokens:
+        return "none"
+    return "over_half" if 2 * usage.cached_tokens >= usage.prompt_tokens else "under_half"
 
 
 def _shape_of(placement: Placement) -> str:

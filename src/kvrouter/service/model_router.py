@@ -5,6 +5,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +36,23 @@ ATTEMPTS_MAX = 16
 """Decisions kept for one request id: of a client that sends one id again and again, the last ones."""
 
 
+class KeptDecision(NamedTuple):
+    """A decision of one attempt, when it was made on the wall clock, and the trace of its request."""
+
+    decided_at_s: float
+    decision: Decision
+    trace_id: str
+
+
 class DecisionLog:
     """Holds the attempts of the last ``requests_max`` requests; the oldest request is forgotten first."""
 
     def __init__(self, *, requests_max: int) -> None:
         self._requests_max = requests_max
-        self._by_request: OrderedDict[RequestId, deque[tuple[float, Decision]]] = OrderedDict()
+        self._by_request: OrderedDict[RequestId, deque[KeptDecision]] = OrderedDict()
 
-    def record(self, decision: Decision, *, decided_at_s: float) -> None:
-        """Add one attempt's decision; ``decided_at_s`` is a wall-clock time."""
+    def record(self, decision: Decision, *, decided_at_s: float, trace_id: str = "") -> None:
+        """Add one attempt's decision."""
         if self._requests_max == 0:
             return
         attempts = self._by_request.get(decision.request_id)
@@ -51,9 +60,9 @@ class DecisionLog:
             attempts = self._by_request[decision.request_id] = deque(maxlen=ATTEMPTS_MAX)
             if len(self._by_request) > self._requests_max:
                 self._by_request.popitem(last=False)
-        attempts.append((decided_at_s, decision))
+        attempts.append(KeptDecision(decided_at_s, decision, trace_id))
 
-    def get(self, request_id: RequestId) -> list[tuple[float, Decision]] | None:
+    def get(self, request_id: RequestId) -> list[KeptDecision] | None:
         """Every attempt's decision in order, or None when the request is unknown or forgotten."""
         attempts = self._by_request.get(request_id)
         return None if attempts is None else list(attempts)
@@ -200,7 +209,7 @@ class ModelRouter:
         try:
             while True:
                 try:
-                    return self._place(asked, wait)
+                    return self._place(asked, wait, request.trace.trace_id)
                 except RoutingRefused as refused:
                     wait = wait or Wait(
                         self.placer.waiting, request, self.observed, limit_s=self._request_timeout_s
@@ -210,14 +219,15 @@ class ModelRouter:
             if wait is not None:
                 wait.leave()
 
-    def _place(self, asked: AttemptRequest, wait: Wait | None) -> Placement:
+    def _place(self, asked: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
         started_s = time.perf_counter()
         placement = self.placer.place(asked, self._draws.next, now_s=self._clock())
         self._draws.take()
-        decision_s = time.perf_counter() - started_s
+        placement.trace_id = trace_id
+        decision_s = placement.decision_s = time.perf_counter() - started_s
         waited_s = None if wait is None else wait.was_for(placement)
         self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
-        self._decisions.record(placement.decision, decided_at_s=time.time())
+        self._record(placement)
         return placement
 
     def pick_decode_again(self, placement: Placement) -> None:
@@ -225,7 +235,10 @@ class ModelRouter:
         started_s = time.perf_counter()
         if self.placer.pick_decode_again(placement, now_s=self._clock()):
             self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
-            self._decisions.record(placement.decision, decided_at_s=time.time())
+            self._record(placement)
+
+    def _record(self, placement: Placement) -> None:
+        self._decisions.record(placement.decision, decided_at_s=time.time(), trace_id=placement.trace_id)
 
     # Settings that change
 
@@ -322,6 +335,10 @@ class ModelRouter:
         """The first token came: load moves from prefill to decode."""
         self.placer.first_token(placement, now_s=self._clock())
         self.observed.handed_over(placement)
+        decision = placement.decision
+        prefills = decision.decode if decision.prefill is None else decision.prefill
+        if self.fleet.card(prefills.rank.worker_id) is not None:
+            self.observed.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
     def output_blocks(self, placement: Placement, blocks: int) -> None:
         """So many more blocks are full of output."""
@@ -330,6 +347,15 @@ class ModelRouter:
     def release(self, placement: Placement, *, tokens: int = 0) -> None:
         """Close the leases, after an attempt that brought so many tokens; idempotent."""
         self.placer.release(placement, now_s=self._clock(), tokens=tokens)
+        self.answered(placement, tokens=tokens)
+
+    def answered(self, placement: Placement, *, tokens: int) -> None:
+        """An attempt brought so many tokens. Nothing is counted of a worker that left: its counters went with
+        it.
+        """
+        worker_id = placement.decision.decode.rank.worker_id
+        if tokens and self.fleet.card(worker_id) is not None:
+            self.observed.tokens_answered(worker_id, tokens)
 
     # What becomes of legs
 
@@ -337,6 +363,9 @@ class ModelRouter:
         self, placement: Placement, leg: Leg, fault: Fault, *, since_s: float, has_begun: bool = False
     ) -> None:
         """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent."""
+        pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
+        if self.fleet.card(pick.rank.worker_id) is not None:
+            self.observed.leg_failed(pick.rank.worker_id, fault)
         self.placer.circuits.failed(
             placement, leg, fault, since_s=since_s, now_s=self._clock(), has_begun=has_begun
         )
@@ -358,8 +387,9 @@ class ModelRouter:
         decision = placement.decision
         pick = decision.decode if decision.prefill is None else decision.prefill
         predicted_tokens = pick.overlap_blocks * placement.block_size
-        self.observed.cached_tokens(predicted=predicted_tokens, actual=cached_tokens)
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
+        worker_id = None if card is None else card.worker_id
+        self.observed.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
         if card is None or slot is None or card.cache_is_partial or placement.wanted.has_media:
             return
         if self.cache.is_sure_of(slot) and self.accounts.answered(

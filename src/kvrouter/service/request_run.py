@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from kvrouter.core.errors import (
     DeadlineExceeded,
     InternalError,
@@ -20,7 +22,14 @@ from kvrouter.core.errors import (
     KvrouterError,
     RoutingRefused,
 )
-from kvrouter.core.requests import FinishReason, GenerateRequest, KvLoss, KvTransferParams, Leg
+from kvrouter.core.requests import (
+    EngineRequest,
+    FinishReason,
+    GenerateRequest,
+    KvLoss,
+    KvTransferParams,
+    Leg,
+)
 from kvrouter.journey import (
     Abandon,
     ClientLeft,
@@ -60,6 +69,7 @@ from kvrouter.service.attempt import (
 )
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.traffic import LegSpans
 from kvrouter.transports.requests.port import RequestPlane
 
 PREFILL_LAST_WORD_S = 0.25
@@ -83,6 +93,7 @@ class RequestRun:
         redispatches_max: int,
         observed: ServiceInstrumentation,
         times: Times,
+        spans: LegSpans | None = None,
     ) -> None:
         self.journey = Journey(
             request.sampling,
@@ -98,8 +109,11 @@ class RequestRun:
         self.error: KvrouterError | None = None
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
+        self.cache_known = False
+        """Whether an engine said how many prompt tokens it had cached."""
         self.trail: list[Attempt] = []
-        """All attempts, where traffic is recorded."""
+        """All attempts, where traffic is recorded or traced."""
+        self._spans = spans
         self._first_attempt: Attempt | None = None
         """The attempt that brought the first token."""
         self._request = request
@@ -125,6 +139,11 @@ class RequestRun:
         self.journey.handle(ClientLeft(reason))
         self._abandon(reason)
         self.watch.stop()
+
+    @property
+    def first_placement(self) -> Placement | None:
+        """Where the attempt went that brought the first token; None until it has come."""
+        return None if self._first_attempt is None else self._first_attempt.placement
 
     @property
     def is_sent(self) -> bool:
@@ -205,7 +224,7 @@ class RequestRun:
         if self.attempt is not attempt:
             return  # it was given up meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
-            self.cached_tokens = cached_tokens
+            self.cached_tokens, self.cache_known = cached_tokens, True
         self._model.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
 
     # What the journey says
@@ -265,7 +284,7 @@ class RequestRun:
         self.attempt = Attempt(placement, placed_s=now_s)
         self.placement = placement
         self.output.begin(placement)
-        if self._observed.traffic is not None:
+        if self._observed.traffic is not None or self._spans is not None:
             self.trail.append(self.attempt)
         if self._times.placed_s is None:
             self._times.placed_s = now_s
@@ -295,6 +314,7 @@ class RequestRun:
             resumed_tokens=len(self.journey.generated),
             time_left_s=self.watch.time_left_s,
         )
+        request = self._traced(attempt, request)
         attempt.prefill_sent_s = time.monotonic()
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
@@ -338,6 +358,7 @@ class RequestRun:
             )
             if self.watch.phase is Phase.PREFILLING:
                 self.watch.enter(Phase.FIRST_TOKEN)
+            request = self._traced(attempt, request)
             attempt.last_sent_s = time.monotonic()
             stream = await open_decode(self._plane, attempt.placement.decode_address, request)
             attempt.decode = stream
@@ -350,6 +371,10 @@ class RequestRun:
         if attempt.lost:
             return self._lost(attempt, attempt.lost[0])
         return []
+
+    def _traced(self, attempt: Attempt, leg: EngineRequest) -> EngineRequest:
+        """Return the leg under a span of its own, where requests are traced here."""
+        return leg if self._spans is None else structs.replace(leg, trace=self._spans.leg(attempt, leg.leg))
 
     def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:
         if self.error is not None:  # we ended it ourselves: the deadline passed

@@ -23,8 +23,8 @@ from kvrouter.service.attempt import Timeouts, with_intake_id
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
-from kvrouter.service.model_router import DecisionLog, ModelRouter
-from kvrouter.service.traffic import NO_ORIGIN, Origin, TrafficRecorder
+from kvrouter.service.model_router import DecisionLog, KeptDecision, ModelRouter
+from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
 from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import Discovery, Gone
@@ -231,12 +231,17 @@ class RouterService:
         return f"{len(self._model_of)} of {least} workers have registered"
 
     def generate(
-        self, request: GenerateRequest, *, received_s: float | None = None, origin: Origin = NO_ORIGIN
+        self,
+        request: GenerateRequest,
+        *,
+        received_s: float | None = None,
+        origin: Origin = NO_ORIGIN,
+        spans: LegSpans | None = None,
     ) -> Generation:
         """Return the request's answer, to be read; nothing is decided before the first read.
 
         ``received_s``: when its last byte came, on the monotonic clock; times are counted from then on.
-        ``origin`` is what a recording of the traffic says of the call.
+        ``origin`` is what a recording of the traffic says of the call; ``spans`` hears of its legs.
         """
         if self._is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -252,6 +257,7 @@ class RouterService:
             on_end=self._ended,
             received_s=received_s,
             origin=origin,
+            spans=spans,
         )
         self._running.add(generation)
         self._idle.clear()
@@ -279,7 +285,7 @@ class RouterService:
         """Decide without sending: the same path, with a row for every candidate."""
         return self.model(request.model).explain(request)
 
-    def decisions(self, request_id: RequestId) -> list[tuple[float, Decision]] | None:
+    def decisions(self, request_id: RequestId) -> list[KeptDecision] | None:
         """The kept decisions of a request, attempt by attempt."""
         return self._parts.decisions.get(request_id)
 

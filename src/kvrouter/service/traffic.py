@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from kvrouter.core.constraints import Pin, adapter_taint
 from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.requests import GenerateRequest, KvLoss, Leg
+from kvrouter.core.requests import GenerateRequest, KvLoss, Leg, TraceContext
 from kvrouter.core.workers import WorkerCard
 from kvrouter.placement.placement import Placement
 from kvrouter.recording.recorder import Recorder
@@ -55,6 +56,13 @@ class AttemptTrail:
     """What the engine of a pair's decode leg says that it fetched."""
     lost_leg: Leg | None = None
     kv_loss: KvLoss | None = None
+
+
+class LegSpans(Protocol):
+    """Hears of the legs of one request as they are sent, for its trace."""
+
+    def leg(self, attempt: AttemptTrail, leg: Leg) -> TraceContext:
+        """A leg of an attempt is about to be sent; return what its engine is given to go on with."""
 
 
 class TrafficRecorder:

@@ -1,21 +1,30 @@
 """Telemetry: every metric and every log event, each in one table."""
 
 from kvrouter.telemetry.events import EVENTS, Event, Fields, log_event
-from kvrouter.telemetry.families import CounterFamily, GaugeFamily, HistogramFamily, MetricSpec
+from kvrouter.telemetry.families import (
+    CounterFamily,
+    GaugeFamily,
+    HistogramFamily,
+    MetricsFormat,
+    MetricSpec,
+)
+from kvrouter.telemetry.gen_ai import GenAiMetrics, wants_gen_ai
 from kvrouter.telemetry.logs import configure_logging
-from kvrouter.telemetry.metrics import METRICS_CONTENT_TYPE, OperatorTelemetry, Telemetry
+from kvrouter.telemetry.metrics import OperatorTelemetry, Telemetry
 
 __all__ = [
     "EVENTS",
-    "METRICS_CONTENT_TYPE",
     "CounterFamily",
     "Event",
     "Fields",
     "GaugeFamily",
+    "GenAiMetrics",
     "HistogramFamily",
     "MetricSpec",
+    "MetricsFormat",
     "OperatorTelemetry",
     "Telemetry",
     "configure_logging",
     "log_event",
+    "wants_gen_ai",
 ]

@@ -34,6 +34,7 @@ class Event(StrEnum):
     RETRY = "retry"
     RESUME = "resume"
     CANCELLED = "cancelled"
+    REQUEST_ENDED = "request_ended"
     BOOKING_LAPSED = "booking_lapsed"
     REQUEST_FAILED = "request_failed"
     WORKER_JOINED = "worker_joined"
@@ -108,6 +109,7 @@ class Event(StrEnum):
     RECORDING = "recording"
     RECORDING_DROPPED = "recording_dropped"
     RECORDING_ENDED = "recording_ended"
+    SPANS_NOT_SENT = "spans_not_sent"
     INTERNAL_ERROR = "internal_error"
     OPERATOR_LEADS = "operator_leads"
     OPERATOR_FOLLOWS = "operator_follows"
@@ -131,12 +133,20 @@ class Fields(TypedDict, total=False):
     """The fields of a log line. Text that a client wrote is not among them, but for the ids that it chose."""
 
     request_id: str
+    trace_id: str
+    route: str
     attempt: int
+    attempts: int
+    resumes: int
     again: bool
     model: str
     mode: str
     shape: str
     isl_tokens: int
+    cached_tokens: int
+    predicted_tokens: int
+    output_tokens: int
+    ttft_s: float | None
     prefill_worker: str
     prefill_domain: str | None
     prefill_overlap_blocks: int
@@ -232,6 +242,11 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A worker was lost in mid-answer; the answer goes on elsewhere."
     ),
     Event.CANCELLED: EventSpec(logging.INFO, "A client left before its answer ended."),
+    Event.REQUEST_ENDED: EventSpec(
+        logging.INFO,
+        "A call of a generation route has its whole answer, or an error, or its client left (status 499): "
+        "where its last attempt went, its times and its tokens. One line for each call.",
+    ),
     Event.BOOKING_LAPSED: EventSpec(
         logging.WARNING, "A request that was booked by hand was never freed, and its owner said nothing more."
     ),
@@ -445,6 +460,11 @@ EVENTS: dict[Event, EventSpec] = {
         logging.ERROR,
         "Nothing more is recorded until the next start: the disk is full or refused a write, or the file was "
         "removed. Requests are served as before.",
+    ),
+    Event.SPANS_NOT_SENT: EventSpec(
+        logging.WARNING,
+        "OpenTelemetry's SDK could not send spans of requests, or dropped some. Requests are served as "
+        "before.",
     ),
     Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A bug in kvrouter, with its traceback."),
     Event.OPERATOR_LEADS: EventSpec(logging.INFO, "This replica of the operator got the lease: it writes."),

@@ -4,14 +4,22 @@ They are collectors of ``prometheus_client``, which writes the text. One thread 
 them: the event loop's. Each family holds a bounded number of label sets.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, Self, TypeVar, overload
 
 import numpy as np
-from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CONTENT_TYPE_LATEST, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    Exemplar,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 LABEL_SETS_MAX = 16_384
@@ -103,12 +111,15 @@ class GaugeFamily(MetricFamily):
 
 
 class _Series:
-    """The observations under one label set: a count per bucket, the last one for what is above all bounds."""
+    """The observations under one label set: a count per bucket, the last one for what is above all bounds,
+    and of each bucket the latest observation that belongs to a trace.
+    """
 
-    __slots__ = ("counts", "total")
+    __slots__ = ("counts", "exemplars", "total")
 
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
+        self.exemplars: dict[int, Exemplar] = {}
         self.total = 0.0
 
 
@@ -120,11 +131,14 @@ class HistogramFamily(MetricFamily):
         self.bounds = tuple(bounds)
         self._series: dict[Labels, _Series] = {} if labels else {(): self._new_series()}
 
-    def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """Note ``value``, ``times`` times."""
+    def observe(self, value: float, *labels: str, times: int = 1, trace_id: str = "") -> None:
+        """Note ``value``, ``times`` times; ``trace_id`` is the trace that it was seen in, if any."""
         series = self._of(labels)
-        series.counts[bisect_left(self.bounds, value)] += times
+        bucket = bisect_left(self.bounds, value)
+        series.counts[bucket] += times
         series.total += value * times
+        if trace_id:
+            series.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_many(self, values: Sequence[float] | np.ndarray, *labels: str) -> None:
         """Note many values in one go: all the token gaps of a request, once it has ended."""
@@ -152,7 +166,11 @@ class HistogramFamily(MetricFamily):
         names = [*map(str, self.bounds), "+Inf"]
         for labels, series in self._series.items():
             counts = np.cumsum(series.counts).tolist()
-            family.add_metric(labels, list(zip(names, counts, strict=True)), series.total)
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for at, pair in enumerate(zip(names, counts, strict=True)):
+                exemplar = series.exemplars.get(at)
+                buckets.append(pair if exemplar is None else (*pair, exemplar))
+            family.add_metric(labels, buckets, series.total)
         yield family
 
     def _of(self, labels: Labels) -> _Series:
@@ -227,38 +245,68 @@ def histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) 
     return Metric("histogram", name, meaning, make, labels)
 
 
-class MetricsPage:
-    """What ``/metrics`` shows: the rows that a subclass has as attributes, and the process."""
+class MetricsFormat(StrEnum):
+    """How ``/metrics`` is written; the values are content types."""
+
+    TEXT = CONTENT_TYPE_LATEST
+    """Prometheus' text format."""
+    OPENMETRICS = openmetrics.CONTENT_TYPE_LATEST
+    """OpenMetrics, which has a place for the traces that observations belong to (exemplars)."""
+
+    @classmethod
+    def accepted_by(cls, accept: str | None) -> "MetricsFormat":
+        """Return the one for who sends this ``Accept`` header: OpenMetrics for those who ask for it."""
+        return cls.OPENMETRICS if "application/openmetrics-text" in (accept or "") else cls.TEXT
+
+
+_EOF = b"# EOF\n"
+
+
+class MetricTable:
+    """Families: the rows that a subclass has as attributes."""
 
     def __init__(self) -> None:
-        self._collectors: list[Collector] = []
-        self._before_scrape: list[Callable[[], None]] = []
+        self.collectors: list[Collector] = []
         for attribute, metric in vars(type(self)).items():
             if isinstance(metric, Metric):
                 family = metric.make()
                 vars(self)[attribute] = family
-                self._collectors.append(family)
-        self._collectors.append(ProcessCollector(registry=None))
+                self.collectors.append(family)
+
+
+class MetricsPage(MetricTable):
+    """What ``/metrics`` shows: the rows that a subclass has as attributes, and the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before_scrape: list[Callable[[], None]] = []
+        self.collectors.append(ProcessCollector(registry=None))
 
     def before_scrape(self, refresh: Callable[[], None]) -> Callable[[], None]:
         """Call ``refresh`` before each rendering, to set gauges that nobody keeps; return what ends that."""
         self._before_scrape.append(refresh)
         return lambda: self._before_scrape.remove(refresh)
 
-    def render(self) -> bytes:
-        """Return the page of ``/metrics`` in Prometheus' text format."""
-        return b"".join(self.render_steps())
+    def render(self, metrics_format: MetricsFormat = MetricsFormat.TEXT) -> bytes:
+        """Return the page of ``/metrics``."""
+        return b"".join(self.render_steps(metrics_format))
 
-    def render_steps(self) -> Iterator[bytes]:
+    def render_steps(self, metrics_format: MetricsFormat = MetricsFormat.TEXT) -> Iterator[bytes]:
         """Yield the page of ``/metrics`` in parts, a family each, so that others may run in between; first
         an empty part, once the gauges are set.
         """
         for refresh in tuple(self._before_scrape):
             refresh()
         yield b""
-        yield from map(generate_latest, self._collectors)
+        if metrics_format is MetricsFormat.TEXT:
+            yield from map(generate_latest, self.collectors)
+            return
+        for collector in self.collectors:
+            page: bytes = openmetrics.generate_latest(collector)  # type: ignore[no-untyped-call]
+            yield page.removesuffix(_EOF)
+        yield _EOF
 
 
-def specs_of(page: type[MetricsPage]) -> tuple[MetricSpec, ...]:
+def specs_of(page: type[MetricTable]) -> tuple[MetricSpec, ...]:
     """Return the rows of a page's documentation."""
     return tuple(metric.spec for metric in vars(page).values() if isinstance(metric, Metric))

@@ -2,18 +2,15 @@
 
 from typing import ClassVar
 
-from prometheus_client import CONTENT_TYPE_LATEST
-
 from kvrouter.telemetry.families import MetricsPage, MetricSpec, counter, gauge, histogram, specs_of
-
-METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
-"""The content type of ``/metrics``."""
+from kvrouter.telemetry.gen_ai import GenAiMetrics
 
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 _DECISION_S = (5e-6, 1e-5, 2e-5, 3.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2e-2)
 _TOKENIZATION_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5)
+_REQUEST_TOKENS = tuple(float(4**power) for power in range(12))
 _WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -216,6 +213,33 @@ class Telemetry(MetricsPage):
         "model",
         bounds=_TOKEN_GAP_S,
     )
+    ttft_by_cache_hit = histogram(
+        "kvrouter_time_to_first_token_by_cache_hit_seconds",
+        "The same, by how much of the prompt the engine says that it had cached: none, under_half, "
+        "over_half, or unknown where it does not say.",
+        "model",
+        "cache_hit",
+        bounds=_TTFT_S,
+    )
+    ttft_by_domain = histogram(
+        "kvrouter_time_to_first_token_by_domain_seconds",
+        "The same, of requests that a pair served, by the transfer domain's values at both ends.",
+        "prefill_domain",
+        "decode_domain",
+        bounds=_TTFT_S,
+    )
+    request_prompt_tokens = histogram(
+        "kvrouter_request_prompt_tokens",
+        "Tokens of a prompt, of requests whose first token came.",
+        "model",
+        bounds=_REQUEST_TOKENS,
+    )
+    request_completion_tokens = histogram(
+        "kvrouter_request_completion_tokens",
+        "Tokens of an answer, of requests whose first token came.",
+        "model",
+        bounds=_REQUEST_TOKENS,
+    )
     request_duration = histogram(
         "kvrouter_request_duration_seconds",
         "From the last byte of a request to the end of its answer.",
@@ -364,6 +388,46 @@ class Telemetry(MetricsPage):
         "role",
         "domain",
     )
+    worker_info = gauge(
+        "kvrouter_worker_info",
+        "1 for a worker, with what it is: to be joined on `worker`. The zone is its value of the level "
+        "`zone`; a label is empty where nobody says.",
+        "worker",
+        "pod",
+        "address",
+        "engine",
+        "version",
+        "zone",
+    )
+    worker_requests = counter(
+        "kvrouter_worker_requests",
+        "Legs of requests that a worker was given: prefill, decode, or aggregated for a whole one.",
+        "model",
+        "worker",
+        "leg",
+    )
+    worker_failures = counter(
+        "kvrouter_worker_failures",
+        "Legs that a worker failed, by how: lost (it broke off, or could not be reached) or silent.",
+        "model",
+        "worker",
+        "reason",
+    )
+    worker_prompt_tokens = counter(
+        "kvrouter_worker_prompt_tokens",
+        "Prompt tokens of requests that a worker prefilled, cached ones included.",
+        "model",
+        "worker",
+    )
+    worker_cached_tokens = counter(
+        "kvrouter_worker_cached_tokens",
+        "Those of them that its engine says it had cached.",
+        "model",
+        "worker",
+    )
+    worker_completion_tokens = counter(
+        "kvrouter_worker_completion_tokens", "Tokens of answers that a worker brought.", "model", "worker"
+    )
     worker_draining = gauge(
         "kvrouter_worker_draining", "1 for a worker that leaves: it takes no new requests.", "worker"
     )
@@ -472,6 +536,13 @@ class Telemetry(MetricsPage):
     build_info = gauge("kvrouter_build_info", "1, with the version that runs.", "version")
 
     SPECS: ClassVar[tuple[MetricSpec, ...]]
+
+    def __init__(self, *, gen_ai: bool = False) -> None:
+        """``gen_ai``: whether requests are also measured under OpenTelemetry's names."""
+        super().__init__()
+        self.gen_ai = GenAiMetrics() if gen_ai else None
+        if self.gen_ai is not None:
+            self.collectors.extend(self.gen_ai.collectors)
 
 
 Telemetry.SPECS = specs_of(Telemetry)

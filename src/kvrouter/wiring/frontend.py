@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from socket import socket
+from typing import TYPE_CHECKING
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
@@ -14,6 +15,9 @@ from kvrouter.processes.lifetime import descriptors_for, explained
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.tracing import RequestTracing
 
 GOODBYE_S = 1.0
 """How long the last answers may take to reach their clients once all requests have ended."""
@@ -52,11 +56,14 @@ async def open_door(
     telemetry: Telemetry,
     sockets: list[socket],
     awaited: Awaited = nobody_awaited,
+    tracing: "RequestTracing | None" = None,
 ) -> AsyncIterator[ServingApp]:
     """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` returns the
-    engines that are to come. Raises CannotListen.
+    engines that are to come; ``tracing`` begins the spans of requests. Raises CannotListen.
     """
-    app = FrontendApp(service, texts, settings=settings, telemetry=telemetry, awaited=awaited)
+    app = FrontendApp(
+        service, texts, settings=settings, telemetry=telemetry, awaited=awaited, tracing=tracing
+    )
     end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
     try:
         async with serving(service, app, settings=settings, sockets=sockets) as server:

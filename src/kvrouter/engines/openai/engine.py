@@ -146,14 +146,15 @@ class ServedEngine:
         Raises InvalidRequest for a call that cannot be sent.
         """
         call = self._client.call_of(request)
+        headers = {**request.trace.headers(), **call.headers}
         read = call.reader()
         stream: EngineStream
         if call.answered is not None:
             stream = WholeStream(_at_once(call.answered), call.reading, read)
         elif call.streams:
-            stream = OpeningStream(self._open(call, read))
+            stream = OpeningStream(self._open(call, headers, read))
         else:
-            stream = WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
+            stream = WholeStream(self._server.ask(call.path, call.body, headers), call.reading, read)
         if request.leg is not Leg.DECODE:
             return stream
         if request.kv_transfer_params:
@@ -161,8 +162,8 @@ class ServedEngine:
         fetches_kv = bool(request.kv_transfer_params) or request.bootstrap is not None
         return FetchingStream(stream, call.kv_failures) if fetches_kv else stream
 
-    async def _open(self, call: EngineCall, read: ReadEvent) -> EngineStream:
-        return SseStream(await self._server.post(call.path, call.body, call.headers), call.reading, read)
+    async def _open(self, call: EngineCall, headers: Mapping[str, str], read: ReadEvent) -> EngineStream:
+        return SseStream(await self._server.post(call.path, call.body, headers), call.reading, read)
 
     async def stop(self) -> None:
         """Leave the engine alone; open answers break. Idempotent."""

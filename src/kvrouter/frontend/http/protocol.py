@@ -8,6 +8,7 @@ make the server pile them up.
 import asyncio
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -124,6 +125,7 @@ class HttpProtocol(asyncio.Protocol):
         self._client: tuple[str, int] | None = None
         self._fault: BadRequest | None = None
         self._owes_continue = False
+        self._head_s = 0.0
         self._reading = True
         self._input_ended = False
         self._closing = False
@@ -300,8 +302,10 @@ class HttpProtocol(asyncio.Protocol):
             match event:
                 case RequestHead():
                     self._owes_continue = event.expects_continue
+                    self._head_s = time.monotonic()
                 case Request():
                     self._owes_continue = False
+                    event.began_s = self._head_s
                     self._requests.append(event)
                 case BadRequest():
                     self._server.refused(event)

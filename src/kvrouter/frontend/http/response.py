@@ -81,6 +81,8 @@ class Request:
     """Empty once it was taken."""
     head_bytes: int = field(default=0, compare=False)
     """What the head took on the wire."""
+    began_s: float = field(default=0.0, compare=False)
+    """When its head was here, on the monotonic clock."""
 
     @property
     def held_bytes(self) -> int:

@@ -1,0 +1,55 @@
+"""Metrics of requests under the names of OpenTelemetry's semantic conventions for generative AI."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvrouter.telemetry.families import MetricSpec, MetricTable, histogram, specs_of
+
+GEN_AI_SWITCH = "OTEL_SEMCONV_STABILITY_OPT_IN"
+GEN_AI_OPT_IN = "gen_ai_latest_experimental"
+
+
+def wants_gen_ai(environ: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's own switch asks for the names of its GenAI conventions."""
+    return GEN_AI_OPT_IN in map(str.strip, environ.get(GEN_AI_SWITCH, "").split(","))
+
+
+_GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+
+
+class GenAiMetrics(MetricTable):
+    """What OpenTelemetry's semantic conventions for generative AI call a server's metrics, as Prometheus
+    writes these names; with the bounds that they advise.
+    """
+
+    request_duration = histogram(
+        "gen_ai_server_request_duration_seconds",
+        "`gen_ai.server.request.duration`: from the head of a call to the end of its answer.",
+        *_GEN_AI,
+        "error_type",
+        bounds=tuple(0.01 * 2**power for power in range(14)),
+    )
+    time_to_first_token = histogram(
+        "gen_ai_server_time_to_first_token_seconds",
+        "`gen_ai.server.time_to_first_token`: of requests whose first token came.",
+        *_GEN_AI,
+        bounds=(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    )
+    time_per_output_token = histogram(
+        "gen_ai_server_time_per_output_token_seconds",
+        "`gen_ai.server.time_per_output_token`: the mean of an answer, from its first token on.",
+        *_GEN_AI,
+        bounds=(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    )
+    token_usage = histogram(
+        "gen_ai_client_token_usage",
+        "`gen_ai.client.token.usage`: tokens of a prompt (input) and of its answer (output).",
+        *_GEN_AI,
+        "gen_ai_token_type",
+        bounds=tuple(float(4**power) for power in range(14)),
+    )
+
+    SPECS: ClassVar[tuple[MetricSpec, ...]]
+
+
+GenAiMetrics.SPECS = specs_of(GenAiMetrics)

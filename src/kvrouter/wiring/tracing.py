@@ -1,0 +1,119 @@
+"""OpenTelemetry's SDK, as its own ``OTEL_…`` variables set it up, for the spans of requests."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.logs import LogThrottle
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from kvrouter.frontend.tracing import RequestTracing
+
+logger = logging.getLogger("kvrouter.tracing")
+
+EXPORTER = "OTEL_TRACES_EXPORTER"
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+FLUSH_LIMIT_S = 5.0
+"""How long the last spans may take to be sent as the process ends."""
+
+
+def asks_for_traces(environ: Mapping[str, str]) -> bool:
+    """Whether the variables ask for spans: they name an endpoint or an exporter, and do not turn it off.
+    Without either nothing is traced, though the SDK by itself would send to a collector on this host.
+    """
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporter = environ.get(EXPORTER, "").strip().lower()
+    return exporter != "none" and bool(exporter or any(environ.get(name) for name in ENDPOINTS))
+
+
+@asynccontextmanager
+async def tracing(environ: Mapping[str, str], *, version: str) -> AsyncIterator["RequestTracing | None"]:
+    """Send spans where the variables say; None where they ask for none, or the extra is not installed, which
+    is logged.
+
+    Raises ConfigError naming a variable that asks for an exporter or a protocol that is not here.
+    """
+    if not asks_for_traces(environ):
+        yield None
+        return
+    try:
+        from opentelemetry.sdk.resources import (  # noqa: PLC0415 - an extra
+            OTELResourceDetector,
+            Resource,
+        )
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+        from kvrouter.frontend.tracing import RequestTracing  # noqa: PLC0415
+    except ImportError:
+        log_event(
+            logger,
+            Event.CONFIG_WARNING,
+            detail="OTEL_ variables ask for traces, and OpenTelemetry is not installed: no span is sent. "
+            "Install kvrouter[otel], or set OTEL_SDK_DISABLED=true",
+        )
+        yield None
+        return
+    ours = Resource({"service.name": "kvrouter", "service.version": version})
+    provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+    forwarded = _SdkLog()
+    logging.getLogger("opentelemetry").addHandler(forwarded)
+    try:
+        provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
+        yield RequestTracing(provider.get_tracer("kvrouter", version))
+    finally:
+        try:  # it waits for its thread, which may wait for a collector that is gone
+            await asyncio.wait_for(asyncio.to_thread(provider.shutdown), FLUSH_LIMIT_S)
+        except TimeoutError:
+            log_event(logger, Event.SPANS_NOT_SENT, reason=f"the last ones, within {FLUSH_LIMIT_S:g} s")
+        logging.getLogger("opentelemetry").removeHandler(forwarded)
+
+
+def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
+    exporter = environ.get(EXPORTER, "").strip().lower() or "otlp"
+    if exporter == "console":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter  # noqa: PLC0415 - an extra
+
+        return ConsoleSpanExporter()
+    if exporter != "otlp":
+        raise ConfigError(f"{EXPORTER}: must be otlp, console or none, not {exporter!r}", param=EXPORTER)
+    name = next((name for name in PROTOCOLS if environ.get(name)), PROTOCOLS[0])
+    protocol = environ.get(name, "").strip().lower() or "http/protobuf"
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+
+        return OTLPSpanExporter()
+    if protocol != "grpc":
+        raise ConfigError(f"{name}: must be http/protobuf or grpc, not {protocol!r}", param=name)
+    try:
+        trace_exporter = import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    except ImportError as error:
+        raise ConfigError(
+            f"{name}: grpc needs the package opentelemetry-exporter-otlp-proto-grpc", param=name
+        ) from error
+    grpc: SpanExporter = trace_exporter.OTLPSpanExporter()
+    return grpc
+
+
+class _SdkLog(logging.Handler):
+    """Says in one line of ours, at most once a minute, what the SDK could not do."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._throttle = LogThrottle()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log one of the SDK's lines."""
+        reason = record.getMessage()
+        if self._throttle.allows(str(record.msg)):
+            log_event(logger, Event.SPANS_NOT_SENT, reason=reason)
