@@ -182,7 +182,7 @@ def markdown(study: LiveStudy) -> str:
         "Traffic has left the link once less than a fifth of its share before is left, of the transfers of "
         f"{WINDOW_S:g} s of arrivals that begin so long after the change; for good: also of all to the end "
         "of the phase. The log is the router's. *Never*: not within the phase; what the router knows of a "
-        "link that carries nothing is half forgotten after two minutes, and only then it is tried again.",
+        "link that carries nothing is half forgotten after four minutes, and only then it is tried again.",
         "",
         "| policy | left after s | for good after s | `link_slow` after s | lines | `link_well` after the "
         "recovery, s | requests sent late, p99 ms |",
