@@ -97,10 +97,34 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CallRoute(StrEnum):
-    """OpenAI's generation routes; the values are their paths."""
+    """Routes of engines that calls go to; the values are their paths. The first two are OpenAI's for
+    generation, which are understood here; of the others calls and answers pass as they are.
+    """
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    EMBEDDINGS = "/v1/embeddings"
+    POOLING = "/pooling"
+    CLASSIFY = "/classify"
+    CLASSIFY_V1 = "/v1/classify"
+    SCORE = "/score"
+    SCORE_V1 = "/v1/score"
+    RERANK = "/rerank"
+    RERANK_V1 = "/v1/rerank"
+    RERANK_V2 = "/v2/rerank"
+    MODERATIONS = "/v1/moderations"
+    TOKENIZE = "/tokenize"
+    TOKENIZE_V1 = "/v1/tokenize"
+    DETOKENIZE = "/detokenize"
+    DETOKENIZE_V1 = "/v1/detokenize"
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether neither calls nor answers of it are understood here."""
+        return self is not CallRoute.CHAT and self is not CallRoute.COMPLETION
 
 
 class ClientCall(msgspec.Struct):
@@ -236,6 +260,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     With ``has_media`` some of ``token_ids`` stand for what is no text: no engine reports blocks with them.
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
+    One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
     """
 
     request_id: RequestId
@@ -252,4 +277,5 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     call: ClientCall | None = None
     has_media: bool = False
     context_tokens: int = 0
+    whole: bool = False
     trace: TraceContext = NO_TRACE

@@ -207,7 +207,11 @@ class FrontendApp(HttpApp):
         generate = GenerateRoutes(service, preparer, bodies, observed, tracing)
         admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
         super().__init__(
-            {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
+            {
+                "/v1/chat/completions": generate.chat,
+                "/v1/completions": generate.completion,
+                **generate.passed(),
+            },
             [*Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
             bodies=bodies,
             settings=settings,

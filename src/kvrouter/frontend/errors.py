@@ -22,6 +22,12 @@ class UnknownPath(NotFound):
     code = "not_found"
 
 
+class RouteNotServed(NotFound):
+    """The path is known, and no engine of the model gets calls as they are written."""
+
+    code = "route_not_served"
+
+
 class UnknownDecision(NotFound):
     """No decision is kept for this request id."""
 

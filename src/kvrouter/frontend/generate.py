@@ -19,13 +19,23 @@ from kvrouter.core.requests import (
     TraceContext,
     Usage,
 )
-from kvrouter.frontend.http import SSE_DONE, Disconnected, Request, Responder
+from kvrouter.frontend.errors import RouteNotServed
+from kvrouter.frontend.http import SSE_DONE, Disconnected, Handler, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
-from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
+from kvrouter.frontend.openai.body import ScannedBody
+from kvrouter.frontend.openai.parse import (
+    Call,
+    ChatCall,
+    CompletionCall,
+    NvextReader,
+    parse_chat,
+    parse_completion,
+)
+from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_passed
 from kvrouter.frontend.openai.passthrough import parse_passthrough
 from kvrouter.frontend.prepare import Bodies, RequestPreparer
-from kvrouter.frontend.response_passthrough import pass_stream, pass_whole
+from kvrouter.frontend.response_passthrough import pass_events, pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
     RequestIds,
     ResponseWriter,
@@ -164,7 +174,7 @@ _ROUTES = {RouteKind.CHAT: CallRoute.CHAT, RouteKind.COMPLETION: CallRoute.COMPL
 
 
 class GenerateRoutes:
-    """Handles ``/v1/chat/completions`` and ``/v1/completions``."""
+    """Handles ``/v1/chat/completions``, ``/v1/completions`` and the routes whose calls pass as they are."""
 
     def __init__(
         self,
@@ -189,7 +199,11 @@ class GenerateRoutes:
         """``POST /v1/completions``."""
         await self._answer(RouteKind.COMPLETION, request, responder)
 
-    async def _answer(self, kind: RouteKind, request: Request, responder: Responder) -> None:
+    def passed(self) -> dict[str, Handler]:
+        """What handles the calls that pass as they are, by path."""
+        return {route.route.value: partial(self._answer, route) for route in PASSED_ROUTES}
+
+    async def _answer(self, kind: RouteKind | PassedRoute, request: Request, responder: Responder) -> None:
         """Answer one call; a client that leaves cancels whatever its request waits for."""
         began_s = time.monotonic()
         trace = trace_of(request.headers)
@@ -253,7 +267,9 @@ class GenerateRoutes:
         exchange.generation = running
         async with running as generation:
             if matcher is None:
-                if call.stream:
+                if call.stream and isinstance(exchange.kind, PassedRoute):
+                    await pass_events(exchange, generation)
+                elif call.stream:
                     await pass_stream(exchange, call, generation, text)
                 else:
                     await pass_whole(exchange, call, generation)
@@ -283,20 +299,37 @@ class GenerateRoutes:
         """
         body = await self._bodies.scan(request.take_body())
         reader = self._preparer.nvext_reader(request.headers)
+        kind = exchange.kind
+        if isinstance(kind, PassedRoute):
+            return await self._prepared_passed(exchange, kind, body, reader)
         called = self._preparer.called_model(body)
         exchange.model = called.name
         if called.router.fleet.takes_calls:
             text = self._preparer.text(called.name)
-            passed = await self._bodies.parse(
-                body, partial(parse_passthrough, _ROUTES[exchange.kind], reader=reader)
-            )
+            passed = await self._bodies.parse(body, partial(parse_passthrough, _ROUTES[kind], reader=reader))
             generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
             return _Prepared(passed.call, generate, text)
         text = self._preparer.text_of(called, body)
-        parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=reader))
+        parsed = await self._bodies.parse(body, partial(_PARSERS[kind], nvext=reader))
         matcher = StopMatcher(parsed.call.stops)
         generate = await self._preparer.prepare(parsed, called, text, exchange.request_id)
         return _Prepared(parsed.call, generate, text, matcher)
+
+    async def _prepared_passed(
+        self, exchange: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
+    ) -> "_Prepared":
+        """Return a call of another route; one worker serves it, because nobody here knows its parts."""
+        called = self._preparer.called_or_only(body)
+        exchange.model = called.name
+        if len(called.router.fleet) and not called.router.fleet.takes_calls:
+            raise RouteNotServed(
+                f"{route.route}: the engines of {called.name!r} get tokens, and no calls as they are "
+                "written: they serve /v1/chat/completions and /v1/completions alone"
+            )
+        text = self._preparer.text(called.name)
+        passed = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
+        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
+        return _Prepared(passed.call, replace(generate, whole=True), text)
 
 
 class _Prepared(NamedTuple):

@@ -218,6 +218,15 @@ class RequestPreparer:
         name, adapter = self.named(model_of(body))
         return CalledModel(name, adapter, self._service.model(name))
 
+    def called_or_only(self, body: ScannedBody) -> CalledModel:
+        """The same, where a call need not name a model: without one it is the only one here."""
+        if "model" in body.fields:
+            return self.called_model(body)
+        models = self.models()
+        if len(models) != 1:
+            raise InvalidRequest(f"model: must be given: {len(models)} models are served", param="model")
+        return CalledModel(models[0], None, self._service.model(models[0]))
+
     def text_of(self, called: CalledModel, body: ScannedBody) -> TextModel:
         """Return what turns the model's text into tokens, once the prompt in ``body`` is known to be no
         longer than any that it takes: of a longer one nothing is built.

@@ -43,9 +43,25 @@ async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generati
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
     stream = await exchange.begin_stream(generation)
-    passing = _PassthroughStream(exchange.kind, call, generation, text, stream)
+    passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
+            break
+        if not stream.ready:
+            await stream.wait_ready()
+        chunk = await anext(generation)
+    generation.close(ANSWERED)
+    exchange.end_stream(stream)
+
+
+async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
+    """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
+    chunk = await anext(generation)
+    stream = await exchange.begin_stream(generation)
+    while True:
+        if chunk.raw:
+            stream.write(chunk.raw)
+        if chunk.finish is not None:
             break
         if not stream.ready:
             await stream.wait_ready()

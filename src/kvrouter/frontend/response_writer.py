@@ -15,6 +15,7 @@ from kvrouter.frontend.http import SSE_FILLER, Disconnect, Responder, Stream
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
+from kvrouter.frontend.openai.passed import PassedRoute
 from kvrouter.routing.request import Decision
 from kvrouter.service.generation import Generation
 
@@ -114,7 +115,7 @@ class ResponseWriter:
 
     __slots__ = ("_responder", "_stream", "error", "generation", "kind", "model", "request_id", "status")
 
-    def __init__(self, kind: RouteKind, responder: Responder, request_id: RequestId) -> None:
+    def __init__(self, kind: RouteKind | PassedRoute, responder: Responder, request_id: RequestId) -> None:
         self.kind = kind
         self.model: ModelName | None = None
         self.request_id = request_id
@@ -165,14 +166,22 @@ class ResponseWriter:
         self._responder.answer(error.status_hint, headers, error_body(error))
 
     def answer_of(self, call: Call) -> AnswerFormat:
-        """Return what writes an answer to ``call`` in OpenAI's form."""
+        """Return what writes an answer to ``call`` in OpenAI's form, on one of its two routes."""
+        kind = self.generates
         return AnswerFormat(
-            self.kind,
-            answer_id=answer_id(self.kind, self.request_id),
+            kind,
+            answer_id=answer_id(kind, self.request_id),
             model=call.model,
             created_s=int(time.time()),
             usage_null=call.stream and call.stream_options.include_usage,
         )
+
+    @property
+    def generates(self) -> RouteKind:
+        """The kind of a call that is understood here. Raises RuntimeError for one that passes."""
+        if isinstance(self.kind, RouteKind):
+            return self.kind
+        raise RuntimeError(f"answers of {self.kind.route} are their engines' own")
 
     def _headers(self, fixed: ResponseHeaders, generation: Generation) -> ResponseHeaders:
         return (*fixed, (b"x-request-id", self.request_id.encode()), *routing_headers(generation))

@@ -120,6 +120,7 @@ def route_request(
         prefill_pin=request.prefill_pin,
         excluded=excluded,
         attempt=attempt,
+        whole=request.whole,
         whole_if_broken=not has_lost_kv,
         has_media=request.has_media,
         context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,

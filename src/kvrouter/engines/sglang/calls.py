@@ -20,6 +20,7 @@ from kvrouter.engines.openai.events import (
     Failure,
     Unasked,
 )
+from kvrouter.engines.openai.passed import passed_call
 from kvrouter.engines.openai.streams import AnswerReading
 
 GENERATE = "/generate"
@@ -60,6 +61,11 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         return _tokens(request, n_ranks)
     call = request.call
     body = body_of(call.body)
+    if call.route.is_passed:
+        drop(body, *_DECIDED_BY_ROUTER)
+        if request.cache_namespace is not None:
+            put(body, cache_salt=request.cache_namespace)
+        return passed_call(call, body)
     _put_common(body, request, n_ranks)
     is_prefill = request.leg is Leg.PREFILL
     adds_tokens = adds_usage = False

@@ -21,6 +21,7 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
+from kvrouter.engines.openai.passed import passed_call
 from kvrouter.engines.openai.streams import AnswerReading
 
 KvParams = Mapping[str, object]
@@ -84,6 +85,8 @@ def call_of(
     headers = {REQUEST_ID_HEADER: request.engine_key}
     if n_ranks > 1:
         headers[RANK_HEADER] = str(request.dp_rank)
+    if request.call is not None and request.call.route.is_passed:
+        return passed_call(request.call, _common(request, model), headers)
     if request.leg is Leg.PREFILL:
         return _prefill(request, model, headers, tells_where_kv_waits=tells_where_kv_waits)
     if request.call is not None and not request.resumed_tokens:

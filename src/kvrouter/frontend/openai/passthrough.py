@@ -5,6 +5,7 @@ The engine is the judge of everything else, fields that nobody here has heard of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -17,6 +18,7 @@ from kvrouter.frontend.openai.body import (
     MisplacedFields,
     Name,
     NonNegativeInt,
+    NvExt,
     Prompt,
     ScannedBody,
     StreamOptions,
@@ -150,15 +152,7 @@ def parse_passthrough(
             "nvext.token_data: the engines of this model take calls as clients wrote them, and tokenize them",
             param="nvext.token_data",
         )
-    data = scanned.data
-    fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}
-    _refuse_between_engines(fields)
-    for name, why in _DECIDED_BY_ROUTER.items():
-        if _is_set(fields, name):
-            raise InvalidRequest(f"{name}: {why}", param=name)
-    written = {name: value for name, value in fields.items() if name != "nvext"}
-    if nvext.cache_salt and nvext.cache_salt != body.cache_salt:  # the engine keeps tenants apart, or nobody
-        written["cache_salt"] = Raw(msgspec.json.encode(nvext.cache_salt))
+    written = written_call(scanned, salt=body.cache_salt, nvext=nvext)
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -177,11 +171,34 @@ def parse_passthrough(
         _first_prompt(scanned) if body.messages is UNSET else None,
         ClientCall(
             route,
-            data if written == fields else msgspec.json.encode(written),
+            written.data,
             stream=bool(body.stream),
-            resumable=_is_resumable(written) and stops_fit(stops) and wanted != 0,
+            resumable=_is_resumable(written.fields) and stops_fit(stops) and wanted != 0,
         ),
     )
+
+
+class WrittenCall(NamedTuple):
+    """What an engine gets of a body: its fields, and the JSON of them."""
+
+    fields: Mapping[str, Raw]
+    data: bytes
+
+
+def written_call(scanned: ScannedBody, *, salt: str | None, nvext: NvExt) -> WrittenCall:
+    """Return a body without what is for the router alone, and with the salt that ``nvext`` asks for where
+    ``salt`` is another. Raises :class:`InvalidRequest` naming a field that is the router's to say.
+    """
+    data = scanned.data
+    fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}
+    _refuse_between_engines(fields)
+    for name, why in _DECIDED_BY_ROUTER.items():
+        if _is_set(fields, name):
+            raise InvalidRequest(f"{name}: {why}", param=name)
+    written = {name: value for name, value in fields.items() if name != "nvext"}
+    if nvext.cache_salt and nvext.cache_salt != salt:  # the engine keeps tenants apart, or nobody
+        written["cache_salt"] = Raw(msgspec.json.encode(nvext.cache_salt))
+    return WrittenCall(written, data if written == fields else msgspec.json.encode(written))
 
 
 def _first_prompt(scanned: ScannedBody) -> Prompt | None:

@@ -1,0 +1,100 @@
+"""Calls of routes that are not understood here: engines get them as they are, and clients get the answers.
+
+Of an answer only its end is read, where it is streamed, and its count of tokens, where it has one.
+"""
+
+import msgspec
+
+from kvrouter.core.requests import ClientCall
+from kvrouter.engines.openai.bodies import Body, bytes_of
+from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice, ReadEvent
+from kvrouter.engines.openai.streams import AnswerReading
+
+_ENDS = frozenset(
+    {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"},
+)
+"""The last events of streams of OpenAI's Responses and of Anthropic's Messages."""
+
+_AT_AN_END = (Choice(finish_reason="stop"),)
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    """What of a count of tokens has a name in OpenAI's answers, or in Anthropic's."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: CachedTokens | None = None
+    input_tokens_details: CachedTokens | None = None
+
+    @property
+    def counted(self) -> AnswerUsage:
+        prompt, answer = self.prompt_tokens, self.completion_tokens
+        return AnswerUsage(
+            self.input_tokens if prompt is None else prompt,
+            self.output_tokens if answer is None else answer,
+            self.prompt_tokens_details or self.input_tokens_details,
+        )
+
+
+class _Inner(msgspec.Struct, frozen=True):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """A whole answer, or one event; some events hold the answer so far."""
+
+    type: str = ""
+    usage: _Usage | None = None
+    response: _Inner | None = None
+    message: _Inner | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def passed_call(call: ClientCall, body: Body, headers: dict[str, str] | None = None) -> EngineCall:
+    """Return how an engine is sent ``body``, which is that of ``call`` with what the router has to say."""
+    return EngineCall(
+        path=call.route.value,
+        body=bytes_of(body),
+        headers=headers or {},
+        streams=call.stream,
+        reading=AnswerReading(passes_raw=True),
+        reader=_reads_events if call.stream else _reads_whole,
+    )
+
+
+def _reads_events() -> ReadEvent:
+    return _read_event
+
+
+def _reads_whole() -> ReadEvent:
+    return _read_whole
+
+
+def _read_event(data: bytes) -> AnswerEvent:
+    said = _said(data)
+    return AnswerEvent(choices=_AT_AN_END if said.type in _ENDS else (), usage=_usage_of(said))
+
+
+def _read_whole(data: bytes) -> AnswerEvent:
+    return AnswerEvent(choices=_AT_AN_END, usage=_usage_of(_said(data)))
+
+
+def _said(data: bytes) -> _Answer:
+    """What can be read of an answer; nothing is wrong with one that has other names, or another form."""
+    try:
+        return _answer.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Answer()
+
+
+def _usage_of(said: _Answer) -> AnswerUsage | None:
+    inner = [each.usage for each in (said.response, said.message) if each is not None]
+    for found in (said.usage, *inner):
+        if found is not None:
+            return found.counted
+    return None

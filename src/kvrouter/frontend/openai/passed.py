@@ -1,0 +1,168 @@
+"""Calls of routes that pass as they are: what of them routing can know, and what no client may say."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import ModelName
+from kvrouter.core.requests import CallRoute, ClientCall, Sampling
+from kvrouter.frontend.openai.body import CacheSalt, ScannedBody, StreamOptions, decode_body
+from kvrouter.frontend.openai.parse import READER, Call, NvextReader
+from kvrouter.frontend.openai.passthrough import PassthroughBody, PassthroughCall, written_call
+
+Message = dict[str, object]
+
+
+class Chat(NamedTuple):
+    """A prompt as OpenAI's chats have it: what an engine makes of a call before it renders its template."""
+
+    messages: list[Message]
+    tools: list[object]
+
+
+class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a call, whatever its route. The engine judges all else."""
+
+    stream: object = None
+    cache_salt: CacheSalt | None = None
+    nvext: Raw = Raw(b"null")
+    max_tokens: object = None
+    max_output_tokens: object = None
+    instructions: object = None
+    input: object = None
+    system: object = None
+    messages: object = None
+    tools: object = None
+    previous_response_id: object = None
+    prompt: object = None
+
+
+class PassedRoute(NamedTuple):
+    """How calls of one route are passed. ``chat_of`` returns the prompt, where one can be known: then the
+    worker is picked that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
+    there, so that a tenant's KV would not be kept apart.
+    """
+
+    route: CallRoute
+    what: str
+    chat_of: Callable[[PassedBody], Chat | None] | None = None
+    streams: bool = False
+    takes_salt: bool = True
+
+
+def _of_responses(body: PassedBody) -> Chat | None:
+    """The prompt of OpenAI's Responses; None where it goes on from what one engine keeps."""
+    if body.previous_response_id is not None or body.prompt is not None:
+        return None
+    messages: list[Message] = []
+    if isinstance(body.instructions, str):
+        messages.append({"role": "system", "content": body.instructions})
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    messages.extend(_messages(items))
+    return Chat(messages, [*_functions(body.tools, "parameters")]) if messages else None
+
+
+def _of_messages(body: PassedBody) -> Chat | None:
+    """The prompt of Anthropic's Messages."""
+    messages: list[Message] = []
+    system = _plain(body.system)
+    if system:
+        messages.append({"role": "system", "content": system})
+    messages.extend(_messages(body.messages))
+    return Chat(messages, [*_functions(body.tools, "input_schema")]) if messages else None
+
+
+def _messages(items: object) -> Iterator[Message]:
+    """Yield the messages up to the first item that is none: what follows is not known here."""
+    for item in items if isinstance(items, list) else ():
+        if not isinstance(item, dict) or item.get("type", "message") != "message" or "role" not in item:
+            return
+        content = item.get("content")
+        plain = _plain(content)
+        yield {"role": item["role"], "content": content if plain is None else plain}
+
+
+def _plain(content: object) -> str | None:
+    """The text of a content, where it has nothing else."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if found and len(found) == len(parts) else None
+
+
+def _functions(tools: object, parameters: str) -> Iterator[object]:
+    """Yield tools as chats have them, where they are functions."""
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and "name" in tool:
+            function = {name: tool[name] for name in ("name", "description") if name in tool}
+            yield {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
+
+
+PASSED_ROUTES: Sequence[PassedRoute] = (
+    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", _of_responses, streams=True),
+    PassedRoute(CallRoute.MESSAGES, "Anthropic's Messages", _of_messages, streams=True, takes_salt=False),
+    PassedRoute(CallRoute.COUNT_TOKENS, "Anthropic's count of tokens"),
+    PassedRoute(CallRoute.EMBEDDINGS, "OpenAI's embeddings"),
+    PassedRoute(CallRoute.POOLING, "vectors of a pooling model"),
+    PassedRoute(CallRoute.CLASSIFY, "classes of texts"),
+    PassedRoute(CallRoute.CLASSIFY_V1, "the same"),
+    PassedRoute(CallRoute.SCORE, "scores of pairs of texts"),
+    PassedRoute(CallRoute.SCORE_V1, "the same"),
+    PassedRoute(CallRoute.RERANK, "Jina's and Cohere's reranking"),
+    PassedRoute(CallRoute.RERANK_V1, "the same"),
+    PassedRoute(CallRoute.RERANK_V2, "the same"),
+    PassedRoute(CallRoute.MODERATIONS, "OpenAI's moderations"),
+    PassedRoute(CallRoute.TOKENIZE, "tokens of a text"),
+    PassedRoute(CallRoute.TOKENIZE_V1, "the same"),
+    PassedRoute(CallRoute.DETOKENIZE, "the text of tokens"),
+    PassedRoute(CallRoute.DETOKENIZE_V1, "the same"),
+)
+"""Every route that passes, and the only place where one is named."""
+
+_BODY = msgspec.json.Decoder(PassedBody)
+
+
+def parse_passed(
+    route: PassedRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
+) -> PassthroughCall:
+    """Return the call for ``model`` in a body; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_BODY, scanned)
+    nvext = reader.read(body.nvext, body.cache_salt)
+    for name in ("token_data", "annotations", "prefill_worker_id"):
+        if getattr(nvext, name):
+            raise InvalidRequest(f"nvext.{name}: {route.route} does not take it", param=f"nvext.{name}")
+    if nvext.cache_salt and not route.takes_salt:
+        raise InvalidRequest(
+            f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
+            param="cache_salt",
+        )
+    chat = None if route.chat_of is None else route.chat_of(body)
+    stream = route.streams and body.stream is True
+    wanted = body.max_output_tokens if body.max_tokens is None else body.max_tokens
+    max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
+    messages: list[Message] | UnsetType = UNSET if chat is None else chat.messages
+    return PassthroughCall(
+        Call(
+            model=model,
+            stream=stream,
+            max_tokens=max_tokens if route.streams else 1,
+            max_tokens_field="max_tokens",
+            stops=(),
+            nvext=nvext,
+            stream_options=StreamOptions(),
+            unbounded_sampling=Sampling(max_tokens=0),
+        ),
+        PassthroughBody(model=model, messages=messages, tools=None if chat is None else chat.tools or None),
+        None,
+        ClientCall(
+            route.route,
+            written_call(scanned, salt=body.cache_salt, nvext=nvext).data,
+            stream=stream,
+            resumable=False,
+        ),
+    )
