@@ -1,13 +1,18 @@
 """The ``openai`` client asks a real vLLM engine through kvrouter and directly: the same answers."""
 
+import re
 from collections.abc import AsyncIterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from tests.engines.calls import stopped
-from tests.engines.client_law import ClientLaw
+from tests.engines.client_law import ClientLaw, Ways
+from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,3 +28,49 @@ async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
 
 class TestVllm(ClientLaw):
     """vLLM keeps the law."""
+
+    async def test_further_routes_are_the_same(self, ways: Ways, engine: VllmServer) -> None:
+        chat = [{"role": "user", "content": "Where is my cache?"}]
+        calls: dict[str, dict[str, Any]] = {
+            "/v1/responses": {"input": "Where is my cache?", "max_output_tokens": 8, "temperature": 0},
+            "/v1/messages": {"messages": chat, "max_tokens": 8, "temperature": 0},
+            "/v1/messages/count_tokens": {"messages": chat},
+            "/tokenize": {"prompt": "Where is my cache?"},
+            "/detokenize": {"tokens": [5, 6, 7]},
+            "/v1/embeddings": {"input": "a model that has none"},
+        }
+        async with httpx.AsyncClient(timeout=60.0) as http:
+            for path, call in calls.items():
+                for streams in (False, True) if path in STREAMED else (False,):
+                    body = {"model": MODEL, **call, "stream": True} if streams else {"model": MODEL, **call}
+                    direct, through = [
+                        await http.post(f"{url}{path}", json=body) for url in (engine.url, ways.frontend.url)
+                    ]
+                    if direct.status_code != 200:  # the model has no vectors: vLLM has no such route then
+                        assert (direct.status_code, through.status_code) == (404, 400), path
+                        continue
+                    assert through.status_code == 200, f"{path}: {through.text}"
+                    assert _as_said(through.text) == _as_said(direct.text), path
+                    worker = through.headers["x-kvrouter-decode-worker"]
+                    assert worker == "1"
+
+
+STREAMED = frozenset({"/v1/responses", "/v1/messages"})
+_OWN = re.compile(
+    r'"((?:msg|resp|chatcmpl|rs|reasoning)[-_])[0-9a-zA-Z_-]+"|"(?:created_at|completed_at)":[0-9.]+'
+    r'|"id":"[^"]+"|"item_id":"[^"]*"'
+)
+"""What differs between any two answers: names and moments."""
+
+_DELTA = re.compile(r'"(?:delta|text)":"((?:[^"\\]|\\.)*)"')
+_KIND = re.compile(r"^event: (\S+)$", re.MULTILINE)
+
+
+def _as_said(text: str) -> object:
+    """An answer without what is its own; of a stream the text in order, and the kinds of its events: how much
+    of a text comes in one event is a matter of time.
+    """
+    kinds = _KIND.findall(text)
+    if not kinds:
+        return _OWN.sub("", text)
+    return "".join(_DELTA.findall(text)), [kind for kind, _ in groupby(kinds)]
