@@ -82,6 +82,13 @@ class FrontendSettings(Section):
     """Who may ask the admin routes while no admin token is set. open: any client that reaches the port.
     closed: nobody, they answer 401."""
 
+    cors_origins: Annotated[
+        str | None,
+        Setting(flag="--cors-origins", variable="KVROUTER_CORS_ORIGINS", group=SettingGroup.FRONTEND),
+    ] = None
+    """Pages of which origins may call from a browser: with commas, as https://chat.example.com, or * for all.
+    Unset: none. Programs that reach the port need no leave."""
+
     unknown_nvext: Annotated[
         UnknownNvext,
         Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=SettingGroup.FRONTEND),

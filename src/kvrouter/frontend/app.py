@@ -1,6 +1,7 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.applications import Starlette
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrouter.config import FrontendSettings
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
@@ -29,6 +30,7 @@ from kvrouter.frontend.http import (
     Request,
     Responder,
 )
+from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
@@ -40,6 +42,19 @@ from kvrouter.text.model import TextModel
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing
 
+ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
+LEGS = (b"prefill", b"decode")
+METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+EXPOSED_HEADERS = b", ".join(
+    (
+        b"x-request-id",
+        b"retry-after",
+        *(b"x-kvrouter-%b-%b" % (leg, what) for leg in LEGS for what in (b"worker", b"dp-rank", b"domain")),
+        b"x-kvrouter-overlap-blocks",
+    )
+)
+"""What of an answer's headers a page may read apart from those that any may."""
+
 UNREAD_STATUSES = frozenset({413, 431})
 UNREAD_CODES = frozenset({UPLOADS_FULL, UPLOAD_TOO_SLOW})
 """What the HTTP server refuses of calls, because of their size."""
@@ -48,6 +63,48 @@ PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
 _ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
 _Answer: TypeAlias = Callable[[PageRequest, Exception], Awaitable[Response]]
+
+
+class Cors:
+    """What browsers are answered about pages of other origins; ``origins`` as the setting has them.
+
+    Raises ConfigError for what is no origin: browsers compare them letter by letter.
+    """
+
+    def __init__(self, origins: str) -> None:
+        self._origins = frozenset(each.strip().encode() for each in origins.split(",") if each.strip())
+        for origin in self._origins - {b"*"}:
+            if ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    f"--cors-origins: {origin.decode()!r} is no origin: a scheme, a host and perhaps a port, "
+                    "as in https://chat.example.com",
+                    param="cors_origins",
+                )
+
+    def headers(self, request: Request) -> ResponseHeaders:
+        """The headers of any answer: a page of an origin that may call is shown it."""
+        vary = () if b"*" in self._origins else ((b"vary", b"origin"),)
+        origin = self._admitted(request)
+        if origin is None:
+            return vary
+        exposed = (b"access-control-expose-headers", EXPOSED_HEADERS)
+        return ((b"access-control-allow-origin", origin), exposed, *vary)
+
+    def preflight(self, request: Request) -> ResponseHeaders:
+        """More headers of the answer to the question whether a page may send what it wants to."""
+        if self._admitted(request) is None:
+            return ()
+        asked = (request.header("access-control-request-headers") or "").encode("latin-1")
+        headers = (b"access-control-allow-headers", asked) if asked else (b"vary", b"origin")
+        return ((b"access-control-allow-methods", METHODS), headers, (b"access-control-max-age", b"3600"))
+
+    def _admitted(self, request: Request) -> bytes | None:
+        origin = (request.header("origin") or "").encode("latin-1")
+        if not origin:
+            return None
+        if b"*" in self._origins:
+            return b"*"
+        return origin if origin in self._origins else None
 
 
 class HttpApp:
@@ -74,6 +131,7 @@ class HttpApp:
         self._calls = calls
         self._traffic = traffic
         self._bridge = AsgiBridge(self.pages)
+        self._cors = None if settings.cors_origins is None else Cors(settings.cors_origins)
 
     def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
         """Return a server with this handler and the limits of the settings; it listens once it is started.
@@ -132,8 +190,12 @@ class HttpApp:
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Answer one request."""
+        if self._cors is not None:
+            responder.more_headers = self._cors.headers(request)
         call = self._calls.get(request.path)
-        if call is None:
+        if request.method == "OPTIONS":
+            await self._options(request, responder)
+        elif call is None:
             await self._bridge(request, responder)
         elif request.method == "POST":
             await call(request, responder)
@@ -141,6 +203,23 @@ class HttpApp:
             error = MethodNotAllowed(f"{request.path} takes POST, not {request.method}", allow="POST")
             self.observed.failed(error)
             await responder.send(error.status_hint, error_headers(error), error_body(error))
+
+    async def _options(self, request: Request, responder: Responder) -> None:
+        """Say which methods a path takes; a browser that asks for another origin's page, what it may send."""
+        methods = {"POST"} if request.path in self._calls else {*_methods_of(self.pages, request.path)}
+        if not methods:
+            await self._bridge(request, responder)  # nothing is there
+            return
+        allow = ", ".join(sorted({"OPTIONS", *methods})).encode()
+        preflight = () if self._cors is None else self._cors.preflight(request)
+        await responder.send(204, ((b"allow", allow), *preflight))
+
+
+def _methods_of(pages: Starlette, path: str) -> Iterator[str]:
+    """Yield the methods of the pages at a path."""
+    for route in pages.routes:
+        if isinstance(route, Route) and route.path_regex.match(path):
+            yield from route.methods or ()
 
 
 def _page_app(routes: list[Route], observed: FrontendInstrumentation) -> Starlette:

@@ -422,6 +422,8 @@ class Responder:
         """Whether the connection stays open after this answer; settled when the head is made."""
         self.ended = False
         """Whether the answer is complete."""
+        self.more_headers: ResponseHeaders = ()
+        """Headers of any answer, whoever gives it."""
         self.stream: Stream | None = None
         """The stream, once it is started."""
         self._started = False
@@ -515,7 +517,7 @@ class Responder:
             connection = None if self.keep_alive else b"close"
         head = response_head(
             status,
-            headers,
+            (*headers, *self.more_headers) if self.more_headers else headers,
             date_line=self._wire.date_line(),
             connection=connection,
             content_bytes=content_bytes,
