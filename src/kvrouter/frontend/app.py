@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrouter.config import FrontendSettings
+from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes
@@ -32,6 +33,7 @@ from kvrouter.frontend.http import (
 )
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
+from kvrouter.frontend.openapi import Described
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.service.router import RouterService
@@ -125,7 +127,9 @@ class HttpApp:
         traffic: TrafficRecorder | None,
     ) -> None:
         self.observed = observed
-        self.pages = _page_app(list(routes), observed)
+        routes = list(routes)
+        described = Described(calls, routes, version=installed_version())
+        self.pages = _page_app([*routes, *described.routes()], observed)
         self._settings = settings
         self._bodies = bodies
         self._calls = calls

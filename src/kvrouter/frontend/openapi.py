@@ -1,0 +1,186 @@
+"""``GET /openapi.json``, and ``GET /docs``: the same for people."""
+
+from collections.abc import Iterable, Mapping
+from html import escape
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.openai.passed import PASSED_ROUTES
+
+Json = dict[str, object]
+
+DOCS_URL = "https://github.com/kvrouter/kvrouter/tree/main/docs/http-api.md"
+
+_CHAT: Json = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "properties": {
+        "model": {"type": "string"},
+        "messages": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+        "stream": {"type": "boolean"},
+        "max_tokens": {"type": "integer", "minimum": 1},
+    },
+}
+_COMPLETION: Json = {
+    "type": "object",
+    "required": ["model", "prompt"],
+    "properties": {
+        "model": {"type": "string"},
+        "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+        "stream": {"type": "boolean"},
+        "max_tokens": {"type": "integer", "minimum": 1},
+    },
+}
+_ANY: Json = {"type": "object", "properties": {"model": {"type": "string"}}}
+
+CALLS: Mapping[str, tuple[str, Json]] = {
+    CallRoute.CHAT.value: ("A chat, whole or streamed, as OpenAI has it", _CHAT),
+    CallRoute.COMPLETION.value: ("A completion of a text or of token ids, as OpenAI has it", _COMPLETION),
+    **{route.route.value: (f"To an engine as it is: {route.what}", _ANY) for route in PASSED_ROUTES},
+    "/v1/route": ("Where a request should go; it is booked there", _ANY),
+    "/v1/prefill": ("Prefill a request; say where its KV waits", _ANY),
+}
+"""What is said of the calls with a prompt, and the least that their bodies have."""
+
+PAGES: Mapping[str, str] = {
+    "/v1/models": "The models that are served",
+    "/v1/models/{model}": "One of them",
+    "/health": "Whether the process answers",
+    "/ready": "Whether a plain request could be placed now",
+    "/accepting": "Whether a load balancer should send requests here",
+    "/metrics": "Metrics, for Prometheus",
+    "/openapi.json": "This description",
+    "/docs": "This description, for people",
+    "/v1/route/{request_id}/prefill_complete": "The first token of a booked request is there",
+    "/v1/route/{request_id}/output_blocks": "So many more blocks of a booked request are full",
+    "/v1/route/{request_id}/renew": "A booked request still runs",
+    "/v1/route/{request_id}/free": "A booked request has ended",
+    "/v1/route/{request_id}": "A booked request has ended",
+    "/v1/prefill/{request_id}": "No decode worker will fetch this KV",
+}
+ADMIN_PAGES: Mapping[str, str] = {
+    "/busy_threshold": "When a worker counts as busy",
+    "/v1/route/explain": "Where a request would go, and why",
+    "/v1/decisions/{request_id}": "Where one of the last requests went, attempt by attempt",
+    "/v1/fleet": "Every worker, and what the router believes of it",
+}
+"""What is said of the other routes; the admin token opens the second ones."""
+
+_ERROR: Json = {
+    "description": "An error in OpenAI's form",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+
+
+def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Json:
+    """Return the description of an app that takes POSTs at ``calls`` and has these ``pages``."""
+    paths: dict[str, Json] = {path: {"post": _call(path)} for path in calls}
+    for page in pages:
+        path = page.path.replace(":path}", "}")
+        methods = sorted({*(page.methods or ())} - {"HEAD"})
+        paths.setdefault(path, {}).update((method.lower(), _page(page, path)) for method in methods)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvrouter", "version": version, "summary": "A router for LLM serving fleets"},
+        "externalDocs": {"url": DOCS_URL},
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"admin": {"type": "http", "scheme": "bearer"}},
+            "schemas": {
+                "Error": {
+                    "type": "object",
+                    "required": ["error"],
+                    "properties": {
+                        "error": {
+                            "type": "object",
+                            "required": ["message", "type", "param", "code"],
+                            "properties": {
+                                "message": {"type": "string"},
+                                "type": {"type": "string"},
+                                "param": {"type": ["string", "null"]},
+                                "code": {"type": "string"},
+                            },
+                        }
+                    },
+                }
+            },
+        },
+    }
+
+
+def _call(path: str) -> Json:
+    summary, schema = CALLS[path]
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {"200": {"description": "The answer"}, "default": _ERROR},
+    }
+
+
+def _page(page: Route, path: str) -> Json:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in page.param_convertors
+    ]
+    described: Json = {
+        "summary": PAGES.get(path) or ADMIN_PAGES[path],
+        "responses": {"200": {"description": "The answer"}, "default": _ERROR},
+    }
+    if parameters:
+        described["parameters"] = parameters
+    if path in ADMIN_PAGES:
+        described["security"] = [{"admin": []}, {}]
+    return described
+
+
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { border-bottom: 1px solid #8884; padding: .35rem .75rem .35rem 0; }
+th, td { text-align: left; vertical-align: top; }
+code { font: .9em ui-monospace, monospace; }
+"""
+
+
+class Described:
+    """The two routes that describe an app. They are among ``pages`` themselves."""
+
+    def __init__(self, calls: Iterable[str], pages: Iterable[Route], *, version: str) -> None:
+        self._description = openapi(calls, (*pages, *self.routes()), version=version)
+
+    def routes(self) -> list[Route]:
+        """The table of these routes."""
+        return [Route("/openapi.json", self.description), Route("/docs", self.docs)]
+
+    async def description(self, _: Request) -> Response:
+        """``GET /openapi.json``."""
+        return Response(msgspec.json.encode(self._description), media_type="application/json")
+
+    async def docs(self, _: Request) -> Response:
+        """``GET /docs``."""
+        return Response(docs_html(self._description), media_type="text/html")
+
+
+def docs_html(description: Mapping[str, object]) -> str:
+    """Return the routes of a description as a page that needs nothing else."""
+    paths = description["paths"]
+    rows = [
+        f"<tr><td><code>{method.upper()}&nbsp;{escape(path)}</code></td><td>{escape(said['summary'])}</td>"
+        f"<td>{'admin token' if 'security' in said else ''}</td></tr>"
+        for path, methods in (paths if isinstance(paths, dict) else {}).items()
+        for method, said in methods.items()
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>kvrouter: routes</title>'
+        f"<style>{_STYLE}</style></head><body><h1>kvrouter</h1>"
+        f'<p>What this router answers. <a href="openapi.json">openapi.json</a> says it to programs, '
+        f'<a href="{DOCS_URL}">the documentation</a> in full.</p>'
+        "<table><thead><tr><th>Route</th><th>What</th><th>Asks for</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></body></html>"
+    )
