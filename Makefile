@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
+.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
 
 test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
 	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \
@@ -69,12 +69,17 @@ test-browser: setup ## Install a browser outside the project, by npm, and look a
 	$(BIN)/python -m tests.browser.install
 	$(BIN)/python -m pytest tests/browser
 
+test-clients: setup ## Install clients and a real vLLM outside the project; call with them: minutes, gigabytes
+	$(BIN)/python -m tests.clients.install
+	$(BIN)/python -m tests.engines.install
+	$(BIN)/python -m pytest -o faulthandler_timeout=900 tests/clients
+
 test-cluster: setup ## Build a Kubernetes control plane outside the project, once, and test on it
 	$(BIN)/python -m tests.cluster.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
 
 test-nightly: setup ## The slow tests: a million decisions, a million HTTP cases, an hour of mixed load: hours
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
 	$(MAKE) --no-print-directory test-soak
 
 test-soak: setup ## The million HTTP cases and the hour of mixed load, with assertions in the native core

@@ -115,7 +115,9 @@ async def test_a_stream_without_its_last_event_ends_with_an_error(path: str, end
                     await engine.stop()
         rest = text.removeprefix("".join(begun))
         assert rest != text
-        assert json.loads(rest.removeprefix("data: "))["error"]["code"] == "worker_failed"
+        head = "event: error\n" if path == "/v1/messages" else ""
+        assert rest.startswith(f"{head}data: ")
+        assert json.loads(rest.removeprefix(f"{head}data: "))["error"]["code"] == "worker_failed"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
@@ -220,3 +222,15 @@ async def test_a_prompt_goes_where_the_same_chat_went() -> None:
             assert len(set(workers)) == 1
             assert overlaps[0] == 0
             assert overlaps[1] == overlaps[2] > 10
+
+
+async def test_errors_of_anthropics_routes_have_its_form() -> None:
+    async with served(alike(replicas=1)) as here:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            refused = await here.http.post(path, json={"model": "mock", **CALLS["/v1/messages"]})
+            assert refused.status_code == 404
+            said = refused.json()
+            assert said["type"] == "error"
+            assert (said["error"]["type"], said["error"]["code"]) == ("not_found_error", "route_not_served")
+        wrong = await here.http.post("/v1/messages", content=b"{")
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")

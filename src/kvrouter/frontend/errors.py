@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NotFound, RoutingRefused, Unavailable
 from kvrouter.frontend import http
 
@@ -69,6 +71,31 @@ def error_body(error: KvrouterError) -> bytes:
 def error_event(error: KvrouterError) -> bytes:
     """The one event that ends a stream which cannot go on."""
     return http.sse_event(error_body(error))
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""What Anthropic's API calls errors, by the status that they have here; others by whose fault they are."""
+
+
+def anthropic_error_body(error: KvrouterError) -> bytes:
+    """The same in Anthropic's form, with our code and field as further fields."""
+    status = error.status_hint
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    said = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    return msgspec.json.encode({"type": "error", "error": said})
+
+
+def anthropic_error_event(error: KvrouterError) -> bytes:
+    """The one event that ends a stream in Anthropic's form."""
+    return b"event: error\n" + http.sse_event(anthropic_error_body(error))
 
 
 def error_headers(error: KvrouterError) -> tuple[tuple[bytes, bytes], ...]:

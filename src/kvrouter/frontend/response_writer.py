@@ -10,7 +10,14 @@ from uuid import uuid4
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, RequestId, WorkerRank
-from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_event, error_headers
+from kvrouter.frontend.errors import (
+    JSON_HEADERS,
+    anthropic_error_body,
+    anthropic_error_event,
+    error_body,
+    error_event,
+    error_headers,
+)
 from kvrouter.frontend.http import SSE_FILLER, Disconnect, Responder, Stream
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
@@ -158,12 +165,14 @@ class ResponseWriter:
         """Answer with an error: as a status, or as the last event of a stream that has begun."""
         self.status = error.status_hint
         self.error = error
+        is_anthropic = isinstance(self.kind, PassedRoute) and self.kind.is_anthropic
         if self._stream is not None:
-            self._stream.write(error_event(error))
+            self._stream.write(anthropic_error_event(error) if is_anthropic else error_event(error))
             self._stream.end()
             return
         headers = (*error_headers(error), (b"x-request-id", self.request_id.encode()))
-        self._responder.answer(error.status_hint, headers, error_body(error))
+        body = anthropic_error_body(error) if is_anthropic else error_body(error)
+        self._responder.answer(error.status_hint, headers, body)
 
     def answer_of(self, call: Call) -> AnswerFormat:
         """Return what writes an answer to ``call`` in OpenAI's form, on one of its two routes."""

@@ -43,7 +43,7 @@ class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
 class PassedRoute(NamedTuple):
     """How calls of one route are passed. ``chat_of`` returns the prompt, where one can be known: then the
     worker is picked that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
-    there, so that a tenant's KV would not be kept apart.
+    there, so that a tenant's KV would not be kept apart. Where it ``is_anthropic`` errors have their form.
     """
 
     route: CallRoute
@@ -51,6 +51,7 @@ class PassedRoute(NamedTuple):
     chat_of: Callable[[PassedBody], Chat | None] | None = None
     streams: bool = False
     takes_salt: bool = True
+    is_anthropic: bool = False
 
 
 def _of_responses(body: PassedBody) -> Chat | None:
@@ -105,8 +106,15 @@ def _functions(tools: object, parameters: str) -> Iterator[object]:
 
 PASSED_ROUTES: Sequence[PassedRoute] = (
     PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", _of_responses, streams=True),
-    PassedRoute(CallRoute.MESSAGES, "Anthropic's Messages", _of_messages, streams=True, takes_salt=False),
-    PassedRoute(CallRoute.COUNT_TOKENS, "Anthropic's count of tokens"),
+    PassedRoute(
+        CallRoute.MESSAGES,
+        "Anthropic's Messages",
+        _of_messages,
+        streams=True,
+        takes_salt=False,
+        is_anthropic=True,
+    ),
+    PassedRoute(CallRoute.COUNT_TOKENS, "Anthropic's count of tokens", is_anthropic=True),
     PassedRoute(CallRoute.EMBEDDINGS, "OpenAI's embeddings"),
     PassedRoute(CallRoute.POOLING, "vectors of a pooling model"),
     PassedRoute(CallRoute.CLASSIFY, "classes of texts"),

@@ -1,0 +1,1 @@
+"""Clients of others, as their users have them, before kvrouter."""

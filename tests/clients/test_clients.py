@@ -1,0 +1,126 @@
+"""Every call of every client, before a mock fleet and before a real vLLM; and the page that says so.
+
+``docs/clients.md`` is written by these tests, from what they saw.
+"""
+
+import json
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.clients.install import FILES, HERE, commands
+from tests.engines.calls import attached, stopped
+from tests.engines.real_engine import MODEL
+from tests.engines.vllm_server import VllmServer
+from tests.support.processes import Fleet, fleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+CALL_S = 300.0
+
+REFUSED = "get tokens, and no calls as they are written"
+"""What a mock fleet answers on routes that pass to engines."""
+
+NOT_BEFORE_MOCKS = frozenset(
+    {
+        ("openai (Python)", "responses"),
+        ("openai (Python)", "responses, streamed"),
+        ("openai (npm)", "responses"),
+        ("anthropic (Python)", "messages"),
+        ("anthropic (Python)", "messages, streamed"),
+        ("anthropic (Python)", "count_tokens"),
+        ("anthropic (npm)", "messages"),
+        ("anthropic (npm)", "messages, streamed"),
+        ("LiteLLM", "responses"),
+        ("LangChain", "ChatAnthropic"),
+        ("Vercel AI SDK", "openai(), its default: responses"),
+        ("Vercel AI SDK", "openai(), streamed"),
+        ("Vercel AI SDK", "anthropic()"),
+    }
+)
+
+HEAD = """# Clients
+
+<!-- Written by `make test-clients`: change the tests, not this page. -->
+
+Each call was made as the client's users write it, with nothing set but the address, a key and the model:
+before a fleet of mock engines, and before a vLLM server on CPU that is attached to kvrouter. Mock engines get
+tokens, so they serve chats and completions alone; routes that
+[pass to engines](http-api.md#further-routes-of-engines) answer `route_not_served` there.
+
+| client | call | mock engines | vLLM |
+|---|---|---|---|
+"""
+
+Results = dict[tuple[str, str], str | None]
+"""Why a call failed, or None, by client and call."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def processes() -> AsyncIterator[Fleet]:
+    async with fleet() as kvrouter:
+        yield kvrouter
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seen(
+    processes: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mapping[str, Results]]:
+    """What became of each call, by what was behind the router."""
+    async with stopped({1: VllmServer(tmp_path_factory.mktemp("engines"), "vllm", core=0)}) as engines:
+        await engines[1].start(flags=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
+        vllm = await attached(processes, engines)
+        mock = await processes.door("up")
+        yield {"mock": results(mock.url, "mock"), "vllm": results(vllm.url, MODEL)}
+
+
+def results(url: str, model: str) -> Results:
+    found: Results = {}
+    for command in commands().values():
+        done = subprocess.run(
+            [*command, url, model], capture_output=True, text=True, timeout=CALL_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                said: dict[str, Any] = json.loads(line)
+                found[said["client"], said["what"]] = said["failed"]
+    return found
+
+
+async def test_every_call_does_what_its_client_expects(seen: Mapping[str, Results]) -> None:
+    assert seen["mock"].keys() == seen["vllm"].keys() >= NOT_BEFORE_MOCKS
+    for behind, calls in seen.items():
+        for call, failed in calls.items():
+            if behind == "mock" and call in NOT_BEFORE_MOCKS:
+                assert failed is not None, call
+                assert REFUSED in failed, f"{call}: {failed}"
+            else:
+                assert failed is None, f"{behind}: {call}: {failed}"
+
+
+async def test_the_page_is_written(seen: Mapping[str, Results]) -> None:
+    rows = [
+        f"| {client} | {what} | {_word(seen['mock'][client, what])} | {_word(seen['vllm'][client, what])} |\n"
+        for client, what in seen["vllm"]
+    ]
+    PAGE.write_text(HEAD + "".join(rows) + f"\n{_versions()}", encoding="utf-8")
+
+
+def _word(failed: str | None) -> str:
+    return "works" if failed is None else "no"
+
+
+def _versions() -> str:
+    python: Sequence[str] = (HERE / FILES[0]).read_text("utf-8").split()
+    npm: dict[str, str] = json.loads((HERE / "package.json").read_text("utf-8"))["dependencies"]
+    named = [
+        *(each.replace("==", " ") for each in python),
+        *(f"{name} {at} (npm)" for name, at in npm.items()),
+    ]
+    return f"With {', '.join(named)}.\n\nNot tried: LiteLLM's proxy, aiperf and inference-perf.\n"
