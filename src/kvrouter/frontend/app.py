@@ -15,6 +15,7 @@ from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes
+from kvrouter.frontend.compressed import CompressedBodies
 from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.generate import GenerateRoutes
@@ -135,6 +136,7 @@ class HttpApp:
         self._calls = calls
         self._traffic = traffic
         self._bridge = AsgiBridge(self.pages)
+        self._compressed = CompressedBodies(settings.uploads_max_bytes)
         self._cors = None if settings.cors_origins is None else Cors(settings.cors_origins)
 
     def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
@@ -196,6 +198,18 @@ class HttpApp:
         """Answer one request."""
         if self._cors is not None:
             responder.more_headers = self._cors.headers(request)
+        encoding = request.header("content-encoding")
+        if encoding is None or encoding == "identity":
+            await self._handle(request, responder)
+            return
+        try:
+            limit = self._body_limit(request.path)
+            await self._compressed.handle(encoding, limit, request, responder, self._handle)
+        except KvrouterError as error:
+            self.observed.failed(error)
+            await responder.send(error.status_hint, error_headers(error), error_body(error))
+
+    async def _handle(self, request: Request, responder: Responder) -> None:
         call = self._calls.get(request.path)
         if request.method == "OPTIONS":
             await self._options(request, responder)

@@ -424,6 +424,8 @@ class Responder:
         """Whether the answer is complete."""
         self.more_headers: ResponseHeaders = ()
         """Headers of any answer, whoever gives it."""
+        self.on_start: Callable[[], None] | None = None
+        """Is called as the answer begins."""
         self.stream: Stream | None = None
         """The stream, once it is started."""
         self._started = False
@@ -524,4 +526,6 @@ class Responder:
             chunked=chunked,
         )
         self._started = True
+        if self.on_start is not None:
+            self.on_start()
         return head

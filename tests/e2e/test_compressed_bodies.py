@@ -1,0 +1,112 @@
+"""Bodies that clients send compressed."""
+
+import asyncio
+import gzip
+import json
+import zlib
+
+import httpx
+import pytest
+
+from kvrouter.config import FrontendSettings
+from kvrouter.core.byte_budget import ByteBudget
+from kvrouter.frontend import compressed
+from kvrouter.frontend.app import HttpApp
+from kvrouter.frontend.compressed import OFF_LOOP_BYTES
+from tests.support.mock_fleets import alike
+from tests.support.served import MODEL, Served, served, user, words
+from tests.support.waits import until
+
+CHAT = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
+
+
+async def post(
+    here: Served, body: bytes, *, encoding: str = "gzip", path: str = "/v1/chat/completions"
+) -> httpx.Response:
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    return await here.http.post(path, content=body, headers=headers)
+
+
+def packed(value: object) -> bytes:
+    return gzip.compress(json.dumps(value).encode())
+
+
+async def test_a_compressed_call_is_answered_as_any_other() -> None:
+    long = {**CHAT, "metadata": {str(n): str(hash(str(n))) for n in range(5000)}}
+    assert len(packed(long)) > OFF_LOOP_BYTES
+    async with served(alike(replicas=1)) as here:
+        plain = (await here.http.post("/v1/chat/completions", json=CHAT)).json()
+        for body, encoding in ((CHAT, "gzip"), (CHAT, "GZIP"), (CHAT, "x-gzip"), (long, "gzip")):
+            answer = await post(here, packed(body), encoding=encoding)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+        identity = await post(here, json.dumps(CHAT).encode(), encoding="identity")
+        assert identity.status_code == 200
+        explained = await post(here, packed(CHAT), path="/v1/route/explain")
+        assert explained.json()["isl_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status", "code"),
+    [
+        (b"no gzip at all", "gzip", 400, "invalid_request"),
+        (packed(CHAT)[:-9], "gzip", 400, "invalid_request"),
+        (packed(CHAT) + packed(CHAT), "gzip", 400, "invalid_request"),
+        (b"", "gzip", 400, "invalid_request"),
+        (zlib.compress(json.dumps(CHAT).encode()), "deflate", 415, "unsupported_encoding"),
+        (b"x", "br", 415, "unsupported_encoding"),
+        (packed(CHAT), "gzip, gzip", 415, "unsupported_encoding"),
+        (gzip.compress(b" " * 3_000_000), "gzip", 413, "request_too_large"),
+    ],
+)
+async def test_what_is_no_whole_gzip_is_refused(body: bytes, encoding: str, status: int, code: str) -> None:
+    async with served(alike(replicas=1), frontend=FrontendSettings(body_max_bytes=2_000_000)) as here:
+        refused = await post(here, body, encoding=encoding)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+        assert (await post(here, packed(CHAT))).status_code == 200
+
+
+async def test_what_inflated_bodies_hold_is_bounded_and_the_largest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budgets: list[ByteBudget] = []
+
+    class Noted(ByteBudget):
+        def __init__(self, bytes_max: int) -> None:
+            super().__init__(bytes_max)
+            budgets.append(self)
+
+    monkeypatch.setattr(compressed, "ByteBudget", Noted)
+    held, go_on = asyncio.Event(), asyncio.Event()
+    original = HttpApp._handle
+
+    async def waiting(self: HttpApp, request, responder) -> None:  # type: ignore[no-untyped-def]
+        if len(request.body) > 400_000:
+            held.set()
+            await go_on.wait()
+        await original(self, request, responder)
+
+    monkeypatch.setattr(HttpApp, "_handle", waiting)
+    big, small = (packed({**CHAT, "user": "x" * n}) for n in (450_000, 300_000))
+    settings = FrontendSettings(uploads_max_bytes=600_000, body_max_bytes=500_000)
+    async with served(alike(replicas=1), frontend=settings) as here:
+        (budget,) = budgets
+        largest = asyncio.create_task(post(here, big))
+        await held.wait()
+        assert budget.bytes > 450_000
+        assert (await post(here, small)).status_code == 200
+        refused = await largest
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "uploads_full")
+        assert budget.bytes == 0
+
+
+async def test_an_answer_that_has_begun_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(alike(replicas=1, speedup=1.0)) as here:
+        app = here.system.server._handler
+        assert isinstance(app, HttpApp)
+        headers = {"content-encoding": "gzip"}
+        body = packed({**CHAT, "stream": True, "max_tokens": 2000})
+        async with here.http.stream("POST", "/v1/chat/completions", content=body, headers=headers) as answer:
+            await anext(answer.aiter_lines())
+            assert app._compressed.bytes == 0
+        await until(lambda: not here.system.service.running)
