@@ -423,7 +423,7 @@ class Responder:
         self.ended = False
         """Whether the answer is complete."""
         self.more_headers: ResponseHeaders = ()
-        """Headers of any answer, whoever gives it."""
+        """Headers that are added to the answer, errors included."""
         self.on_start: Callable[[], None] | None = None
         """Is called as the answer begins."""
         self.stream: Stream | None = None
