@@ -10,9 +10,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvrouter.cli.commands import kvrouter, up
+from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.flags import ForeignOption, SettingsCommand, given_flags
 from kvrouter.cli.processes import frontend
+from kvrouter.cli.up import up
 from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
 from kvrouter.config.foreign import (
     FOREIGN,

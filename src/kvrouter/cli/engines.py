@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.cli.processes import begin, described, place_options
+from kvrouter.cli.processes import begin, described, place_options, worker, worker_pods
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet, settings_document
 from kvrouter.config.fleet_engines import url_mistake
@@ -261,6 +261,9 @@ def _checked_url(url: str) -> str:
 
 ENGINE_COMMANDS = tuple(_engine_command(kind) for kind in ENGINES)
 """``kvrouter worker vllm`` and its like: one for each kind that is registered."""
+
+for each in (*ENGINE_COMMANDS, worker_pods):
+    worker.add_command(each)
 
 
 TERMINATED = 128 + signal.SIGTERM

@@ -1,0 +1,80 @@
+"""Commands that ask a running router."""
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command(short_help="Show where a prompt would go, or a request went, and why.")
+@click.argument("prompt", required=False)
+@click.option("--request-id", metavar="ID", help="Show where this request went, instead of a prompt.")
+@click.option(
+    "--url",
+    envvar="KVROUTER_URL",
+    default="http://127.0.0.1:8000",
+    help="The running router.  [KVROUTER_URL; default: http://127.0.0.1:8000]",
+)
+@click.option("--model", help="The model; may be left out where one is served.")
+@click.option("--completion", is_flag=True, help="Take PROMPT as a completion's, without the chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
+def explain(
+    prompt: str | None,
+    *,
+    request_id: str | None,
+    url: str,
+    model: str | None,
+    completion: bool,
+    as_json: bool,
+) -> None:
+    """Show where PROMPT, sent as a chat, would go, and why: every worker, its cost, and why others may not
+    take it. With --request-id: where one of the last requests went, attempt by attempt.
+
+    A refusal is an answer too, with its error first, and exit code 0; 1 says that the router could not be
+    asked.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    from kvrouter.cli.client import RouterClient  # noqa: PLC0415
+
+    if (prompt is None) == (request_id is None):
+        raise click.UsageError("give PROMPT, or --request-id ID, and not both")
+    client = RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
+    if prompt is not None:
+        answer = client.explain(prompt, model or client.only_model(), is_completion=completion)
+        _show_explanation(answer, as_json=as_json)
+    elif request_id is not None:
+        if model is not None or completion:
+            raise click.UsageError("--model and --completion are about PROMPT, not about --request-id")
+        _show_decisions(client.decisions(request_id), as_json=as_json)
+
+
+def _show_explanation(answer: bytes, *, as_json: bool) -> None:
+    from kvrouter.cli.explain import draw, read_explanation  # noqa: PLC0415
+
+    explanation = read_explanation(answer)
+    if as_json:
+        click.echo(answer.decode())
+    else:
+        draw(explanation, _console())
+
+
+def _show_decisions(answer: bytes, *, as_json: bool) -> None:
+    from kvrouter.cli.explain import draw_decisions, read_decisions  # noqa: PLC0415
+
+    decisions = read_decisions(answer)
+    if as_json:
+        click.echo(answer.decode())
+    else:
+        draw_decisions(decisions, _console())
+
+
+def _console() -> "Console":
+    """The terminal; what is no terminal gets wide lines without colour."""
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console()
+    return console if console.is_terminal else Console(width=140, no_color=True)
