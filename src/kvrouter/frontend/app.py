@@ -32,6 +32,7 @@ from kvrouter.frontend.http import (
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
+from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
@@ -208,7 +209,11 @@ class FrontendApp(HttpApp):
         admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
-            [*Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
+            [
+                *Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(),
+                *admin.routes(),
+                *WebPage().routes(),
+            ],
             bodies=bodies,
             settings=settings,
             observed=observed,
