@@ -2,8 +2,8 @@
 import { showModels } from "./ask.js";
 import { DECISIONS_SHOWN, showDecisions } from "./decisions.js";
 import { bytes, el, percent, setClass, setShown, setText, short, sumOf, time, UNKNOWN, whole } from "./dom.js";
-import { showFleet } from "./fleet.js";
-import { ask, Refused, token, useToken } from "./router.js";
+import { placeOf, showFleet } from "./fleet.js";
+import { ask, Refused, token, Unreachable, useToken } from "./router.js";
 import { costText, isCrossing, showFlows, showLinks, showRefusals } from "./traffic.js";
 
 const PAUSE_MS = 1000; // between an answer and the next question,
@@ -50,7 +50,13 @@ tokenForm.addEventListener("submit", (event) => {
   wake();
 });
 
-function unreachable(error) {
+function failed(error) {
+  if (!(error instanceof Refused || error instanceof Unreachable)) {
+    showState("lost", "This page failed");
+    showWarning(`A mistake of this page: ${error.message}`);
+    console.error(error);
+    return;
+  }
   if (error instanceof Refused && error.status === 401) {
     lostSince = null;
     showState("closed", "Needs the admin token");
@@ -92,7 +98,7 @@ function showTotals(fleet, flows) {
   total("KV memory in use", blocks ? percent(active / blocks) : UNKNOWN, `${short(active)} of ${short(blocks)} blocks`);
   total("Index", indexed.length ? short(sumOf(indexed, (model) => sumOf(Object.values(model.index.blocks), (n) => n))) : UNKNOWN,
     indexed.length ? `blocks, in ${bytes(sumOf(indexed, (model) => model.index.bytes))}` : "no index is kept");
-  total("KV moving now", `${short(sumOf(flows, (flow) => flow.bytes_per_s) / 1e9)} GB/s`, `${bytes(sumOf(flows, (flow) => flow.bytes))} since the start`);
+  total("KV moving now", `${bytes(sumOf(flows, (flow) => flow.bytes_per_s))}/s`, `${bytes(sumOf(flows, (flow) => flow.bytes))} since the start`);
   total("Handoffs", whole(handoffs), handoffs ? `${whole(crossing)} crossed their domain` : "none yet");
   if (costs.length) total("Cost of KV", costText(sumOf(costs, (cost) => cost)), "in the fleet file's currency");
 }
@@ -104,10 +110,10 @@ function warningOf(fleet) {
 }
 
 function show(fleet, decisions, { flows, ...rest }, refusals) {
-  const domains = new Map(fleet.workers.map((worker) => [worker.worker_id, worker.domains]));
+  const byId = new Map(fleet.workers.map((worker) => [worker.worker_id, worker]));
   showTotals(fleet, flows);
   showFleet(fleet);
-  showDecisions(decisions, (id) => domains.get(id));
+  showDecisions(decisions, (id) => placeOf(byId.get(id)));
   showFlows({ flows, ...rest });
   showLinks(fleet.models);
   showRefusals(refusals);
@@ -152,8 +158,7 @@ async function follow() {
     try {
       await askAll();
     } catch (error) {
-      unreachable(error);
-      if (!(error instanceof Refused || error instanceof TypeError || error instanceof DOMException)) console.error(error);
+      failed(error);
     }
     await pause(Math.max(PAUSE_MS, PAUSE_SHARE * (performance.now() - began)));
   }

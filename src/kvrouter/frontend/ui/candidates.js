@@ -49,11 +49,26 @@ function costOf(row) {
   return row.pair_cost ?? row.cost;
 }
 
-// The parts that make the difference to the chosen one, the largest first.
+// The parts of a cost, by their names; their sum times the multiplier is the cost.
+function partsOf(row) {
+  if (row.times) return Object.fromEntries(Object.entries(TERMS).map(([key, name]) => [name, row.times[key]]));
+  const prefill = row.cost / row.multiplier - row.decode_blocks - row.transfer_blocks; // with the weight of overlap
+  return { prefill, decode: row.decode_blocks, transfer: row.transfer_blocks };
+}
+
+// The parts that make the difference to the chosen one, the largest first: their sum is the difference. Where a
+// cost is no such sum, as LMetric's product, there are none.
 function differences(row, chosen) {
-  const [names, of, than] = row.times && chosen.times ? [TERMS, row.times, chosen.times] : [BLOCKS, row, chosen];
-  return Object.entries(names)
-    .map(([key, name]) => [name, of[key] - than[key]])
+  const cost = (of) => (of.times ? 1000 : 1) * of.cost;
+  const [parts, chosenParts] = [partsOf(row), partsOf(chosen)];
+  const sum = (of) => Object.values(of).reduce((total, part) => total + part, 0);
+  const isSum = row.times
+    ? Math.abs(sum(parts) * row.multiplier - cost(row)) < 0.02 + 0.001 * cost(row)
+    : [row, chosen].every((of) => (of.prefill_blocks > 0 ? partsOf(of).prefill >= 0 : Math.abs(partsOf(of).prefill) < 1e-6));
+  if (!isSum) return [];
+  const found = Object.keys(parts).map((name) => [name, chosen.multiplier * (parts[name] - chosenParts[name])]);
+  found.push(["preference", (row.multiplier - chosen.multiplier) * sum(parts)]);
+  return found
     .filter(([, by]) => Math.abs(by) >= 0.0005)
     .sort((one, other) => Math.abs(other[1]) - Math.abs(one[1]))
     .map(([name, by]) => `${name} ${by > 0 ? "+" : "−"}${short(Math.abs(by))}`);
@@ -80,9 +95,11 @@ function order(one, other) {
 function termColumns(isTime, rows) {
   const terms = isTime ? TERMS : BLOCKS;
   const valueOf = (row, key) => (isTime ? row.times?.[key] : row[key]);
-  return Object.entries(terms)
+  const columns = Object.entries(terms)
     .filter(([key]) => rows.some((row) => valueOf(row, key)))
     .map(([key, name]) => [isTime ? `${name} ms` : name, (row) => short(valueOf(row, key))]);
+  if (rows.some((row) => row.multiplier !== 1)) columns.push(["multiplier", (row) => short(row.multiplier)]);
+  return columns;
 }
 
 function legTable(title, leg, mode) {
@@ -92,16 +109,15 @@ function legTable(title, leg, mode) {
   const isTime = rows.some((row) => row.times !== null);
   const terms = termColumns(isTime, shown);
   const isPaired = rows.some((row) => row.pair_cost !== null);
-  const columns = [["worker", true], ["where", true], ["cached blocks"], ...terms.map(([name]) => [name]),
-    [isTime ? "cost ms" : "cost"], ...(isPaired ? [[isTime ? "pair ms" : "pair"]] : []), ["why", true]];
+  const columns = [["worker", true], ["where", true], [isTime ? "cost ms" : "cost"], ...(isPaired ? [[isTime ? "pair ms" : "pair"]] : []),
+    ["why", true], ["cached blocks"], ...terms.map(([name]) => [name])];
   const cost = (value) => (value === null ? UNKNOWN : short(isTime ? 1000 * value : value));
   const refused = rows.filter((row) => !row.eligible).length;
   const heading = `${title}: ${plural(rows.length - refused, "candidate")}` + (refused ? `, ${refused} refused` : "");
   const made = table(heading, columns, shown.map((row) => ({
     class: row.chosen ? "chosen" : row.eligible ? null : "refused",
-    cells: [rankName(row), places(row.domains) || UNKNOWN, short(row.overlap_blocks),
-      ...terms.map(([, text]) => text(row)), cost(row.cost), ...(isPaired ? [cost(row.pair_cost)] : []),
-      el("td", { class: "why" }, why(row, chosen, mode))],
+    cells: [rankName(row), places(row.domains) || UNKNOWN, cost(row.cost), ...(isPaired ? [cost(row.pair_cost)] : []),
+      el("td", { class: "why" }, why(row, chosen, mode)), short(row.overlap_blocks), ...terms.map(([, text]) => text(row))],
   })));
   const region = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} candidates` }, made);
   return [region, rows.length > shown.length ? el("p", { class: "soft" }, rest(rows.slice(ROWS_SHOWN))) : null];

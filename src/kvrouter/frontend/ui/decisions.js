@@ -1,9 +1,9 @@
 // The latest decisions, newest first. The list stands still while one is open, or while it is held.
 import { el, reconcile, setShown, setText, time, UNKNOWN } from "./dom.js";
-import { costText, legTables, pickTable, places, rankName } from "./candidates.js";
+import { costText, legTables, pickTable, rankName } from "./candidates.js";
 import { ask, Refused } from "./router.js";
 
-export const DECISIONS_SHOWN = 20;
+export const DECISIONS_SHOWN = 14;
 
 const list = document.getElementById("decision-list");
 const hold = document.getElementById("hold");
@@ -16,9 +16,9 @@ let shown = [];
 
 const keyOf = (row) => `${row.request_id} ${row.decided_at}`;
 
-// `domainsOf` finds the domains of a worker by its id, or nothing.
-export function showDecisions(answer, domainsOf) {
-  placeOf = (pick) => places(domainsOf(pick.worker_id) ?? {});
+// `find` finds a worker's place by its id.
+export function showDecisions(answer, find) {
+  placeOf = (pick) => find(pick.worker_id);
   latest = answer.decisions;
   show();
 }
@@ -78,7 +78,8 @@ function makeItem(row) {
     el("time", { datetime: new Date(1000 * row.decided_at).toISOString() }, time(new Date(1000 * row.decided_at))),
     el("span", { class: "id", title: row.request_id }, row.request_id),
     el("span", { class: "way" }, way(row)),
-    el("span", { class: "cost" }, expected(row)),
+    el("span", { class: "cost", title: "expected to the first token, or the cost" }, expected(row)),
+    el("span", { class: "pill", hidden: !row.has_table, title: "its candidates were written down" }, "candidates"),
     el("span", { class: "flags" }, flags(row)));
   button.addEventListener("click", () => toggle(row, button, region));
   return el("li", {}, button, region);

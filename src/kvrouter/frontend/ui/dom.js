@@ -89,7 +89,10 @@ export const whole = (n) => (n === null || n === undefined ? UNKNOWN : WHOLE.for
 
 export const short = (n) => (n === null || n === undefined ? UNKNOWN : SHORT.format(n));
 
-export const percent = (share) => `${Math.round(100 * share)}%`;
+export function percent(share) {
+  if (share >= 0.1 || share === 0) return `${Math.round(100 * share)}%`;
+  return `${Math.max(0.1, 100 * share).toFixed(1)}%`;
+}
 
 export function plural(n, noun) {
   return `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;

@@ -76,6 +76,12 @@ function showLevels(levels) {
   setShown(document.getElementById("grouping-label"), levels.length > 1);
 }
 
+// Where a worker is, by the level that the fleet is grouped by.
+export function placeOf(worker) {
+  const value = worker?.domains[grouping.value];
+  return value === undefined ? "" : `${grouping.value} ${value}`;
+}
+
 export function showFleet(fleet) {
   latest = fleet;
   showLevels(levelsOf(fleet.workers));
@@ -187,7 +193,8 @@ function updateWorker(item, reading, view) {
   const others = Object.entries(worker.domains).filter(([name]) => name !== view.level).map(([, value]) => value);
   const loadText = isPrefill ? `${short(reading.tokens)} tok` : percent(reading.load);
   const cacheText = reading.feeds ? `${whole(reading.held)} blk` : "no feed";
-  setText(mark, reading.trouble || others.at(-1) || "");
+  const running = sumOf(worker.ranks, (rank) => rank.report?.running_requests);
+  setText(mark, reading.trouble || [others.at(-1), running ? `${whole(running)} running` : null].filter(Boolean).join(" · "));
   setClass(button, "ill", reading.trouble !== "");
   setShare(load.share, isPrefill ? reading.tokens / view.scale : reading.load);
   setText(load.text, loadText);

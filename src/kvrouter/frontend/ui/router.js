@@ -2,7 +2,10 @@
 
 const TOKEN = "kvrouter-admin-token";
 const ANSWERS_WITHIN_MS = 10_000;
-const LONG_ID = /_id":\d{16}/;
+const LONG_ID = /_id":\s*\d{16}/;
+
+// The router did not answer, or not in time.
+export class Unreachable extends Error {}
 
 // The router answered, with an error: `status` and `code` say which.
 export class Refused extends Error {
@@ -33,11 +36,20 @@ function parsed(text) {
   return LONG_ID.test(text) ? JSON.parse(text, exact) : JSON.parse(text);
 }
 
+async function answered(path, options) {
+  try {
+    const response = await fetch(path, options);
+    return { response, text: await response.text() };
+  } catch (error) {
+    throw new Unreachable(error.message);
+  }
+}
+
 export async function ask(path, body) {
   const headers = {};
   if (token()) headers.authorization = `Bearer ${token()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const response = await fetch(path, {
+  const { response, text } = await answered(path, {
     method: body === undefined ? "GET" : "POST",
     body: body === undefined ? undefined : JSON.stringify(body),
     headers,
@@ -45,7 +57,6 @@ export async function ask(path, body) {
     credentials: "same-origin",
     signal: AbortSignal.timeout(ANSWERS_WITHIN_MS),
   });
-  const text = await response.text();
   if (response.ok) return parsed(text);
   let error = null;
   try {
