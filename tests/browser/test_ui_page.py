@@ -436,7 +436,7 @@ async def test_the_picture_shows_a_fleet_at_work(chromium: Browser, tmp_path: Pa
     folder = IMAGES if os.environ.get(PICTURE) else tmp_path
     folder.mkdir(exist_ok=True)
     async with served(fleet_file(PRICED)) as house:
-        await opened(chromium, house.url, width=1360, height=1500)
+        await opened(chromium, house.url, width=1360, height=1320)
         await refused(house)
         async with traffic(house):
             handoffs = "document.querySelector('#totals').innerText.match(/Handoffs\\n(\\d+)/)?.[1]"

@@ -19,7 +19,7 @@ export function costText(cost) {
 
 function rateText(flow) {
   return flow.recent_handoffs > 0 && flow.recent_handoffs <= flow.unsized_handoffs && flow.bytes === 0 ? UNKNOWN
-    : `${short(flow.bytes_per_s / 1e9)} GB/s`;
+    : `${bytes(flow.bytes_per_s)}/s`;
 }
 
 export function showFlows({ flows, recent_s: recentS }) {
@@ -57,7 +57,7 @@ export function showLinks(models) {
     const hasModels = models.length > 1;
     const nodes = [];
     if (learned.length) {
-      const columns = [["link", true], ...(hasModels ? [["model", true]] : []), ["latency"], ["bandwidth"], ["takes"], ["between"],
+      const columns = [["link", true], ...(hasModels ? [["model", true]] : []), ["latency"], ["bandwidth"], ["slowness"], ["interval"],
         ["transfers"], ["", true]];
       nodes.push(table(null, columns, learned.map((link) => ({ cells: [
         link.link, ...(hasModels ? [link.model] : []), `${short(1000 * link.latency_s)} ms`, `${short(link.bandwidth_bytes_per_s / 1e9)} GB/s`,
