@@ -1,11 +1,13 @@
 // The box that asks where a prompt would go: POST /v1/route/explain, which sends and books nothing.
-import { el, plural, whole } from "./dom.js";
+import { el, plural, setClass, whole } from "./dom.js";
 import { legTables, places, reasonText } from "./candidates.js";
 import { ask } from "./router.js";
 
 const form = document.getElementById("ask-form");
 const models = document.getElementById("ask-model");
 const answerNode = document.getElementById("answer");
+const verdictNode = document.getElementById("verdict");
+const tablesNode = document.getElementById("answer-tables");
 let modelsShown = "";
 let asked = 0;
 
@@ -38,14 +40,16 @@ function body() {
 async function explain() {
   const number = (asked += 1);
   answerNode.setAttribute("aria-busy", "true");
-  let nodes;
+  let found;
   try {
-    nodes = answer(await ask("v1/route/explain", body()));
+    found = answer(await ask("v1/route/explain", body()));
   } catch (error) {
-    nodes = [el("p", { class: "verdict refused" }, error.message)];
+    found = { isRefused: true, verdict: [error.message], tables: [] };
   }
   if (number !== asked) return; // a later question is on its way
-  answerNode.replaceChildren(...nodes);
+  verdictNode.replaceChildren(...found.verdict);
+  setClass(verdictNode, "refused", found.isRefused);
+  tablesNode.replaceChildren(...found.tables);
   answerNode.removeAttribute("aria-busy");
 }
 
@@ -66,19 +70,18 @@ function expectedText(legs) {
 function answer(explained) {
   const { prefill, decode, local_prefill: local, constraint, error } = explained;
   const size = `${plural(explained.isl_tokens, "token")}, ${plural(explained.blocks, "block")}.`;
-  const nodes = [];
+  const tables = legTables(explained, explained.mode);
   if (error !== null) {
     const reasons = Object.entries(error.refusals).map(([reason, n]) => `${whole(n)} ${reasonText(reason)} (${reason})`);
     const more = reasons.length ? ` Worker ranks refused: ${reasons.join("; ")}.` : "";
-    nodes.push(el("p", { class: "verdict refused" }, el("b", {}, "Nowhere. "), `${error.message}.${more} ${size}`));
-  } else {
-    const isLocal = local !== null && local.chosen !== null;
-    const legs = isLocal ? [local] : [prefill, decode].filter((leg) => leg !== null);
-    const goesTo = isLocal || prefill === null || decode === null ? chosenText(legs[0])
-      : `${chosenText(prefill)} to prefill, then ${chosenText(decode)} to decode`;
-    const held = constraint === null ? "" : ` KV is ${constraint.enforcement} in ${constraint.domain} ${constraint.value}.`;
-    const fallback = explained.fallback_used ? " It falls back: no decode worker of the domain can take it." : "";
-    nodes.push(el("p", { class: "verdict" }, "To ", el("b", {}, goesTo), `.${expectedText(legs)}${held}${fallback} ${size}`));
+    return { isRefused: true, verdict: [el("b", {}, "Nowhere. "), `${error.message}.${more} ${size}`], tables };
   }
-  return [...nodes, ...legTables(explained, explained.mode)];
+  const isLocal = local !== null && local.chosen !== null;
+  const legs = isLocal ? [local] : [prefill, decode].filter((leg) => leg !== null);
+  const goesTo = legs.length === 1 ? chosenText(legs[0])
+    : `${chosenText(prefill)} to prefill, then ${chosenText(decode)} to decode`;
+  const held = constraint === null ? "" : ` KV is ${constraint.enforcement} in ${constraint.domain} ${constraint.value}.`;
+  const fallback = explained.fallback_used ? " It falls back: no decode worker of the domain can take it." : "";
+  const verdict = ["To ", el("b", {}, goesTo), `.${expectedText(legs)}${held}${fallback} ${size}`];
+  return { isRefused: false, verdict, tables };
 }

@@ -83,11 +83,15 @@ export function showIfChanged(parent, data, make) {
 export const UNKNOWN = "–";
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const MILLIONS = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
 const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 export const whole = (n) => (n === null || n === undefined ? UNKNOWN : WHOLE.format(n));
 
-export const short = (n) => (n === null || n === undefined ? UNKNOWN : SHORT.format(n));
+export function short(n) {
+  if (n === null || n === undefined) return UNKNOWN;
+  return (Math.abs(n) < 1e6 ? SHORT : MILLIONS).format(n);
+}
 
 export function percent(share) {
   if (share >= 0.1 || share === 0) return `${Math.round(100 * share)}%`;

@@ -2,7 +2,7 @@
 import { bytes, el, percent, plural, reconcile, setClass, setShare, setShown, setText, short, showIfChanged, sumOf, table, UNKNOWN, whole } from "./dom.js";
 
 const COMPACT_FROM = 24; // workers of one group: more of them are drawn small
-const SHOWN_MAX = 60; // and more than this only when asked for
+const SHOWN_MAX = 40; // and more than this only when asked for
 const NOWHERE = "";
 const ROLES = ["prefill", "decode", "both"];
 const PREFILL_SCALE_TOKENS = 8192; // a full bar, unless somebody has more to prefill
@@ -116,10 +116,10 @@ function updateZone(node, title, readings, view) {
   const ill = readings.filter((reading) => reading.trouble).length;
   const total = sumOf(readings, (reading) => reading.total);
   setText(node.parts.title, title);
-  setText(node.parts.trouble, ill ? `${ill} of ${readings.length} need a look` : "");
+  setText(node.parts.trouble, ill ? `${ill} of ${readings.length} need attention` : "");
   const held = sumOf(readings, (reading) => reading.held);
   const load = total ? `${percent(sumOf(readings, (reading) => reading.active) / total)} in use, ` : "";
-  setText(node.parts.sums, `${load}${plural(held, "block")} cached`);
+  setText(node.parts.sums, `${load}${short(held)} blocks cached`);
   const groups = new Map();
   for (const reading of readings) {
     const { role, model } = reading.worker;
