@@ -127,7 +127,7 @@ function legTable(title, leg, mode) {
 function rest(rows) {
   const counts = new Map();
   for (const row of rows) {
-    const reason = row.eligible ? "cost more" : row.reason;
+    const reason = row.eligible ? "not cheaper" : row.reason;
     counts.set(reason, (counts.get(reason) ?? 0) + 1);
   }
   return `and ${rows.length} more: ${[...counts].map(([reason, n]) => `${n} ${reason}`).join(", ")}`;
