@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.core.constraints import CostRule, PdSelection, RouterMode
 from tests.browser.driver import Browser, browser
 from tests.support.mock_fleets import fleet_file, pairs
 from tests.support.processes import fleet, free_ports
@@ -212,6 +213,12 @@ async def test_a_decision_opens_to_its_candidates_and_why_they_lost(chromium: Br
     assert "costs" in text
 
 
+def sum_of(parts: str) -> float:
+    """The sum of what the parts of a difference say."""
+    numbers = re.findall(r"([+−])([\d.]+)", parts)
+    return sum(float(number) * (1 if sign == "+" else -1) for sign, number in numbers)
+
+
 async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> None:
     """Also where a worker's place is preferred, which multiplies its cost."""
     async with served(fleet_file(PRICED)) as house:
@@ -222,9 +229,7 @@ async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> Non
     differences = re.findall(r"costs ([\d.,]+) ms more: (.*)", answer)
     assert len(differences) > 5
     for cost, parts in differences:
-        numbers = re.findall(r"([+−])([\d.]+)", parts)
-        total = sum(float(number) * (1 if sign == "+" else -1) for sign, number in numbers)
-        assert total == pytest.approx(float(cost.replace(",", "")), rel=0.02, abs=0.05), parts
+        assert sum_of(parts) == pytest.approx(float(cost.replace(",", "")), rel=0.02, abs=0.05), parts
 
 
 async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium: Browser) -> None:
@@ -467,3 +472,64 @@ async def test_the_picture_shows_a_fleet_at_work(chromium: Browser, tmp_path: Pa
             await chromium.picture(folder / "ui.png")
         assert await chromium.complaints() == []
     assert (folder / "ui.png").stat().st_size > 20_000
+
+
+RULES = {
+    "blocks": KvRouterConfig(router_cost=CostRule.BLOCKS),
+    "weighted": KvRouterConfig(router_cost=CostRule.BLOCKS, overlap_score_weight=2.5),
+    "lmetric": KvRouterConfig(router_cost=CostRule.LMETRIC),
+    "joint": KvRouterConfig(router_pd_selection=PdSelection.JOINT),
+    "warm": KvRouterConfig(router_temperature=5.0),
+    "random": KvRouterConfig(router_mode=RouterMode.RANDOM),
+    "round-robin": KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_every_rule_is_explained_by_what_it_weighs(chromium: Browser, rule: str) -> None:
+    async with served(fleet_file(PRICED), router=RULES[rule]) as house:
+        for n in range(3):
+            await send(house, n, n=900)
+        await opened(chromium, house.url)
+        await chromium.until_text("#decision-list", "chat-2")
+        await send(house, 3, n=900)
+        verdict = await asks(chromium, words(first=1, n=900))
+        answer = await chromium.until_text("#answer-tables", "chosen")
+        await chromium.click(".decision:has(.pill:not([hidden]))")
+        kept = await chromium.until_text("[aria-expanded=true] + .opened", "chosen")
+        assert await chromium.complaints() == []
+    assert "worker" in verdict
+    for text in (answer, kept):
+        assert not re.search(r"NaN|undefined|Infinity|null", text)
+    if rule in ("random", "round-robin"):
+        assert f"chosen by {rule}" in answer
+        assert f"{rule} chose another one: costs are not weighed" in answer
+    if rule == "joint":
+        assert answer.count("chosen: the lowest cost in all") in (1, 2)
+        assert re.search(r"costs [\d.]+ ms more in all with \d+/0", answer)
+        assert re.search(r"costs [\d.]+ ms more in all, by itself", answer)
+        assert "the request was refused" not in answer
+    if rule in ("blocks", "weighted"):
+        found = re.findall(r"costs ([\d.]+) blocks more: (.*)", answer)
+        assert found
+        for cost, parts in found:
+            assert sum_of(parts) == pytest.approx(float(cost), rel=0.02, abs=0.05), parts
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"draining": True}, "This router is draining"),
+        ({"discovery": {"reachable": False, "why": "no route"}}, "the fleet is frozen: no route"),
+        ({"workers": [], "models": []}, "No worker has registered yet"),
+    ],
+    ids=["draining", "discovery", "empty"],
+)
+async def test_what_is_wrong_with_all_of_it_is_said_above(
+    chromium: Browser, change: dict[str, object], says: str
+) -> None:
+    async with served(pairs()) as house:
+        answer = {**(await house.http.get("/v1/fleet")).json(), **change}
+        await opened(chromium, house.url, answers={"/v1/fleet": answer})
+        await chromium.until_text("main", says)
+        assert await chromium.complaints() == []

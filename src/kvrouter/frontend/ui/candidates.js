@@ -75,16 +75,17 @@ function differences(row, chosen) {
 }
 
 function why(row, chosen, mode) {
-  if (row.chosen) return mode === "kv" ? "chosen: the lowest cost" : `chosen by ${mode}`;
+  const isPair = row.pair_cost !== null;
+  if (row.chosen) return mode !== "kv" ? `chosen by ${mode}` : isPair ? "chosen: the lowest cost in all" : "chosen: the lowest cost";
   if (!row.eligible) return `refused, ${row.reason}: ${reasonText(row.reason)}`;
-  if (chosen === undefined) return "could take this leg; the other leg was refused";
+  if (chosen === undefined) return "could take this leg, but the request was refused";
   if (mode !== "kv") return `${mode} chose another one: costs are not weighed`;
   const by = costOf(row) - costOf(chosen);
   const parts = differences(row, chosen).join(", ");
   if (Math.abs(by) < 1e-9) return "costs the same: the draw among equals decided";
   if (by < 0) return `costs less: the draw of a temperature above 0 decided${parts ? ` (${parts})` : ""}`;
-  const joint = row.partner ? `, with ${rankName(row.partner)}` : "";
-  return `costs ${costText(row, by)} more${joint}${parts ? `: ${parts}` : ""}`;
+  if (isPair) return `costs ${costText(row, by)} more in all${row.partner ? ` with ${rankName(row.partner)}` : ", by itself"}`;
+  return `costs ${costText(row, by)} more${parts ? `: ${parts}` : ""}`;
 }
 
 function order(one, other) {
@@ -102,9 +103,9 @@ function termColumns(isTime, rows) {
   return columns;
 }
 
-function legTable(title, leg, mode) {
+function legTable(title, leg, mode, winner) {
   const rows = leg.candidates.toSorted(order);
-  const chosen = rows.find((row) => row.chosen);
+  const chosen = rows.find((row) => row.chosen) ?? winner;
   const shown = rows.slice(0, ROWS_SHOWN);
   const isTime = rows.some((row) => row.times !== null);
   const terms = termColumns(isTime, shown);
@@ -136,9 +137,11 @@ function rest(rows) {
 // The tables of every leg of an explanation, or of a kept decision.
 export function legTables(legs, mode) {
   const titles = [["prefill", "Prefill"], ["decode", legs.prefill ? "Decode" : "Worker"], ["local_prefill", "Prefill where it is answered"]];
-  return titles
-    .filter(([key]) => legs[key])
-    .flatMap(([key, title]) => legTable(title, legs[key], mode))
+  const named = titles.filter(([key]) => legs[key]);
+  // pairs, and workers that prefill for themselves, are compared with each other: one of them has won
+  const winner = named.flatMap(([key]) => legs[key].candidates).find((row) => row.chosen && row.pair_cost !== null);
+  return named
+    .flatMap(([key, title]) => legTable(title, legs[key], mode, winner))
     .filter((node) => node !== null);
 }
 
