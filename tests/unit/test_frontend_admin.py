@@ -14,7 +14,10 @@ GUARDED = [
     ("POST", "/busy_threshold"),
     ("POST", "/v1/route/explain"),
     ("GET", "/v1/decisions/r1"),
+    ("GET", "/v1/decisions"),
     ("GET", "/v1/fleet"),
+    ("GET", "/v1/flows"),
+    ("GET", "/v1/refusals"),
 ]
 WRONG_TOKENS = ("Bearer wrong", "Bearer", "Basic s3cret", "s3cret", "Bearer s3cret2", "Bearer \xe9")
 

@@ -191,6 +191,7 @@ WHERE = {
     "token ids of `stop`": "frontend.openai.parse frontend.openai.body",
     "requests that are booked": "service.bookings service.prefill_dispatch",
     "pairs of workers": "placement.circuits",
+    "decisions in one answer": "frontend.admin.DECISIONS service.model_router.TABLES service.kv_flows.PAIRS",
     "decisions kept of one": "service.model_router frontend.instrumentation telemetry",
     "records of traffic": "recording",
     "values of taints": "fleet.columns frontend.response_writer",

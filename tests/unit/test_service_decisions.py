@@ -26,7 +26,7 @@ def decision(request_id: str, attempt: int = 0) -> Decision:
 
 def attempts(log: DecisionLog, request_id: str) -> list[tuple[float, int]] | None:
     kept = log.get(RequestId(request_id))
-    return None if kept is None else [(at_s, each.attempt) for at_s, each, _ in kept]
+    return None if kept is None else [(each.decided_at_s, each.decision.attempt) for each in kept]
 
 
 def test_every_attempt_of_a_request_is_kept_in_order() -> None:

@@ -402,6 +402,7 @@ async def test_the_admin_routes_ask_for_the_token_and_routing_does_not() -> None
     settings = FrontendSettings(admin_token=SecretStr("s"))
     async with open_router(card(1), settings=settings) as here:
         assert (await here.http.get("/v1/fleet")).status_code == 401
+        assert (await here.http.get("/ui")).status_code == 200, "its files hold no data"
         assert (await here.post("/v1/route/explain"))[0] == 401
         assert (await here.route(request_id="r"))[0] == 200
         page = await here.http.get("/v1/decisions/r", headers={"authorization": "Bearer s"})

@@ -12,11 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrouter.config import AdminAccess, FrontendSettings
-from kvrouter.core.errors import RoutingRefused, Unauthorized
+from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
-from kvrouter.frontend.decision_json import attempts_json, decided_json, refused_json
+from kvrouter.fleet import Fleet
+from kvrouter.frontend.decision_json import attempts_json, decided_json, latest_json, refused_json
 from kvrouter.frontend.errors import UnknownDecision
-from kvrouter.frontend.fleet_state import fleet_json
+from kvrouter.frontend.fleet_state import fleet_json, flows_json
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import Name, NonNegativeInt, ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import parse_either
@@ -27,6 +28,13 @@ from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+DECISIONS_LISTED = 50
+"""Requests whose decisions ``GET /v1/decisions`` lists, unless another number is asked for;"""
+
+DECISIONS_LISTED_MAX = 200
+"""and the largest such number."""
 
 
 class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,8 +78,11 @@ class AdminRoutes:
         return [
             Route("/busy_threshold", self._guarded(self.thresholds), methods=["GET", "POST"]),
             Route("/v1/route/explain", self._guarded(self.explain), methods=["POST"]),
+            Route("/v1/decisions", self._guarded(self.latest_decisions)),
             Route("/v1/decisions/{request_id:path}", self._guarded(self.decisions)),
             Route("/v1/fleet", self._guarded(self.fleet)),
+            Route("/v1/flows", self._guarded(self.flows)),
+            Route("/v1/refusals", self._guarded(self.refusals)),
         ]
 
     async def thresholds(self, request: Request) -> Response:
@@ -126,11 +137,36 @@ class AdminRoutes:
         attempts = self._service.decisions(request_id)
         if attempts is None:
             raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
-        return json_page(attempts_json(request_id, attempts))
+        return json_page(attempts_json(request_id, attempts, self._fleet_of))
+
+    async def latest_decisions(self, request: Request) -> Response:
+        """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""
+        limit = _limit_of(request.query_params.get("limit"))
+        return json_page(latest_json(self._service.latest_decisions(limit)))
+
+    def _fleet_of(self, model: str) -> Fleet | None:
+        found = self._service.find(ModelName(model))
+        return None if found is None else found.fleet
 
     async def fleet(self, _: Request) -> Response:
         """``GET /v1/fleet``: every worker, and what the router believes of it."""
         return json_page(fleet_json(self._service))
+
+    async def flows(self, _: Request) -> Response:
+        """``GET /v1/flows``: KV between domains, as this router counts it."""
+        return json_page(flows_json(self._service))
+
+    async def refusals(self, _: Request) -> Response:
+        """``GET /v1/refusals``: what was refused since the process began, by reason."""
+        counts = self._observed.refusals()
+        return json_page(
+            {
+                "worker_ranks": [
+                    {"reason": reason, "role": role, "count": n} for reason, role, n in counts.ranks
+                ],
+                "answers": [{"model": model, "code": code, "count": n} for model, code, n in counts.answers],
+            }
+        )
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         """Ask for the token first; the comparison takes as long whatever is wrong."""
@@ -156,6 +192,16 @@ def _secret(settings: FrontendSettings) -> str | None:
     """The token that the admin routes ask for; None where there is none, or an empty one."""
     token = settings.admin_token
     return None if token is None else token.get_secret_value() or None
+
+
+def _limit_of(given: str | None) -> int:
+    """How many decisions are asked for."""
+    if given is None:
+        return DECISIONS_LISTED
+    if not given.isascii() or not given.isdecimal() or len(given) > 4 or int(given) > DECISIONS_LISTED_MAX:
+        must = f"limit: must be a whole number from 0 to {DECISIONS_LISTED_MAX}"
+        raise InvalidRequest(must, param="limit")
+    return int(given)
 
 
 def _thresholds_json(model: ModelRouter) -> dict[str, object]:

@@ -37,6 +37,7 @@ from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openapi import Described
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
+from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
@@ -309,7 +310,11 @@ class FrontendApp(HttpApp):
                 "/v1/completions": generate.completion,
                 **generate.passed(),
             },
-            [*Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
+            [
+                *Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(),
+                *admin.routes(),
+                *WebPage().routes(),
+            ],
             bodies=bodies,
             settings=settings,
             observed=observed,

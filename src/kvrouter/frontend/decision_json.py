@@ -1,6 +1,6 @@
 """Decisions as JSON: an explanation with a row per candidate, and the kept decisions of a request."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import RoutingRefused
@@ -28,28 +28,55 @@ def refused_json(request: GenerateRequest, fleet: Fleet, mode: RouterMode, error
     return _candidate_row(request, fleet, mode, rows, decision=None, error=refused)
 
 
-def attempts_json(request_id: RequestId, attempts: Iterable[KeptDecision]) -> Json:
+FleetOf = Callable[[str], Fleet | None]
+"""Finds the fleet of a model, by its name; None where it is not served any more."""
+
+
+def attempts_json(request_id: RequestId, attempts: Iterable[KeptDecision], fleet_of: FleetOf) -> Json:
     """Every kept decision of a request, in order. ``decided_at`` is in seconds since 1970, ``trace_id`` null
-    where the request belongs to no trace.
+    where the request belongs to no trace, ``table`` null where no candidates were kept.
     """
     return {
         "request_id": request_id,
-        "attempts": [
-            {
-                "attempt": decision.attempt,
-                "decided_at": round(decided_at_s, 6),
-                "trace_id": trace_id or None,
-                "mode": decision.mode.value,
-                **_picks_json(decision),
-                "pair_cost": _pair_cost(decision),
-                "constraint": constraint_json(decision.constraint),
-                "fallback_used": decision.fallback_used,
-                "cross_domain": decision.cross_domain,
-                "last_resort": decision.last_resort,
-            }
-            for decided_at_s, decision, trace_id in attempts
-        ],
+        "attempts": [{**_attempt_json(kept), "table": _table_json(kept, fleet_of)} for kept in attempts],
     }
+
+
+def latest_json(latest: Iterable[KeptDecision]) -> Json:
+    """The last decision of each request, without its candidates; ``has_table`` says whether they are kept."""
+    return {
+        "decisions": [
+            {
+                "request_id": kept.decision.request_id,
+                "model": kept.model,
+                **_attempt_json(kept),
+                "has_table": bool(kept.rows),
+            }
+            for kept in latest
+        ]
+    }
+
+
+def _attempt_json(kept: KeptDecision) -> Json:
+    decision = kept.decision
+    return {
+        "attempt": decision.attempt,
+        "decided_at": round(kept.decided_at_s, 6),
+        "trace_id": kept.trace_id or None,
+        "mode": decision.mode.value,
+        **_picks_json(decision),
+        "pair_cost": _pair_cost(decision),
+        "constraint": constraint_json(decision.constraint),
+        "fallback_used": decision.fallback_used,
+        "cross_domain": decision.cross_domain,
+        "last_resort": decision.last_resort,
+    }
+
+
+def _table_json(kept: KeptDecision, fleet_of: FleetOf) -> Json | None:
+    """The candidates of each leg, as an explanation has them."""
+    fleet = fleet_of(kept.model) if kept.rows else None
+    return None if fleet is None else _legs_json(kept.rows, fleet)
 
 
 def _pair_cost(decision: Decision) -> float | None:
@@ -95,6 +122,21 @@ def _candidate_row(
     error: Mapping[str, object] | None,
 ) -> Json:
     isl_tokens = len(request.token_ids)
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        "mode": mode.value,
+        "isl_tokens": isl_tokens,
+        "blocks": -(-isl_tokens // fleet.block_size),
+        **_legs_json(rows, fleet),
+        "constraint": None if decision is None else constraint_json(decision.constraint),
+        "fallback_used": decision is not None and decision.fallback_used,
+        "last_resort": decision is not None and decision.last_resort,
+        "error": error,
+    }
+
+
+def _legs_json(rows: Sequence[Candidate], fleet: Fleet) -> Json:
     prefill_rows = [row for row in rows if row.leg is Leg.PREFILL]
     together = any(row.pair_cost is not None for row in rows)
     local_rows = [row for row in rows if together and row.leg is Leg.AGGREGATED]
@@ -102,18 +144,9 @@ def _candidate_row(
         row for row in rows if row.leg is Leg.DECODE or (row.leg is Leg.AGGREGATED and not together)
     ]
     return {
-        "request_id": request.request_id,
-        "model": request.model,
-        "mode": mode.value,
-        "isl_tokens": isl_tokens,
-        "blocks": -(-isl_tokens // fleet.block_size),
         "prefill": _leg_json(prefill_rows, fleet) if prefill_rows else None,
         "decode": _leg_json(decode_rows, fleet) if decode_rows else None,
         "local_prefill": _leg_json(local_rows, fleet) if local_rows else None,
-        "constraint": None if decision is None else constraint_json(decision.constraint),
-        "fallback_used": decision is not None and decision.fallback_used,
-        "last_resort": decision is not None and decision.last_resort,
-        "error": error,
     }
 
 

@@ -19,6 +19,7 @@ from kvrouter.placement.link_speeds import LinkReading
 from kvrouter.placement.speeds import SpeedReading
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
 from kvrouter.service.event_ingest import EventCacheView, FeedReading
+from kvrouter.service.kv_flows import RECENT_S
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.service.transfer_speed import TransferReading
@@ -172,6 +173,29 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
         "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
+    }
+
+
+def flows_json(service: RouterService) -> Json:
+    """KV that went between domains, for each model and pair of values."""
+    return {
+        "recent_s": RECENT_S,
+        "flows": [
+            {
+                "model": model.fleet.model,
+                "domain": flow.pair.domain,
+                "prefill_value": flow.pair.prefill,
+                "decode_value": flow.pair.decode,
+                "handoffs": flow.handoffs,
+                "unsized_handoffs": flow.unsized,
+                "bytes": flow.bytes,
+                "cost": None if flow.cost is None else round(flow.cost, 9),
+                "recent_handoffs": flow.recent_handoffs,
+                "bytes_per_s": round(flow.recent_bytes / RECENT_S),
+            }
+            for model in service.models()
+            for flow in model.kv_flows()
+        ],
     }
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute, TraceContext
@@ -16,6 +17,15 @@ HINTS_LOGGED_MAX = 64
 
 UNKNOWN_MODEL = "unknown"
 """The label of calls that name no model that is served: what a client made up is no label."""
+
+
+class RefusalCounts(NamedTuple):
+    """Worker ranks that decisions refused, by reason and role; and errors that were answered, by model and
+    code.
+    """
+
+    ranks: list[tuple[str, str, int]]
+    answers: list[tuple[str, str, int]]
 
 
 class FrontendInstrumentation:
@@ -97,6 +107,14 @@ class FrontendInstrumentation:
             return
         self._hints_logged.add(name)
         log_event(logger, Event.ROUTING_HINT_IGNORED, detail=f"{at}: {what}")
+
+    def refusals(self) -> RefusalCounts:
+        """What was refused since the process began."""
+        telemetry = self._telemetry
+        return RefusalCounts(
+            ranks=sorted((reason, role, int(n)) for (reason, role), n in telemetry.refusals.counts().items()),
+            answers=sorted((model, code, int(n)) for (model, code), n in telemetry.errors.counts().items()),
+        )
 
     def watch(self, server: HttpServer) -> Callable[[], None]:
         """Read what the server holds before each scrape, until what is returned is called."""

@@ -55,6 +55,9 @@ PAGES: Mapping[str, str] = {
     "/metrics": "Metrics, for Prometheus",
     "/openapi.json": "This description",
     "/docs": "This description, for people",
+    "/ui": "The fleet and its decisions, live, in a browser",
+    "/ui/": "The same",
+    "/ui/{name}": "A file of that page",
     "/v1/route/{request_id}/prefill_complete": "The first token of a booked request is there",
     "/v1/route/{request_id}/output_blocks": "So many more blocks of a booked request are full",
     "/v1/route/{request_id}/renew": "A booked request still runs",
@@ -65,6 +68,9 @@ PAGES: Mapping[str, str] = {
 ADMIN_PAGES: Mapping[str, str] = {
     "/busy_threshold": "When a worker counts as busy",
     "/v1/route/explain": "Where a request would go, and why",
+    "/v1/decisions": "Where the last requests went, the latest first",
+    "/v1/flows": "Handoffs and bytes of KV between domains",
+    "/v1/refusals": "How many worker ranks were refused, and why",
     "/v1/decisions/{request_id}": "Where one of the last requests went, attempt by attempt",
     "/v1/fleet": "Every worker, and what the router believes of it",
 }

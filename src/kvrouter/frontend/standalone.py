@@ -57,6 +57,7 @@ from kvrouter.frontend.prepare import (
     check_pins,
 )
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
+from kvrouter.frontend.web_page import WebPage
 from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.model_router import ModelRouter
@@ -521,6 +522,7 @@ class RouterApp(HttpApp):
         routes = [
             *Pages(service, preparer, telemetry).routes(),
             *AdminRoutes(service, preparer, bodies, observed, settings=settings).routes(),
+            *WebPage().routes(),
             *BookingPages(bookings, bodies, lease_ttl_s=lease_ttl_s).routes(),
         ]
         if takes_prefills:

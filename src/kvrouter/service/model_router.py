@@ -1,10 +1,12 @@
 """The router of one model: drives its placer with the clock, random numbers and tasks that wait."""
 
 import asyncio
+import math
 import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from kvrouter.config.decision import circuit_settings, waiting_limits
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId
+from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import LoadReport
@@ -25,10 +27,11 @@ from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
-from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View
+from kvrouter.routing.request import Candidate, Decision, RouteRequest, RoutingSettings, View
 from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports
 from kvrouter.service.instrumentation import ModelInstrumentation
+from kvrouter.service.kv_flows import FlowReading, KvFlows
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.topology import LinkTable
 
@@ -36,36 +39,96 @@ ATTEMPTS_MAX = 16
 """Decisions kept for one request id: of a client that sends one id again and again, the last ones."""
 
 
+TABLES_MAX = 32
+"""Decisions that keep the table of their candidates: a row for each worker rank."""
+
+WATCHED_S = 10.0
+"""Candidates are kept for so long after somebody asked for the latest decisions."""
+
+TABLE_PAUSE_S = 0.2
+"""Between two tables at least so long,"""
+
+TABLE_TIME_SHARE = 0.02
+"""and no more than this share of the event loop's time goes into them."""
+
+
 class KeptDecision(NamedTuple):
-    """A decision of one attempt, when it was made on the wall clock, and the trace of its request."""
+    """A decision of one attempt, when it was made on the wall clock, and the trace of its request. ``rows``
+    are its candidates, where they were kept.
+    """
 
     decided_at_s: float
     decision: Decision
     trace_id: str
+    model: str
+    rows: tuple[Candidate, ...] = ()
 
 
 class DecisionLog:
-    """Holds the attempts of the last ``requests_max`` requests; the oldest request is forgotten first."""
+    """Holds the attempts of the last ``requests_max`` requests; the oldest request is forgotten first.
 
-    def __init__(self, *, requests_max: int) -> None:
+    While somebody follows the latest decisions, some of them are to be recorded with their candidates: as
+    many as :data:`TABLE_TIME_SHARE` allows. ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(self, *, requests_max: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests_max = requests_max
+        self._clock = clock
         self._by_request: OrderedDict[RequestId, deque[KeptDecision]] = OrderedDict()
+        self._tables: OrderedDict[tuple[RequestId, float], tuple[Candidate, ...]] = OrderedDict()
+        self._watched_until_s = -math.inf
+        self._no_table_before_s = -math.inf
 
-    def record(self, decision: Decision, *, decided_at_s: float, trace_id: str = "") -> None:
+    @property
+    def wants_table(self) -> bool:
+        """Whether the next decision is to be recorded with its candidates."""
+        if self._watched_until_s == -math.inf:
+            return False
+        return self._no_table_before_s <= self._clock() < self._watched_until_s
+
+    def table_took(self, seconds: float) -> None:
+        """The candidates of one decision took so long to be written down."""
+        self._no_table_before_s = self._clock() + max(TABLE_PAUSE_S, seconds / TABLE_TIME_SHARE)
+
+    def record(
+        self,
+        decision: Decision,
+        *,
+        decided_at_s: float,
+        trace_id: str = "",
+        model: str = "",
+        rows: tuple[Candidate, ...] = (),
+    ) -> None:
         """Add one attempt's decision."""
         if self._requests_max == 0:
             return
+        if rows:
+            self._tables[decision.request_id, decided_at_s] = rows
+            if len(self._tables) > TABLES_MAX:
+                self._tables.popitem(last=False)
         attempts = self._by_request.get(decision.request_id)
         if attempts is None:
             attempts = self._by_request[decision.request_id] = deque(maxlen=ATTEMPTS_MAX)
             if len(self._by_request) > self._requests_max:
                 self._by_request.popitem(last=False)
-        attempts.append(KeptDecision(decided_at_s, decision, trace_id))
+        attempts.append(KeptDecision(decided_at_s, decision, trace_id, model))
 
     def get(self, request_id: RequestId) -> list[KeptDecision] | None:
         """Every attempt's decision in order, or None when the request is unknown or forgotten."""
         attempts = self._by_request.get(request_id)
-        return None if attempts is None else list(attempts)
+        return None if attempts is None else [self._with_table(kept) for kept in attempts]
+
+    def latest(self, limit: int) -> list[KeptDecision]:
+        """Return the last attempt of each of the last ``limit`` requests, the newest request first; who asks
+        follows them from now on.
+        """
+        self._watched_until_s = self._clock() + WATCHED_S
+        last = islice(reversed(self._by_request.values()), limit)
+        return [self._with_table(attempts[-1]) for attempts in last]
+
+    def _with_table(self, kept: KeptDecision) -> KeptDecision:
+        rows = self._tables.get((kept.decision.request_id, kept.decided_at_s), ())
+        return kept._replace(rows=rows) if rows else kept
 
 
 class Draws:
@@ -124,6 +187,7 @@ class ModelRouter:
             now_s=clock(),
             replication=None if sync is None else sync.replication,
         )
+        self.flows = KvFlows(fleet)
         self._clock = clock
         self._request_timeout_s = config.request_timeout_s
         self._decisions = decisions
@@ -220,6 +284,7 @@ class ModelRouter:
                 wait.leave()
 
     def _place(self, asked: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
+        explained = self._explain_attempt(asked) if self._decisions.wants_table else None
         started_s = time.perf_counter()
         placement = self.placer.place(asked, self._draws.next, now_s=self._clock())
         self._draws.take()
@@ -227,8 +292,18 @@ class ModelRouter:
         decision_s = placement.decision_s = time.perf_counter() - started_s
         waited_s = None if wait is None else wait.was_for(placement)
         self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
-        self._record(placement)
+        self._record(placement, explained)
         return placement
+
+    def _explain_attempt(self, asked: AttemptRequest) -> Decision | None:
+        """What the next placement will weigh, by its own draw; None where the usual plan is refused."""
+        started_s = time.perf_counter()
+        try:
+            return self.placer.explain_attempt(asked, self._draws.next, now_s=self._clock())
+        except RoutingRefused:
+            return None
+        finally:
+            self._decisions.table_took(time.perf_counter() - started_s)
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode again under its constraint, and move the lease."""
@@ -237,8 +312,17 @@ class ModelRouter:
             self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
             self._record(placement)
 
-    def _record(self, placement: Placement) -> None:
-        self._decisions.record(placement.decision, decided_at_s=time.time(), trace_id=placement.trace_id)
+    def _record(self, placement: Placement, explained: Decision | None = None) -> None:
+        """Keep a decision; with the table of its candidates where that explains the same choice."""
+        decision = placement.decision
+        is_same = explained is not None and _ranks_of(explained) == _ranks_of(decision)
+        self._decisions.record(
+            decision,
+            decided_at_s=time.time(),
+            trace_id=placement.trace_id,
+            model=self.fleet.model,
+            rows=explained.rows if explained is not None and is_same else (),
+        )
 
     # Settings that change
 
@@ -321,6 +405,10 @@ class ModelRouter:
             )
         return True
 
+    def kv_flows(self) -> list[FlowReading]:
+        """What KV went between domains."""
+        return self.flows.readings(now_s=self._clock())
+
     # Leases
 
     def prefill_worker_left(self, placement: Placement) -> bool:
@@ -333,7 +421,9 @@ class ModelRouter:
 
     def first_token(self, placement: Placement) -> None:
         """The first token came: load moves from prefill to decode."""
-        self.placer.first_token(placement, now_s=self._clock())
+        now_s = self._clock()
+        self.flows.handed_over(placement, now_s=now_s)
+        self.placer.first_token(placement, now_s=now_s)
         self.observed.handed_over(placement)
         decision = placement.decision
         prefills = decision.decode if decision.prefill is None else decision.prefill
@@ -401,6 +491,10 @@ class ModelRouter:
             prompt_tokens=prompt_tokens,
         ):
             self.cache.doubt(slot)
+
+
+def _ranks_of(decision: Decision) -> tuple[WorkerRank | None, WorkerRank]:
+    return None if decision.prefill is None else decision.prefill.rank, decision.decode.rank
 
 
 def _call_soon(call: Callable[[], None]) -> object:

@@ -289,6 +289,10 @@ class RouterService:
         """The kept decisions of a request, attempt by attempt."""
         return self._parts.decisions.get(request_id)
 
+    def latest_decisions(self, limit: int) -> list[KeptDecision]:
+        """The last kept decision of each of the last ``limit`` requests, the newest request first."""
+        return self._parts.decisions.latest(limit)
+
     def _ended(self, generation: Generation) -> None:
         self._running.discard(generation)
         if not self._running:

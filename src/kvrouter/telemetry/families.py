@@ -67,6 +67,10 @@ class CounterFamily(MetricFamily):
         """Return what was counted under the label values."""
         return self._values.get(labels, 0.0)
 
+    def counts(self) -> Mapping[Labels, float]:
+        """Return what was counted, by label values. It is what the counter goes on with: read it at once."""
+        return self._values
+
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Yield the family in prometheus_client's form."""
         family = CounterMetricFamily(self.name, self.meaning, labels=self.label_names)

@@ -1,0 +1,88 @@
+"""The web page at ``/ui``: static files of this package, which hold no data and ask for no token."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from kvrouter.frontend.errors import UnknownPath
+
+PAGE = "index.html"
+
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""The types of the page's files, by the end of their names; no other file is served."""
+
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+"""Scripts, styles and data come from the router alone, and no other page may frame this one: it holds the
+admin token of the user who entered it.
+"""
+
+HEADERS = {
+    "cache-control": "no-cache",  # a browser asks whether its copy is the installed version's
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asset:
+    content: bytes
+    content_type: str
+    etag: str
+
+
+class WebPage:
+    """The routes of the page's files, which are read once."""
+
+    def __init__(self) -> None:
+        self._assets = _read_assets()
+
+    def routes(self) -> list[Route]:
+        """The table of these routes."""
+        return [
+            Route("/ui", self.page),
+            Route("/ui/", self.with_slash),
+            Route("/ui/{name}", self.asset),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """``GET /ui``."""
+        return self._answer(request, PAGE)
+
+    async def with_slash(self, _: Request) -> Response:
+        """``GET /ui/``: the page's addresses are relative, so that it works behind a path of a proxy."""
+        return RedirectResponse("../ui", headers=HEADERS)
+
+    async def asset(self, request: Request) -> Response:
+        """``GET /ui/{name}``: a style sheet, a script or a picture."""
+        return self._answer(request, request.path_params["name"])
+
+    def _answer(self, request: Request, name: str) -> Response:
+        asset = self._assets.get(name)
+        if asset is None:
+            raise UnknownPath(f"nothing is at {request.url.path}")
+        headers = {**HEADERS, "etag": asset.etag}
+        known = request.headers.get("if-none-match", "").split(",")
+        if asset.etag in {tag.strip().removeprefix("W/") for tag in known}:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.content, headers={**headers, "content-type": asset.content_type})
+
+
+def _read_assets() -> dict[str, _Asset]:
+    assets = {}
+    for path in files("kvrouter.frontend").joinpath("ui").iterdir():
+        content_type = CONTENT_TYPES.get("." + path.name.rpartition(".")[2])
+        if content_type is not None:
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()[:16]
+            assets[path.name] = _Asset(content, content_type, f'"{digest}"')
+    return assets
