@@ -92,7 +92,6 @@ def files() -> dict[Path, Callable[[], str]]:
     """Return what writes each file."""
     made: dict[Path, Callable[[], str]] = {
         MONITORING / "alerts.yaml": lambda: MADE + _yaml(rules()),
-        MONITORING / "prometheus-rule.yaml": lambda: MADE + _yaml(_prometheus_rule()),
         IN_CHART / "alerts.yaml": lambda: MADE + _yaml(rules()),
     }
     for dashboard in DASHBOARDS:
@@ -133,15 +132,6 @@ def _rule(alert: Alert) -> Json:
             "description": alert.description,
             "runbook_url": runbook_url(alert),
         },
-    }
-
-
-def _prometheus_rule() -> Json:
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": {"name": "kvrouter", "labels": {"app.kubernetes.io/part-of": "kvrouter"}},
-        "spec": rules(),
     }
 
 

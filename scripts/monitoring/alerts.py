@@ -72,7 +72,7 @@ or
     ),
     Alert(
         name="KvrouterFrontendDown",
-        expr="up == 0 and on (job, instance) last_over_time(kvrouter_build_info[1h])",
+        expr="up == 0 and on (namespace, job, instance) last_over_time(kvrouter_build_info[1h])",
         for_="2m",
         severity=CRITICAL,
         summary="The frontend {{ $labels.instance }} does not answer Prometheus.",
@@ -161,15 +161,11 @@ WORKERS: tuple[Alert, ...] = (
     ),
     Alert(
         name="KvrouterRecordingEnded",
-        expr="""
-  max by (namespace, job, instance) (kvrouter_recording_active) == 0
-and
-  max by (namespace, job, instance) (kvrouter_recording_records_total) > 0
-""",
+        expr='max by (namespace, job, instance) (kvrouter_recording_dropped_total{reason="ended"}) > 0',
         for_="5m",
         severity=WARNING,
         summary="The frontend {{ $labels.instance }} no longer records traffic.",
-        description="A recording was on, and has ended: its disk is full, or cannot be written.",
+        description="Its recording has ended, and {{ $value }} records were not written since.",
     ),
 )
 
@@ -185,14 +181,19 @@ KV: tuple[Alert, ...] = (
     Alert(
         name="KvrouterKvLost",
         expr="""
-  sum by (namespace, job, model) (rate(kvrouter_kv_lost_total[10m]))
->
-  0.01 * sum by (namespace, job, model) (rate(kvrouter_decisions_total{shape=~"bootstrap|synchronous"}[10m]))
+  (
+      sum by (namespace, job, model) (rate(kvrouter_kv_lost_total[10m]))
+    >
+      0.01
+    * sum by (namespace, job, model) (rate(kvrouter_decisions_total{shape=~"bootstrap|synchronous"}[10m]))
+  )
+or
+  max by (namespace, job, model) (kvrouter_pairs_parted) > 0
 """,
         for_="5m",
         severity=WARNING,
-        summary="More than 1 % of the handoffs of {{ $labels.model }} lose their KV.",
-        description="{{ $value | humanize }} handoffs a second are lost; their prompts are computed again.",
+        summary="Handoffs of {{ $labels.model }} lose their KV.",
+        description="More than 1 % of them do, or pairs of workers are no longer paired because they did.",
     ),
     Alert(
         name="KvrouterLinkSlow",

@@ -46,7 +46,7 @@ def frontend(telemetry: Telemetry) -> None:
         telemetry.worker_circuit.set(1, worker, "closed")
     telemetry.replicas_behind.set(0)
     telemetry.recording_active.set(1)
-    telemetry.recording_records.inc(by=100)
+    telemetry.recording_dropped.inc("ended", by=0)
 
 
 def _slow_first_tokens(telemetry: Telemetry) -> None:
@@ -67,10 +67,6 @@ def _silent(telemetry: Telemetry) -> None:
     telemetry.worker_engine_silent.set(1, "2")
 
 
-def _recording_ended(telemetry: Telemetry) -> None:
-    telemetry.recording_active.set(0)
-
-
 FAULTS: dict[str, Fault] = {
     "KvrouterRequestsFailing": lambda page: page.requests.inc("/v1/completions", MODEL, "503", by=10),
     "KvrouterNoWorkers": _drained,
@@ -82,7 +78,7 @@ FAULTS: dict[str, Fault] = {
     "KvrouterRankSlow": lambda page: page.rank_slow.set(1, "1", "0"),
     "KvrouterDiscoveryDown": lambda page: page.discovery_up.set(0),
     "KvrouterReplicasBehind": lambda page: page.replicas_behind.set(1),
-    "KvrouterRecordingEnded": _recording_ended,
+    "KvrouterRecordingEnded": lambda page: page.recording_dropped.inc("ended"),
     "KvrouterKvCrossesDomain": lambda page: page.fallbacks.inc("zone"),
     "KvrouterKvLost": lambda page: page.kv_lost.inc(MODEL, "1", "2", "broken", by=5),
     "KvrouterLinkSlow": lambda page: page.link_slow.set(1, MODEL, "within one zone"),
