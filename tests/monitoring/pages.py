@@ -4,14 +4,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api import Condition, ConditionStatus
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
-from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry import CounterFamily, GaugeFamily, HistogramFamily, OperatorTelemetry, Telemetry
+from kvrouter.telemetry.families import MetricFamily, MetricsPage
 
 MODEL = "mock"
-HEALTHY_SCRAPES = 25
+HEALTHY_SCRAPES = 12
 """A page is healthy at so many scrapes; what it says from then on is the fault's."""
 
 Fault = Callable[[Telemetry], None]
@@ -50,7 +52,7 @@ def frontend(telemetry: Telemetry) -> None:
 
 
 def _slow_first_tokens(telemetry: Telemetry) -> None:
-    telemetry.ttft.observe(3.0, MODEL, times=500)
+    telemetry.ttft.observe(3.0, MODEL, times=100)
 
 
 def _drained(telemetry: Telemetry) -> None:
@@ -123,6 +125,32 @@ OPERATOR_FAULTS: dict[str, OperatorFault] = {
 
 FRONTEND_DOWN = "KvrouterFrontendDown"
 HEALTHY = "healthy"
+EVERYTHING = "everything"
+
+LABEL_VALUES: dict[str, tuple[str, ...]] = {
+    "namespace": (EVERYTHING,),
+    "status": ("200", "503", "true", "false"),
+    "state": ("live", "open"),
+    "which": ("active", "total"),
+    "prediction": ("right", "too_many"),
+    "condition": ("Available",),
+}
+"""Values that dashboards distinguish; other labels have one of no meaning."""
+
+
+def everything(page: MetricsPage) -> None:
+    """Move every metric."""
+    for family in vars(page).values():
+        if not isinstance(family, MetricFamily):
+            continue
+        for labels in product(*(LABEL_VALUES.get(label, ("1",)) for label in family.label_names)):
+            match family:
+                case CounterFamily():
+                    family.inc(*labels)
+                case GaugeFamily():
+                    family.set(1, *labels)
+                case HistogramFamily():
+                    family.observe(1.0, *labels)
 
 
 class Page:
@@ -133,10 +161,16 @@ class Page:
         self._scrapes = 0
         self._telemetry = Telemetry()
         self._replica = OperatorInstrumentation(ReplicaHealth())
+        self._of_operator = OperatorTelemetry()
 
     def scraped(self) -> bytes | None:
         """The page; None where it is down."""
         self._scrapes += 1
+        if self._name == EVERYTHING:
+            pages: tuple[MetricsPage, ...] = (self._telemetry, self._of_operator)
+            for page in pages:
+                everything(page)
+            return self._telemetry.render() + _of_operator_alone(self._of_operator)
         is_faulty = self._scrapes > HEALTHY_SCRAPES
         if is_faulty and self._name == FRONTEND_DOWN:
             return None
@@ -149,15 +183,16 @@ class Page:
             frontend(self._telemetry)
         if is_faulty and self._name in FAULTS:
             FAULTS[self._name](self._telemetry)
-        page = self._telemetry.render()
         if self._name == HEALTHY:
             operator(self._replica, self._name)
-            page += b"".join(
-                line + b"\n"
-                for line in self._replica.telemetry.render().splitlines()
-                if line.startswith(b"kvrouter_operator_")
-            )
-        return page
+            return self._telemetry.render() + _of_operator_alone(self._replica.telemetry)
+        return self._telemetry.render()
+
+
+def _of_operator_alone(telemetry: OperatorTelemetry) -> bytes:
+    """The operator's page without what every process has."""
+    lines = telemetry.render().splitlines(keepends=True)
+    return b"".join(line for line in lines if line.startswith(b"kvrouter_operator_"))
 
 
 @contextmanager
