@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvrouter.config import KvRouterConfig, RecordingSettings
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.events import KvBatch
+from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.kube.objects import Key, Manifest, ResourceKind
@@ -63,7 +63,7 @@ def scrape(prometheus: Prometheus, namespace: str, here: Served) -> None:
 
 
 async def chat(here: Served, *, first: int = 0, **nvext: object) -> int:
-    body = {"model": MODEL, "messages": user(words(first=first)), "max_tokens": 2, "nvext": nvext}
+    body = {"model": MODEL, "messages": user(words(first=first, n=100)), "max_tokens": 2, "nvext": nvext}
     return (await here.http.post("/v1/chat/completions", json=body)).status_code
 
 
@@ -194,6 +194,26 @@ async def test_a_rank_whose_blocks_cannot_be_had_again(
         (rank,) = worker.card.ranks()
         here.system.fleet.events.publish(KvBatch(rank, worker.card.incarnation, EventId(1_000_000), (), 0.0))
         await fires(prometheus, "KvrouterFeedNotLive", "feed")
+
+
+async def test_an_index_that_lacks_what_an_engine_holds(prometheus: Prometheus) -> None:
+    async with served(alike(replicas=1)) as here:
+        (model,) = here.system.service.models()
+        cache = model.cache
+        assert isinstance(cache, EventCacheView)
+        slot = model.fleet.slot_of(*here.system.fleet.workers[WorkerId(1)].card.ranks())
+        assert slot is not None
+
+        async def send() -> int:
+            cache.index.apply(slot, (Cleared(),))
+            return await chat(here)
+
+        scrape(prometheus, "index", here)
+        await until_scraped(prometheus, "index")
+        async with sending(send):
+            await fires(prometheus, "KvrouterIndexWrong", "index")
+        alert = prometheus.alertmanager.wait_for("KvrouterIndexWrong", "index")
+        assert alert["labels"]["prediction"] == "too_few"
 
 
 async def test_a_recording_whose_folder_is_gone(prometheus: Prometheus, tmp_path: Path) -> None:
