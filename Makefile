@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
+.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/monitoring --ignore tests/nightly
 
 test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
 	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \
@@ -78,8 +78,12 @@ test-cluster: setup ## Build a Kubernetes control plane outside the project, onc
 	$(BIN)/python -m tests.cluster.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
 
+test-monitoring: setup ## Build a Prometheus outside the project, once, and let each alert fire in it
+	$(BIN)/python -m tests.monitoring.install
+	$(BIN)/python -m pytest tests/monitoring
+
 test-nightly: setup ## The slow tests: a million decisions, a million HTTP cases, an hour of mixed load: hours
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/monitoring --ignore tests/nightly
 	$(MAKE) --no-print-directory test-soak
 
 test-soak: setup ## The million HTTP cases and the hour of mixed load, with assertions in the native core
@@ -150,14 +154,16 @@ replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per r
 request-path: setup ## Print the files that a prompt's way runs through, from HTTP's first byte to the sent leg
 	$(BIN)/python -m scripts.request_path
 
-docs: setup ## Write the generated pages, and the definitions that a cluster installs
+docs: setup ## Write the generated pages, dashboards, alerts, and what a cluster installs
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m scripts.write_crds
+	$(BIN)/python -m scripts.write_monitoring
 	$(BIN)/python -m scripts.write_manifests
 
 docs-check: setup ## See that the generated pages and definitions are fresh
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/python -m scripts.write_crds --check
+	$(BIN)/python -m scripts.write_monitoring --check
 	$(BIN)/python -m scripts.write_manifests --check
 
 clean: ## Remove what was built

@@ -7,7 +7,7 @@ not what the chart says, and exits 1 when there is one. Helm itself renders the 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ VARIANTS: dict[str, dict[str, object]] = {
 ALONE = {"binding-webhook": "MutatingWebhookConfiguration"}
 """Folders with objects of one kind, next to what another folder has."""
 
+MONITORING: dict[str, object] = {
+    "serviceMonitor": {"enabled": True},
+    **dict.fromkeys(("frontendMonitor", "engineMonitor", "alerts"), True),
+}
+"""The values of ``metrics`` for ``deploy/monitoring``, which has the dashboards as files."""
+
+MONITORING_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+
 OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 """Labels that are true of what Helm installs, and of nothing else."""
 
@@ -49,18 +57,32 @@ MEANING = re.compile(r"^ *# -- (?P<meaning>.+)$")
 
 def kustomize_yaml(folder: str) -> str:
     """Return what a folder holds: a release's manifests, its namespace first and without Helm's hooks."""
+    kind = ALONE.get(folder)
+    rendered = _rendered(VARIANTS[folder])
+    return _dumped(each for each in (_namespace(), *rendered) if kind in (None, each["kind"]))
+
+
+def monitoring_yaml() -> str:
+    """Return the monitors and the alerts as the Prometheus operator takes them."""
+    rendered = _rendered({"admission": WITHOUT_WEBHOOK, "metrics": MONITORING})
+    return _dumped(each for each in rendered if each["kind"] in MONITORING_KINDS)
+
+
+def _rendered(values: dict[str, object]) -> list[Manifest]:
+    """A release's manifests, without Helm's hooks."""
     with Chart.load(CHART) as chart:
-        texts = chart.render(VARIANTS[folder], name="kvrouter", namespace=NAMESPACE)
-    rendered = [
+        texts = chart.render(values, name="kvrouter", namespace=NAMESPACE)
+    return [
         manifest
         for path, text in sorted(texts.items())
         if path.endswith(".yaml")
         for manifest in yaml.safe_load_all(text)
         if manifest and "helm.sh/hook" not in manifest["metadata"].get("annotations", {})
     ]
-    kind = ALONE.get(folder)
-    wanted = [each for each in (_namespace(), *rendered) if kind in (None, each["kind"])]
-    plain = [_without(manifest) for manifest in wanted]
+
+
+def _dumped(manifests: Iterable[Manifest]) -> str:
+    plain = [_without(manifest) for manifest in manifests]
     return MADE + yaml.safe_dump_all(plain, sort_keys=False, width=YAML_WIDTH, allow_unicode=True)
 
 
@@ -85,7 +107,10 @@ def readme() -> str:
 
 def files() -> dict[Path, Callable[[], str]]:
     """Return what writes each file."""
-    made: dict[Path, Callable[[], str]] = {CHART / "README.md": readme}
+    made: dict[Path, Callable[[], str]] = {
+        CHART / "README.md": readme,
+        ROOT / "deploy" / "monitoring" / "monitors-and-alerts.yaml": monitoring_yaml,
+    }
     for folder in VARIANTS:
         made[ROOT / "deploy" / "kustomize" / folder / "kvrouter.yaml"] = partial(kustomize_yaml, folder)
     return made

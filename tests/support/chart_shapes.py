@@ -51,7 +51,10 @@ SHAPES: dict[str, dict[str, object]] = {
         "extraArgs": ["--host=::"],
         "nats": {"enabled": True},
         "fleets": {"planeToken": {"secretName": "plane", "key": "secret"}},
-        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+        "metrics": {
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+            **dict.fromkeys(("frontendMonitor", "engineMonitor", "alerts", "dashboards"), True),
+        },
         "admission": {"namespaceSelector": {"matchLabels": {"kvrouter": "yes"}}},
     },
 }

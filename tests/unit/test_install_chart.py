@@ -17,7 +17,7 @@ from tests.support.chart_shapes import SHAPES, arguments, one, shape
 OLDEST = "1.30"
 """The oldest Kubernetes that Chart.yaml admits."""
 
-WITHOUT_SCHEMA = {"Issuer", "Certificate", "ServiceMonitor"}
+WITHOUT_SCHEMA = {"Issuer", "Certificate", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
 """Kinds of others: Kubernetes has no schema of them."""
 
 

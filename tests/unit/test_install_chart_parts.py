@@ -123,8 +123,11 @@ def test_nats_is_where_fleets_are_reported_that_it_is() -> None:
     stateful = one(own, "StatefulSet", "kvrouter-nats")
     (claim,) = stateful["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "512Mi"
-    assert "max_file_store: 460MB" in one(own, "ConfigMap")["data"]["nats.conf"]
-    assert "max_file_store: 7372MB" in one(shape("everything of pods"), "ConfigMap")["data"]["nats.conf"]
+    assert "max_file_store: 460MB" in one(own, "ConfigMap", "kvrouter-nats")["data"]["nats.conf"]
+    assert (
+        "max_file_store: 7372MB"
+        in one(shape("everything of pods"), "ConfigMap", "kvrouter-nats")["data"]["nats.conf"]
+    )
     elsewhere = shape("nats elsewhere")
     assert arguments(elsewhere)["--nats-server"] == "tls://nats.corp:4222,tls://nats-2.corp:4222"
     assert "--nats-server" not in arguments(shape("default"))
@@ -149,7 +152,7 @@ def test_pods_are_placed_and_pulled_as_the_values_say() -> None:
     assert template["metadata"]["labels"]["team"] == "serving"
     assert template["metadata"]["annotations"]["corp/mesh"] == "off"
     assert template["spec"]["topologySpreadConstraints"][0]["topologyKey"] == "zone"
-    monitor = one(manifests, "ServiceMonitor")
+    monitor = one(manifests, "ServiceMonitor", "kvrouter-operator")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     service = one(manifests, "Service", "kvrouter-operator-metrics")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()

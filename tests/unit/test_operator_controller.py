@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
+from kvrouter.operator.api import Condition
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
 from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
 from kvrouter.operator.reconcile.apply import BUDGETS
@@ -86,6 +87,10 @@ class Looks:
         self.losses: list[ResourceKind] = []
         self.errors: list[Exception | None] = []
         self.refused_events: list[RequestRefused] = []
+        self.conditions: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+
+    def conditions_are(self, _key: Key, conditions: Iterable[Condition]) -> None:
+        self.conditions.put_nowait({each.type: each.status.value for each in conditions})
 
     def looked(self, key: Key, _duration_s: float, error: Exception | None, _retry_s: float) -> None:
         self.errors.append(error)
@@ -314,6 +319,34 @@ async def test_links_that_a_frontend_learned_are_in_the_status_and_written_when_
             ]
     finally:
         await runner.cleanup()
+
+
+class Deleted(Linked):
+    """A deployment that is deleted once ``is_deleted``."""
+
+    def __init__(self) -> None:
+        super().__init__(port=8000)
+        self.is_deleted = asyncio.Event()
+
+    @asynccontextmanager
+    async def watch(
+        self, path: str, version: str, *, labels: str = "", accept: str = "", for_s: int = 0
+    ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
+        yield self._deletion() if path == DEPLOYMENTS_OF_GRAPHS.path() else self._nothing()
+
+    async def _deletion(self) -> AsyncIterator[list[WatchEvent]]:
+        await self.is_deleted.wait()
+        yield [WatchEvent("DELETED", Raw(json.dumps(self.graph).encode()))]
+        await asyncio.Event().wait()
+
+
+async def test_conditions_are_reported_and_go_with_their_deployment() -> None:
+    cluster, looks = Deleted(), Looks()
+    async with asyncio.timeout(30.0), leads(cluster, looks):
+        assert await looks.conditions.get() == {"Ready": "False", "Available": "False"}
+        cluster.is_deleted.set()
+        while await looks.conditions.get():
+            pass
 
 
 async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(

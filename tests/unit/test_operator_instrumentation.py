@@ -4,6 +4,7 @@ import re
 
 from kvrouter.kube.client import ClusterLost
 from kvrouter.kube.objects import Key, ResourceKind
+from kvrouter.operator.api import Condition, ConditionStatus
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 
@@ -53,3 +54,38 @@ def test_a_kind_is_lost_while_either_cannot_watch_it() -> None:
         tell, error = reported
         tell(other, error)
         assert lost(observed) == {"Other": expected}
+
+
+def conditions(observed: OperatorInstrumentation) -> dict[str, float]:
+    page = observed.telemetry.render().decode()
+    found = re.findall(rf"^{NAME}deployment_condition{{(.*)}} (\S+)", page, re.MULTILINE)
+    return {labels: float(value) for labels, value in found}
+
+
+def condition(kind: str, status: ConditionStatus) -> Condition:
+    return Condition(
+        type=kind, status=status, reason="X", message="x", last_transition_time="2026-01-01T00:00:00Z"
+    )
+
+
+def test_a_condition_is_shown_with_the_status_that_it_has_until_its_deployment_is_gone() -> None:
+    observed = OperatorInstrumentation(ReplicaHealth())
+    one, two = Key("team", "llm"), Key("team", "other")
+    ready = 'condition="Ready",deployment="llm",namespace="team",status='
+    observed.conditions_are(two, [condition("Available", ConditionStatus.TRUE)])
+    available = 'condition="Available",deployment="other",namespace="team",status="true"'
+    for status in ConditionStatus:
+        observed.conditions_are(one, [condition("Ready", status)])
+        shown = conditions(observed)
+        assert {_sorted(labels): value for labels, value in shown.items()} == {
+            f'{ready}"{status.value.lower()}"': 1.0,
+            available: 1.0,
+        }
+    observed.conditions_are(one, ())
+    assert [_sorted(labels) for labels in conditions(observed)] == [available]
+    observed.follows("one", "the lease could not be renewed")
+    assert conditions(observed) == {}
+
+
+def _sorted(labels: str) -> str:
+    return ",".join(sorted(labels.split(",")))

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvrouter.kube.client import ClusterError, RequestRefused
 from kvrouter.kube.objects import Key, ResourceKind
 from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.api import Condition
 from kvrouter.operator.reconcile.apply import Changes
 from kvrouter.telemetry import Event, OperatorTelemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle
@@ -64,9 +65,11 @@ class OperatorInstrumentation:
         health.waits_for(API_SERVER, "it has not answered yet")
         health.waits_for(DEFINITION, "it has not been looked at yet")
         self.telemetry = OperatorTelemetry()
+        self.telemetry.before_scrape(self._show_conditions)
         self._throttle = LogThrottle()
         self._lost: dict[str, set[str]] = {}
         self._others: dict[Key, str] = {}
+        self._conditions: dict[Key, dict[str, str]] = {}
 
     def answered(self) -> None:
         """The API server answered."""
@@ -82,6 +85,7 @@ class OperatorInstrumentation:
         self.telemetry.leading.set(0.0)
         self.telemetry.waiting.set(0)
         self._others.clear()
+        self._conditions.clear()
         self.telemetry.stood_back.set(0)
         for kind in self._lost:  # what only a leader watches is nobody's loss any more
             self._mark(kind, LEADER, is_lost=False)
@@ -148,6 +152,23 @@ class OperatorInstrumentation:
             self._others[key] = holder
             log_event(log, Event.OPERATOR_STANDS_BACK, deployment=str(key), detail=holder)
         self.telemetry.stood_back.set(len(self._others))
+
+    def conditions_are(self, key: Key, conditions: Iterable[Condition]) -> None:
+        """A deployment has these conditions; without any it is gone, or another operator's."""
+        found = {each.type: each.status.value.lower() for each in conditions}
+        if found:
+            self._conditions[key] = found
+        else:
+            self._conditions.pop(key, None)
+
+    def _show_conditions(self) -> None:
+        self.telemetry.conditions.replace(
+            {
+                (key.namespace, key.name, condition, status): 1.0
+                for key, found in self._conditions.items()
+                for condition, status in found.items()
+            }
+        )
 
     def lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
         """The leader cannot watch this kind; with None it can again."""

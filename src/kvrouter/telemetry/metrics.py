@@ -563,6 +563,15 @@ class OperatorTelemetry(MetricsPage):
     stood_back = gauge(
         "kvrouter_operator_stood_back", "Deployments that are left to another operator, which came first."
     )
+    conditions = gauge(
+        "kvrouter_operator_deployment_condition",
+        "1 for the status that a condition of a deployment has: true, false or unknown. Only the leader has "
+        "these.",
+        "namespace",
+        "deployment",
+        "condition",
+        "status",
+    )
     looks = counter(
         "kvrouter_operator_looks", "Reconciliations of a deployment, by result: done or failed.", "result"
     )

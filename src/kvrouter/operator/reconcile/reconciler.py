@@ -1,7 +1,7 @@
 """Reconciles one deployment: applies its plan, and writes its status and events."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from kvrouter.operator.api import (
     API_VERSION,
     KIND,
     ComponentType,
+    Condition,
     DeploymentStatus,
     DynamoGraphDeployment,
     Level,
@@ -189,6 +190,9 @@ class ControllerListener(Protocol):
     def stood_back(self, key: Key, holder: str | None) -> None:
         """Another operator manages a deployment; with None this one does, or nobody has to any more."""
 
+    def conditions_are(self, key: Key, conditions: Iterable[Condition]) -> None:
+        """A deployment has these conditions; without any it is gone, or another operator's."""
+
     def event_refused(self, error: RequestRefused) -> None:
         """The API server refused an event, which is dropped."""
 
@@ -244,6 +248,7 @@ class Reconciler:
             self._recorder.forget(key)
             self._seen.links.forget(key)
             self._written.pop(key, None)
+            self._listener.conditions_are(key, ())
             return None
         reading = read_deployment(found)
         before = self._status_before(found)
@@ -337,6 +342,7 @@ class Reconciler:
         self._applied.forget(key)
         self._seen.links.forget(key)
         self._written.pop(key, None)
+        self._listener.conditions_are(key, ())
         if found is not None:
             said = takeover_instructions(self._name, holder, *key)
             await self._recorder.record_once(found, "OtherOperator", said, warns=True)
@@ -392,6 +398,7 @@ class Reconciler:
     async def _write(
         self, found: Manifest, before: DeploymentStatus | None, status: DeploymentStatus
     ) -> None:
+        self._listener.conditions_are(key_of(found), status.conditions)
         status = status.model_copy(update={"operator": self._name})
         if status == before == _status_of(found):
             return
