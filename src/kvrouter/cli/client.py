@@ -1,4 +1,4 @@
-"""An HTTP client of a running router, for ``kvrouter explain``."""
+"""An HTTP client of a running router, for the commands that ask one."""
 
 import http.client
 import ssl
@@ -76,6 +76,10 @@ class RouterClient:
         """Return where a request went, attempt by attempt, as JSON."""
         _check_utf8("--request-id", request_id)
         return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
+
+    def read(self, path: str) -> bytes:
+        """Return what a path of the router answers, as JSON."""
+        return self._ask("GET", path, None)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
         connection = self._connect()

@@ -34,6 +34,7 @@ LAZY: Mapping[str, LazyCommand] = {
         "replay", "replay", "Replay recorded traffic over a fleet, and compare routing rules."
     ),
     "router": LazyCommand("processes", "router", "Decide for engines that something else fronts."),
+    "top": LazyCommand("top", "top", "Show the fleet of a running router, live."),
     "topology": LazyCommand("engines", "topology", "Where a worker is."),
     "up": LazyCommand("up", "up", "Serve a fleet."),
     "worker": LazyCommand("engines", "worker", "Run a worker: an engine, and what makes it part of a fleet."),

@@ -1,0 +1,336 @@
+"""``kvrouter top``: the fleet of a running router, live in a terminal."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
+
+DECISIONS_SHOWN = 8
+WORKERS_SHOWN = 200
+"""More are counted; the page at /ui shows them all."""
+
+GOOD, BAD, QUIET = "green", "bold red", "dim"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A rank's own load report."""
+
+    running_requests: int
+    waiting_requests: int
+
+
+class Feed(msgspec.Struct, frozen=True):
+    """A rank's event stream."""
+
+    state: str
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """A rank of a worker."""
+
+    active_blocks: int
+    prefill_tokens: int
+    total_blocks: int | None
+    report: Report | None
+    index_blocks: int | None
+    feed: Feed | None
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A worker."""
+
+    worker_id: int
+    model: str
+    role: str
+    alive: bool
+    draining: bool
+    engine: str | None
+    engine_silent: bool
+    circuit: str
+    domains: Mapping[str, str]
+    levels: Sequence[str]
+    ranks: Sequence[Rank]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model's queue."""
+
+    model: str
+    waiting_requests: int
+
+
+class FleetAnswer(msgspec.Struct, frozen=True):
+    """``GET /v1/fleet``."""
+
+    draining: bool
+    running_requests: int
+    models: Sequence[Model]
+    workers: Sequence[Worker]
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """Who was picked for a leg."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    candidates: int
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """The last decision of a request."""
+
+    request_id: str
+    model: str
+    attempt: int
+    decided_at: float
+    prefill: Pick | None
+    decode: Pick | None
+    fallback_used: bool
+    cross_domain: bool
+
+
+class DecisionsAnswer(msgspec.Struct, frozen=True):
+    """``GET /v1/decisions``."""
+
+    decisions: Sequence[Decided]
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """KV between two values of a domain."""
+
+    domain: str | None
+    prefill_value: str | None
+    decode_value: str | None
+    handoffs: int
+    bytes: int
+    bytes_per_s: float
+    cost: float | None
+
+
+class FlowsAnswer(msgspec.Struct, frozen=True):
+    """``GET /v1/flows``."""
+
+    flows: Sequence[Flow]
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """All that is shown at a time."""
+
+    fleet: FleetAnswer
+    decisions: Sequence[Decided]
+    flows: Sequence[Flow]
+
+
+def read_frame(client: RouterClient) -> Frame:
+    """Ask a router for what is shown now. Raises AskFailed."""
+    return Frame(
+        decode_answer(client.read("/v1/fleet"), FleetAnswer),
+        decode_answer(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}"), DecisionsAnswer).decisions,
+        decode_answer(client.read("/v1/flows"), FlowsAnswer).flows,
+    )
+
+
+@click.command(short_help="Show the fleet of a running router, live.")
+@click.option(
+    "--url",
+    envvar="KVROUTER_URL",
+    default="http://127.0.0.1:8000",
+    help="The running router.  [KVROUTER_URL; default: http://127.0.0.1:8000]",
+)
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.2),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often it is asked.",
+)
+@click.option("--once", is_flag=True, help="Print it once, and exit.")
+def top(url: str, *, interval_s: float, once: bool) -> None:
+    """Show what a running router knows: workers with load, cache and feed, KV between domains, the latest
+    decisions. Ctrl-C ends it. The page at /ui shows more of the same.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    client = RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
+    console = Console()
+    if once:
+        wide = console if console.is_terminal else Console(width=140, no_color=True)
+        wide.print(drawn(read_frame(client), url))
+        return
+    first = drawn(read_frame(client), url)  # a wrong address ends it; a router that is lost later does not
+    try:
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+            for shown in frames(client, url, first):
+                live.update(shown, refresh=True)
+                time.sleep(interval_s)
+    except KeyboardInterrupt:
+        return
+
+
+def frames(client: RouterClient, url: str, shown: RenderableType) -> Iterator[RenderableType]:
+    """Yield what is shown next, for ever: of a router that does not answer the last of it, and since when."""
+    lost_at: str | None = None
+    while True:
+        try:
+            shown, lost_at = drawn(read_frame(client), url), None
+            yield shown
+        except AskFailed as error:
+            lost_at = lost_at or time.strftime("%H:%M:%S")
+            yield Group(Text(f"not reachable since {lost_at}: {error.message}", BAD), shown)
+
+
+def drawn(frame: Frame, url: str) -> RenderableType:
+    """Return the whole picture."""
+    fleet = frame.fleet
+    able = sum(_state(worker) == ("ok", GOOD) for worker in fleet.workers)
+    waiting = sum(model.waiting_requests for model in fleet.models)
+    head = Text.assemble(
+        ("kvrouter ", "bold"),
+        f"{url}  {able} of {len(fleet.workers)} workers take requests, {fleet.running_requests} run, ",
+        (f"{waiting} wait", BAD if waiting else ""),
+        ("  draining" if fleet.draining else "", BAD),
+    )
+    parts: list[RenderableType] = [head, _workers(fleet.workers)]
+    if frame.flows:
+        parts.append(_flows(frame.flows))
+    parts.append(_decisions(frame.decisions))
+    return Group(*parts)
+
+
+def _workers(workers: Sequence[Worker]) -> Table:
+    table = _table(
+        "worker", "role", "place", "state", "load", "running", "waiting", "cached blocks", "feed", "engine"
+    )
+    if len({worker.model for worker in workers}) > 1:
+        table.add_column("model")
+    for worker in sorted(workers, key=lambda worker: (_place(worker), worker.role, worker.worker_id))[
+        :WORKERS_SHOWN
+    ]:
+        state, style = _state(worker)
+        row: list[str | Text] = [
+            str(worker.worker_id),
+            worker.role,
+            _place(worker) or "–",
+            Text(state, style),
+            _load(worker),
+            _sum(rank.report.running_requests if rank.report else None for rank in worker.ranks),
+            _sum(rank.report.waiting_requests if rank.report else None for rank in worker.ranks),
+            _sum(rank.index_blocks for rank in worker.ranks),
+            _feeds(worker),
+            worker.engine or "–",
+        ]
+        if len(table.columns) > len(row):
+            row.append(worker.model)
+        table.add_row(*row)
+    if len(workers) > WORKERS_SHOWN:
+        table.caption = f"and {len(workers) - WORKERS_SHOWN} more"
+    return table
+
+
+def _state(worker: Worker) -> tuple[str, str]:
+    for holds, state in (
+        (not worker.alive, "silent"),
+        (worker.engine_silent, "engine silent"),
+        (worker.draining, "draining"),
+        (worker.circuit != "closed", f"circuit {worker.circuit}"),
+    ):
+        if holds:
+            return state, BAD
+    return "ok", GOOD
+
+
+def _place(worker: Worker) -> str:
+    names = [*worker.levels, *sorted(worker.domains.keys() - {*worker.levels})]
+    return " ".join(f"{name}={worker.domains[name]}" for name in names if name in worker.domains)
+
+
+def _load(worker: Worker) -> str:
+    """Of a prefill worker the tokens that wait for prefill, of others their blocks in use."""
+    if worker.role == "prefill":
+        return f"{sum(rank.prefill_tokens for rank in worker.ranks):,} tok"
+    active = sum(rank.active_blocks for rank in worker.ranks)
+    totals = [rank.total_blocks for rank in worker.ranks]
+    known = [total for total in totals if total]
+    return f"{active / sum(known):.0%}" if known and len(known) == len(totals) else f"{active:,} blk"
+
+
+def _sum(values: Iterator[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{sum(known):,}" if known else "–"
+
+
+def _feeds(worker: Worker) -> Text:
+    states = sorted({rank.feed.state for rank in worker.ranks if rank.feed is not None})
+    return Text(", ".join(states) or "–", BAD if set(states) - {"live"} else QUIET)
+
+
+def _flows(flows: Sequence[Flow]) -> Table:
+    table = _table("KV from → to", "handoffs", "bytes", "now", "cost")
+    for flow in sorted(flows, key=lambda flow: -flow.bytes):
+        ends = f"{flow.domain or ''} {flow.prefill_value or '–'} → {flow.decode_value or '–'}".strip()
+        crosses = flow.prefill_value != flow.decode_value
+        table.add_row(
+            Text(ends, "yellow" if crosses else ""),
+            f"{flow.handoffs:,}",
+            _bytes(flow.bytes),
+            f"{_bytes(flow.bytes_per_s)}/s",
+            "–" if flow.cost is None else f"{flow.cost:.6g}",
+        )
+    return table
+
+
+def _decisions(decisions: Sequence[Decided]) -> Table:
+    table = _table("decided", "request", "attempt", "prefill", "decode", "cached blocks", "of candidates", "")
+    for decided in decisions:
+        picks = [pick for pick in (decided.prefill, decided.decode) if pick is not None]
+        note = "left its domain" if decided.fallback_used or decided.cross_domain else ""
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(decided.decided_at)),
+            decided.request_id[:24],
+            str(decided.attempt + 1),
+            _rank(decided.prefill),
+            _rank(decided.decode),
+            str(picks[0].overlap_blocks) if picks else "–",
+            str(picks[0].candidates) if picks else "–",
+            Text(note, "yellow"),
+        )
+    return table
+
+
+def _rank(pick: Pick | None) -> str:
+    return "–" if pick is None else f"{pick.worker_id}/{pick.dp_rank}"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        is_number = column in {
+            "running",
+            "waiting",
+            "cached blocks",
+            "of candidates",
+            "handoffs",
+            "bytes",
+            "now",
+            "load",
+        }
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    return table
