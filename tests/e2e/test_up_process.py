@@ -3,12 +3,14 @@
 import asyncio
 import json
 import re
+import shlex
 import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -54,6 +56,41 @@ async def running(fleet: Path) -> AsyncIterator[tuple[Process, str]]:
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+async def test_the_first_screen_says_what_is_served_and_what_to_try(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "version: 1\nmodels: [{name: mock, block_size: 16}]\ntopology: {levels: [zone]}\n"
+        "workers:\n  - {name: a, replicas: 2, domains: {zone: a}}\n  - {name: b, domains: {zone: b}}\n"
+    )
+    async with running(fleet) as (process, url):
+        assert process.stdout is not None
+        lines = [(await asyncio.wait_for(process.stdout.readline(), LIMIT_S)).decode() for _ in range(3)]
+        version = metadata.version("kvrouter")
+        assert (
+            lines[0] == f"kvrouter {version} serves mock at {url}/v1: 3 workers (2 in zone a, 1 in zone b)\n"
+        )
+        assert f"{url}/ui" in lines[1]
+        assert "\x1b" not in "".join(lines)
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/ui")).status_code == 200
+        call = shlex.split(lines[2].removeprefix("Try it: "))
+        tried = await asyncio.create_subprocess_exec(*call, stdout=PIPE, stderr=PIPE)
+        answer, _ = await tried.communicate()
+        assert json.loads(answer)["object"] == "chat.completion"
+
+
+async def test_json_lines_are_all_that_is_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(FLEET)
+    process = await start("--fleet", str(fleet), "--http-port", "0", "--log-format", "json")
+    assert process.stderr is not None
+    while b'"ready"' not in await asyncio.wait_for(process.stderr.readline(), LIMIT_S):
+        pass
+    process.send_signal(signal.SIGTERM)
+    out, _ = await process.communicate()
+    assert out == b""
 
 
 async def accepts(url: str) -> bool:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,3 +138,28 @@ def test_a_program_without_any_handler_is_reported_why_its_router_refuses_worker
     lines = reported.stderr.splitlines()
     reason = '"block_size: must be 17, as this router\'s, not 64"'
     assert lines == [f"worker_refused worker={at} model=mock reason={reason}" for at in range(1, 7)]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_a_terminal_shows_levels_in_colours(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], coloured: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    lines: dict[str, str] = {}
+    for kind, stream in (("terminal", _Terminal()), ("file", io.StringIO())):
+        configure_logging("info", log_format="text", stream=stream)
+        log_event(logging.getLogger("kvrouter.test"), Event.DISCOVERY_LOST, reason="away")
+        lines[kind] = stream.getvalue()
+    assert "\x1b" not in lines["file"]
+    assert ("\x1b[1;31mERROR" in lines["terminal"]) is coloured
+    assert re.sub("\x1b\\[[0-9;]*m", "", lines["terminal"])[24:] == lines["file"][24:]

@@ -1,10 +1,14 @@
 """``kvrouter up``: frontend, router and workers in one process."""
 
 import asyncio
+import json
 import logging
 import os
+import shlex
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +17,7 @@ import uvloop
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.link_events import LinkStep, happening, read_link_events
-from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
+from kvrouter.config import AttachedEngineSpec, FleetFile, LogFormat, Settings
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
@@ -146,9 +150,35 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
         except StopRequested:
             log_event(logger, Event.STOP)
             return 0
+        if settings.log.log_format is LogFormat.TEXT:
+            with suppress(OSError):  # nobody reads it
+                sys.stdout.write(first_screen(system.address, fleet))
+                sys.stdout.flush()
         async with happening(steps, system.fleet.cluster):
             await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
     return 0
+
+
+def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
+    """Return three lines for who has just started it: what is served where, and what to try."""
+    host, port = address
+    shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
+    url = f"http://{shown}:{port}"
+    places = Counter[str]()
+    for group in fleet.workers:
+        names = [name for name in fleet.topology.levels if name in group.domains]
+        places[f"{names[0]} {group.domains[names[0]]}" if names else ""] += group.n_workers
+    where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
+    n_workers = sum(places.values())
+    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
+    models = [model.name or "the engine's model" for model in fleet.models]
+    call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+    return (
+        f"kvrouter {installed_version()} serves {', '.join(models)} at {url}/v1: {workers}\n"
+        f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
+        f"Try it: curl {url}/v1/chat/completions -H 'content-type: application/json' "
+        f"-d {shlex.quote(json.dumps(call))}\n"
+    )
 
 
 async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s: float) -> None:

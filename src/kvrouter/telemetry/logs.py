@@ -1,6 +1,7 @@
 """Log formats (text and JSON), and a throttle for repeated lines."""
 
 import logging
+import os
 import sys
 import time
 import traceback
@@ -36,7 +37,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, event, then ``key=value``; a value that could be misread is quoted."""
+    """Time, level, event, then ``key=value``; a value that could be misread is quoted. On a terminal warnings
+    and errors are coloured.
+    """
+
+    def __init__(self, *, is_coloured: bool = False) -> None:
+        super().__init__()
+        self._is_coloured = is_coloured
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -44,7 +51,10 @@ class TextFormatter(logging.Formatter):
         if _event(record) is None:
             message = str(cut(message))
             message = message if message.isprintable() else msgspec.json.encode(message).decode()
-        line = f"{_time(record)} {record.levelname:<7} {message}"
+        level = f"{record.levelname:<7}"
+        if self._is_coloured:
+            level = f"{_COLOURS.get(record.levelno, '')}{level}{_PLAIN}"
+        line = f"{_time(record)} {level} {message}"
         return (
             f"{line}\n{_traceback_text(record.exc_info[1])}"
             if record.exc_info and record.exc_info[1]
@@ -52,7 +62,16 @@ class TextFormatter(logging.Formatter):
         )
 
 
-_FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
+_FORMATS = ("text", "json")
+
+_PLAIN = "\x1b[0m"
+_COLOURS = {logging.DEBUG: "\x1b[2m", logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
+"""What sets a terminal's colours, by level, and what ends that."""
+
+
+def _is_coloured(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose user wants colours (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -65,10 +84,12 @@ def configure_logging(level: str, *, log_format: str, stream: TextIO | None = No
     ``level`` is debug, info, warning or error; ``log_format`` is text or json: ValueError for any other.
     Called again, it replaces what it did before.
     """
-    if log_format not in _FORMATTERS:
-        raise ValueError(f"log_format: must be one of {', '.join(_FORMATTERS)}, not {log_format!r}")
-    handler = _Handler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(_FORMATTERS[log_format]())
+    if log_format not in _FORMATS:
+        raise ValueError(f"log_format: must be one of {', '.join(_FORMATS)}, not {log_format!r}")
+    out = sys.stderr if stream is None else stream
+    handler = _Handler(out)
+    is_json = log_format == "json"
+    handler.setFormatter(JsonFormatter() if is_json else TextFormatter(is_coloured=_is_coloured(out)))
     logger = logging.getLogger(ROOT)
     for old in [old for old in logger.handlers if isinstance(old, _Handler)]:
         logger.removeHandler(old)
