@@ -6,7 +6,7 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check clean
+.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,11 @@ test-lowest: ## Run the unit and property tests with the lowest declared version
 	$(PYTHON) -m scripts.lowest_versions > .venv-lowest/lowest.txt
 	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]"
 	.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
+
+wheels: setup ## Build wheels, an sdist, an SBOM and checksums into dist/, and try them: minutes
+	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet "cyclonedx-bom>=7" "maturin>=1.9,<2" "ziglang>=0.13"
+	.venv-release/bin/python -m scripts.build_release
 
 lock: setup ## Write the versions of the development environment into constraints.txt
 	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.new && mv constraints.new constraints.txt
