@@ -109,14 +109,20 @@ def test_no_name_means_two_settings() -> None:
 
 
 def settings_commands(group: click.Group) -> Iterator[click.Command]:
-    for command in group.commands.values():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
             yield from settings_commands(command)
         elif isinstance(command, SettingsCommand):
             yield command
 
 
-@pytest.mark.parametrize("command", [*settings_commands(kvrouter)], ids=lambda command: str(command.name))
+COMMANDS = [*settings_commands(kvrouter)]
+assert len(COMMANDS) > 5
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
 def test_no_flag_of_a_command_is_given_twice(command: click.Command) -> None:
     flags: list[str] = []
     for parameter in command.params:
