@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from kvrouter.config import FrontendSettings
-from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.frontend import compressed
 from kvrouter.frontend.app import HttpApp
-from kvrouter.frontend.compressed import OFF_LOOP_BYTES
+from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated
+from kvrouter.frontend.http import BodyLimit
 from tests.support.mock_fleets import alike
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until
@@ -33,7 +33,7 @@ def packed(value: object) -> bytes:
 
 async def test_a_compressed_call_is_answered_as_any_other() -> None:
     long = {**CHAT, "metadata": {str(n): str(hash(str(n))) for n in range(5000)}}
-    assert len(packed(long)) > OFF_LOOP_BYTES
+    assert len(json.dumps(long)) > ON_LOOP_BYTES
     async with served(alike(replicas=1)) as here:
         plain = (await here.http.post("/v1/chat/completions", json=CHAT)).json()
         for body, encoding in ((CHAT, "gzip"), (CHAT, "GZIP"), (CHAT, "x-gzip"), (long, "gzip")):
@@ -66,17 +66,7 @@ async def test_what_is_no_whole_gzip_is_refused(body: bytes, encoding: str, stat
         assert (await post(here, packed(CHAT))).status_code == 200
 
 
-async def test_what_inflated_bodies_hold_is_bounded_and_the_largest_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    budgets: list[ByteBudget] = []
-
-    class Noted(ByteBudget):
-        def __init__(self, bytes_max: int) -> None:
-            super().__init__(bytes_max)
-            budgets.append(self)
-
-    monkeypatch.setattr(compressed, "ByteBudget", Noted)
+async def test_what_inflated_bodies_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held, go_on = asyncio.Event(), asyncio.Event()
     original = HttpApp._handle
 
@@ -90,17 +80,21 @@ async def test_what_inflated_bodies_hold_is_bounded_and_the_largest_goes(
     big, small = (packed({**CHAT, "user": "x" * n}) for n in (450_000, 300_000))
     settings = FrontendSettings(uploads_max_bytes=600_000, body_max_bytes=500_000)
     async with served(alike(replicas=1), frontend=settings) as here:
-        (budget,) = budgets
-        largest = asyncio.create_task(post(here, big))
+        app = here.system.server._handler
+        assert isinstance(app, HttpApp)
+        first = asyncio.create_task(post(here, big))
         await held.wait()
-        assert budget.bytes > 450_000
-        assert (await post(here, small)).status_code == 200
-        refused = await largest
+        assert app._compressed.bytes > 450_000
+        refused = await post(here, small)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "uploads_full")
-        assert budget.bytes == 0
+        assert refused.headers["retry-after"]
+        go_on.set()
+        assert (await first).status_code == 200
+        assert app._compressed.bytes == 0
+        assert (await post(here, small)).status_code == 200
 
 
-async def test_an_answer_that_has_begun_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_is_read_holds_nothing() -> None:
     async with served(alike(replicas=1, speedup=1.0)) as here:
         app = here.system.server._handler
         assert isinstance(app, HttpApp)
@@ -110,3 +104,23 @@ async def test_an_answer_that_has_begun_holds_nothing(monkeypatch: pytest.Monkey
             await anext(answer.aiter_lines())
             assert app._compressed.bytes == 0
         await until(lambda: not here.system.service.running)
+
+
+def test_the_event_loop_inflates_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small body that becomes a large one the loop makes no more than the beginning."""
+    made: list[int] = []
+
+    def noted(data: bytes, limit: BodyLimit) -> bytes:
+        made.append(limit.max_bytes)
+        return inflated(data, limit)
+
+    async def inflate() -> bytes:
+        bodies = CompressedBodies(1 << 30)
+        try:
+            return await bodies._inflated(gzip.compress(b"0" * 5_000_000), BodyLimit(1 << 23, ""))
+        finally:
+            bodies.close()
+
+    monkeypatch.setattr(compressed, "inflated", noted)
+    assert len(asyncio.run(inflate())) == 5_000_000
+    assert made == [ON_LOOP_BYTES, 1 << 23]

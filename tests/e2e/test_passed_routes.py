@@ -161,6 +161,8 @@ async def test_what_no_client_may_say() -> None:
             ("/v1/messages", "cache_salt", "a-tenant"),
             ("/v1/score", "nvext.prefill_worker_id", 1),
             ("/v1/score", "nvext.token_data", [1]),
+            ("/v1/responses", "stream", 1),
+            ("/v1/messages", "stream", "true"),
         ):
             inner = {"nvext": {field.removeprefix("nvext."): value}} if "." in field else {field: value}
             response = await here.http.post(path, json={"model": "tiny", **call_of(path), **inner})

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.metrics import Telemetry
 from kvrouter.wiring import tracing
 from tests.support.collector import Collector, collector, plain
@@ -301,3 +303,36 @@ async def test_gen_ai_names_behind_their_switch(monkeypatch: pytest.MonkeyPatch)
         assert f"gen_ai_server_{name}_seconds_count{{{labels}}} 1.0" in page
     assert f'gen_ai_server_request_duration_seconds_count{{error_type="",{labels}}} 1.0' in page
     assert f'gen_ai_client_token_usage_sum{{{labels},gen_ai_token_type="output"}} 3.0' in page
+
+
+async def test_a_key_in_a_mistaken_variable_is_in_no_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with collecting(monkeypatch):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Bearer s3cr3t")
+        async with served(pairs()) as here:
+            await ask(here)
+    ours = [record for record in caplog.records if record.name.startswith("kvrouter")]
+    assert "spans_not_sent" in events_of(ours)
+    assert not [record for record in ours if "s3cr3t" in json.dumps(_fields(record))]
+
+
+async def test_a_shutdown_that_hangs_is_not_waited_for() -> None:
+    hangs = threading.Event()
+
+    def hang() -> None:
+        hangs.wait()
+
+    assert not await tracing._ended(hang, 0.01)
+    hangs.set()
+    assert await tracing._ended(hang, 30.0)
+
+
+async def test_a_wrong_variable_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with collecting(monkeypatch):
+        for name, value in (("OTEL_BSP_MAX_QUEUE_SIZE", "-1"), ("OTEL_TRACES_EXPORTER", "zipkin")):
+            with monkeypatch.context() as one:
+                one.setenv(name, value)
+                with pytest.raises(ConfigError, match="OTEL_"):
+                    async with served(pairs()):
+                        pass

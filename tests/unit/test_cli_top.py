@@ -5,6 +5,7 @@ import io
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from rich.console import Console
 
 from kvrouter.cli.client import AskFailed, RouterClient
@@ -76,6 +77,15 @@ async def test_once_prints_a_page_of_plain_text() -> None:
             runner.invoke, kvrouter, ["top", "--once"], env={"KVROUTER_URL": here.url}
         )
         assert by_variable.output == done.output
+
+
+async def test_what_workers_say_is_text_and_no_markup() -> None:
+    async with served(pairs()) as here:
+        frame = await frame_of(here)
+        odd = replace(frame.fleet.workers[0], engine="[/b] [red]x", domains={"zone": "a[/b]"})
+        shown = text_of(drawn(replace(frame, fleet=replace(frame.fleet, workers=[odd])), here.url))
+        assert "[/b] [red]x" in shown
+        assert "zone=a[/b]" in shown
 
 
 def test_nobody_there_is_an_error() -> None:

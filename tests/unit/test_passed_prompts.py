@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.body import BodyBounds, scanned
@@ -119,7 +120,9 @@ def test_how_long_an_answer_may_be() -> None:
 def test_only_what_has_a_stream_is_streamed() -> None:
     assert parsed(CallRoute.RESPONSES, input="a", stream=True).client_call.stream
     assert not parsed(CallRoute.EMBEDDINGS, input="a", stream=True).client_call.stream
-    assert not parsed(CallRoute.RESPONSES, input="a", stream="yes").client_call.stream
+    assert not parsed(CallRoute.RESPONSES, input="a", stream=None).client_call.stream
+    with pytest.raises(InvalidRequest, match="stream"):
+        parsed(CallRoute.RESPONSES, input="a", stream="yes")
 
 
 def test_the_page_has_a_row_for_every_route() -> None:

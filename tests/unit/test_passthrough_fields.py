@@ -4,13 +4,15 @@ They are those of vLLM 0.32 and SGLang 0.5.23, which get calls as clients wrote 
 """
 
 import json
+from array import array
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import Bootstrap, CallRoute, Leg
+from kvrouter.core.ids import DpRank, ModelName, RequestId
+from kvrouter.core.requests import Bootstrap, CallRoute, ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.sglang import calls as sglang
 from kvrouter.engines.vllm import calls as vllm
 from tests.support.engine_legs import client_call, full_leg
@@ -81,3 +83,25 @@ def test_vllm_hears_it_from_the_router_alone_whoever_asks(kind: Leg) -> None:
     assert not {"kv_transfer_params", "ec_transfer_params"} & body.keys()
     assert call.headers == {"X-Request-Id": "r-i#1", "X-data-parallel-rank": "1"}  # vLLM lets the header win
     assert {name: body[name] for name in PASSED} == PASSED
+
+
+def passed_leg(**fields: Any) -> EngineRequest:
+    call = ClientCall(
+        CallRoute.EMBEDDINGS, b'{"model":"m","input":"a","lora_path":"x"}', stream=False, resumable=False
+    )
+    tokens = array("I")
+    leg = EngineRequest(RequestId("r"), 0, Leg.AGGREGATED, ModelName("m"), tokens, Sampling(1), call=call)
+    return replace(leg, **fields)
+
+
+def test_a_call_that_passes_to_sglang_goes_to_the_rank_that_was_picked() -> None:
+    sent = json.loads(sglang.call_of(passed_leg(dp_rank=DpRank(1)), n_ranks=2).body)
+    assert sent == {"model": "m", "input": "a", "routed_dp_rank": 1}
+    assert "routed_dp_rank" not in json.loads(sglang.call_of(passed_leg()).body)
+
+
+def test_a_call_that_passes_to_sglang_names_no_adapter() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        sglang.call_of(passed_leg(lora_name="ada"))
+    assert refused.value.param == "model"
+    assert json.loads(vllm.call_of(passed_leg(lora_name="ada"), model="m").body)["model"] == "ada"

@@ -86,6 +86,7 @@ def test_several_headers_of_one_name_are_one_list() -> None:
 
 def test_what_no_engine_could_be_sent_is_left_out() -> None:
     long = "a=" + "x" * TRACE_VALUE_MAX_BYTES
+    assert of(traceparent="01" + PARENT[2:] + "-" + long) == NO_TRACE
     assert of(traceparent=PARENT, tracestate=long, baggage="é=1") == TraceContext(PARENT, trace_id=TRACE_ID)
 
 

@@ -231,7 +231,7 @@ def _workers(workers: Sequence[Worker]) -> Table:
         ]
         if len(table.columns) > len(row):
             row.append(worker.model)
-        table.add_row(*row)
+        table.add_row(*(each if isinstance(each, Text) else Text(each) for each in row))
     if len(workers) > WORKERS_SHOWN:
         table.caption = f"and {len(workers) - WORKERS_SHOWN} more"
     return table

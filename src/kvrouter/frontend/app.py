@@ -328,3 +328,4 @@ class FrontendApp(HttpApp):
         for end in self._ends:
             end()
         self._bodies.close()
+        self._compressed.close()

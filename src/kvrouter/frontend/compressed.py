@@ -2,8 +2,8 @@
 
 import asyncio
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
-from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import BodyTooLarge, InvalidRequest, Unavailable
 from kvrouter.frontend.http import UPLOADS_FULL, BodyLimit, Handler, Request, Responder
 
@@ -12,8 +12,13 @@ GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 ENCODINGS = frozenset({"gzip", "x-gzip"})
 
-OFF_LOOP_BYTES = 32 * 1024
-"""A longer body is inflated in a thread: a thousand times as many bytes may come of it."""
+ON_LOOP_BYTES = 64 * 1024
+"""So much is inflated at once; what becomes more is inflated in a thread. A thousand times as many bytes may
+come of a body as it has.
+"""
+
+THREADS = 2
+"""So many bodies are inflated at a time, and no more of them are held that are in no budget yet."""
 
 
 class UnsupportedEncoding(InvalidRequest):
@@ -24,23 +29,21 @@ class UnsupportedEncoding(InvalidRequest):
 
 
 class InflatedFull(Unavailable):
-    """What inflated bodies hold together is as much as they may, and this one held most."""
+    """Inflated bodies that are being read hold as much as they may."""
 
     code = UPLOADS_FULL
 
 
 class CompressedBodies:
-    """Inflates bodies before their handler sees them. What they hold together, until their answer begins, is
-    in a budget of ``bytes_max``: one that is full sheds the largest.
+    """Inflates bodies before their handler sees them. Until they are read they hold at most ``bytes_max``
+    together; :meth:`close` ends its threads.
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._budget = ByteBudget(bytes_max)
-
-    @property
-    def bytes(self) -> int:
-        """What inflated bodies hold now."""
-        return self._budget.bytes
+        self._bytes_max = bytes_max
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvrouter-inflate")
+        self.bytes = 0
+        """What inflated bodies hold now that are being read."""
 
     async def handle(
         self, encoding: str, limit: BodyLimit, request: Request, responder: Responder, handler: Handler
@@ -54,36 +57,33 @@ class CompressedBodies:
             raise UnsupportedEncoding(
                 "content-encoding: gzip is understood, and a body without any", param="content-encoding"
             )
-        held = _Held()
-        data = request.take_body()
+        body = await self._inflated(request.take_body(), limit)
+        n_bytes = len(body)
+        if self.bytes + n_bytes > self._bytes_max:
+            raise InflatedFull("too many bytes of compressed requests are being read")
+        self.bytes += n_bytes
+
+        def release() -> None:
+            self.bytes -= n_bytes
+            request.on_read = None
+
+        request.body, request.on_read = body, release
         try:
-            if len(data) > OFF_LOOP_BYTES:
-                request.body = await asyncio.to_thread(inflated, data, limit)
-            else:
-                request.body = inflated(data, limit)
-            self._budget.hold(held, len(request.body))
-            responder.on_start = lambda: self._budget.hold(held, 0)
             await handler(request, responder)
-        except asyncio.CancelledError:
-            if not held.is_shed:
-                raise
-            raise InflatedFull("too many bytes of compressed requests are being read") from None
         finally:
-            self._budget.hold(held, 0)
+            request.read()
 
+    def close(self) -> None:
+        """Inflate no more bodies."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-class _Held:
-    """One inflated body, and the task that handles it."""
-
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
-        self.is_shed = False
-
-    def shed(self) -> None:
-        """End its handling: its answer has not begun."""
-        self.is_shed = True
-        if self._task is not None:
-            self._task.cancel()
+    async def _inflated(self, data: bytes, limit: BodyLimit) -> bytes:
+        try:
+            return inflated(data, BodyLimit(min(ON_LOOP_BYTES, limit.max_bytes), limit.why))
+        except BodyTooLarge:
+            if limit.max_bytes <= ON_LOOP_BYTES:
+                raise
+        return await asyncio.get_running_loop().run_in_executor(self._threads, inflated, data, limit)
 
 
 def inflated(data: bytes, limit: BodyLimit) -> bytes:

@@ -255,6 +255,7 @@ class GenerateRoutes:
         origin = NO_ORIGIN if traffic is None else origin_of(request.path, request.headers)
         with self._refusals_recorded(exchange, request.path, received_s):
             call, generate, text, matcher = await self._prepared(exchange, request)
+        request.read()
         if spans is not None:
             spans.prepared()
         if trace != NO_TRACE:
@@ -375,6 +376,8 @@ def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext:
     if not sent:
         return NO_TRACE
     traceparent = b"".join(sent.get(b"traceparent", ())) if len(sent.get(b"traceparent", ())) == 1 else b""
+    if len(traceparent) > TRACE_VALUE_MAX_BYTES:
+        traceparent = b""
     if TRACEPARENT.fullmatch(traceparent) is None or (traceparent[:2] == b"00" and len(traceparent) != 55):
         return TraceContext(baggage=_forwarded(sent.get(b"baggage", ())))
     return TraceContext(

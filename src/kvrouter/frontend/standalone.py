@@ -392,6 +392,7 @@ class Calls:
         wanted = await self._bodies.parse(body, partial(parse_route, nvext=reader))
         call.request_id = id_of(wanted, call.request.header("x-request-id"))
         request = await self._parser.prepare(wanted, called, text, call.request_id)
+        call.request.read()
         return request if call.trace == NO_TRACE else replace(request, trace=call.trace)
 
     async def _prefill(self, call: "_Call") -> Json:
@@ -550,6 +551,7 @@ class RouterApp(HttpApp):
         for end in self._ends:
             end()
         self._bodies.close()
+        self._compressed.close()
 
     def _refresh(self) -> None:
         self._telemetry.bookings.set(len(self._bookings))

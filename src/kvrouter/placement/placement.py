@@ -67,6 +67,8 @@ class Placement:
     """The KV that its pair has still to move, where that is counted."""
     trace_id: str = ""
     """The trace that its request belongs to, empty where none is known."""
+    is_counted: bool = False
+    """Whether its first token is counted."""
     decision_s: float = 0.0
     """How long it took to decide and book, in seconds."""
     first_token_s: float | None = None

@@ -198,6 +198,8 @@ class ModelInstrumentation:
 
     def picked_again(self, placement: Placement, *, decision_s: float) -> None:
         """Decode was picked again after prefill, and is another worker now."""
+        decode = placement.decision.decode
+        self._telemetry.worker_requests.inc(self._model, str(decode.rank.worker_id), decode.leg.value)
         self._log_decision(placement, decision_s=decision_s, waited_s=None, again=True)
 
     def refused(

@@ -422,6 +422,10 @@ class ModelRouter:
     def first_token(self, placement: Placement) -> None:
         """The first token came: load moves from prefill to decode."""
         now_s = self._clock()
+        if placement.is_counted:  # who booked it by hand may say so again
+            self.placer.first_token(placement, now_s=now_s)
+            return
+        placement.is_counted = True
         self.flows.handed_over(placement, now_s=now_s)
         self.placer.first_token(placement, now_s=now_s)
         self.observed.handed_over(placement)

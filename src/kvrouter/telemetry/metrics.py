@@ -401,7 +401,8 @@ class Telemetry(MetricsPage):
     )
     worker_requests = counter(
         "kvrouter_worker_requests",
-        "Legs of requests that a worker was given: prefill, decode, or aggregated for a whole one.",
+        "Legs of requests that a worker was picked for: prefill, decode, or aggregated for a whole one. "
+        "Where decode is picked again after prefill, both picks count.",
         "model",
         "worker",
         "leg",

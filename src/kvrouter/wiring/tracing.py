@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -65,18 +66,43 @@ async def tracing(environ: Mapping[str, str], *, version: str) -> AsyncIterator[
         yield None
         return
     ours = Resource({"service.name": "kvrouter", "service.version": version})
-    provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
     forwarded = _SdkLog()
     logging.getLogger("opentelemetry").addHandler(forwarded)
     try:
+        provider = TracerProvider(
+            resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+        )
         provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
+    except ValueError as error:
+        raise ConfigError(f"OTEL_ variables: {error}", param="OTEL_") from error
+    forwarded.is_set_up = True
+    try:
         yield RequestTracing(provider.get_tracer("kvrouter", version))
     finally:
-        try:  # it waits for its thread, which may wait for a collector that is gone
-            await asyncio.wait_for(asyncio.to_thread(provider.shutdown), FLUSH_LIMIT_S)
-        except TimeoutError:
+        if await _ended(provider.shutdown, FLUSH_LIMIT_S):
+            logging.getLogger("opentelemetry").removeHandler(forwarded)
+        else:
             log_event(logger, Event.SPANS_NOT_SENT, reason=f"the last ones, within {FLUSH_LIMIT_S:g} s")
-        logging.getLogger("opentelemetry").removeHandler(forwarded)
+
+
+async def _ended(shutdown: Callable[[], None], limit_s: float) -> bool:
+    """Shut the SDK down; False when that takes longer. It waits for its own thread, and that for a collector
+    that may not answer: so it runs in a thread that the process does not wait for.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def end() -> None:
+        shutdown()
+        with suppress(RuntimeError):  # the loop is closed: it was too late
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=end, name="kvrouter-spans", daemon=True).start()
+    try:
+        await asyncio.wait_for(ended.wait(), limit_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
@@ -106,14 +132,17 @@ def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
 
 
 class _SdkLog(logging.Handler):
-    """Says in one line of ours, at most once a minute, what the SDK could not do."""
+    """Says in one line of ours, at most once a minute, what the SDK could not do. While it is set up only its
+    own words: it quotes variables that may hold keys.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._throttle = LogThrottle()
+        self.is_set_up = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log one of the SDK's lines."""
-        reason = record.getMessage()
+        reason = record.getMessage() if self.is_set_up else str(record.msg)
         if self._throttle.allows(str(record.msg)):
             log_event(logger, Event.SPANS_NOT_SENT, reason=reason)

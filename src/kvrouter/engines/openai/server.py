@@ -42,7 +42,7 @@ SAID_MAX_CHARS = 500
 _FULL = frozenset({429, 503})
 """The statuses with which an engine says that it takes no more for now."""
 
-_AT_FAULT = frozenset({400, 404, 413, 422})
+_AT_FAULT = frozenset({400, 404, 413, 422, 431})
 """The statuses that blame the call."""
 
 _CONTEXT_WORDS = (

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
 from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, is_set_inside, put, put_inside
 from kvrouter.engines.openai.engine import EngineCall
@@ -62,7 +62,13 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
     call = request.call
     body = body_of(call.body)
     if call.route.is_passed:
-        drop(body, *_DECIDED_BY_ROUTER)
+        if request.lora_name is not None:
+            raise InvalidRequest(
+                f"model: adapters are for chats and completions, not for {call.route}", param="model"
+            )
+        drop(body, *_DECIDED_BY_ROUTER, "lora_path")
+        if n_ranks > 1:
+            put(body, routed_dp_rank=request.dp_rank)
         if request.cache_namespace is not None:
             put(body, cache_salt=request.cache_namespace)
         return passed_call(call, body)

@@ -81,6 +81,8 @@ class Request:
     """Empty once it was taken."""
     head_bytes: int = field(default=0, compare=False)
     """What the head took on the wire."""
+    on_read: Callable[[], None] | None = field(default=None, compare=False)
+    """Is called once its body is read, and held no more."""
     began_s: float = field(default=0.0, compare=False)
     """When its head was here, on the monotonic clock."""
 
@@ -93,6 +95,11 @@ class Request:
         """Return the body and drop the reference to it: a long one need not live as long as its answer."""
         body, self.body = self.body, b""
         return body
+
+    def read(self) -> None:
+        """The body is read, and held no more. Idempotent."""
+        if self.on_read is not None:
+            self.on_read()
 
     @property
     def method(self) -> str:
@@ -424,8 +431,6 @@ class Responder:
         """Whether the answer is complete."""
         self.more_headers: ResponseHeaders = ()
         """Headers that are added to the answer, errors included."""
-        self.on_start: Callable[[], None] | None = None
-        """Is called as the answer begins."""
         self.stream: Stream | None = None
         """The stream, once it is started."""
         self._started = False
@@ -526,6 +531,4 @@ class Responder:
             chunked=chunked,
         )
         self._started = True
-        if self.on_start is not None:
-            self.on_start()
         return head

@@ -149,6 +149,8 @@ def parse_passed(
             f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
             param="cache_salt",
         )
+    if route.streams and body.stream is not None and not isinstance(body.stream, bool):
+        raise InvalidRequest("stream: must be true or false", param="stream")
     chat = None if route.chat_of is None else route.chat_of(body)
     stream = route.streams and body.stream is True
     wanted = body.max_output_tokens if body.max_tokens is None else body.max_tokens
