@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 from helm_python import Chart
 
+from scripts.generated_files import write_or_check
+
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "kvrouter"
 NAMESPACE = "kvrouter-system"
@@ -118,22 +120,7 @@ def files() -> dict[Path, Callable[[], str]]:
 
 def main(arguments: list[str]) -> int:
     """Write the files, or check them; return the exit code."""
-    if arguments not in ([], ["--check"]):
-        print("usage: python -m scripts.write_manifests [--check]", file=sys.stderr)
-        return 2
-    stale = 0
-    for path, make in files().items():
-        text = make()
-        if path.is_file() and path.read_text("utf-8") == text:
-            continue
-        stale += 1
-        name = path.relative_to(ROOT)
-        if arguments:
-            print(f"{name}: stale, run make docs", file=sys.stderr)
-        else:
-            path.write_text(text, "utf-8")
-            print(f"{name}: written")
-    return 1 if arguments and stale else 0
+    return write_or_check(files(), arguments, script="write_manifests", root=ROOT)
 
 
 def _namespace() -> Manifest:

@@ -8,16 +8,22 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvrouter.cli.client import RouterClient
 
-@click.command(short_help="Show where a prompt would go, or a request went, and why.")
-@click.argument("prompt", required=False)
-@click.option("--request-id", metavar="ID", help="Show where this request went, instead of a prompt.")
-@click.option(
+
+url_option = click.option(
     "--url",
     envvar="KVROUTER_URL",
     default="http://127.0.0.1:8000",
     help="The running router.  [KVROUTER_URL; default: http://127.0.0.1:8000]",
 )
+"""The flag of every command that asks a running router."""
+
+
+@click.command(short_help="Show where a prompt would go, or a request went, and why.")
+@click.argument("prompt", required=False)
+@click.option("--request-id", metavar="ID", help="Show where this request went, instead of a prompt.")
+@url_option
 @click.option("--model", help="The model; may be left out where one is served.")
 @click.option("--completion", is_flag=True, help="Take PROMPT as a completion's, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
@@ -38,11 +44,9 @@ def explain(
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    from kvrouter.cli.client import RouterClient  # noqa: PLC0415
-
     if (prompt is None) == (request_id is None):
         raise click.UsageError("give PROMPT, or --request-id ID, and not both")
-    client = RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
+    client = router_at(url)
     if prompt is not None:
         answer = client.explain(prompt, model or client.only_model(), is_completion=completion)
         _show_explanation(answer, as_json=as_json)
@@ -59,7 +63,7 @@ def _show_explanation(answer: bytes, *, as_json: bool) -> None:
     if as_json:
         click.echo(answer.decode())
     else:
-        draw(explanation, _console())
+        draw(explanation, plain_console())
 
 
 def _show_decisions(answer: bytes, *, as_json: bool) -> None:
@@ -69,12 +73,19 @@ def _show_decisions(answer: bytes, *, as_json: bool) -> None:
     if as_json:
         click.echo(answer.decode())
     else:
-        draw_decisions(decisions, _console())
+        draw_decisions(decisions, plain_console())
 
 
-def _console() -> "Console":
+def plain_console() -> "Console":
     """The terminal; what is no terminal gets wide lines without colour."""
     from rich.console import Console  # noqa: PLC0415
 
     console = Console()
     return console if console.is_terminal else Console(width=140, no_color=True)
+
+
+def router_at(url: str) -> "RouterClient":
+    """Return a client of the router there, with the token of the environment. Raises AskFailed."""
+    from kvrouter.cli.client import RouterClient  # noqa: PLC0415
+
+    return RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))

@@ -1,21 +1,26 @@
 """``kvrouter top``: the fleet of a running router, live in a terminal."""
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.cli.ask import plain_console, router_at, url_option
 from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
 """More are counted; the page at /ui shows them all."""
+
+NUMBERS = frozenset(
+    ("load", "running", "waiting", "cached blocks", "of candidates", "handoffs", "bytes", "now")
+)
+"""The columns of numbers."""
 
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 
@@ -140,12 +145,7 @@ def read_frame(client: RouterClient) -> Frame:
 
 
 @click.command(short_help="Show the fleet of a running router, live.")
-@click.option(
-    "--url",
-    envvar="KVROUTER_URL",
-    default="http://127.0.0.1:8000",
-    help="The running router.  [KVROUTER_URL; default: http://127.0.0.1:8000]",
-)
+@url_option
 @click.option(
     "--interval-s",
     type=click.FloatRange(min=0.2),
@@ -161,11 +161,9 @@ def top(url: str, *, interval_s: float, once: bool) -> None:
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    client = RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
-    console = Console()
+    client, console = router_at(url), plain_console()
     if once:
-        wide = console if console.is_terminal else Console(width=140, no_color=True)
-        wide.print(drawn(read_frame(client), url))
+        console.print(drawn(read_frame(client), url))
         return
     first = drawn(read_frame(client), url)  # a wrong address ends it; a router that is lost later does not
     try:
@@ -322,15 +320,5 @@ def _bytes(number: float) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        is_number = column in {
-            "running",
-            "waiting",
-            "cached blocks",
-            "of candidates",
-            "handoffs",
-            "bytes",
-            "now",
-            "load",
-        }
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=True)
     return table

@@ -375,9 +375,9 @@ def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext:
             sent.setdefault(name, []).append(value.strip(b" \t"))
     if not sent:
         return NO_TRACE
-    traceparent = b"".join(sent.get(b"traceparent", ())) if len(sent.get(b"traceparent", ())) == 1 else b""
-    if len(traceparent) > TRACE_VALUE_MAX_BYTES:
-        traceparent = b""
+    parents = sent.get(b"traceparent", [])
+    is_one = len(parents) == 1 and len(parents[0]) <= TRACE_VALUE_MAX_BYTES
+    traceparent = parents[0] if is_one else b""
     if TRACEPARENT.fullmatch(traceparent) is None or (traceparent[:2] == b"00" and len(traceparent) != 55):
         return TraceContext(baggage=_forwarded(sent.get(b"baggage", ())))
     return TraceContext(

@@ -8,6 +8,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute, TraceContext
 from kvrouter.frontend.http import HttpServer
 from kvrouter.service.generation import Generation
+from kvrouter.service.instrumentation import prefilling
 from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.frontend")
@@ -156,13 +157,12 @@ def _served(generation: Generation) -> Fields:
     fields: Fields = {}
     if placement is not None:
         decision = placement.decision
-        prefills = decision.decode if decision.prefill is None else decision.prefill
         fields = {
             "prefill_worker": "-" if decision.prefill is None else str(decision.prefill.rank),
             "decode_worker": str(decision.decode.rank),
             "attempts": generation.attempts,
             "resumes": generation.resumes,
-            "predicted_tokens": prefills.overlap_blocks * placement.block_size,
+            "predicted_tokens": prefilling(decision).overlap_blocks * placement.block_size,
         }
     return {
         **fields,

@@ -25,6 +25,7 @@ from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed import PassedRoute
 from kvrouter.routing.request import Decision
 from kvrouter.service.generation import Generation
+from kvrouter.service.instrumentation import prefilling
 
 QUOTED_MAX = 4096
 """How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""
@@ -36,11 +37,10 @@ def routing_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
     if placement is None:
         return ()
     decision = placement.decision
-    served = decision.decode if decision.prefill is None else decision.prefill
     headers = [
         *_rank_headers(b"decode", decision.decode.rank),
         (b"x-kvrouter-decode-domain", _domains(placement.decode_domains)),
-        (b"x-kvrouter-overlap-blocks", str(served.overlap_blocks).encode()),
+        (b"x-kvrouter-overlap-blocks", str(prefilling(decision).overlap_blocks).encode()),
     ]
     if decision.prefill is not None:
         headers.extend(_rank_headers(b"prefill", decision.prefill.rank))

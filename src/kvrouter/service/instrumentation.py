@@ -15,6 +15,7 @@ from kvrouter.index import Applied
 from kvrouter.journey import KvLost, LegLost
 from kvrouter.placement.placement import Placement
 from kvrouter.recording.records import FleetChange
+from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.engine_reports import EngineInstrumentation
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
@@ -529,6 +530,11 @@ def _request_fields(request_id: str, model: str, trace_id: str) -> _RequestField
     if trace_id:
         return {"request_id": request_id, "trace_id": trace_id, "model": model}
     return {"request_id": request_id, "model": model}
+
+
+def prefilling(decision: Decision) -> Pick:
+    """Return the pick that prefills: of a pair, or of a worker that serves all of it."""
+    return decision.decode if decision.prefill is None else decision.prefill
 
 
 def _ends_of(placement: Placement) -> tuple[str, str]:

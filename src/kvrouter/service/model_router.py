@@ -30,7 +30,7 @@ from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.routing.request import Candidate, Decision, RouteRequest, RoutingSettings, View
 from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports
-from kvrouter.service.instrumentation import ModelInstrumentation
+from kvrouter.service.instrumentation import ModelInstrumentation, prefilling
 from kvrouter.service.kv_flows import FlowReading, KvFlows
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.topology import LinkTable
@@ -429,8 +429,7 @@ class ModelRouter:
         self.flows.handed_over(placement, now_s=now_s)
         self.placer.first_token(placement, now_s=now_s)
         self.observed.handed_over(placement)
-        decision = placement.decision
-        prefills = decision.decode if decision.prefill is None else decision.prefill
+        prefills = prefilling(placement.decision)
         if self.fleet.card(prefills.rank.worker_id) is not None:
             self.observed.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
@@ -478,8 +477,7 @@ class ModelRouter:
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
         """What the engine really had cached, next to what was predicted; ``prompt_tokens``: its own count."""
-        decision = placement.decision
-        pick = decision.decode if decision.prefill is None else decision.prefill
+        pick = prefilling(placement.decision)
         predicted_tokens = pick.overlap_blocks * placement.block_size
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id

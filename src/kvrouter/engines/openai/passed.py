@@ -19,14 +19,11 @@ _ENDS = frozenset(
 _AT_AN_END = (Choice(finish_reason="stop"),)
 
 
-class _Usage(msgspec.Struct, frozen=True):
-    """What of a count of tokens has a name in OpenAI's answers, or in Anthropic's."""
+class _Usage(AnswerUsage, frozen=True):
+    """A count of tokens under OpenAI's names, or Anthropic's."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
-    prompt_tokens_details: CachedTokens | None = None
     input_tokens_details: CachedTokens | None = None
 
     @property
