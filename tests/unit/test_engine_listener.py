@@ -130,7 +130,7 @@ async def test_what_is_no_batch_is_refused_and_listening_goes_on() -> None:
         await engine.subscribed.wait()
         await engine.send_frames((b"kv-events", b"1", b""))
         await engine.publish(batch(1))
-        await until(lambda: heard.held == [1])
+        await until(lambda: heard.held == [1] and bool(heard.said))  # a replay may bring the batch sooner
         assert heard.said == ["a message of its KV events cannot be read: seq: 8 bytes, not 1"]
         await engine.publish(b"\xc1")
         await engine.publish(batch(2))
