@@ -29,8 +29,14 @@ LAZY: Mapping[str, LazyCommand] = {
         "calibrate",
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
+    "dry-run": LazyCommand(
+        "dry_run", "dry_run", "Say which recorded requests a transfer policy would have refused."
+    ),
     "explain": LazyCommand("ask", "explain", "Show where a prompt would go, or a request went, and why."),
     "frontend": LazyCommand("processes", "frontend", "Serve workers that run in other processes."),
+    "hit-rate": LazyCommand(
+        "hit_rate", "hit_rate", "Show where recorded requests lost their cache hits, and what helps."
+    ),
     "operator": LazyCommand(
         "operator", "operator", "Look after DynamoGraphDeployments in a Kubernetes cluster."
     ),

@@ -5,6 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 
+def name_shown(path: Path) -> str:
+    """Return a path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
     """The options that every command has which replays traffic; ``slo_ttft`` and ``slo_itl`` are seconds."""
@@ -25,8 +30,8 @@ class InputOptions:
 
     @property
     def trace_name(self) -> str:
-        """The trace's path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
-        return str(self.trace).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        """The trace's path as reports name it."""
+        return name_shown(self.trace)
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
