@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 ENGINE ?= podman
+TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTHONS ?= python3.11 python3.12 python3.13
 
 .PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-image test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
@@ -69,8 +70,8 @@ lock-image: ## Write locks/: the image's packages and tools, and the nats-server
 	.venv-release/bin/python -m pip install --quiet "uv>=0.9"
 	.venv-release/bin/python -m scripts.write_locks
 
-image: ## Build the image with ENGINE, podman unless it is named: make image ENGINE=docker
-	$(ENGINE) build --file Containerfile --tag kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
+image: ## Build the image, with podman unless ENGINE is named: make image ENGINE=docker
+	$(ENGINE) build --file Containerfile --tag $(TAG) .
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos

@@ -130,6 +130,7 @@ def test_its_base_images_are_exact_and_no_older_than_what_the_project_needs(
     assert match is not None
     (needed,) = re.findall(pattern, (ROOT / file).read_text())
     assert [int(part) for part in match[1].split(".")] >= [int(part) for part in needed.split(".")]
+    assert image.partition("@")[0] in (ROOT / "docs" / "install.md").read_text()
     if argument == "PYTHON_IMAGE":
         assert match[1].startswith(f"{PYTHON}.")
 

@@ -115,5 +115,6 @@ def test_one_nats_server_is_tested_given_to_users_and_deployed() -> None:
     assert {name: entry.version for name, entry in lock("nats-server.txt").items()} == {pinned.name: version}
     values = yaml.safe_load((HOME / "deploy" / "helm" / "kvrouter" / "values.yaml").read_text())
     compose = yaml.safe_load((HOME / "examples" / "compose" / "compose.yaml").read_text())
+    assert f"nats-server {version}" in (HOME / "docs" / "install.md").read_text("utf-8")
     images = [values["nats"]["image"], compose["services"]["nats"]["image"]]
     assert images == [f"docker.io/library/nats:{version}"] * 2
