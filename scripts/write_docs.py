@@ -18,15 +18,8 @@ from pydantic.fields import FieldInfo
 
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
-from kvrouter.config.setting import (
-    SettingGroup,
-    SettingKind,
-    SettingSpec,
-    choices_of,
-    limits_of,
-    model_in,
-    models_in,
-)
+from kvrouter.config.setting import choices_of, limits_of, model_in, models_in
+from kvrouter.config.setting_spec import SettingGroup, SettingKind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.telemetry import EVENTS, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES

@@ -76,6 +76,32 @@ def _show_decisions(answer: bytes, *, as_json: bool) -> None:
         draw_decisions(decisions, plain_console())
 
 
+@click.command(short_help="Show the fleet of a running router, live.")
+@url_option
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.2),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often it is asked.",
+)
+@click.option("--once", is_flag=True, help="Print it once, and exit.")
+def top(url: str, *, interval_s: float, once: bool) -> None:
+    """Show what a running router knows: workers with load, cache and feed, KV between domains, the latest
+    decisions. Ctrl-C ends it. The page at /ui shows more of the same.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    from kvrouter.cli.top import drawn, read_frame, show_live  # noqa: PLC0415
+
+    client, console = router_at(url), plain_console()
+    if once:
+        console.print(drawn(read_frame(client), url))
+    else:
+        show_live(client, url, console, interval_s=interval_s)
+
+
 def plain_console() -> "Console":
     """The terminal; what is no terminal gets wide lines without colour."""
     from rich.console import Console  # noqa: PLC0415

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 
 FILE = click.Path(path_type=Path)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +37,7 @@ LAZY: Mapping[str, LazyCommand] = {
         "replay", "replay", "Replay recorded traffic over a fleet, and compare routing rules."
     ),
     "router": LazyCommand("processes", "router", "Decide for engines that something else fronts."),
-    "top": LazyCommand("top", "top", "Show the fleet of a running router, live."),
+    "top": LazyCommand("ask", "top", "Show the fleet of a running router, live."),
     "topology": LazyCommand("engines", "topology", "Where a worker is."),
     "up": LazyCommand("up", "up", "Serve a fleet."),
     "worker": LazyCommand("engines", "worker", "Run a worker: an engine, and what makes it part of a fleet."),
@@ -78,6 +77,8 @@ class LazyGroup(click.Group):
 def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if not asked or ctx.resilient_parsing:
         return
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
     try:
         installed = version("kvrouter")
     except PackageNotFoundError:

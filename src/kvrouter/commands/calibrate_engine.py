@@ -14,7 +14,7 @@ from kvrouter.commands.engine_description import EngineDescription, describe_eng
 from kvrouter.commands.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.fleet_engines import url_mistake
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai.request_times import RequestTimes

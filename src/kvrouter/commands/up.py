@@ -20,7 +20,7 @@ from kvrouter.commands.link_events import LinkStep, happening, read_link_events
 from kvrouter.config import AttachedEngineSpec, FleetFile, LogFormat, Settings
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.frontend.pages import nobody_awaited
 from kvrouter.processes.lifetime import (
     StopRequested,
