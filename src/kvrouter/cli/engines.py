@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvrouter.cli.flags import SettingsCommand, setting_options
+from kvrouter.cli.flags import SettingsCommand, output_option, setting_options
 from kvrouter.cli.processes import begun, described, place_options, worker, worker_pods
+from kvrouter.commands.output import Output, json_text
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.registry import ENGINES, help_of
@@ -269,12 +270,13 @@ def topology() -> None:
 
 
 @topology.command("check")
-def topology_check() -> None:
+@output_option
+def topology_check(output: Output) -> None:
     """Print what a worker would publish from its environment and label files, or why it would not start."""
     from kvrouter.worker.topology import topology_check as check  # noqa: PLC0415
 
     report = check(os.environ)
-    click.echo(report.text)
+    output.show(lambda: json_text(report), lambda: click.echo(report.text))
     sys.exit(report.exit_code)
 
 

@@ -1,9 +1,11 @@
 """Command-line flags made from the table of settings, and a help page that groups them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
+from kvrouter.commands.output import TABLE, Output
 from kvrouter.config.foreign import FOREIGN, Foreign
 from kvrouter.config.setting_spec import (
     SettingGroup,
@@ -63,6 +65,36 @@ class ForeignOption(click.Option):
             expose_value=False,
             callback=refuse,
         )
+
+
+class OutputType(click.ParamType):
+    """What ``--output`` takes."""
+
+    name = "output"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Output:
+        """Return what a text asks for."""
+        if isinstance(value, Output):
+            return value
+        form, equals, path = str(value).partition("=")
+        if form == "json" and (path or not equals):
+            return Output(is_json=not path, path=Path(path) if path else None)
+        if value != "table":
+            self.fail(f"must be table, json or json=FILE, not {value!r}", param, ctx)
+        return TABLE
+
+
+output_option = click.option(
+    "-o",
+    "--output",
+    type=OutputType(),
+    default="table",
+    show_default=True,
+    metavar="table|json|json=FILE",
+    help="How the result is printed: as a table, or as JSON; json=FILE prints the table and writes the JSON "
+    "there.",
+)
+"""The flag of every command that prints a result; the command takes an :class:`Output`."""
 
 
 def parameter_name(spec: SettingSpec, flag: str | None) -> str:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from kvrouter.cli.flags import output_option
+from kvrouter.commands.output import Output, json_text
 from kvrouter.config.setting_spec import written_setting
 from kvrouter.core.errors import ConfigError
 
@@ -291,7 +293,8 @@ def operator_clean_up(*, kubeconfig: Path | None, lease_namespace: str, lease_na
     metavar="FILE",
     help="How to reach the cluster.  [default: KUBECONFIG, ~/.kube/config, or this pod's service account]",
 )
-def operator_preflight(*, kubeconfig: Path | None) -> None:
+@output_option
+def operator_preflight(*, kubeconfig: Path | None, output: Output) -> None:
     """Look at the cluster before anything is installed or upgraded: a line for each definition says whose it
     is, and what to do. Changes nothing.
 
@@ -302,8 +305,12 @@ def operator_preflight(*, kubeconfig: Path | None) -> None:
     with _extra_is_there(kubeconfig):
         from kvrouter.operator.run import preflight_operator  # noqa: PLC0415
     reports = preflight_operator(kubeconfig)
-    for report in reports:
-        click.echo(f"{report.name}: {report.message}")
+
+    def draw() -> None:
+        for report in reports:
+            click.echo(f"{report.name}: {report.message}")
+
+    output.show(lambda: json_text([report._asdict() for report in reports]), draw)
     if any(report.is_conflict for report in reports):
         sys.exit(1)
 

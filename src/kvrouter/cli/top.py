@@ -133,13 +133,35 @@ class Frame(msgspec.Struct, frozen=True):
     flows: Sequence[Flow]
 
 
+class Answers(msgspec.Struct, frozen=True):
+    """A router's own answers, as they are: ``/v1/fleet``, ``/v1/decisions`` and ``/v1/flows``."""
+
+    fleet: msgspec.Raw
+    decisions: msgspec.Raw
+    flows: msgspec.Raw
+
+
+def read_answers(client: RouterClient) -> Answers:
+    """Ask a router for what is shown now. Raises AskFailed."""
+    return Answers(
+        msgspec.Raw(client.read("/v1/fleet")),
+        msgspec.Raw(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}")),
+        msgspec.Raw(client.read("/v1/flows")),
+    )
+
+
+def shown_frame(answers: Answers) -> Frame:
+    """Return what is shown of a router's answers. Raises AskFailed where they are another program's."""
+    return Frame(
+        decode_answer(bytes(answers.fleet), FleetAnswer),
+        decode_answer(bytes(answers.decisions), DecisionsAnswer).decisions,
+        decode_answer(bytes(answers.flows), FlowsAnswer).flows,
+    )
+
+
 def read_frame(client: RouterClient) -> Frame:
     """Ask a router for what is shown now. Raises AskFailed."""
-    return Frame(
-        decode_answer(client.read("/v1/fleet"), FleetAnswer),
-        decode_answer(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}"), DecisionsAnswer).decisions,
-        decode_answer(client.read("/v1/flows"), FlowsAnswer).flows,
-    )
+    return shown_frame(read_answers(client))
 
 
 def show_live(client: RouterClient, url: str, console: Console, *, interval_s: float) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvrouter.commands.output import Output
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
@@ -21,7 +23,7 @@ class InputOptions:
     events: Path | None
     slo_ttft: float
     slo_itl: float
-    json_path: Path | None
+    output: Output
 
     @property
     def trace_name(self) -> str:

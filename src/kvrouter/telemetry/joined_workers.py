@@ -137,7 +137,7 @@ def joined_table(workers: Sequence[Mapping[str, LogValue]], *, is_coloured: bool
     table = [[*(names[at] for at in shown), "workers", "ids"]]
     for alike in sorted(rows):
         ids = rows[alike]
-        table.append([*(alike[at] for at in shown), str(len(ids)), _ids_text(ids)])
+        table.append([*(alike[at] for at in shown), str(len(ids)), ids_text([*map(int, ids)])])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(
@@ -157,9 +157,9 @@ def _cell(value: LogValue) -> str:
     return text if text.isprintable() else msgspec.json.encode(text).decode()
 
 
-def _ids_text(ids: Sequence[str]) -> str:
-    """Return ids with runs of them together: ``1–3, 7``."""
-    numbers = sorted(int(each) for each in ids)
+def ids_text(ids: Sequence[int]) -> str:
+    """Return ids with runs of them together: ``1–3, 7``. There must be one at least."""
+    numbers = sorted(ids)
     starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
     ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]
     runs = [
