@@ -67,27 +67,20 @@ class ForeignOption(click.Option):
         )
 
 
-class OutputType(click.ParamType):
-    """What ``--output`` takes."""
-
-    name = "output"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Output:
-        """Return what a text asks for."""
-        if isinstance(value, Output):
-            return value
-        form, equals, path = str(value).partition("=")
-        if form == "json" and (path or not equals):
-            return Output(is_json=not path, path=Path(path) if path else None)
-        if value != "table":
-            self.fail(f"must be table, json or json=FILE, not {value!r}", param, ctx)
-        return TABLE
+def _output_of(_ctx: click.Context, _option: click.Parameter, text: str) -> Output:
+    """Return what ``--output`` asks for."""
+    form, equals, path = text.partition("=")
+    if form == "json" and (path or not equals):
+        return Output(is_json=not path, path=Path(path) if path else None)
+    if text != "table":
+        raise click.BadParameter(f"must be table, json or json=FILE, not {text!r}")
+    return TABLE
 
 
 output_option = click.option(
     "-o",
     "--output",
-    type=OutputType(),
+    callback=_output_of,
     default="table",
     show_default=True,
     metavar="table|json|json=FILE",

@@ -211,32 +211,15 @@ class FleetState(msgspec.Struct):
 def running_shown(source: str, state: FleetState) -> FleetShown:
     """Return the workers of a running router, those that are alike together."""
     sizes = {model.model: model.block_size for model in state.models}
-    alike: dict[tuple[object, ...], list[_Worker]] = {}
+    alike: list[tuple[GroupShown, list[int]]] = []
     for worker in state.workers:
-        policy, blocks = worker.kv_transfer, [rank.total_blocks for rank in worker.ranks]
-        key = (
-            worker.model, worker.role, tuple(worker.domains.items()), worker.engine, len(blocks),
-            blocks[0] if blocks else None, tuple(worker.taints),
-            None if policy is None else _policy(policy.enforcement, policy.domain, policy.weight),
-        )  # fmt: skip
-        alike.setdefault(key, []).append(worker)
-    groups = tuple(
-        GroupShown(
-            group=None,
-            model=first.model,
-            role=first.role,
-            worker_ids=tuple(worker.worker_id for worker in workers),
-            domains=first.domains,
-            engine=first.engine or "–",
-            urls=(),
-            ranks=len(first.ranks),
-            kv_tokens=blocks * sizes[first.model] if (blocks := _blocks(first)) else None,
-            taints=tuple(first.taints),
-            kv_transfer=None if key[-1] is None else str(key[-1]),
-        )
-        for key, workers in alike.items()
-        for first in workers[:1]
-    )
+        row = _row_of(worker, sizes[worker.model])
+        ids = next((ids for other, ids in alike if other == row), None)
+        if ids is None:
+            alike.append((row, [worker.worker_id]))
+        else:
+            ids.append(worker.worker_id)
+    groups = tuple(msgspec.structs.replace(row, worker_ids=tuple(ids)) for row, ids in alike)
     levels = list(dict.fromkeys(level for worker in state.workers for level in worker.levels))
     models = tuple(
         ModelShown(model.model, None, model.block_size, None, model.workers) for model in state.models
@@ -244,8 +227,23 @@ def running_shown(source: str, state: FleetState) -> FleetShown:
     return FleetShown(source, models, groups, places_of(groups, levels), None, (), {})
 
 
-def _blocks(worker: _Worker) -> int | None:
-    return worker.ranks[0].total_blocks if worker.ranks else None
+def _row_of(worker: _Worker, block_size: int) -> GroupShown:
+    """Return a worker without its id: workers that are alike are equal."""
+    policy = worker.kv_transfer
+    total_blocks = worker.ranks[0].total_blocks if worker.ranks else None
+    return GroupShown(
+        group=None,
+        model=worker.model,
+        role=worker.role,
+        worker_ids=(),
+        domains=worker.domains,
+        engine=worker.engine or "–",
+        urls=(),
+        ranks=len(worker.ranks),
+        kv_tokens=None if total_blocks is None else total_blocks * block_size,
+        taints=tuple(worker.taints),
+        kv_transfer=None if policy is None else _policy(policy.enforcement, policy.domain, policy.weight),
+    )
 
 
 def draw_fleet(fleet: FleetShown, console: Console) -> None:

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvrouter.commands.whole_file import check_folder, write_whole
-
 
 class Output(NamedTuple):
     """A table on standard output, or JSON there; or the table there and JSON in the file ``path``."""
@@ -17,6 +15,8 @@ class Output(NamedTuple):
     def check(self) -> None:
         """Raise ConfigError where the file cannot be written, before anything was done for it."""
         if self.path is not None:
+            from kvrouter.commands.whole_file import check_folder  # noqa: PLC0415
+
             check_folder(self.path)
 
     def show(self, as_json: Callable[[], bytes], draw: Callable[[], None]) -> None:
@@ -28,6 +28,8 @@ class Output(NamedTuple):
             return
         draw()
         if self.path is not None:
+            from kvrouter.commands.whole_file import write_whole  # noqa: PLC0415
+
             write_whole(self.path, as_json())
 
 
