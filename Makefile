@@ -177,12 +177,14 @@ request-path: setup ## Print the files that a prompt's way runs through, from HT
 	$(BIN)/python -m scripts.request_path
 
 docs: setup ## Write the generated pages, dashboards, alerts, and what a cluster installs
+	$(BIN)/python -m scripts.write_flags
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m scripts.write_crds
 	$(BIN)/python -m scripts.write_monitoring
 	$(BIN)/python -m scripts.write_manifests
 
 docs-check: setup ## See that the generated pages and definitions are fresh
+	$(BIN)/python -m scripts.write_flags --check
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/python -m scripts.write_crds --check
 	$(BIN)/python -m scripts.write_monitoring --check

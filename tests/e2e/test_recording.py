@@ -79,7 +79,7 @@ async def test_a_recording_is_replayed_with_the_lengths_and_prefixes_that_were_s
             expected = min(shared_blocks(sent, sent_other) // BLOCK, len(sent) // BLOCK)
             assert shared_blocks(one.pieces, other.pieces) == expected
     out = tmp_path / "out.json"
-    assert main(["replay", str(tmp_path), "--json", str(out)]) == 0
+    assert main(["replay", str(tmp_path), "--output", f"json={out}"]) == 0
     (variant,) = json.loads(out.read_text())["variants"]
     assert variant["summaries"][0]["completed"] == 12
 

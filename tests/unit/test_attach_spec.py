@@ -70,7 +70,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         return 0
 
     monkeypatch.setattr("kvrouter.commands.engine_worker.serve_engine_worker", serve)
-    monkeypatch.setattr("kvrouter.cli.engines.begin", lambda _: None)  # logs stay as the tests have them
+    monkeypatch.setattr("kvrouter.cli.processes.begin", lambda _: None)  # logs stay as the tests have them
     monkeypatch.setenv("KVROUTER_ENGINE_API_KEY", "k")
     return runs
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvrouter
 from kvrouter.config.planes import KUBERNETES_LEASE_S, LEASE_S
-from kvrouter.config.setting import SettingSpec
+from kvrouter.config.setting_spec import SettingSpec
 from kvrouter.config.tree import SETTINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvrouter.commands.output import Output
+
 
 def name_shown(path: Path) -> str:
     """Return a path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
@@ -26,7 +28,7 @@ class InputOptions:
     events: Path | None
     slo_ttft: float
     slo_itl: float
-    json_path: Path | None
+    output: Output
 
     @property
     def trace_name(self) -> str:

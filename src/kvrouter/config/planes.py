@@ -11,8 +11,9 @@ from annotated_types import Interval, MaxLen
 from pydantic import AfterValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.foreign import FOREIGN_DISCOVERY, refusing
-from kvrouter.config.setting import Aliases, Positive, Section, Setting, SettingGroup, Whole
+from kvrouter.config.foreign import FOREIGN_DISCOVERY
+from kvrouter.config.setting import Positive, Section, Setting, Whole, refusing
+from kvrouter.config.setting_spec import Aliases, SettingGroup
 from kvrouter.core.errors import ConfigError
 
 LEASE_S = 10.0

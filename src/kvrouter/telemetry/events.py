@@ -251,7 +251,11 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A request that was booked by hand was never freed, and its owner said nothing more."
     ),
     Event.REQUEST_FAILED: EventSpec(logging.WARNING, "A request ended with an error of ours."),
-    Event.WORKER_JOINED: EventSpec(logging.INFO, "A worker was discovered."),
+    Event.WORKER_JOINED: EventSpec(
+        logging.INFO,
+        "A worker was discovered. On a terminal, those that are there when `kvrouter up` or `frontend` "
+        "starts are one table instead; JSON lines, and text that is no terminal's, have them all.",
+    ),
     Event.WORKER_CHANGED: EventSpec(
         logging.INFO,
         "A worker published another card: domains, taints, capacity, whether its engine answers.",
