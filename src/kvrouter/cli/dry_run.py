@@ -7,7 +7,7 @@ import click
 
 from kvrouter.cli.ask import plain_console
 from kvrouter.cli.past_options import past_options
-from kvrouter.core.workers import Enforcement
+from kvrouter.commands.output import Output
 
 
 @click.command("dry-run", short_help="Say which recorded requests a transfer policy would have refused.")
@@ -22,8 +22,8 @@ from kvrouter.core.workers import Enforcement
 @click.option(
     "--kv-transfer-enforcement",
     "enforcement",
-    type=click.Choice([Enforcement.REQUIRED.value, Enforcement.FALLBACK.value]),
-    default=Enforcement.REQUIRED.value,
+    type=click.Choice(["required", "fallback"]),
+    default="required",
     show_default=True,
     help="How strictly. What is preferred refuses nobody.",
 )
@@ -41,7 +41,7 @@ def dry_run(
     *,
     recording: Path,
     model: str | None,
-    output: str,
+    output: Output,
     domain: str,
     enforcement: str,
     wait_s: float,
@@ -54,6 +54,7 @@ def dry_run(
     exit code is 0 whatever the answer is, but with --fail-if-refused.
     """
     from kvrouter.commands.dry_run import DryRunOptions, run_dry  # noqa: PLC0415
+    from kvrouter.core.workers import Enforcement  # noqa: PLC0415
 
     options = DryRunOptions(
         recording=recording,
@@ -61,7 +62,7 @@ def dry_run(
         domain=domain.strip(),
         enforcement=Enforcement(enforcement),
         wait_s=wait_s,
-        as_json=output == "json",
+        output=output,
         fails_if_refused=fail_if_refused,
     )
     sys.exit(run_dry(options, plain_console()))

@@ -5,16 +5,12 @@ from pathlib import Path
 
 import click
 
+from kvrouter.cli.flags import output_option
+
 _OPTIONS = (
     click.argument("recording", type=click.Path(path_type=Path)),
     click.option("--model", metavar="NAME", help="The model; may be left out where one is recorded."),
-    click.option(
-        "--output",
-        type=click.Choice(["table", "json"]),
-        default="table",
-        show_default=True,
-        help="What is printed.",
-    ),
+    output_option,
 )
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import name_shown
+from kvrouter.commands.output import Output, json_text
 from kvrouter.commands.recorded_inputs import open_past
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
@@ -46,7 +47,7 @@ class DryRunOptions:
     domain: str
     enforcement: Enforcement
     wait_s: float
-    as_json: bool
+    output: Output
     fails_if_refused: bool
 
 
@@ -90,6 +91,7 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
         raise ConfigError(
             f"router-domain-wait: {options.wait_s} is not 0 or more", param="router-domain-wait"
         )
+    options.output.check()
     past = open_past(options.recording, options.model)
     policy = Policy(options.domain, options.enforcement.value, None)
     done = dry_run(past, policy, wait_s=options.wait_s)
@@ -116,10 +118,7 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
         if_patient=patience,
         refused=done.refused[:REQUESTS_LISTED],
     )
-    if options.as_json:
-        console.file.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
-    else:
-        show_dry_run(report, console)
+    options.output.show(lambda: json_text(report), lambda: show_dry_run(report, console))
     return 1 if options.fails_if_refused and report.counts[Verdict.REFUSED] else 0
 
 

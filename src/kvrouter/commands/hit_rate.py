@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import name_shown
+from kvrouter.commands.output import Output, json_text
 from kvrouter.commands.recorded_inputs import open_past
-from kvrouter.config.fleet import FleetFile, MockEngineSpec
+from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.fleet_engines import MockEngineSpec
 from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.problems import read_document
 from kvrouter.config.setting import installed_version
@@ -42,7 +44,7 @@ class HitRateOptions:
     recording: Path
     model: str | None
     fleet: Path | None
-    as_json: bool
+    output: Output
 
 
 class HitRateReport(msgspec.Struct, frozen=True):
@@ -58,6 +60,7 @@ class HitRateReport(msgspec.Struct, frozen=True):
 
 def run_hit_rate(options: HitRateOptions, console: Console) -> int:
     """Read a recording, and print its ladder. Returns the exit code. Raises ConfigError."""
+    options.output.check()
     past = open_past(options.recording, options.model)
     sizes = None
     if options.fleet is not None:
@@ -70,10 +73,7 @@ def run_hit_rate(options: HitRateOptions, console: Console) -> int:
         from_s=past.from_s,
         ladder=hit_ladder(past, sizes),
     )
-    if options.as_json:
-        console.file.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
-    else:
-        show_hit_rate(report, console)
+    options.output.show(lambda: json_text(report), lambda: show_hit_rate(report, console))
     return 0
 
 
