@@ -176,7 +176,7 @@ async def test_calls_that_were_never_read_are_refusals_with_their_status_and_not
     refusals = of_kind(tmp_path, "refusal")
     assert [(one["code"], one["http_status"], one.get("route")) for one in refusals] == [
         ("request_too_large", 413, "/v1/completions"),
-        ("invalid_request", 431, None),
+        ("invalid_request", 431, "/v1/completions"),
     ]
     assert [one["at_s"] for one in refusals] == sorted(one["at_s"] for one in refusals)
     assert b"secret" not in b"".join(gzip.decompress(path.read_bytes()) for path in recording_files(tmp_path))

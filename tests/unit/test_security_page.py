@@ -176,6 +176,7 @@ WHERE = {
     "connections": "processes.lifetime.CONNECTIONS",
     "body of a request": "frontend.prepare.BODY",
     "body of an operators' route": "frontend.prepare.PAGE",
+    "a form with a file": "frontend.openai.form",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
     "requests that wait for a decode": "placement.waiting_line",

@@ -367,7 +367,7 @@ class Calls:
                 request_id=call.request_id,
                 trace=call.trace,
                 duration_s=time.monotonic() - call.began_s,
-                error=failed,
+                code=None if failed is None else failed.code,
             )
             if call.spans is not None:
                 call.spans.end_routed(

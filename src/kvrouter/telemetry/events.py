@@ -245,7 +245,8 @@ EVENTS: dict[Event, EventSpec] = {
     Event.REQUEST_ENDED: EventSpec(
         logging.INFO,
         "A call of a generation route has its whole answer, or an error, or its client left (status 499): "
-        "where its last attempt went, its times and its tokens. One line for each call.",
+        "where its last attempt went, its times and its tokens. One line for each call, and for each request "
+        "that is refused before any route sees it: its route is unknown where it names none that is here.",
     ),
     Event.BOOKING_LAPSED: EventSpec(
         logging.WARNING, "A request that was booked by hand was never freed, and its owner said nothing more."
