@@ -98,7 +98,7 @@ test-cluster: setup ## Build a Kubernetes control plane outside the project, onc
 
 test-image: setup ## Build the image with buildah, as root and without a registry, and run it: minutes
 	$(BIN)/python -m tests.image.install
-	$(BIN)/python -m pytest tests/image
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/image
 
 test-monitoring: setup ## Build a Prometheus outside the project, once, and let each alert fire in it
 	$(BIN)/python -m tests.monitoring.install
