@@ -29,6 +29,8 @@ LAZY: Mapping[str, LazyCommand] = {
         "calibrate",
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
+    "cordon": LazyCommand("cordon", "cordon", "Keep new requests away from a worker, a node or a zone."),
+    "drain": LazyCommand("cordon", "drain", "Cordon, and wait until nothing runs there any more."),
     "explain": LazyCommand("ask", "explain", "Show where a prompt would go, or a request went, and why."),
     "frontend": LazyCommand("processes", "frontend", "Serve workers that run in other processes."),
     "operator": LazyCommand(
@@ -40,6 +42,7 @@ LAZY: Mapping[str, LazyCommand] = {
     "router": LazyCommand("processes", "router", "Decide for engines that something else fronts."),
     "top": LazyCommand("top", "top", "Show the fleet of a running router, live."),
     "topology": LazyCommand("engines", "topology", "Where a worker is."),
+    "uncordon": LazyCommand("cordon", "uncordon", "Take a cordon back."),
     "up": LazyCommand("up", "up", "Serve a fleet."),
     "worker": LazyCommand("engines", "worker", "Run a worker: an engine, and what makes it part of a fleet."),
     "worth": LazyCommand(
