@@ -43,7 +43,7 @@ class CordonLaws:
         self, end: Callable[[], CordonStore]
     ) -> None:
         one, other = end(), end()
-        rest = Cordon("worker", "7")
+        rest = Cordon("worker", "7", at_s=1.0)
         await one.put(ZONE)
         await one.put(rest)
         await other.remove(ZONE)
@@ -53,8 +53,8 @@ class CordonLaws:
         assert CordonRules(await other.read()) == CordonRules((ZONE, rest))
 
     async def test_names_may_be_anything_that_is_printed(self, end: Callable[[], CordonStore]) -> None:
-        odd = [Cordon("rack", name) for name in ("a/b", "..", "a b", "ä>*", "x" * 256, "a.b")]
-        odd.append(Cordon("topology.kubernetes.io/zone", "eu-1", reason="x" * 1024))
+        odd = [Cordon("rack", name, at_s=1.0) for name in ("a/b", "..", "a b", "ä>*", "x" * 256, "a.b")]
+        odd.append(Cordon("topology.kubernetes.io/zone", "eu-1", at_s=1.0, reason="x" * 1024))
         for each in odd:
             await end().put(each)
         assert CordonRules(await end().read()) == CordonRules(odd)
