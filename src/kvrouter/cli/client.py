@@ -116,9 +116,9 @@ class RouterClient:
         if len(answer) > ANSWER_MAX_BYTES:
             raise AskFailed(f"{self._url}: answered with more than {ANSWER_MAX_BYTES} bytes")
         if response.status != http.client.OK:
-            error = _error(answer)
+            said = _error(answer)
             raise AskFailed(
-                f"{self._url}: {response.status} {error.message or response.reason}", said=error.code
+                f"{self._url}: {response.status} {said.message or response.reason}", said=said.code
             )
         return answer
 
