@@ -217,6 +217,7 @@ WHERE = {
     "an error's reason": "transports.requests.messages",
     "senders whose": "transports.message_auth",
     "a record of discovery": "transports.discovery.wire transports.discovery.card_tracker",
+    "cordons of": "core.cordons transports.discovery.wire",
     "files of a discovery": "transports.discovery",
     "an answer of the API server": "kube.client",
     "messages of NATS": "transports.events.nats.UNREAD transports.discovery.nats.bucket",

@@ -272,7 +272,7 @@ class PodFleet:
             written_at=f"pod {pod.name}",
             fields_at=PLACES,
         )
-        return replace(spec, model=described.model, start=described.start, pod=pod.name)
+        return replace(spec, model=described.model, start=described.start, pod=pod.name, node=pod.node)
 
 
 ANSWER_S = 5.0

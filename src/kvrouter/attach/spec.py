@@ -55,6 +55,7 @@ def engine_card(
         names=attached.names,
         engine=attached.version,
         pod=spec.pod,
+        node=spec.node,
         decode_only=attached.decode_only,
         ends_after_transfer=attached.ends_after_transfer,
         runtime_config=replace(

@@ -23,6 +23,8 @@ LAZY: Mapping[str, LazyCommand] = {
         "calibrate",
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
+    "cordon": LazyCommand("cordon", "cordon", "Keep new requests away from a worker, a node or a zone."),
+    "drain": LazyCommand("cordon", "drain", "Cordon, and wait until nothing runs there any more."),
     "dry-run": LazyCommand(
         "dry_run", "dry_run", "Say which recorded requests a transfer policy would have refused."
     ),
@@ -41,6 +43,7 @@ LAZY: Mapping[str, LazyCommand] = {
     "router": LazyCommand("processes", "router", "Decide for engines that something else fronts."),
     "top": LazyCommand("ask", "top", "Show the fleet of a running router, live."),
     "topology": LazyCommand("engines", "topology", "Where a worker is."),
+    "uncordon": LazyCommand("cordon", "uncordon", "Take a cordon back."),
     "up": LazyCommand("up", "up", "Serve a fleet."),
     "worker": LazyCommand("engines", "worker", "Run a worker: an engine, and what makes it part of a fleet."),
     "worth": LazyCommand(

@@ -47,6 +47,13 @@ class Rank(msgspec.Struct, frozen=True):
     feed: Feed | None
 
 
+class Cordon(msgspec.Struct, frozen=True):
+    """What keeps new requests away from a worker."""
+
+    level: str
+    name: str
+
+
 class Worker(msgspec.Struct, frozen=True):
     """A worker."""
 
@@ -55,6 +62,7 @@ class Worker(msgspec.Struct, frozen=True):
     role: str
     alive: bool
     draining: bool
+    cordons: Sequence[Cordon]
     engine: str | None
     engine_silent: bool
     circuit: str
@@ -243,6 +251,7 @@ def _state(worker: Worker) -> tuple[str, str]:
         (not worker.alive, "silent"),
         (worker.engine_silent, "engine silent"),
         (worker.draining, "draining"),
+        (worker.cordons, "cordoned: " + ", ".join(f"{each.level} {each.name}" for each in worker.cordons)),
         (worker.circuit != "closed", f"circuit {worker.circuit}"),
     ):
         if holds:

@@ -77,6 +77,7 @@ async def frontend(
                 plane=wires.requests,
                 discovery=wires.discovery,
                 subscriber=wires.events,
+                cordons=wires.cordons,
                 telemetry=telemetry,
                 links=links,
                 router_id=router_id,

@@ -102,6 +102,7 @@ async def standalone(
                 plane=wires.requests,
                 discovery=discovery,
                 subscriber=wires.events,
+                cordons=wires.cordons,
                 telemetry=telemetry,
                 links=links,
                 router_id=router_id,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -151,6 +152,12 @@ class PlaneSettings(Section):
 
     pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=SettingGroup.PLANES)] = None
     """The uid of that pod, from the Downward API."""
+
+    node_name: Annotated[
+        str | None, Setting(flag=None, variable="POD_NODE_NAME", group=SettingGroup.PLANES)
+    ] = None
+    """The node of that pod, from the Downward API: ``kvrouter cordon node`` knows the worker by it. Unset:
+    what this host calls itself."""
 
     cluster: Annotated[
         PlainName | None,
@@ -362,6 +369,11 @@ class PlaneSettings(Section):
         if self.lease_s is not None:
             return self.lease_s
         return KUBERNETES_LEASE_S if self.discovery is DiscoveryBackend.KUBERNETES else LEASE_S
+
+    @property
+    def node(self) -> str:
+        """The node or host that a worker of this process is on."""
+        return self.node_name or socket.gethostname()
 
     @property
     def clusters(self) -> tuple[OtherCluster, ...]:

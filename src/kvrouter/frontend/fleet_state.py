@@ -7,11 +7,13 @@ from math import inf
 import numpy as np
 
 from kvrouter.core.constraints import CostRule
+from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
+from kvrouter.frontend.cordons import cordon_json
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
@@ -55,6 +57,7 @@ class WorkerReading:
 
     card: WorkerCard
     alive: bool
+    cordons: tuple[Cordon, ...]
     circuit: CircuitState
     ranks: tuple[RankReading, ...]
 
@@ -106,7 +109,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                 )
             )
         is_alive, circuit = fleet.is_alive(card.worker_id), model.circuit_state(card.worker_id)
-        yield WorkerReading(card, is_alive, circuit, tuple(ranks))
+        yield WorkerReading(card, is_alive, fleet.cordons_on(card.worker_id), circuit, tuple(ranks))
 
 
 def _state(card: WorkerCard, feed: FeedReading) -> FeedState:
@@ -248,8 +251,10 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "role": card.role.value,
         "alive": worker.alive,
         "draining": card.draining,
+        "cordons": [cordon_json(cordon) for cordon in worker.cordons],
         "engine": card.engine or None,
         "pod": card.pod or None,
+        "node": card.node or None,
         "engine_silent": card.engine_silent,
         "circuit": worker.circuit.value,
         "address": card.address,
@@ -385,6 +390,7 @@ class Gauges:
         telemetry.worker_up.replace(page.up)
         telemetry.worker_info.replace(page.info)
         telemetry.worker_draining.replace(page.draining)
+        telemetry.worker_cordoned.replace(page.cordoned)
         telemetry.worker_engine_silent.replace(page.engine_silent)
         telemetry.worker_circuit.replace(page.circuit)
         telemetry.worker_blocks.replace(page.blocks)
@@ -414,6 +420,7 @@ class _Page:
         self.up: Values = {}
         self.info: Values = {}
         self.draining: Values = {}
+        self.cordoned: Values = {}
         self.engine_silent: Values = {}
         self.circuit: Values = {}
         self.blocks: Values = {}
@@ -442,6 +449,7 @@ class _Page:
         zone = topology_domains(card.runtime_config).get("zone", "")
         self.info[worker_id, card.pod, card.address, engine, version, zone] = 1.0
         self.draining[worker_id,] = float(card.draining)
+        self.cordoned[worker_id,] = float(bool(worker.cordons))
         self.engine_silent[worker_id,] = float(card.engine_silent)
         for state in CircuitState:
             self.circuit[worker_id, state.value] = float(worker.circuit is state)

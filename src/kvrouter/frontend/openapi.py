@@ -83,6 +83,7 @@ ADMIN_PAGES: Mapping[str, str] = {
     "/busy_threshold": "When a worker counts as busy",
     "/v1/route/explain": "Where a request would go, and why",
     "/v1/decisions": "Where the last requests went, the latest first",
+    "/v1/cordons": "Workers, nodes and zones that get no new requests",
     "/v1/flows": "Handoffs and bytes of KV between domains",
     "/v1/refusals": "How many worker ranks were refused, and why",
     "/v1/decisions/{request_id}": "Where one of the last requests went, attempt by attempt",

@@ -11,6 +11,7 @@ from msgspec import structs
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.cordons import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, ShuttingDown, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
@@ -20,6 +21,7 @@ from kvrouter.core.workers import LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
 from kvrouter.service.attempt import Timeouts, with_intake_id
+from kvrouter.service.cordons import Cordons
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
@@ -27,7 +29,7 @@ from kvrouter.service.model_router import DecisionLog, KeptDecision, ModelRouter
 from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
 from kvrouter.transports.background import LoopPauses
-from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
 
@@ -42,6 +44,7 @@ class ServiceParts:
     config: KvRouterConfig
     plane: RequestPlane
     discovery: Discovery
+    cordons: CordonStore
     subscriber: EventSubscriber
     make_model: Callable[[ModelName, int], ModelRouter]
     """(model, block size) → its model router."""
@@ -77,6 +80,9 @@ class RouterService:
         """Whether as many workers were here at one time as are waited for at the start."""
         config = parts.config
         self._pauses = LoopPauses(self._paused)
+        self.cordons = Cordons(
+            parts.cordons, models=self.models, apply=self._apply_cordons, observed=parts.observed
+        )
         self._liveness = Liveness(
             parts.plane,
             parts.subscriber,
@@ -95,7 +101,9 @@ class RouterService:
     # Life
 
     async def start(self) -> None:
-        """Begin to follow the fleet."""
+        """Begin to follow the cordons, and then the fleet: no request is to see a worker without them."""
+        await self.cordons.start()
+        self._stops.append(self.cordons.stop)
         deaf = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
         try:
             blind = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
@@ -160,6 +168,15 @@ class RouterService:
         self._links = links
         for model in self._models.values():
             model.links_changed(links)
+
+    def _apply_cordons(self, rules: CordonRules) -> None:
+        """Other workers are cordoned from now on; requests that wait may try again."""
+        for model in self._models.values():
+            turned = model.fleet.set_cordons(rules)
+            for card in turned:
+                self._parts.observed.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
+            if turned:
+                model.fleet_changed()
 
     def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
         """Let models learn from what was known of their links so long ago; those whose workers did not come
@@ -342,6 +359,9 @@ class RouterService:
             observed.worker_joined(card)
         else:
             observed.worker_changed(card)
+        cordons = model.fleet.cordons_on(card.worker_id)
+        if cordons:
+            observed.worker_cordoned(card, cordons)
         model.fleet_changed()
 
     def _model_for(self, card: WorkerCard) -> ModelRouter:
@@ -357,6 +377,7 @@ class RouterService:
         if model is None and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
         made = self._parts.make_model(card.model, card.block_size)
+        made.fleet.set_cordons(self.cordons.rules)
         if self._place is not None:
             made.moved(self._place)
         if self._links is not None:
