@@ -1,7 +1,7 @@
 """A dry run of ``required`` over what a router recorded under ``preferred``, and that router under it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support.waits import until
 FROM_A: Mapping[str, Any] = {"prefill_worker_id": 1}
 FROM_B: Mapping[str, Any] = {"prefill_worker_id": 4}
 IN_B: Mapping[str, Any] = {"routing_constraints": {"required_taints": ["dynamo.topology/zone=b"]}}
-ASKED = ({}, FROM_A, FROM_B, IN_B)
+ASKED: Sequence[Mapping[str, Any]] = ({}, FROM_A, FROM_B, IN_B)
 """What requests of each phase ask of routing: nothing, the prefill worker of a zone, a zone for both legs."""
 
 
