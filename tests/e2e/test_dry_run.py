@@ -91,4 +91,9 @@ async def test_the_dry_run_refuses_what_a_router_under_required_refuses(
     shown = capsys.readouterr().out
     assert "1 refused while zone b had no decode worker" in shown
     assert "placed nowhere then either" in shown
-    assert "only 0 would have been refused" in shown
+    assert "no request would have been refused" in shown
+
+    assert main([*asked, "--router-domain-wait", "nan"]) == 2
+    assert "router-domain-wait: nan" in capsys.readouterr().err
+    assert main(["dry-run", str(tmp_path), "--kv-transfer-domain", "rack"]) == 2
+    assert "recorded: zone" in capsys.readouterr().err
