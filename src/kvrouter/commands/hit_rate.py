@@ -11,8 +11,9 @@ from rich.text import Text
 
 from kvrouter.commands.input_options import name_shown
 from kvrouter.commands.recorded_inputs import open_past
-from kvrouter.config.fleet import FleetFile, MockEngineSpec
+from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.fleet_engines import MockEngineSpec
 from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.problems import read_document
 from kvrouter.config.setting import installed_version
