@@ -1,7 +1,7 @@
 """A dry run of ``required`` over what a router recorded under ``preferred``, and that router under it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support.waits import until
 FROM_A: Mapping[str, Any] = {"prefill_worker_id": 1}
 FROM_B: Mapping[str, Any] = {"prefill_worker_id": 4}
 IN_B: Mapping[str, Any] = {"routing_constraints": {"required_taints": ["dynamo.topology/zone=b"]}}
-ASKED = ({}, FROM_A, FROM_B, IN_B)
+ASKED: Sequence[Mapping[str, Any]] = ({}, FROM_A, FROM_B, IN_B)
 """What requests of each phase ask of routing: nothing, the prefill worker of a zone, a zone for both legs."""
 
 
@@ -91,4 +91,9 @@ async def test_the_dry_run_refuses_what_a_router_under_required_refuses(
     shown = capsys.readouterr().out
     assert "1 refused while zone b had no decode worker" in shown
     assert "placed nowhere then either" in shown
-    assert "only 0 would have been refused" in shown
+    assert "no request would have been refused" in shown
+
+    assert main([*asked, "--router-domain-wait", "nan"]) == 2
+    assert "router-domain-wait: nan" in capsys.readouterr().err
+    assert main(["dry-run", str(tmp_path), "--kv-transfer-domain", "rack"]) == 2
+    assert "recorded: zone" in capsys.readouterr().err

@@ -45,7 +45,8 @@ def leg(
 
 
 def attempt(*legs: LegRecord, mode: str = "kv", **more: Any) -> AttemptRecord:
-    return AttemptRecord(**{"shape": "x", "mode": mode, "placed_s": 0.0005, "legs": legs} | more)
+    fields: dict[str, Any] = {"shape": "x", "mode": mode, "placed_s": 0.0005, "legs": legs}
+    return AttemptRecord(**fields | more)
 
 
 def request(

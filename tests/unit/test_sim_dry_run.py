@@ -1,7 +1,9 @@
 """A dry run of a transfer policy: what would have been refused, why, when, and what would not."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +106,7 @@ def test_a_request_waits_for_its_domain_as_long_as_it_may() -> None:
 
 
 def test_what_was_refused_in_the_past_is_no_news() -> None:
-    failed = {"status": Status.FAILED, "code": "no_eligible_worker", "http_status": 503}
+    failed: dict[str, Any] = {"status": Status.FAILED, "code": "no_eligible_worker", "http_status": 503}
     nowhere = constraints(required_taints=("salted:0",))
     rows = [
         request(0.0, [1], pair()),
@@ -143,13 +145,9 @@ def test_mistakes_are_named() -> None:
     pinned = [request(0.0, [1], pair(), constraints=constraints(pin="x"))]
     with pytest.raises(ConfigError, match=r"recording\.jsonl\.gz:100: constraints: a pin that is none"):
         dry_run(past(FLEET, pinned), REQUIRED)
-    for wrong in (worker(1, "cook"), Worker(**{**_fields(FLEET[0]), "worker": "one"})):
+    for wrong in (worker(1, "cook"), msgspec.structs.replace(FLEET[0], worker="one")):
         with pytest.raises(ConfigError, match=r"recording\.jsonl\.gz:1: worker"):
             dry_run(past([wrong, *FLEET[1:]], rows), REQUIRED)
-
-
-def _fields(of: Worker) -> dict[str, object]:
-    return {name: getattr(of, name) for name in of.__struct_fields__}
 
 
 @st.composite

@@ -156,9 +156,10 @@ def show_dry_run(report: DryRunReport, console: Console) -> None:
         console.print(Text(f"{count:,} refused were prefilled in {where} then"), soft_wrap=True)
     patience = report.if_patient
     if patience is not None and patience.waited:
+        left = f"{patience.refused:,} requests" if patience.refused else "no request"
         console.print(
-            f"with --router-domain-wait {ceil(patience.longest_wait_s)} only {patience.refused:,} would have "
-            "been refused: the others would have waited for a decode worker that came",
+            f"with --router-domain-wait {ceil(patience.longest_wait_s)} {left} would have been refused: the "
+            "others would have waited for a decode worker that came",
             soft_wrap=True,
         )
     if report.minutes:
