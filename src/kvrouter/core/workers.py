@@ -99,8 +99,9 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
     that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
     ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, and ``pod`` the Kubernetes pod that
-    it is in; empty where nobody says. While it is ``engine_silent`` that engine does not answer it, or is
-    another one now; one that is ``draining`` leaves.
+    it is in; empty where nobody says. ``engine_url`` is the HTTP address at which the worker reaches that
+    engine, and ``version`` the version of kvrouter that the worker runs; empty where nobody says. While it is
+    ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """
 
     worker_id: WorkerId
@@ -129,6 +130,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_silent: bool = False
     decode_only: bool = False
     ends_after_transfer: bool = False
+    engine_url: str = ""
+    version: str = ""
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
     @property
