@@ -77,9 +77,18 @@ class RouterClient:
         _check_utf8("--request-id", request_id)
         return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
 
+    @property
+    def url(self) -> str:
+        """Where the router is."""
+        return self._url
+
     def read(self, path: str) -> bytes:
         """Return what a path of the router answers, as JSON."""
         return self._ask("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, object]) -> bytes:
+        """Return what a path of the router answers to a call."""
+        return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
         connection = self._connect()

@@ -29,6 +29,7 @@ LAZY: Mapping[str, LazyCommand] = {
         "calibrate",
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
+    "doctor": LazyCommand("doctor", "doctor", "Name what is wrong with a running fleet, and the remedy."),
     "explain": LazyCommand("ask", "explain", "Show where a prompt would go, or a request went, and why."),
     "frontend": LazyCommand("processes", "frontend", "Serve workers that run in other processes."),
     "operator": LazyCommand(
