@@ -1,13 +1,16 @@
 """A fleet records its traffic, and ``kvrouter hit-rate`` names the loss that its settings cause."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvrouter.cli import main
+from kvrouter.cli.commands import kvrouter
 from kvrouter.config import FleetFile, KvRouterConfig, RecordingSettings
 from kvrouter.core.constraints import CostRule, RouterMode
 from tests.support.mock_fleets import BLOCK, alike, fleet_file
@@ -97,6 +100,24 @@ async def test_a_router_that_asks_no_caches_is_named(
     assert heard == tokens(found, "engines") == 0
     assert found["largest"] == "router_mode"
     assert tokens(found, "perfect") == tokens(found, "endless") == 12 * 5 * BLOCK
+
+
+async def test_doctor_shows_the_ladder_of_a_recording_too(tmp_path: Path) -> None:
+    prompts = [word_ids(n=100)] * 2
+    recorded = tmp_path / "recorded"
+    await ask(recorded, fleet_file(ALIKE % (1, 16)), prompts)
+    async with served(fleet_file(ALIKE % (1, 16))) as here:
+        arguments = ["doctor", "--url", here.url, "--recording", str(recorded)]
+        shown = await asyncio.to_thread(CliRunner().invoke, kvrouter, arguments)
+        said = await asyncio.to_thread(CliRunner().invoke, kvrouter, [*arguments, "--output", "json"])
+        wrong = await asyncio.to_thread(
+            CliRunner().invoke, kvrouter, [*arguments[:-1], str(tmp_path / "none")]
+        )
+    assert "an endless cache, shared by all" in shown.output
+    ladder = json.loads(said.output)["hit_rate"]["ladder"]
+    assert [figure["rung"] for figure in ladder["rungs"]][:2] == ["prompts", "endless"]
+    assert wrong.exit_code == 2
+    assert "cannot be read" in wrong.output
 
 
 def test_what_is_no_recording_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,11 @@ class RouterClient:
         _check_utf8("--request-id", request_id)
         return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
 
+    @property
+    def url(self) -> str:
+        """Where the router is."""
+        return self._url
+
     def read(self, path: str) -> bytes:
         """Return what a path of the router answers, as JSON."""
         return self._ask("GET", path, None)
@@ -98,6 +103,10 @@ class RouterClient:
         _check_utf8("LEVEL", level)
         _check_utf8("NAME", name)
         return self._ask("DELETE", f"/v1/cordons?{urlencode({'level': level, 'name': name})}", None)
+
+    def post(self, path: str, body: Mapping[str, object]) -> bytes:
+        """Return what a path of the router answers to a call."""
+        return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
         connection = self._connect()

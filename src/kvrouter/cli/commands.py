@@ -24,6 +24,7 @@ LAZY: Mapping[str, LazyCommand] = {
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
     "cordon": LazyCommand("cordon", "cordon", "Keep new requests away from a worker, a node or a zone."),
+    "doctor": LazyCommand("doctor", "doctor", "Name what is wrong with a running fleet, and the remedy."),
     "drain": LazyCommand("cordon", "drain", "Cordon, and wait until nothing runs there any more."),
     "dry-run": LazyCommand(
         "dry_run", "dry_run", "Say which recorded requests a transfer policy would have refused."

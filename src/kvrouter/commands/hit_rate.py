@@ -61,20 +61,27 @@ class HitRateReport(msgspec.Struct, frozen=True):
 def run_hit_rate(options: HitRateOptions, console: Console) -> int:
     """Read a recording, and print its ladder. Returns the exit code. Raises ConfigError."""
     options.output.check()
-    past = open_past(options.recording, options.model)
+    report = hit_rate_of(options.recording, options.model, options.fleet)
+    options.output.show(lambda: json_text(report), lambda: show_hit_rate(report, console))
+    return 0
+
+
+def hit_rate_of(recording: Path, model: str | None, fleet: Path | None = None) -> HitRateReport:
+    """Return the ladder of a recording; ``fleet`` is a fleet file with other sizes of its workers. Raises
+    ConfigError.
+    """
+    past = open_past(recording, model)
     sizes = None
-    if options.fleet is not None:
-        sizes = _sizes_in(load_fleet(read_document(options.fleet)).fleet, past.fleet, options.fleet)
-    report = HitRateReport(
+    if fleet is not None:
+        sizes = _sizes_in(load_fleet(read_document(fleet)).fleet, past.fleet, fleet)
+    return HitRateReport(
         version=installed_version(),
-        recording=name_shown(options.recording),
+        recording=name_shown(recording),
         model=past.fleet.model,
-        fleet=None if options.fleet is None else name_shown(options.fleet),
+        fleet=None if fleet is None else name_shown(fleet),
         from_s=past.from_s,
         ladder=hit_ladder(past, sizes),
     )
-    options.output.show(lambda: json_text(report), lambda: show_hit_rate(report, console))
-    return 0
 
 
 def _sizes_in(file: FleetFile, history: FleetHistory, path: Path) -> Callable[[Worker], int | None]:

@@ -227,6 +227,7 @@ class FleetPart(BaseModel):
     )
 
 
+@cache
 def installed_version() -> str:
     """Return the version of the installed package; ``source`` when it runs without being installed."""
     try:

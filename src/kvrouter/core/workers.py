@@ -98,8 +98,10 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     an adapter of it.
     One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
     that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
-    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, ``pod`` the Kubernetes pod that
-    it is in, and ``node`` that pod's node, else its host; empty where nobody says. While it is
+    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, ``pod`` the Kubernetes pod that it is
+    in, and ``node`` that pod's node, else its host; empty where nobody says. ``engine_url`` is the HTTP
+    address at which the worker reaches that engine, and ``version`` the version of kvrouter that the worker
+    runs; empty where nobody says. While it is
     ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """
 
@@ -130,6 +132,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_silent: bool = False
     decode_only: bool = False
     ends_after_transfer: bool = False
+    engine_url: str = ""
+    version: str = ""
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
     @property

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -26,6 +27,7 @@ from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, KeptDecision, ModelRouter
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
 from kvrouter.transports.background import LoopPauses
@@ -51,6 +53,15 @@ class ServiceParts:
 
     decisions: DecisionLog
     observed: ServiceInstrumentation
+    sync: ReplicaSync | None = None
+
+
+class RefusedCard(NamedTuple):
+    """A card that cannot be routed to. ``param`` is the field at fault; None where it is none."""
+
+    card: WorkerCard
+    param: str | None
+    why: str
 
 
 RECALLED_S = 3600.0
@@ -68,7 +79,7 @@ class RouterService:
         self._recalled: dict[ModelName, list[LinkNews]] = {}
         self._recalled_s = 0.0
         self._model_of: dict[WorkerId, ModelName] = {}
-        self._other_block_size: dict[WorkerId, WorkerCard] = {}  # refused for that alone
+        self._refused: dict[WorkerId, RefusedCard] = {}
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -143,6 +154,15 @@ class RouterService:
     def store_lost(self) -> str | None:
         """Why discovery cannot be reached, and the fleet is frozen as it was; None while it can."""
         return self._store_lost
+
+    @property
+    def sync(self) -> ReplicaSync | None:
+        """What shares this router's bookings with others; None where nobody asked for that."""
+        return self._parts.sync
+
+    def refused(self) -> tuple[RefusedCard, ...]:
+        """The workers that are announced and cannot be routed to, in the order of worker ids."""
+        return tuple(self._refused[worker_id] for worker_id in sorted(self._refused))
 
     def has_lapsed(self, worker_id: WorkerId) -> bool:
         """Whether a worker is here only because it answers: its lease at discovery ran out."""
@@ -319,10 +339,11 @@ class RouterService:
 
     def _on_card(self, card: WorkerCard) -> None:
         observed = self._parts.observed
-        self._other_block_size.pop(card.worker_id, None)
+        self._refused.pop(card.worker_id, None)
         previous = self._model_of.get(card.worker_id)
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
-            self._refuse(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
+            why = "KV routing needs workers that take tokens (ModelInput.Tokens)"
+            self._refuse(RefusedCard(card, "model_input", why))
             if previous is not None:
                 self._follow_majority(previous)
             return
@@ -334,9 +355,8 @@ class RouterService:
             known = model.fleet.card(card.worker_id)
             change = model.fleet.join(card)
         except ConfigError as error:
-            self._refuse(card, error.message)
+            self._refuse(RefusedCard(card, error.param, error.message))
             if error.param == "block_size":
-                self._other_block_size[card.worker_id] = card
                 self._follow_majority(card.model)
             return
         replaced = self._models.get(card.model)
@@ -399,7 +419,11 @@ class RouterService:
         their end; a request that waits, or that needs another worker, is refused with 503: its prompt is
         hashed in blocks of the old size.
         """
-        others = [card for card in self._other_block_size.values() if card.model == name]
+        others = [
+            refused.card
+            for refused in self._refused.values()
+            if refused.param == "block_size" and refused.card.model == name
+        ]
         if not others:
             return
         fleet = self._models[name].fleet
@@ -433,9 +457,11 @@ class RouterService:
             or settings.active_prefill_tokens_threshold != config.active_prefill_tokens_threshold
         )
 
-    def _refuse(self, card: WorkerCard, why: str) -> None:
+    def _refuse(self, refused: RefusedCard) -> None:
         """A card that cannot be used. What the worker was before is gone all the same."""
-        self._parts.observed.worker_refused(card, why)
+        card = refused.card
+        self._refused[card.worker_id] = refused
+        self._parts.observed.worker_refused(card, refused.why)
         name = self._model_of.get(card.worker_id)
         old = None if name is None else self._models[name].fleet.card(card.worker_id)
         if name is not None and (old is None or old.incarnation != card.incarnation):
@@ -456,9 +482,9 @@ class RouterService:
                 model.capacity_changed(at)
 
     def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
-        refused = self._other_block_size.get(worker_id)
-        if refused is not None and refused.incarnation == incarnation:
-            del self._other_block_size[worker_id]
+        refused = self._refused.get(worker_id)
+        if refused is not None and refused.card.incarnation == incarnation:
+            del self._refused[worker_id]
         name = self._model_of.get(worker_id)
         if name is None:
             return

@@ -72,6 +72,11 @@ class TrafficRecorder:
         self._recorder = recorder
         self._clock = clock
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether records are written; False once a full disk, or another error, has ended it."""
+        return self._recorder.is_recording
+
     # The fleet
 
     def worker_changed(self, change: FleetChange, card: WorkerCard) -> None:

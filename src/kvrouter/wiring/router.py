@@ -89,6 +89,7 @@ def build_service(
             make_model=make_model,
             decisions=decisions,
             observed=observed,
+            sync=sync,
         )
     )
 
