@@ -133,5 +133,5 @@ def _versions() -> str:
         *(each.replace("==", " ") for each in python),
         *(f"{name} {at} (npm)" for name, at in npm.items()),
     ]
-    older = "The proxy is older than the SDK: parts that 1.108.14, 1.109.3 and 1.110.2 of it ask for were not in "
-    return f"With {', '.join(named)}. {older}the package index.\n"
+    older = "The proxy is older than the SDK: parts that 1.108.14, 1.109.3 and 1.110.2 of it ask for were "
+    return f"With {', '.join(named)}. {older}not in the package index.\n"
