@@ -3,9 +3,8 @@ their own, because they ask for versions that kvrouter, or others of them, do no
 
     python -m tests.clients.install
 
-LiteLLM's proxy is older than its SDK: of the later versions a part (``litellm-proxy``, or the version of
-``litellm-proxy-extras`` that they ask for) is in no package index that is reached from here. inference-perf
-needs Python 3.12 or later.
+LiteLLM's proxy is older than its SDK: PyPI lacked ``litellm-proxy``, which 1.110.2 asks for, and the versions
+of ``litellm-proxy-extras`` that 1.108.14 and 1.109.3 do. inference-perf needs Python 3.12 or later.
 """
 
 import argparse

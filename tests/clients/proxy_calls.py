@@ -34,7 +34,7 @@ model_list:
   - model_name: absent
     litellm_params: {{model: openai/absent, api_base: "{URL}/v1", api_key: none}}
 general_settings: {{master_key: {KEY}}}
-router_settings: {{num_retries: 0}}
+router_settings: {{num_retries: 0, disable_cooldowns: true}}
 """
 
 
@@ -82,7 +82,8 @@ def streamed_chat(client: openai.OpenAI) -> object:
 
 
 def whole_response(client: openai.OpenAI) -> object:
-    return client.responses.create(model="served", input="Where is my cache?").output_text
+    answer = client.responses.create(model="served", input="Where is my cache?", max_output_tokens=16)
+    return answer.output_text
 
 
 def status_of_errors(client: openai.OpenAI) -> object:

@@ -56,10 +56,12 @@ tokens, so they serve chats and completions alone; routes that
 [pass to engines](http-api.md#further-routes-of-engines) answer `route_not_served` there.
 
 LiteLLM's proxy ran as a process with a model of kvrouter in its configuration, called by OpenAI's
-package; a 404 and a 400 of kvrouter came through it as such. aiperf and inference-perf ran eight requests
-each. They count tokens themselves, so they were given a folder with a tokenizer (`--tokenizer`,
-`pretrained_model_name_or_path`), which needs no hub. aiperf must not run with `HF_HUB_OFFLINE=1`: then it
-takes a folder for the name of a repository, and ends. inference-perf needs Python 3.12 or later.
+package; a 404 and a 400 of kvrouter came through it as such. Its configuration has `disable_cooldowns:
+true` in `router_settings`: else the proxy takes a 404 for a broken deployment, and answers 429 to all
+calls of that model for some seconds. aiperf and inference-perf ran eight requests each. They count tokens
+themselves, so they were given a folder with a tokenizer (`--tokenizer`, `pretrained_model_name_or_path`),
+which needs no hub. aiperf must not run with `HF_HUB_OFFLINE=1`: then it takes a folder for the name of a
+repository, and ends. inference-perf needs Python 3.12 or later.
 
 | client | call | mock engines | vLLM |
 |---|---|---|---|
@@ -131,4 +133,5 @@ def _versions() -> str:
         *(each.replace("==", " ") for each in python),
         *(f"{name} {at} (npm)" for name, at in npm.items()),
     ]
-    return f"With {', '.join(named)}. The proxy is the latest whose parts the package index had.\n"
+    older = "The proxy is older than the SDK: parts that 1.108.14, 1.109.3 and 1.110.2 of it ask for were "
+    return f"With {', '.join(named)}. {older}not in the package index.\n"
