@@ -122,6 +122,14 @@ class CallRoute(StrEnum):
     DETOKENIZE_V1 = "/v1/detokenize"
     TRANSCRIPTIONS = "/v1/audio/transcriptions"
     TRANSLATIONS = "/v1/audio/translations"
+    CHATS = "/v1/chat/completions/batch"
+    GENERATIVE_SCORING = "/generative_scoring"
+    EMBED_V2 = "/v2/embed"
+    TOKENS = "/inference/v1/generate"
+    GENERATE = "/generate"
+    ENCODE = "/encode"
+    PARSE_FUNCTION_CALL = "/parse_function_call"
+    SEPARATE_REASONING = "/separate_reasoning"
 
     @property
     def is_passed(self) -> bool:

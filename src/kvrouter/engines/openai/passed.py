@@ -53,6 +53,18 @@ class _Piece(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
+class _Meta(_Usage, frozen=True):
+    """What SGLang's own routes say of an answer so far; ``finish_reason`` is null until it has ended."""
+
+    finish_reason: object = None
+    cached_tokens: int | None = None
+
+    @property
+    def counted(self) -> AnswerUsage:
+        cached = None if self.cached_tokens is None else CachedTokens(self.cached_tokens)
+        return AnswerUsage(self.prompt_tokens, self.completion_tokens, cached)
+
+
 class _Answer(msgspec.Struct, frozen=True):
     """A whole answer, or one event; some events hold the answer so far."""
 
@@ -61,6 +73,7 @@ class _Answer(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
     response: _Inner | None = None
     message: _Inner | None = None
+    meta_info: _Meta | None = None
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -108,7 +121,11 @@ def _reads_whole() -> ReadEvent:
 
 def _read_event(data: bytes) -> AnswerEvent:
     said = _said(data)
-    is_last = said.type in _ENDS or any(piece.finish_reason for piece in said.choices)
+    is_last = (
+        said.type in _ENDS
+        or any(piece.finish_reason for piece in said.choices)
+        or (said.meta_info is not None and said.meta_info.finish_reason is not None)
+    )
     return AnswerEvent(choices=_AT_AN_END if is_last else (), usage=_usage_of(said))
 
 
@@ -126,7 +143,7 @@ def _said(data: bytes) -> _Answer:
 
 def _usage_of(said: _Answer) -> AnswerUsage | None:
     inner = [each.usage for each in (said.response, said.message) if each is not None]
-    for found in (said.usage, *inner):
+    for found in (said.usage, *inner, said.meta_info):
         if found is not None:
             return found.counted
     return None
