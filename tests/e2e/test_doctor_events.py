@@ -14,7 +14,7 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.service import event_ingest
 from kvrouter.service.event_ingest import EventCacheView
 from tests.support.engine_server import scripted_engine
-from tests.support.examined import chats, examined, found, names_of, not_made, the_finding
+from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding
 from tests.support.fleets import card
 from tests.support.front import open_house, says
 from tests.support.mock_fleets import alike, fleet_file
@@ -25,7 +25,7 @@ RANK = WorkerRank(WorkerId(1), DpRank(0))
 
 
 async def test_engines_without_kv_events() -> None:
-    async with served(alike(replicas=2, engine="{kv_events: false}")) as here:
+    async with served(alike(replicas=2, engine="{kv_events: false}"), router=UNTIMED) as here:
         await chats(here, n=3)
         report = await examined(here)
     assert [each.seen for each in found(report, "kv-events", Severity.WARNING)] == [

@@ -7,6 +7,7 @@ import pytest
 from kvrouter.commands.doctor.diagnosis import DoctorOptions
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.examined import (
@@ -24,7 +25,12 @@ from tests.support.waits import until
 
 
 async def test_a_queue_that_is_full() -> None:
-    config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=300.0)
+    config = KvRouterConfig(
+        router_cost=CostRule.BLOCKS,
+        active_decode_blocks_threshold=0.0,
+        admission_queue_max=1,
+        admission_wait_s=300.0,
+    )
     async with served(alike(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.completions.create(
             model="mock", prompt=words(), max_tokens=100_000, stream=True

@@ -17,6 +17,10 @@ workers: [{{name: w, replicas: 3, domains: {{zone: a}}}}]
 """
 
 
+UNTIMED = {"KVROUTER_ROUTER_COST": "blocks"}
+"""A busy machine makes ranks slow, which is no fault of the fleet."""
+
+
 async def doctor(processes: Fleet, *arguments: str) -> tuple[int | None, Any, str]:
     """The exit code, the report, and what was written on standard error."""
     running = await asyncio.create_subprocess_exec(
@@ -51,7 +55,7 @@ async def test_a_fleet_of_processes_before_and_after_it_breaks() -> None:
         "KVROUTER_DEAD_AFTER_S": "1",
         "KVROUTER_LEASE_S": "600",
     }  # who is silent does not leave meanwhile
-    async with fleet(lease) as processes:
+    async with fleet({**lease, **UNTIMED}) as processes:
         frontend, first, _ = await asyncio.gather(
             processes.frontend(), worker(processes, 0), worker(processes, 1)
         )
@@ -81,7 +85,7 @@ async def test_a_fleet_of_processes_before_and_after_it_breaks() -> None:
 
 
 async def test_a_standalone_router_is_examined_too() -> None:
-    async with fleet() as processes:
+    async with fleet(UNTIMED) as processes:
         router, _ = await asyncio.gather(processes.router(), processes.worker())
         await eventually(lambda: router.serves(1))
         code, report, _ = await doctor(processes, "--url", router.url)

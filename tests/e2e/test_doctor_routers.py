@@ -10,7 +10,7 @@ from kvrouter.commands.doctor.findings import Severity
 from kvrouter.config import KvRouterConfig, RecordingSettings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError
-from tests.support.examined import chats, examined, found, names_of, not_made, the_finding, url_of
+from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding, url_of
 from tests.support.fleets import card
 from tests.support.front import open_house
 from tests.support.mock_fleets import alike
@@ -48,7 +48,8 @@ async def test_peers_that_are_refused(n: int, severity: Severity) -> None:
 
 async def test_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "recorded"
-    async with served(alike(), recording=RecordingSettings(folder=str(folder))) as here:
+    settings = RecordingSettings(folder=str(folder))
+    async with served(alike(), router=UNTIMED, recording=settings) as here:
         await chats(here, n=1)
         well = await examined(here)
         shutil.rmtree(folder)

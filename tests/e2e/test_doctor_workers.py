@@ -9,7 +9,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import ModelInput, Role
 from kvrouter.transports.discovery.port import Gone
-from tests.support.examined import chats, examined, found, names_of, the_finding
+from tests.support.examined import UNTIMED, chats, examined, found, names_of, the_finding
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import open_house, says
 from tests.support.mock_fleets import alike, fleet_file, pairs
@@ -20,7 +20,7 @@ from tests.support.waits import until
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 async def test_pairs_that_are_well_get_no_complaint(handoff: str) -> None:
-    async with served(pairs(handoff=handoff)) as here:
+    async with served(pairs(handoff=handoff), router=UNTIMED) as here:
         assert set(await chats(here, n=24)) == {200}
         report = await examined(here)
     assert report.findings == []
@@ -30,7 +30,7 @@ async def test_pairs_that_are_well_get_no_complaint(handoff: str) -> None:
 
 
 async def test_workers_that_are_well_get_no_complaint() -> None:
-    async with served(alike(replicas=3, dp_size=2)) as here:
+    async with served(alike(replicas=3, dp_size=2), router=UNTIMED) as here:
         assert set(await chats(here, n=12)) == {200}
         assert (await examined(here)).findings == []
 

@@ -3,8 +3,13 @@
 from kvrouter.cli.client import RouterClient
 from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose
 from kvrouter.commands.doctor.findings import Finding, Report, Severity
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import CostRule
 from tests.support.front import House
 from tests.support.served import MODEL, Served, user, words
+
+UNTIMED = KvRouterConfig(router_cost=CostRule.BLOCKS)
+"""A router that judges nothing by how long it took: mock engines that are sped up measure the machine."""
 
 
 async def examined(here: Served | House | str, *others: str, options: DoctorOptions | None = None) -> Report:
