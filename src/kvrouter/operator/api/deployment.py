@@ -135,7 +135,8 @@ class PodTopologyConstraint(ObjectPart):
     """Where one component's pods are placed."""
 
     pack_domain: DomainName
-    """Level of the deployment's topology that this component's pods are packed into."""
+    """Level of the deployment's topology: all pods of the component are placed in one domain of it. A pod for
+    which that domain has no room stays Pending."""
 
 
 class SpecTopologyConstraint(ObjectPart):
@@ -149,7 +150,8 @@ class SpecTopologyConstraint(ObjectPart):
     ]
     """Name of Grove's ClusterTopologyBinding (or ClusterTopology). It cannot change once it is set."""
     pack_domain: DomainName | None = None
-    """Level that pods are packed into, unless a component names its own."""
+    """Level of the topology: all pods of the deployment are placed in one and the same domain of it, except
+    those of components that name another level. A pod for which that domain has no room stays Pending."""
 
 
 class ComponentSpec(ObjectPart):

@@ -64,10 +64,14 @@ SERVICE_CHARS_MAX = 63
 TOPOLOGY_LABEL_PREFIX = "grove.io/topology."
 """A pod's label for one level of a topology is this and the level's domain."""
 
+PACKED_LABEL = "kvrouter.dev/packed-by"
+"""Label of pods that are packed into one domain: the level, and a digest of its node label."""
+
 LABELS_OF_PODS = (
     "kvrouter.dev/component",
     "kvrouter.dev/component-type",
     "kvrouter.dev/deployment",
+    PACKED_LABEL,
     "pod-template-hash",
 )
 """Pods are found by these: with a node's value there a pod would count as gone, and be replaced for ever."""
