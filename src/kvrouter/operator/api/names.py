@@ -186,6 +186,21 @@ ObjectName = Annotated[
     WithJsonSchema({"type": "string", "maxLength": OBJECT_CHARS_MAX, "pattern": OBJECT_PATTERN}),
 ]
 
+VARIABLE_PATTERN = "^[-._a-zA-Z][-._a-zA-Z0-9]*$"
+VARIABLE_CHARS_MAX = 256
+
+VariableName = Annotated[
+    str,
+    AfterValidator(
+        _checked(
+            VARIABLE_PATTERN,
+            VARIABLE_CHARS_MAX,
+            "must be a variable's name: ≤ 256 letters, digits, '_', '-' and '.', first no digit",
+        )
+    ),
+    WithJsonSchema({"type": "string", "maxLength": VARIABLE_CHARS_MAX, "pattern": VARIABLE_PATTERN}),
+]
+
 ComponentName = Annotated[
     str,
     AfterValidator(

@@ -28,7 +28,14 @@ from kvrouter.operator.plan.packing import (
 )
 from kvrouter.operator.plan.pod import PodDraft, read_pod_template
 from kvrouter.operator.plan.serving import complete, http_port
-from kvrouter.operator.plan.wiring import frontend_place, place_frontend, wire_frontend, wire_worker
+from kvrouter.operator.plan.shared import give_shared, read_env, shared_problems
+from kvrouter.operator.plan.wiring import (
+    frontend_place,
+    names_of_policy,
+    place_frontend,
+    wire_frontend,
+    wire_worker,
+)
 from kvrouter.operator.plan.workload import service, workload
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
 
@@ -85,6 +92,10 @@ def plan(
         links, found = frontend_links(reading.settings, of_topology, resolution)
         place, unplaced = frontend_place(reading.settings, policy, resolution)
         warnings += [*found, *unplaced]
+    labels_of_nodes = () if resolution is None else [copy.pod_label for copy in resolution.copies]
+    problems += shared_problems(deployment.spec, labels_of_nodes)
+    env = read_env(deployment.spec, names_of_policy(policy, links, place))
+    warnings += env.warnings
     assumes = False
     drafts: list[tuple[ComponentSpec, PodDraft, Manifest]] = []
     for index, component in enumerate(deployment.spec.components):
@@ -93,22 +104,22 @@ def plan(
         if isinstance(draft, list):
             problems += draft
             continue
-        problems += complete(draft, deployment, component, defaults)
+        problems += complete(draft, deployment, component, defaults, env.entries)
         give_account(draft, deployment, component.type, defaults)
         annotations: Manifest = {}
-        if policy is not None and resolution is not None:
-            if component.type is ComponentType.FRONTEND:
-                if place is not None:
-                    place_frontend(draft, place, resolution.copies, defaults)
-                assumes |= wire_frontend(draft, policy, links)
-                annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
-            else:
-                wire_worker(draft, component.type, policy, resolution.copies, defaults)
-                annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
+        if policy is not None and resolution is not None and component.type is ComponentType.FRONTEND:
+            if place is not None:
+                place_frontend(draft, place, resolution.copies, defaults)
+            assumes |= wire_frontend(draft, policy, links)
+            annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
+        elif policy is not None and resolution is not None:
+            wire_worker(draft, component.type, policy, resolution.copies, defaults)
+            annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
+        give_shared(draft, deployment.spec, env)
         packed_labels(draft, packing := packings.get(component.name))
         if packing is not None:
             annotations[PACKING_ANNOTATION] = packing.annotation
-        draft.labels = {**draft.labels, **labels_of(deployment, component)}
+        draft.labels = {**deployment.spec.labels, **draft.labels, **labels_of(deployment, component)}
         drafts.append((component, draft, annotations))
     problems += pack(deployment, {component.name: draft for component, draft, _ in drafts}, packings)
     for component, draft, annotations in drafts:
