@@ -20,6 +20,7 @@ from kvrouter.operator.plan.links import (
     qos_text,
 )
 from kvrouter.operator.plan.manifest import Manifest, labels_of
+from kvrouter.operator.plan.network import network_policy
 from kvrouter.operator.plan.packing import (
     PACKING_ANNOTATION,
     pack,
@@ -71,8 +72,8 @@ def plan(
     last_pack_levels: Sequence[Level] = (),
 ) -> Plan:
     """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend, a
-    budget for each component whose pods are not counted zone by zone, and before them the accounts of their
-    processes.
+    budget for each component whose pods are not counted zone by zone, a NetworkPolicy for each where that is
+    wanted, and before them the accounts of their processes.
 
     With a policy that cannot be determined nothing is planned: KV would go anywhere. ``last_levels`` are
     those of :data:`LEVELS_ANNOTATION` on what is there, ``last_qos`` the links of :data:`QOS_ANNOTATION` and
@@ -124,6 +125,8 @@ def plan(
     problems += pack(deployment, {component.name: draft for component, draft, _ in drafts}, packings)
     for component, draft, annotations in drafts:
         manifests += _of_component(deployment, component, draft, annotations, policy)
+        if defaults.network_policies:
+            manifests.append(network_policy(deployment, component, draft, defaults))
         warnings += draft.warnings
     if assumes:
         warnings.append(Problem(reading.settings.weight_at, ASSUMED))
