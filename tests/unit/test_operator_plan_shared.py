@@ -168,7 +168,7 @@ def test_a_variable_that_follows_from_the_policy_is_left_out_with_a_warning() ->
     ],
 )
 def test_a_mistake_is_refused_at_its_field(spec: dict[str, JsonValue], where: str) -> None:
-    verdict = validated(document(**spec), None, GROVE)
+    verdict = validated(document(None, **spec), None, GROVE)
     assert [dotted(problem.path) for problem in verdict.problems] == [where]
 
 

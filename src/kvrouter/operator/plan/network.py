@@ -1,7 +1,7 @@
 """NetworkPolicies of a deployment's pods: the connections that they need, and no others."""
 
+import re
 from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
 
 from pydantic import JsonValue
 
@@ -24,6 +24,9 @@ from kvrouter.operator.plan.workload import component_metadata
 DNS_PORT = 53
 NATS_PORT = 4222
 """Of a server whose URL states no port."""
+
+_PORT = re.compile(r":(\d{1,5})/*$")
+"""The end of a server's URL; an address of IPv6 stands in brackets."""
 
 METRICS = "metrics"
 """Name of the container port that a PodMonitor scrapes."""
@@ -70,15 +73,8 @@ def network_policy(
 
 def nats_ports(servers: str) -> list[int]:
     """Return the ports of NATS servers, URLs with commas between."""
-    found = set()
-    for server in servers.split(","):
-        url = server.strip()
-        try:
-            port = urlsplit(url if "://" in url else f"nats://{url}").port
-        except ValueError:  # the processes that connect there report it
-            port = None
-        found.add(port or NATS_PORT)
-    return sorted(found)
+    stated = [_PORT.search(server.strip()) for server in servers.split(",")]
+    return sorted({NATS_PORT if port is None else int(port[1]) for port in stated})
 
 
 def _pods(deployment: DynamoGraphDeployment, kinds: Sequence[ComponentType]) -> JsonValue:
