@@ -151,6 +151,26 @@ BY_THE_DEFINITION: dict[str, list[Case]] = {
             ("a component's topologyConstraint needs spec.topologyConstraint.clusterTopologyName",),
         )
     ],
+    "a label or an annotation of the operator's own in `spec.labels` or `spec.annotations`": [
+        *(
+            Case(spec(WORKERS, labels={key: "x"}), ("spec.labels", "the operator's own labels are reserved"))
+            for key in ("kvrouter.dev/component", "app.kubernetes.io/name", "grove.io/topology.zone")
+        ),
+        Case(
+            spec(WORKERS, annotations={"kvrouter.dev/template-hash": "x"}),
+            ("spec.annotations", "annotations kvrouter.dev/… are the operator's own"),
+        ),
+    ],
+    "a name twice in `spec.env`, or one with both `value` and `valueFrom`": [
+        Case(
+            spec(WORKERS, env=[{"name": "A", "value": "a"}, {"name": "A", "value": "b"}]),
+            ('spec.env: duplicate entries for key [name="A"]',),
+        ),
+        Case(
+            spec(WORKERS, env=[{"name": "A", "value": "a", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]),
+            ("spec.env[0]", "exactly one of value and valueFrom"),
+        ),
+    ],
     "another `type` for a component": [
         Case(
             spec([component("prefill", "a")]),
@@ -184,6 +204,14 @@ WITHOUT_GROVE: dict[str, list[Case]] = {
 }
 
 WITH_GROVE: dict[str, list[Case]] = {
+    "a key or a value in `spec.labels` that no label has, or the policy's `label`": [
+        Case(spec(WORKERS, labels={"a b": "x"}), ("spec.labels.a b: is no key of a label",)),
+        Case(spec(WORKERS, labels={"a": "b c"}), ("spec.labels.a: must have at most 63 letters",)),
+        Case(
+            spec(WORKERS, labels={ZONE: "x"}, experimental={"kvTransferPolicy": BY_LABEL}),
+            (f"spec.labels.{ZONE}: is the node's to say",),
+        ),
+    ],
     "no such topology": [
         Case(
             spec(of_frontend(level="zone"), topologyConstraint={"clusterTopologyName": "fabrik"}),
@@ -317,6 +345,14 @@ WARNED: list[Case] = [
     Case(
         spec(of_frontend(level="zone", kvTransferWeight=50), **IN_FABRIC),
         (f"{FRONTEND}.kvTransferWeight: weighs links that are assumed",),
+    ),
+    Case(
+        spec(
+            WORKERS,
+            env=[{"name": "DYN_KV_TRANSFER_DOMAIN", "value": "x"}],
+            experimental={"kvTransferPolicy": BY_LABEL},
+        ),
+        ("spec.env[0]: DYN_KV_TRANSFER_DOMAIN follows from the policy of KV transfers, and has no effect",),
     ),
     graph(
         f"{GRAPH}: prefers nothing: preferredWeight is 0",

@@ -100,6 +100,34 @@ async def comes_and_goes(
 
 
 @pytest.mark.usefixtures("grove")
+async def test_pods_stay_packed_by_a_level_whose_topology_goes(plane: ControlPlane) -> None:
+    with new_namespace(plane) as namespace:
+        name = f"fabric-{namespace}"
+        plane.apply(topology(name, {"zone": ZONE, "rack": RACK}))
+        deployment = graph(namespace, "llm")
+        deployment["spec"]["topologyConstraint"] = {"clusterTopologyName": name, "packDomain": "rack"}
+        for component in deployment["spec"]["components"][1:]:
+            del component["podTemplate"]["spec"]["topologySpreadConstraints"]
+        async with operator(plane, namespace, "one"):
+            plane.apply(deployment)
+            await waited(plane, namespace, "--for=condition=Ready")
+            packed = replica_sets(plane, namespace)
+            pods = plane.read("pods", "--namespace", namespace)["items"]
+            assert len(pods) == 7
+            assert len({pod["spec"]["nodeName"] for pod in pods}) == 1, "a rack has one node here"
+
+            plane.kubectl("delete", BINDING.lower(), name)
+
+            async def is_reported() -> bool:
+                events = plane.read("events", "--namespace", namespace)["items"]
+                return any(f"pods stay packed by {RACK}" in event["message"] for event in events)
+
+            plane.kubectl("annotate", "dgd/llm", "example.com/look=again", "--namespace", namespace)
+            await eventually(is_reported)
+            assert changed(packed, replica_sets(plane, namespace)) == set()
+
+
+@pytest.mark.usefixtures("grove")
 async def test_frontends_that_prefill_keeps_near_get_their_place(plane: ControlPlane) -> None:
     """At their binding, and again where somebody overwrites it."""
     with new_namespace(plane) as namespace:

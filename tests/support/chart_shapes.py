@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "serviceAccount": {"annotations": {"corp/role": "x"}},
         "extraArgs": ["--host=::"],
         "nats": {"enabled": True},
+        "networkPolicies": {"enabled": True, "apiServerPorts": [16443]},
         "fleets": {"planeToken": {"secretName": "plane", "key": "secret"}},
         "metrics": {
             "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -73,4 +74,5 @@ def one(manifests: list[Manifest], kind: str, name: str = "") -> Manifest:
 def arguments(manifests: list[Manifest]) -> dict[str, str]:
     container = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["kvrouter", "operator", "run"]
-    return dict(argument.split("=", 1) for argument in container["args"])
+    pairs = [argument.partition("=") for argument in container["args"]]
+    return {flag: value for flag, _, value in pairs}

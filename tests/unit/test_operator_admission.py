@@ -301,14 +301,12 @@ def test_levels_to_pack_by_that_are_not_there_are_warnings() -> None:
     }
     gone = validated(document, None, ClusterFacts(grove=Grove.PRESENT))
     assert [line.partition(":")[2] for line in lines(gone.warnings)] == [
-        " has no effect: topology 'fabric' is not in this cluster"
+        " has no effect: topology 'fabric' is not in this cluster: pods are not packed by it"
     ] * 2
     verdict = validated(document, None, GROVE)
     assert lines(verdict.warnings) == [
         "spec.components[0].topologyConstraint.packDomain: 'host' is no level of fabric, which has zone, "
         "rack: pods are not packed by it",
-        "spec.topologyConstraint.packDomain: has no effect yet: give podTemplate.spec an affinity to pack "
-        "the pods of a component",
     ]
     assert verdict.is_allowed
 

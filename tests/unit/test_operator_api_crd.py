@@ -71,7 +71,9 @@ def test_the_schema_is_structural() -> None:
     """Every value has a type; nothing refers, unites, or allows fields that are not named."""
     for path, field in FIELDS.items():
         assert "type" in field, path
-        assert not {"$ref", "anyOf", "oneOf", "allOf", "title", "additionalProperties"} & set(field), path
+        assert not {"$ref", "anyOf", "oneOf", "allOf", "title"} & set(field), path
+        is_map = path in (".spec.labels", ".spec.annotations")
+        assert field.get("additionalProperties") == ({"type": "string"} if is_map else None), path
         if field["type"] == "array":
             assert "maxItems" in field, path
 
@@ -84,6 +86,7 @@ def test_lists_merge_by_their_keys() -> None:
     }
     assert keys == {
         ".spec.components": ["name"],
+        ".spec.env": ["name"],
         ".spec.components[].kvCacheTransferTopology.networkQoS.levels": ["level"],
         ".status.conditions": ["type"],
         ".status.components": ["name"],
@@ -95,7 +98,7 @@ def test_a_pod_template_keeps_what_the_definition_does_not_know() -> None:
     template = FIELDS[".spec.components[].podTemplate"]
     assert template["x-kubernetes-preserve-unknown-fields"] is True
     preserving = [path for path, field in FIELDS.items() if "x-kubernetes-preserve-unknown-fields" in field]
-    assert preserving == [TEMPLATE]
+    assert preserving == [TEMPLATE, ".spec.env[].valueFrom"]
     for path, field in POD_FIELDS.items():
         if field.get("type") == "object" and "additionalProperties" not in field:
             assert field["x-kubernetes-preserve-unknown-fields"] is True, path

@@ -8,7 +8,6 @@ from pydantic import JsonValue
 
 from kvrouter.cli.engines import topology_wait
 from kvrouter.config import AdminAccess
-from kvrouter.config.problems import dotted
 from kvrouter.config.sources import load_settings
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api import Level, read_deployment
@@ -371,25 +370,6 @@ def _env(template: JsonValue) -> list[JsonValue]:
     entries = at(template, "spec", "containers", 0, "env")
     assert isinstance(entries, list)
     return entries
-
-
-def test_packing_that_deployments_do_not_do_is_reported() -> None:
-    document: dict[str, JsonValue] = {
-        "metadata": {"name": "llm"},
-        "spec": {
-            "topologyConstraint": {"clusterTopologyName": "gpu-fabric", "packDomain": "zone"},
-            "components": [
-                {"name": "f", "type": "frontend", "topologyConstraint": {"packDomain": "rack"}},
-                {"name": "g", "type": "frontend"},
-            ],
-        },
-    }
-    of = read_deployment(document).deployment
-    assert of is not None
-    assert [dotted(warning.path) for warning in planned(of).warnings] == [
-        "spec.topologyConstraint.packDomain",
-        "spec.components[0].topologyConstraint.packDomain",
-    ]
 
 
 # What cannot be planned.

@@ -116,7 +116,7 @@ NO_LIMITS = {
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LABEL_VALUE_CHARS_MAX
-        operator.api.names.LEVEL_CHARS_MAX
+        operator.api.names.LEVEL_CHARS_MAX operator.api.names.VARIABLE_CHARS_MAX
         operator.labels.copies.POD_NAME_STEM_CHARS_MAX operator.labels.copies.POD_NAME_CHARS_MAX
         operator.api.status.BANDWIDTH_MAX operator.plan.manifest.NAME_CHARS_MAX
         operator.reconcile.bindings.OWNER_CHARS_MAX

@@ -48,6 +48,8 @@ class RunFlags:
     plane_token_key: str
     admin_token_secret: str
     admin_token_key: str
+    network_policies: bool
+    api_server_ports: tuple[int, ...]
     host: str
     http_port: int
     admission_port: int
@@ -94,6 +96,21 @@ def of_installation(command: F) -> F:
 def of_planes(command: F) -> F:
     """Add the options that say how the processes of deployments find and reach each other."""
     for option in (
+        click.option(
+            "--api-server-port",
+            "api_server_ports",
+            type=click.IntRange(1, 65_535),
+            multiple=True,
+            default=(443, 6443),
+            show_default=True,
+            help="Where the API server listens: pods with NetworkPolicies may connect to this port of any "
+            "address. May be repeated.",
+        ),
+        click.option(
+            "--network-policies",
+            is_flag=True,
+            help="Write NetworkPolicies: pods of deployments take and make only the connections they need.",
+        ),
         click.option(
             "--admin-token-key",
             default="token",
@@ -358,6 +375,8 @@ def _defaults(run_flags: RunFlags) -> "PlanDefaults":
         wait_image=run_flags.wait_image,
         wait_timeout_s=run_flags.wait_timeout_s,
         disruption_hold_s=run_flags.disruption_hold_s,
+        network_policies=run_flags.network_policies,
+        api_server_ports=run_flags.api_server_ports,
     )
     for plane in found.planes_of_nats if run_flags.nats_server is None else ():
         raise click.UsageError(f"--{plane} is NATS: say with --nats-server where that is")

@@ -133,10 +133,9 @@ RECOMMENDED_LABELS = "app.kubernetes.io/"
 def warnings_of(spec: DeploymentSpec, facts: ClusterFacts) -> list[Problem]:
     """Return the warnings on ``spec``: they never depend on what it was before."""
     declared = read_policy(spec).declared
-    found = [*_packing(spec, facts)]
-    if declared is not None:
-        found += [*_balance(spec, declared), *_source(spec, declared, facts)]
-    return found
+    if declared is None:
+        return []
+    return [*_balance(spec, declared), *_source(spec, declared, facts)]
 
 
 def _balance(spec: DeploymentSpec, declared: Declared) -> Iterator[Problem]:
@@ -178,31 +177,6 @@ def _source(spec: DeploymentSpec, declared: Declared, facts: ClusterFacts) -> It
     topology = facts.topologies.get(source.name)
     if topology is not None and topology.oddities:
         yield Problem(declared.source_at, f"not all of it can be used: {'; '.join(topology.oddities)}")
-
-
-def _packing(spec: DeploymentSpec, facts: ClusterFacts) -> Iterator[Problem]:
-    """Levels that pods are packed into: placement is no part of the policy, so a mistake is no refusal."""
-    constraint = spec.topology_constraint
-    if constraint is None or facts.grove is not Grove.PRESENT:
-        return
-    wanted: dict[Path, str] = {}
-    if constraint.pack_domain is not None:
-        wanted[(*TOPOLOGY_NAME[:-1], "packDomain")] = constraint.pack_domain
-    for index, component in enumerate(spec.components):
-        if component.topology_constraint is not None:
-            at = (*COMPONENTS, index, "topologyConstraint", "packDomain")
-            wanted[at] = component.topology_constraint.pack_domain
-    topology = facts.topologies.get(constraint.cluster_topology_name)
-    for at, domain in wanted.items():
-        if topology is None:
-            name = constraint.cluster_topology_name
-            yield Problem(at, f"has no effect: topology {name!r} is not in this cluster")
-        elif domain not in topology.domains:
-            yield Problem(
-                at,
-                f"{domain!r} is no level of {topology.name}, which has {listed(topology.domains)}: "
-                "pods are not packed by it",
-            )
 
 
 def name_problems(deployment: DynamoGraphDeployment) -> list[Problem]:

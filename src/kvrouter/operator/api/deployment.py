@@ -12,12 +12,14 @@ from kvrouter.config.problems import Path, Problem, did_you_mean, innermost, pro
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api.names import (
+    TOPOLOGY_LABEL_PREFIX,
     ComponentName,
     DomainName,
     LabelKey,
     ObjectName,
     ObjectPart,
     Rule,
+    VariableName,
     list_map,
     rules,
 )
@@ -33,6 +35,19 @@ PLURAL = "dynamographdeployments"
 
 COMPONENTS_MAX = 25
 REPLICAS_MAX = 10_000
+SHARED_MAX = 64
+"""Labels, annotations or variables that a deployment gives all of its components."""
+
+OPERATORS_PREFIX = "kvrouter.dev/"
+RESERVED_LABELS_PREFIXES = (OPERATORS_PREFIX, TOPOLOGY_LABEL_PREFIX)
+RESERVED_LABELS = (
+    "app.kubernetes.io/component",
+    "app.kubernetes.io/instance",
+    "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/name",
+    "pod-template-hash",
+)
+"""Labels that the operator sets: no deployment has them for all of its components."""
 
 TYPE_IS_IMMUTABLE = "cannot change: add a component under another name, then remove this one"
 TOPOLOGY_IS_IMMUTABLE = "cannot change once it is set: delete the deployment and create it again"
@@ -135,7 +150,8 @@ class PodTopologyConstraint(ObjectPart):
     """Where one component's pods are placed."""
 
     pack_domain: DomainName
-    """Level of the deployment's topology that this component's pods are packed into."""
+    """Level of the deployment's topology: all pods of the component are placed in one domain of it. A pod for
+    which that domain has no room stays Pending."""
 
 
 class SpecTopologyConstraint(ObjectPart):
@@ -149,7 +165,8 @@ class SpecTopologyConstraint(ObjectPart):
     ]
     """Name of Grove's ClusterTopologyBinding (or ClusterTopology). It cannot change once it is set."""
     pack_domain: DomainName | None = None
-    """Level that pods are packed into, unless a component names its own."""
+    """Level of the topology: all pods of the deployment are placed in one and the same domain of it, except
+    those of components that name another level. A pod for which that domain has no room stays Pending."""
 
 
 class ComponentSpec(ObjectPart):
@@ -195,6 +212,38 @@ class Experimental(ObjectPart):
     kvCacheTransferTopology; given both, they must say the same."""
 
 
+class EnvVariable(ObjectPart):
+    """An environment variable, as in a container."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule("!has(self.value) || !has(self.valueFrom)", "exactly one of value and valueFrom")
+        )
+    )
+
+    name: VariableName
+    """Name of the variable."""
+    value: str | None = None
+    """Its value; ``$(NAME)`` refers to a variable before it."""
+    value_from: Annotated[
+        Mapping[str, JsonValue] | None,
+        Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}),
+    ] = None
+    """Where its value comes from, as in a container: a Secret, a ConfigMap, a field of the pod."""
+
+
+_NO_RESERVED_LABELS = Rule(
+    "self.all(key, !("
+    + " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_LABELS_PREFIXES)
+    + f" || key in {[*RESERVED_LABELS]}))",
+    f"the operator's own labels are reserved: {', '.join(RESERVED_LABELS)}, "
+    f"{', '.join(f'{prefix}…' for prefix in RESERVED_LABELS_PREFIXES)}",
+)
+_NO_RESERVED_ANNOTATIONS = Rule(
+    f"self.all(key, !key.startsWith('{OPERATORS_PREFIX}'))",
+    f"annotations {OPERATORS_PREFIX}… are the operator's own",
+)
+
 _UNIQUE = Rule(
     "self.all(a, self.exists_one(b, a.name.lowerAscii() == b.name.lowerAscii()))",
     "names of components must be unique, whatever their case",
@@ -229,6 +278,23 @@ class DeploymentSpec(ObjectPart):
         Field(json_schema_extra={**list_map("name"), **rules(_UNIQUE)}),
     ]
     """The sets of pods that make up the fleet."""
+    labels: Annotated[
+        Mapping[str, str], MaxLen(SHARED_MAX), Field(json_schema_extra=rules(_NO_RESERVED_LABELS))
+    ] = {}
+    """Labels of everything that is made for the deployment, pods included. A component's podTemplate takes
+    precedence."""
+    annotations: Annotated[
+        Mapping[str, str], MaxLen(SHARED_MAX), Field(json_schema_extra=rules(_NO_RESERVED_ANNOTATIONS))
+    ] = {}
+    """Annotations of everything that is made for the deployment, pods included. A component's podTemplate
+    takes precedence."""
+    env: Annotated[
+        tuple[EnvVariable, ...], MaxLen(SHARED_MAX), Field(json_schema_extra=list_map("name"))
+    ] = ()
+    """Environment variables of every container, before its own. Those of a component's podTemplate take
+    precedence, and may refer to these."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of all pods, unless a component's podTemplate names one."""
     topology_constraint: SpecTopologyConstraint | None = None
     """Topology of the deployment; kvCacheTransferTopology without a label reads its levels."""
     experimental: Experimental | None = None
@@ -313,8 +379,9 @@ def read_deployment(document: object) -> DeploymentReading:
 
 def _problem(error: ErrorDetails) -> Problem:
     path = error["loc"]
-    if "podTemplate" in path[:-1]:  # any JSON is right inside, so only its depth can be wrong
-        return Problem(path[: path.index("podTemplate") + 1], "has too many parts inside each other")
+    for free in ("podTemplate", "valueFrom"):  # any JSON is right inside, so only its depth can be wrong
+        if free in path[:-1]:
+            return Problem(path[: path.index(free) + 1], "has too many parts inside each other")
     return problem_of(error, DynamoGraphDeployment)
 
 

@@ -64,10 +64,14 @@ SERVICE_CHARS_MAX = 63
 TOPOLOGY_LABEL_PREFIX = "grove.io/topology."
 """A pod's label for one level of a topology is this and the level's domain."""
 
+PACKED_LABEL = "kvrouter.dev/packed-by"
+"""Label of pods that are packed into one domain: the level, and a digest of its node label."""
+
 LABELS_OF_PODS = (
     "kvrouter.dev/component",
     "kvrouter.dev/component-type",
     "kvrouter.dev/deployment",
+    PACKED_LABEL,
     "pod-template-hash",
 )
 """Pods are found by these: with a node's value there a pod would count as gone, and be replaced for ever."""
@@ -180,6 +184,21 @@ ObjectName = Annotated[
         )
     ),
     WithJsonSchema({"type": "string", "maxLength": OBJECT_CHARS_MAX, "pattern": OBJECT_PATTERN}),
+]
+
+VARIABLE_PATTERN = "^[-._a-zA-Z][-._a-zA-Z0-9]*$"
+VARIABLE_CHARS_MAX = 256
+
+VariableName = Annotated[
+    str,
+    AfterValidator(
+        _checked(
+            VARIABLE_PATTERN,
+            VARIABLE_CHARS_MAX,
+            "must be a variable's name: ≤ 256 letters, digits, '_', '-' and '.', first no digit",
+        )
+    ),
+    WithJsonSchema({"type": "string", "maxLength": VARIABLE_CHARS_MAX, "pattern": VARIABLE_PATTERN}),
 ]
 
 ComponentName = Annotated[

@@ -16,6 +16,7 @@ from kvrouter.operator.plan.manifest import (
     selector,
     template_hash,
 )
+from kvrouter.operator.plan.packing import PACKING_ANNOTATION
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
 from kvrouter.operator.plan.serving import registers_elsewhere
 from kvrouter.operator.plan.wiring import prefill_problem
@@ -25,6 +26,7 @@ __all__ = [
     "DEPLOYMENT_LABEL",
     "LEVELS_ANNOTATION",
     "MANAGER",
+    "PACKING_ANNOTATION",
     "QOS_ANNOTATION",
     "TEMPLATE_HASH",
     "TYPE_LABEL",

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
 
+API_SERVER_PORTS = (443, 6443)
+"""Where API servers listen: in most hosted clusters, and as kubeadm and others make them."""
+
 
 @dataclass(frozen=True, slots=True)
 class SecretKey:
@@ -23,7 +26,8 @@ class PlanDefaults:
     ``admin_token`` is where the token of frontends' admin routes is; where there is none they are closed.
     ``wait_timeout_s`` is how long an init container waits for topology files before it fails and is started
     again, ``disruption_hold_s`` for how long a zone that lost workers keeps the disruption budget of those
-    that it had.
+    that it had. With ``network_policies`` pods get NetworkPolicies, which let them reach the API server on
+    ``api_server_ports``.
     """
 
     image: str
@@ -36,6 +40,8 @@ class PlanDefaults:
     wait_image: str | None = None
     wait_timeout_s: int = 300
     disruption_hold_s: int = 600
+    network_policies: bool = False
+    api_server_ports: tuple[int, ...] = API_SERVER_PORTS
 
     @property
     def event_lane(self) -> EventPlaneKind:

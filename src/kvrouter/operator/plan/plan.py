@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level, NetworkQoS
+from kvrouter.operator.api import ComponentSpec, ComponentType, DynamoGraphDeployment, Level, NetworkQoS
 from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
@@ -20,9 +20,23 @@ from kvrouter.operator.plan.links import (
     qos_text,
 )
 from kvrouter.operator.plan.manifest import Manifest, labels_of
-from kvrouter.operator.plan.pod import read_pod_template
+from kvrouter.operator.plan.network import network_policy
+from kvrouter.operator.plan.packing import (
+    PACKING_ANNOTATION,
+    pack,
+    packed_labels,
+    read_packings,
+)
+from kvrouter.operator.plan.pod import PodDraft, read_pod_template
 from kvrouter.operator.plan.serving import complete, http_port
-from kvrouter.operator.plan.wiring import frontend_place, place_frontend, wire_frontend, wire_worker
+from kvrouter.operator.plan.shared import give_shared, read_env, shared_problems
+from kvrouter.operator.plan.wiring import (
+    frontend_place,
+    names_of_policy,
+    place_frontend,
+    wire_frontend,
+    wire_worker,
+)
 from kvrouter.operator.plan.workload import service, workload
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
 
@@ -55,20 +69,23 @@ def plan(
     *,
     last_levels: Sequence[Level] = (),
     last_qos: NetworkQoS | None = None,
+    last_pack_levels: Sequence[Level] = (),
 ) -> Plan:
     """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend, a
-    budget for each component whose pods are not counted zone by zone, and before them the accounts of their
-    processes.
+    budget for each component whose pods are not counted zone by zone, a NetworkPolicy for each where that is
+    wanted, and before them the accounts of their processes.
 
     With a policy that cannot be determined nothing is planned: KV would go anywhere. ``last_levels`` are
-    those of :data:`LEVELS_ANNOTATION` on what is there, and ``last_qos`` the links of :data:`QOS_ANNOTATION`;
-    they hold while the topology cannot be found, so that nothing rolls because somebody deleted it.
+    those of :data:`LEVELS_ANNOTATION` on what is there, ``last_qos`` the links of :data:`QOS_ANNOTATION` and
+    ``last_pack_levels`` the levels of :data:`PACKING_ANNOTATION`. They hold while the topology cannot be
+    found, so that nothing rolls because somebody deleted it.
     """
     reading = read_policy(deployment.spec)
     policy = reading.policy
     resolution = None if policy is None else resolve(policy, facts, last_levels)
     problems, manifests = [*reading.problems], accounts(deployment, defaults)
-    warnings = [*budget_warnings(deployment), *_packing(deployment.spec)]
+    packings, unpacked = read_packings(deployment.spec, facts, policy, last_pack_levels)
+    warnings = [*budget_warnings(deployment), *unpacked]
     of_topology, links, place = None, FrontendLinks(), None
     if policy is not None and resolution is not None:
         warnings += _left_out(reading.settings, policy, resolution)
@@ -76,32 +93,40 @@ def plan(
         links, found = frontend_links(reading.settings, of_topology, resolution)
         place, unplaced = frontend_place(reading.settings, policy, resolution)
         warnings += [*found, *unplaced]
+    labels_of_nodes = () if resolution is None else [copy.pod_label for copy in resolution.copies]
+    problems += shared_problems(deployment.spec, labels_of_nodes)
+    env = read_env(deployment.spec, names_of_policy(policy, links, place))
+    warnings += env.warnings
     assumes = False
+    drafts: list[tuple[ComponentSpec, PodDraft, Manifest]] = []
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
         draft = read_pod_template(component, at)
         if isinstance(draft, list):
             problems += draft
             continue
-        problems += complete(draft, deployment, component, defaults)
+        problems += complete(draft, deployment, component, defaults, env.entries)
         give_account(draft, deployment, component.type, defaults)
         annotations: Manifest = {}
-        if policy is not None and resolution is not None:
-            if component.type is ComponentType.FRONTEND:
-                if place is not None:
-                    place_frontend(draft, place, resolution.copies, defaults)
-                assumes |= wire_frontend(draft, policy, links)
-                annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
-            else:
-                wire_worker(draft, component.type, policy, resolution.copies, defaults)
-                annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
-        draft.labels = {**draft.labels, **labels_of(deployment, component)}
-        manifests.append(workload(deployment, component, draft.template(), annotations))
-        if component.type is ComponentType.FRONTEND:
-            manifests.append(service(deployment, component, http_port(draft.main)))
-        is_counted_whole = policy is None or component.type is ComponentType.FRONTEND
-        if is_counted_whole and has_budgets(deployment):
-            manifests.append(component_budget(deployment, component))
+        if policy is not None and resolution is not None and component.type is ComponentType.FRONTEND:
+            if place is not None:
+                place_frontend(draft, place, resolution.copies, defaults)
+            assumes |= wire_frontend(draft, policy, links)
+            annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
+        elif policy is not None and resolution is not None:
+            wire_worker(draft, component.type, policy, resolution.copies, defaults)
+            annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
+        give_shared(draft, deployment.spec, env)
+        packed_labels(draft, packing := packings.get(component.name))
+        if packing is not None:
+            annotations[PACKING_ANNOTATION] = packing.annotation
+        draft.labels = {**deployment.spec.labels, **draft.labels, **labels_of(deployment, component)}
+        drafts.append((component, draft, annotations))
+    problems += pack(deployment, {component.name: draft for component, draft, _ in drafts}, packings)
+    for component, draft, annotations in drafts:
+        manifests += _of_component(deployment, component, draft, annotations, policy)
+        if defaults.network_policies:
+            manifests.append(network_policy(deployment, component, draft, defaults))
         warnings += draft.warnings
     if assumes:
         warnings.append(Problem(reading.settings.weight_at, ASSUMED))
@@ -116,25 +141,27 @@ def read_levels(annotation: str | None) -> tuple[Level, ...]:
     return tuple(Level(domain, key) for domain, _, key in pairs if key and level_problem(domain) is None)
 
 
+def _of_component(
+    deployment: DynamoGraphDeployment,
+    component: ComponentSpec,
+    draft: PodDraft,
+    annotations: Manifest,
+    policy: DeploymentPolicy | None,
+) -> Iterator[Manifest]:
+    """The objects of one component, whose pods are complete."""
+    yield workload(deployment, component, draft.template(), annotations)
+    if component.type is ComponentType.FRONTEND:
+        yield service(deployment, component, http_port(draft.main))
+    is_counted_whole = policy is None or component.type is ComponentType.FRONTEND
+    if is_counted_whole and has_budgets(deployment):
+        yield component_budget(deployment, component)
+
+
 def _left_out(
     settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
 ) -> Iterator[Problem]:
     for problem in level_problems(settings, policy, resolution):
         yield Problem(problem.path, f"{problem.must}: the link is left out")
-
-
-def _packing(spec: DeploymentSpec) -> list[Problem]:
-    """Packing is a gang scheduler's to do; Deployments have their pods' own affinity."""
-    constraint = spec.topology_constraint
-    wanted: list[tuple[Path, str | None]] = [
-        (("spec", "topologyConstraint"), None if constraint is None else constraint.pack_domain)
-    ]
-    for index, component in enumerate(spec.components):
-        own = component.topology_constraint
-        at: Path = ("spec", "components", index, "topologyConstraint")
-        wanted.append((at, None if own is None else own.pack_domain))
-    must = "has no effect yet: give podTemplate.spec an affinity to pack the pods of a component"
-    return [Problem((*at, "packDomain"), must) for at, domain in wanted if domain is not None]
 
 
 def _levels(copies: Sequence[Copy]) -> str:

@@ -61,6 +61,8 @@ def read_pod_template(component: ComponentSpec, at: Path) -> PodDraft | list[Pro
     labels = metadata.pop("labels", {})
     if not isinstance(labels, dict):
         problems.append(Problem((*at, "metadata", "labels"), "must be an object"))
+    if not isinstance(metadata.get("annotations", {}), dict):
+        problems.append(Problem((*at, "metadata", "annotations"), "must be an object"))
     lists = {name: spec.pop(name, []) for name in _LISTS}
     for name, found in lists.items():
         if not isinstance(found, list) or len(objects(found)) != len(found):

@@ -1,5 +1,6 @@
 """What a component's containers need to serve: image, command, variables, ports, probes, grace period."""
 
+from collections.abc import Sequence
 from itertools import count
 
 from pydantic import JsonValue
@@ -49,9 +50,15 @@ def restricted() -> Manifest:
 
 
 def complete(
-    draft: PodDraft, deployment: DynamoGraphDeployment, component: ComponentSpec, defaults: PlanDefaults
+    draft: PodDraft,
+    deployment: DynamoGraphDeployment,
+    component: ComponentSpec,
+    defaults: PlanDefaults,
+    shared: Sequence[Manifest] = (),
 ) -> list[Problem]:
-    """Complete the containers of ``draft``; return what keeps its pods from ever running."""
+    """Complete the containers of ``draft``, with the variables that are ``shared`` by all before the
+    operator's own; return what keeps its pods from ever running.
+    """
     is_frontend = component.type is ComponentType.FRONTEND
     at = (*draft.at, "spec", "containers")
     if not draft.containers:
@@ -67,12 +74,12 @@ def complete(
             problems.append(Problem((*at, index), must))
             continue
         draft.containers[index] = _of_our_image(container, defaults)
-    entries = _variables(deployment, component, defaults)
-    draft.containers = [offered(container, entries) for container in draft.containers]
-    draft.init_containers = [
-        offered(container, entries) if is_sidecar(container) else container
-        for container in draft.init_containers
-    ]
+    for entries in (shared, _variables(deployment, component, defaults)):
+        draft.containers = [offered(container, entries) for container in draft.containers]
+        draft.init_containers = [
+            offered(container, entries) if is_sidecar(container) else container
+            for container in draft.init_containers
+        ]
     if is_frontend:
         _add_port_and_probes(draft)
     else:
@@ -91,6 +98,9 @@ def registers_elsewhere(spec: DeploymentSpec) -> str | None:
     """Return why workers of this deployment may be registered somewhere else than the operator expects: its
     frontends set themselves where they discover workers. None where they do not.
     """
+    shared = sorted({entry.name for entry in spec.env} & WHERE_WORKERS_ARE)
+    if shared:
+        return f"spec.env says {shared[0]} itself"
     for index, component in enumerate(spec.components):
         draft = read_pod_template(component, ("spec", "components", index, "podTemplate"))
         if component.type is not ComponentType.FRONTEND or isinstance(draft, list):

@@ -73,6 +73,25 @@ class FrontendPlace(NamedTuple):
     prefill: PrefillTopology
 
 
+def names_of_policy(
+    policy: DeploymentPolicy | None, links: FrontendLinks, place: FrontendPlace | None
+) -> set[str]:
+    """Return the variables that follow from the policy, on workers or frontends; a user's word on them has no
+    effect. Where a container has its files is its own to say.
+    """
+    if policy is None:
+        return set()
+    names = {*OWNED_ON_WORKERS, *OWNED_ON_FRONTENDS} - {pod.TOPOLOGY_MOUNT_PATH}
+    if links.weight is not None:
+        names.add(pod.LINKS_WEIGHT)
+    if links.table is not None and not links.is_assumed:
+        names.add(pod.ROUTER_LINKS)
+    if place is not None:
+        names |= {pod.PREFILL_LEVEL, pod.PREFILL_ENFORCEMENT}
+        names |= set() if place.prefill.weight is None else {pod.PREFILL_WEIGHT}
+    return names
+
+
 def prefill_problem(
     settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
 ) -> Problem | None:

@@ -17,14 +17,16 @@ from kvrouter.operator.plan.manifest import (
 def owned_metadata(
     deployment: DynamoGraphDeployment, name: str, labels: Manifest, annotations: Manifest | None = None
 ) -> Manifest:
-    """Return the metadata of an object that goes when its deployment goes."""
+    """Return the metadata of an object that goes when its deployment goes; with what the deployment gives all
+    of its objects.
+    """
     of = deployment.metadata
     found: Manifest = {"name": name}
     if of.namespace:
         found["namespace"] = of.namespace
-    found["labels"] = labels
-    if annotations:
-        found["annotations"] = annotations
+    found["labels"] = {**deployment.spec.labels, **labels}
+    if annotations or deployment.spec.annotations:
+        found["annotations"] = {**deployment.spec.annotations, **(annotations or {})}
     if of.uid:
         owner: JsonValue = {
             "apiVersion": API_VERSION,

@@ -30,7 +30,8 @@ ACCOUNTS = ResourceKind("v1", "ServiceAccount", "serviceaccounts")
 ROLES = ResourceKind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = ResourceKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 BUDGETS = ResourceKind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
-OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS, CORDONS)
+NETWORK_POLICIES = ResourceKind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS, NETWORK_POLICIES, CORDONS)
 """The kinds that plans have manifests of."""
 
 

@@ -40,6 +40,7 @@ from kvrouter.operator.labels import Copy, Pod, backfill_labels, read_node, read
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
     LEVELS_ANNOTATION,
+    PACKING_ANNOTATION,
     QOS_ANNOTATION,
     TYPE_LABEL,
     Plan,
@@ -268,6 +269,11 @@ class Reconciler:
             self._defaults,
             last_levels=last_levels(self._applied, found),
             last_qos=read_qos(_annotation(self._applied, found, QOS_ANNOTATION)),
+            last_pack_levels=[
+                level
+                for text in _annotations(self._applied, found, PACKING_ANNOTATION)
+                for level in read_levels(text)
+            ],
         )
         changes, again_s = Changes(), None
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
@@ -494,12 +500,16 @@ def last_levels(applied: Applier, found: Manifest) -> tuple[Level, ...]:
 
 def _annotation(applied: Applier, found: Manifest, name: str) -> str | None:
     """The first that is there of an annotation of a deployment's Deployments."""
+    return next(_annotations(applied, found, name), None)
+
+
+def _annotations(applied: Applier, found: Manifest, name: str) -> Iterator[str]:
+    """What a deployment's Deployments have of an annotation."""
     for workload in applied.objects_of(found, WORKLOADS):
         annotations = metadata_of(workload).get("annotations")
         text = annotations.get(name) if isinstance(annotations, dict) else None
         if isinstance(text, str):
-            return text
-    return None
+            yield text
 
 
 def _is_placed(pod: Pod, planned: Plan) -> bool:
