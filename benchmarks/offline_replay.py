@@ -88,7 +88,7 @@ class Ours:
         fleet = self._folder / "fleet.yaml"
         fleet.write_text(fleet_text(shape, workers, block), encoding="utf-8")
         command = str(Path(sys.executable).with_name("kvrouter"))
-        given = ["--fleet", str(fleet), "--json", str(self._figures)]
+        given = ["--fleet", str(fleet), "--output", f"json={self._figures}"]
         return cpu_of([command, "replay", str(self._trace), *given])
 
     def figures(self) -> Figures:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvrouter.operator.api.crd import CRD_FILE, crd_yaml
+from scripts.pod_template_schema import pod_template_schema
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 MADE = "# Made by `make docs` from kvrouter.operator.api: change the models, not this file.\n"
 
-FILES: dict[str, Callable[[], str]] = {CRD_FILE: crd_yaml}
+FILES: dict[str, Callable[[], str]] = {CRD_FILE: lambda: crd_yaml(pod_template_schema())}
 
 
 def main(arguments: list[str], deploy: Path = DEPLOY) -> int:

@@ -18,15 +18,8 @@ from pydantic.fields import FieldInfo
 
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
-from kvrouter.config.setting import (
-    SettingGroup,
-    SettingKind,
-    SettingSpec,
-    choices_of,
-    limits_of,
-    model_in,
-    models_in,
-)
+from kvrouter.config.setting import choices_of, limits_of, model_in, models_in
+from kvrouter.config.setting_spec import SettingGroup, SettingKind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.telemetry import EVENTS, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
@@ -61,10 +54,26 @@ FLEET_HEAD = f"""# The fleet file
 
 {MADE}
 `kvrouter up --fleet fleet.yaml` (or `KVROUTER_FLEET=fleet.yaml`) runs the fleet that the file describes.
-`kvrouter fleet check fleet.yaml` validates it, its settings and the topology contracts of its groups, reads
-the tokenizers that it names, and starts nothing. Without a file, the fleet of
+Without a file, the fleet of
 [`examples/fleet.yaml`](../examples/fleet.yaml) runs: two zones, one prefill and two decode workers in each,
 KV that never leaves its zone, and a context length of 32,768 tokens.
+
+## Write, show and check one
+
+```text
+kvrouter fleet init                       # writes fleet.yaml, with comments: four mock workers
+kvrouter fleet init --zone a --zone b     # prefill and decode workers in two zones, which KV does not leave
+kvrouter fleet init --engine vllm --model my-model --url prefill@a=http://10.0.1.1:8000 \\
+  --url decode@a=http://10.0.1.2:8000     # engines that run already
+kvrouter fleet show fleet.yaml            # what it means after defaults, as tables
+kvrouter fleet show --url http://127.0.0.1:8000   # the workers that a running router has
+kvrouter fleet check --strict --connect fleet.yaml
+```
+
+`init` replaces a file only with `--force`. `check` validates the file, its settings and the topology
+contracts of its groups, reads the tokenizers that it names, and starts nothing. `show` and `check` take
+`--output json`, as every command does that prints a result; `--output json=FILE` prints the table and writes
+the JSON to the file.
 
 A mistake is named with its line, all mistakes at once:
 
@@ -75,6 +84,19 @@ fleet.yaml:13: workers[0].domains.zne: must be one of topology.levels (zone), no
 
 Unknown keys and keys given twice are mistakes. What can be run but was hardly meant, such as a zone with
 prefill workers and no decode worker, is a warning.
+
+- **`--strict`** takes warnings for mistakes, and finds more: a level that is in no worker, a group without a
+  level that others have, measured links of places where no worker is, and addresses that are one although
+  they are spelled differently.
+- **`--connect`** asks every engine that runs already what it is, once, and compares: model, block size,
+  context length, ranks, and block sizes that differ within one model. A warning that its worker would log is
+  one here.
+
+| exit code of `check` | |
+| --- | --- |
+| 0 | The file is good; without `--strict` there may be warnings. |
+| 1 | The file is good, but an engine does not answer (`--connect`). |
+| 2 | The file has mistakes, or with `--strict` warnings, or cannot be read. |
 
 ## Engines that run already
 

@@ -56,6 +56,8 @@ REQUESTS: tuple[Alert, ...] = (
           (
               kvrouter_worker_draining == 1
             or
+              kvrouter_worker_cordoned == 1
+            or
               kvrouter_worker_engine_silent == 1
             or
               kvrouter_worker_circuit{state="open"} == 1
@@ -68,7 +70,7 @@ or
         for_="2m",
         severity=CRITICAL,
         summary="No worker takes requests{{ with $labels.role }} of the role {{ . }}{{ end }}.",
-        description="All workers have left, drain, have a silent engine or are passed over.",
+        description="All workers have left, drain, are cordoned, have a silent engine or are passed over.",
     ),
     Alert(
         name="KvrouterFrontendDown",

@@ -39,7 +39,7 @@ FLEET = Dashboard(
         ),
         Panel(
             title="Workers that take no requests",
-            description="Workers that drain, whose engine is silent, or that are passed over.",
+            description="Workers that drain, are cordoned, have a silent engine, or are passed over.",
             unit="short",
             kind=NUMBER,
             width=6,
@@ -47,6 +47,10 @@ FLEET = Dashboard(
                 Query(
                     expr="max(sum by (instance) (kvrouter_worker_draining{@fleet})) or vector(0)",
                     legend="draining",
+                ),
+                Query(
+                    expr="max(sum by (instance) (kvrouter_worker_cordoned{@fleet})) or vector(0)",
+                    legend="cordoned",
                 ),
                 Query(
                     expr="max(sum by (instance) (kvrouter_worker_engine_silent{@fleet})) or vector(0)",

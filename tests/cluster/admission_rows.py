@@ -305,12 +305,12 @@ WITH_GROVE: dict[str, list[Case]] = {
     "wrong form": [
         Case(
             spec([component("decode", podTemplate=template)]),
-            (f"spec.components[0].podTemplate.spec.containers{reported}",),
+            (f"podTemplate.spec.containers{reported}",),
         )
         for template, reported in (
             ({}, ": is needed: the container of decode's engine, called main"),
             ({"spec": {"containers": [{"name": "main"}]}}, "[0]: needs an image, or args for kvrouter's own"),
-            ({"spec": {"containers": "none"}}, ": must be a list of objects"),
+            ({"spec": {"containers": "none"}}, ": expected list"),
         )
     ],
 }

@@ -18,7 +18,6 @@ MISTAKES: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "a probe that asks nothing": ({"livenessProbe": {"periodSeconds": 1}}, "must specify a handler type"),
     "a field that is none": ({"imagePulPolicy": "Always"}, "imagePulPolicy: field not declared in schema"),
-    "text for a number": ({"ports": [{"containerPort": "http"}]}, "ports"),
 }
 
 

@@ -142,6 +142,9 @@ async def test_users_who_may_edit_a_namespace_may_do_so_with_deployments(
     await eventually(have_reached_the_roles)
     assert not may("vi", "create", "dynamographdeployments.nvidia.com")
     assert not may("ed", "create", "kvrouterworkers.kvrouter.dev")
+    assert may("ed", "create", "kvroutercordons.kvrouter.dev")
+    assert may("vi", "list", "kvroutercordons.kvrouter.dev")
+    assert not may("vi", "create", "kvroutercordons.kvrouter.dev")
     assert not may("ed", "patch", "dynamographdeployments.nvidia.com", "--subresource=status")
     for each in roles:
         plane.kubectl("delete", "--filename", "-", stdin=json.dumps(each))

@@ -14,6 +14,7 @@ from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.operators import CRDS, WAIT, Operator, graph, install_crds, operator
 from tests.cluster.preflighted import preflight
+from tests.cluster.refusals import with_main
 from tests.cluster.webhooks import SERVICE, name_of, on_deployments, own_certificate, until_reported
 from tests.support.chart import CHART
 from tests.support.processes import eventually, free_ports
@@ -52,6 +53,53 @@ def test_the_api_server_refuses_what_the_pages_say_and_the_definition_stays(
     assert fields["properties"]["spec"]["properties"] == {"backendFramework": {"type": "string"}}
     own_plane.kubectl("delete", "crd", "--selector", "app.kubernetes.io/part-of=kvrouter")
     assert versions(own_plane) == {"v1alpha1": True, "v1beta1": True}
+
+
+async def test_kubectl_explains_a_pod_template(plane: ControlPlane) -> None:
+    install_crds(plane)
+    at = "dynamographdeployment.spec.components.podTemplate"
+
+    async def is_published() -> bool:
+        """The API server publishes what it explains a moment after it serves the definition."""
+        try:
+            plane.kubectl("explain", at)
+        except KubectlError:
+            return False
+        return True
+
+    await eventually(is_published)
+    said = plane.kubectl("explain", f"{at}.spec.containers.ports.containerPort")
+    assert "FIELD: containerPort <integer>" in said
+    assert "Number of port to expose on the pod's IP address." in said
+    assert "tolerations\t<[]Object>" in plane.kubectl("explain", f"{at}.spec")
+
+
+def test_what_pods_may_have_is_stored_as_it_was_written(plane: ControlPlane, namespace: str) -> None:
+    """A null, a quantity with a fraction, a name twice, and fields of a later Kubernetes."""
+    install_crds(plane)
+    deployment = graph(namespace, "written")
+    container = {
+        "name": "main",
+        "args": ["worker", "mock"],
+        "command": None,
+        "resources": {"limits": {"cpu": 0.5, "memory": "1Gi", "nvidia.com/gpu": 1}},
+        "env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}],
+        "ports": [{"containerPort": 1, "ofLater": {"a": 1}}],
+        "readinessProbe": {"httpGet": {"path": "/", "port": "http"}},
+        "ofLater": [1],
+    }
+    template = {"metadata": {"creationTimestamp": None}, "spec": {"containers": [container], "ofLater": 1}}
+    deployment["spec"]["components"][2]["podTemplate"] = template
+    plane.kubectl("create", "--filename", "-", stdin=json.dumps(deployment))
+    stored = plane.read("dgd", "written", "--namespace", namespace)["spec"]["components"][2]["podTemplate"]
+    assert stored == template
+
+
+def test_a_value_of_a_wrong_type_is_refused_by_the_definition(plane: ControlPlane, namespace: str) -> None:
+    install_crds(plane)
+    deployment = with_main(graph(namespace, "wrong"), {"ports": [{"containerPort": "http"}]})
+    with pytest.raises(KubectlError, match=r"containers\[0\]\.ports\[0\]\.containerPort: expected numeric"):
+        plane.apply(deployment)
 
 
 async def test_the_definition_foreign_until_the_definition_is_its_own(

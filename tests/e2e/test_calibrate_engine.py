@@ -22,7 +22,7 @@ async def test_a_live_engine_is_measured_and_its_timing_written(
 ) -> None:
     path = tmp_path / "timing.yaml"
     async with served(alike(replicas=1, engine=f"{{{TIMING}}}", speedup=1.0)) as here:
-        arguments = ["calibrate", "--url", here.url, "--requests", "10", "-o", str(path)]
+        arguments = ["calibrate", "--url", here.url, "--requests", "10", "--write-timing", str(path)]
         assert await asyncio.to_thread(main, arguments) == 0
         metrics = await here.metrics()
         assert metrics.value("requests_total") == 3 + 10 + 5, "to warm up, to fit to, to predict"
@@ -42,9 +42,9 @@ async def test_what_the_server_says_is_shown_and_nothing_is_written(
     path = tmp_path / "timing.yaml"
     async with served(alike(replicas=1)) as here:
         url = here.url
-        arguments = ["calibrate", "--url", here.url, "--model", "other", "-o", str(path)]
+        arguments = ["calibrate", "--url", here.url, "--model", "other", "--write-timing", str(path)]
         assert await asyncio.to_thread(main, arguments) == 2
         assert f"--model: {here.url} serves mock, not 'other'" in capsys.readouterr().err
-    assert await asyncio.to_thread(main, ["calibrate", "--url", url, "-o", str(path)]) == 1
+    assert await asyncio.to_thread(main, ["calibrate", "--url", url, "--write-timing", str(path)]) == 1
     assert f"{url}/v1/models: " in capsys.readouterr().err
     assert await asyncio.to_thread(path.exists) is False

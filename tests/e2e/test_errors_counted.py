@@ -67,7 +67,8 @@ async def test_every_error_answer_is_counted_once_under_its_code_and_model() -> 
         assert counted == wanted
         assert metrics.value("errors_total") == wanted.total()
         answered = sum(1 for path, _, _ in REFUSED_CALLS if path != "/v1/route/explain")
-        assert metrics.value("requests_total") == answered
+        unhandled = len([path for _, path in OTHER_REQUESTS if not path.endswith("/nobody")]) + 2
+        assert metrics.value("requests_total") == answered + unhandled
         named = sum(1 for path, _, model in REFUSED_CALLS if model == MODEL and path != "/v1/route/explain")
         assert metrics.value("requests_total", model=MODEL) == named
 

@@ -69,6 +69,7 @@ ASSERTED_HERE = {
     "kvrouter_worker_cached_tokens_total",
     "kvrouter_worker_completion_tokens_total",
     "kvrouter_worker_draining",
+    "kvrouter_worker_cordoned",
     "kvrouter_worker_engine_silent",
     "kvrouter_worker_blocks",
     "kvrouter_worker_running_requests",
@@ -409,7 +410,11 @@ speedup: 40
         assert retries >= 1
         assert (await here.metrics()).value("worker_failures_total", reason="lost") >= 1
         await left[1].begin_drain()
-        assert (await here.metrics()).value("worker_draining", worker=str(left[1].card.worker_id)) == 1
+        worker = str(left[1].card.worker_id)
+        assert (await here.metrics()).value("worker_draining", worker=worker) == 1
+        assert (await here.metrics()).value("worker_cordoned", worker=worker) == 0
+        await here.http.post("/v1/cordons", json={"level": "worker", "name": worker, "force": True})
+        assert (await here.metrics()).value("worker_cordoned", worker=worker) == 1
 
 
 async def test_a_lost_discovery_and_a_refused_peer() -> None:

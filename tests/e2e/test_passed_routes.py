@@ -15,7 +15,7 @@ from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, even
 from tests.support.mock_fleets import alike, fleet_file
 from tests.support.served import Served, served, user, words
 
-PATHS = [route.route.value for route in PASSED_ROUTES]
+PATHS = [route.route.value for route in PASSED_ROUTES if not route.is_form]
 
 CALLS: dict[str, dict[str, object]] = {
     "/v1/responses": {"input": "hi", "instructions": "be brief", "max_output_tokens": 9, "store": False},
@@ -78,7 +78,13 @@ MESSAGES = (
     'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":2}}\n\n',
     'event: message_stop\ndata: {"type":"message_stop"}\n\n',
 )
-STREAMS = {"/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+GENERATE = (
+    'data: {"text":"h","meta_info":{"finish_reason":null,"prompt_tokens":7,"completion_tokens":1,'
+    '"cached_tokens":4}}\n\n',
+    'data: {"text":"hi","meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":7,"completion_tokens":2,'
+    '"cached_tokens":4}}\n\n',
+)
+STREAMS = {"/v1/responses": RESPONSES, "/v1/messages": MESSAGES, "/generate": GENERATE}
 
 
 def pieces(*events: str) -> tuple[bytes, ...]:
@@ -89,7 +95,7 @@ def pieces(*events: str) -> tuple[bytes, ...]:
 async def test_events_pass_as_they_are(path: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(Answer(pieces(*STREAMS[path])))
-        body = {"model": "tiny", **CALLS[path], "stream": True}
+        body = {"model": "tiny", **call_of(path), "stream": True}
         response = await here.http.post(path, json=body)
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -106,7 +112,7 @@ async def test_a_stream_without_its_last_event_ends_with_an_error(path: str, end
     *begun, _ = STREAMS[path]
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(Answer(pieces(*begun), ends=ends))
-        body = {"model": "tiny", **CALLS[path], "stream": True}
+        body = {"model": "tiny", **call_of(path), "stream": True}
         text = ""
         async with here.http.stream("POST", path, json=body) as response:
             async for piece in response.aiter_text():
@@ -159,6 +165,7 @@ async def test_what_no_client_may_say() -> None:
             ("/v1/responses", "kv_transfer_params", {"remote_host": "h"}),
             ("/v1/embeddings", "data_parallel_rank", 1),
             ("/v1/messages", "cache_salt", "a-tenant"),
+            ("/generate", "cache_salt", "a-tenant"),
             ("/v1/score", "nvext.prefill_worker_id", 1),
             ("/v1/score", "nvext.token_data", [1]),
             ("/v1/responses", "stream", 1),

@@ -79,7 +79,7 @@ async def test_a_recording_is_replayed_with_the_lengths_and_prefixes_that_were_s
             expected = min(shared_blocks(sent, sent_other) // BLOCK, len(sent) // BLOCK)
             assert shared_blocks(one.pieces, other.pieces) == expected
     out = tmp_path / "out.json"
-    assert main(["replay", str(tmp_path), "--json", str(out)]) == 0
+    assert main(["replay", str(tmp_path), "--output", f"json={out}"]) == 0
     (variant,) = json.loads(out.read_text())["variants"]
     assert variant["summaries"][0]["completed"] == 12
 
@@ -176,7 +176,7 @@ async def test_calls_that_were_never_read_are_refusals_with_their_status_and_not
     refusals = of_kind(tmp_path, "refusal")
     assert [(one["code"], one["http_status"], one.get("route")) for one in refusals] == [
         ("request_too_large", 413, "/v1/completions"),
-        ("invalid_request", 431, None),
+        ("invalid_request", 431, "/v1/completions"),
     ]
     assert [one["at_s"] for one in refusals] == sorted(one["at_s"] for one in refusals)
     assert b"secret" not in b"".join(gzip.decompress(path.read_bytes()) for path in recording_files(tmp_path))

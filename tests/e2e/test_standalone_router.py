@@ -8,6 +8,7 @@ from pathlib import Path
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, Sampling, TokenBuffer
 from kvrouter.transports.requests.tcp import TcpRequestPlane
+from tests.support.collector import collector, plain
 from tests.support.nats_server import NatsServer
 from tests.support.processes import ENDS_WITHIN_S, Frontend, eventually, fleet
 from tests.support.served import word_ids
@@ -110,3 +111,31 @@ async def test_decode_by_somebody_else_gets_its_kv_from_a_prefill_of_ours(shared
             await eventually(is_idle)
         finally:
             await plane.close()
+
+
+async def test_spans_of_decisions_and_of_a_prefill(shared_nats: NatsServer) -> None:
+    environ = {"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": shared_nats.url}
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with collector() as found, fleet(environ) as processes:
+        sends = {"OTEL_EXPORTER_OTLP_ENDPOINT": found.url}
+        await processes.worker("--role", "prefill", "--speedup", "20")
+        router = await processes.router("--component", "prefill", environ=sends)
+        await eventually(lambda: is_ready(router))
+        body = {"model": "mock", "token_ids": TOKENS}
+        for call in ("/v1/prefill", "/v1/route", "/v1/route?book=false"):
+            answer = await router.http.post(call, json=body, headers={"traceparent": parent})
+            answer.raise_for_status()
+            await router.http.request("DELETE", f"{call.partition('?')[0]}/{answer.json()['request_id']}")
+        refused = await router.http.post("/v1/route", json={"model": "mock"}, headers={"traceparent": parent})
+        assert refused.status_code == 400
+        assert await router.stop() == 0
+    assert {span.trace_id.hex() for span in found.spans} == {parent.split("-")[1]}
+    (prefill,) = found.named("POST /v1/prefill")
+    assert prefill.parent_span_id.hex() == parent.split("-")[2]
+    assert sorted(found.inside(prefill)) == ["prefill", "receive", "tokenize"]
+    routes = found.named("POST /v1/route")
+    steps = ["decide", "queue", "receive", "tokenize"]
+    assert [sorted(found.inside(route)) for route in routes] == [steps, steps, ["receive", "tokenize"]]
+    said = [plain(list(span.attributes)) for span in (found.one("prefill"), *found.named("decide"))]
+    assert len({attributes["kvrouter.prefill.worker"] for attributes in said}) == 1
+    assert plain(list(routes[-1].attributes))["error.type"] == "invalid_request"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import signal
@@ -79,6 +80,29 @@ async def test_the_first_screen_says_what_is_served_and_what_to_try(tmp_path: Pa
         tried = await asyncio.create_subprocess_exec(*call, stdout=PIPE, stderr=PIPE)
         answer, _ = await tried.communicate()
         assert json.loads(answer)["object"] == "chat.completion"
+
+
+async def test_a_terminal_is_shown_one_table_of_the_workers(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(FLEET)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "kvrouter.cli", "up", "--fleet", str(fleet), "--http-port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=theirs)
+    os.close(theirs)
+    shown = ""
+    try:
+        while "2 of 2 feeds that were recovering are live" not in shown:
+            read = await asyncio.wait_for(asyncio.to_thread(os.read, ours, 65_536), LIMIT_S)
+            shown += read.decode()
+        assert "worker_joined" not in shown
+        assert "feed_state" not in shown
+        lines = [line.split() for line in shown.splitlines()]
+        assert ["mock", "both", "recovering", "2", "1–2"] in lines
+        assert any("ready" in line for line in lines)
+    finally:
+        process.kill()
+        await process.communicate()
+        os.close(ours)
 
 
 async def test_json_lines_are_all_that_is_written_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -24,7 +24,17 @@ N_SENT = 3 + N_FITTED + 5
 async def calibrate(engine: RealEngine, path: Path, *arguments: str) -> int:
     """The exit status of the command."""
     return await asyncio.to_thread(
-        main, ["calibrate", "--url", engine.url, "--requests", str(N_FITTED), "-o", str(path), *arguments]
+        main,
+        [
+            "calibrate",
+            "--url",
+            engine.url,
+            "--requests",
+            str(N_FITTED),
+            "--write-timing",
+            str(path),
+            *arguments,
+        ],
     )
 
 

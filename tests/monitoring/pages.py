@@ -44,6 +44,7 @@ def frontend(telemetry: Telemetry) -> None:
     for worker, role in (("1", "prefill"), ("2", "decode")):
         telemetry.worker_up.set(1, worker, MODEL, role, "a")
         telemetry.worker_draining.set(0, worker)
+        telemetry.worker_cordoned.set(0, worker)
         telemetry.worker_engine_silent.set(0, worker)
         telemetry.worker_circuit.set(1, worker, "closed")
     telemetry.replicas_behind.set(0)

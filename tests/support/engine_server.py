@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,9 @@ class Call:
 
 
 class ScriptedEngine:
-    """``pages`` answers questions, ``answers`` the calls, in order; ``asked`` counts the questions."""
+    """``pages`` answers questions, ``answers`` the calls, in order; ``asked`` counts the questions. With
+    ``tokens_of`` it tokenizes the bodies of ``/tokenize``; its clock is ``clock_ahead_s`` ahead.
+    """
 
     def __init__(self, pages: Mapping[str, str] = VLLM_PAGES) -> None:
         self.pages = recorded(pages)
@@ -95,6 +99,8 @@ class ScriptedEngine:
         self.calls: list[Call] = []
         self.asked: Counter[str] = Counter()
         self.question_headers: list[Mapping[str, str]] = []
+        self.tokens_of: Callable[[Any], Sequence[int]] | None = None
+        self.clock_ahead_s = 0.0
         self._released = asyncio.Event()
         self._called = asyncio.Condition()
         self._runner: web.AppRunner | None = None
@@ -171,6 +177,10 @@ class ScriptedEngine:
             self.calls.append(call)
             self._called.notify_all()
         try:
+            if self.tokens_of is not None and request.path == "/tokenize":
+                tokens = list(self.tokens_of(call.body))
+                body = json.dumps({"count": len(tokens), "tokens": tokens}).encode()
+                return await self._send(request, Answer((body,), content_type=JSON))
             return await self._send(request, self.answers.popleft())
         except (asyncio.CancelledError, ConnectionError):
             call.left.set()
@@ -181,7 +191,9 @@ class ScriptedEngine:
             await self._released.wait()
         if answer.ends is Ends.REFUSED:
             return self._lost(request)
-        response = web.StreamResponse(status=answer.status, headers={"content-type": answer.content_type})
+        date = formatdate(time.time() + self.clock_ahead_s, usegmt=True)
+        headers = {"content-type": answer.content_type, "date": date}
+        response = web.StreamResponse(status=answer.status, headers=headers)
         await response.prepare(request)
         for piece in answer.pieces:
             await response.write(piece)

@@ -13,7 +13,7 @@ from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, R
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.transports.discovery.port import CardSink, CordonStore, Gone, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
 from kvrouter.transports.requests.port import RequestPlane
 from kvrouter.wiring.router import build_service
@@ -161,6 +161,7 @@ class Bench:
         *,
         prefill_alone: bool = False,
         place: Mapping[str, str] | None = None,
+        cordons: CordonStore | None = None,
     ) -> None:
         self.discovery = HandDiscovery()
         self.events = HandEvents()
@@ -173,6 +174,7 @@ class Bench:
             telemetry=self.telemetry,
             prefill_alone=prefill_alone,
             place=place,
+            cordons=cordons,
         )
 
     async def start(self, *cards: WorkerCard) -> None:

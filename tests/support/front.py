@@ -73,10 +73,13 @@ async def open_house(
     settings: FrontendSettings | None = None,
     settle_s: float = SETTLE_S,
     text: TextModel | None = None,
+    place: Mapping[str, str] | None = None,
 ) -> AsyncIterator[House]:
-    """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one."""
+    """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one; ``place``
+    are the frontend's own domains.
+    """
     scripted = ScriptedPlane(script)
-    bench = Bench(plane or scripted, config)
+    bench = Bench(plane or scripted, config, place=place)
     await bench.start(*cards)
     door = FrontendApp(
         bench.service,

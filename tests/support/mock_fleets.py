@@ -217,6 +217,23 @@ class WatchedPlane:
         await self.inner.close()
 
 
+async def revive(fleet: MockFleet, old: Worker) -> Worker:
+    """Start a dead worker again: the same id, another incarnation, an empty cache."""
+    incarnation = new_incarnation()
+    worker_id = old.card.worker_id
+    card = replace(old.card, incarnation=incarnation, address=memory_address(worker_id, incarnation))
+    worker = fleet.workers[worker_id] = Worker(
+        old.engine,
+        card,
+        discovery=fleet.discovery,
+        events=fleet.events,
+        requests=fleet.requests,
+        recovery=fleet.events,
+    )
+    await worker.start()
+    return worker
+
+
 class MockBench:
     """A fleet of mock engines and a router."""
 
@@ -281,19 +298,7 @@ class MockBench:
 
     async def revive(self, old: Worker) -> Worker:
         """Start a dead worker again: the same id, another incarnation, an empty cache."""
-        incarnation = new_incarnation()
-        worker_id = old.card.worker_id
-        card = replace(old.card, incarnation=incarnation, address=memory_address(worker_id, incarnation))
-        worker = self.fleet.workers[worker_id] = Worker(
-            old.engine,
-            card,
-            discovery=self.fleet.discovery,
-            events=self.fleet.events,
-            requests=self.fleet.requests,
-            recovery=self.fleet.events,
-        )
-        await worker.start()
-        return worker
+        return await revive(self.fleet, old)
 
     def zone_of(self, worker_id: int) -> str:
         return self.fleet.workers[WorkerId(worker_id)].card.runtime_config.topology_domains["zone"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.attach.spec import file_engines
+from kvrouter.attach.spec import file_engines, without_credentials
 from kvrouter.cli import main
 from kvrouter.commands.multi_process import ENGINE_WAIT_S, worker_commands
 from kvrouter.config import Settings, load_fleet, read_document
@@ -70,7 +70,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         return 0
 
     monkeypatch.setattr("kvrouter.commands.engine_worker.serve_engine_worker", serve)
-    monkeypatch.setattr("kvrouter.cli.engines.begin", lambda _: None)  # logs stay as the tests have them
+    monkeypatch.setattr("kvrouter.cli.processes.begin", lambda _: None)  # logs stay as the tests have them
     monkeypatch.setenv("KVROUTER_ENGINE_API_KEY", "k")
     return runs
 
@@ -131,3 +131,15 @@ def test_a_group_without_a_file_is_refused(runs: list[Run], capsys: pytest.Captu
 def test_an_id_may_be_given_all_the_same(path: Path, runs: list[Run]) -> None:
     assert main(["worker", "sglang", "--fleet", str(path), "--worker-id", "77"]) == 0
     assert [run.spec.worker_id for run in runs] == [77]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("https://someone:secret@engine:8443/root?key=secret#part", "https://engine:8443/root"),
+        ("http://user@[::1]:8000/", "http://[::1]:8000/"),
+    ],
+)
+def test_what_others_read_of_an_engines_url_has_no_credentials(url: str, shown: str) -> None:
+    assert without_credentials(url) == shown

@@ -28,7 +28,7 @@ from tests.support.timed_engine import PREFILL_S, Fault, TimedEngine, timed_engi
 
 def options(engine: TimedEngine, path: Path, **others: object) -> CalibrateEngineOptions:
     given: dict[str, object] = {"n_seen": 12, "limit_s": 60.0, **others}
-    return CalibrateEngineOptions(url=engine.url, output=path, clock=engine.clock, **given)  # type: ignore[arg-type]
+    return CalibrateEngineOptions(url=engine.url, write_timing=path, clock=engine.clock, **given)  # type: ignore[arg-type]
 
 
 async def calibrated(engine: TimedEngine, path: Path, **others: object) -> str:
@@ -83,7 +83,9 @@ async def test_an_answer_that_came_at_once_is_left_out_and_said(tmp_path: Path) 
 async def test_a_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
         engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=401)
-        options = CalibrateEngineOptions(url=engine.url, n_seen=12, output=tmp_path / "t.yaml", limit_s=60.0)
+        options = CalibrateEngineOptions(
+            url=engine.url, n_seen=12, write_timing=tmp_path / "t.yaml", limit_s=60.0
+        )
         with pytest.raises(ConfigError, match="answered 401: Unauthorized: give its key in KVROUTER_ENGINE"):
             await asyncio.to_thread(calibrate_engine, options, Console(file=io.StringIO()))
 

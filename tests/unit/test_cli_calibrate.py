@@ -23,7 +23,7 @@ def test_the_timing_that_is_written_is_one_that_a_replay_reads(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timing.yaml"
-    assert main(["calibrate", str(run), "--requests", "6", "-o", str(path)]) == 0
+    assert main(["calibrate", str(run), "--requests", "6", "--write-timing", str(path)]) == 0
     timing = read_timing(path)
     assert timing.decode_kv_token > 0.0
     assert set(yaml.safe_load(path.read_text())) == set(Timing.__struct_fields__)
@@ -48,6 +48,17 @@ def test_with_no_request_seen_there_is_one_prediction(run: Path, capsys: pytest.
     assert main(["calibrate", str(run), "--requests", "0"]) == 0
     assert "12 requests, predicted from 0" in capsys.readouterr().out
     assert set(run.parent.rglob("*")) == files
+
+
+def test_the_result_as_json_has_the_engine_and_each_figure(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", str(run), "--requests", "6", "--output", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["seen_requests"] == 6
+    assert report["timing"]["prefill_linear"] >= 0
+    assert report["figures"][0].keys() >= {"quantity", "percentile", "measured_s", "calibrated_error"}
+    assert "dimensions from" in report["notes"][0]
 
 
 def test_a_model_that_is_not_known_is_given_as_a_file(
@@ -86,14 +97,14 @@ def test_a_queue_of_less_than_a_step_is_compared_in_milliseconds(
     [
         (["--requests", "2"], "2 are too few to fit to"),
         (["--requests", "12"], "12 of 12 leave none to predict"),
-        (["-o", "no/such/timing.yaml"], "is no folder"),
+        (["--write-timing", "no/such/timing.yaml"], "is no folder"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(
     run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = set(run.parent.rglob("*"))
-    assert main(["calibrate", str(run), "-o", str(run.parent / "t.yaml"), *arguments]) == 2
+    assert main(["calibrate", str(run), "--write-timing", str(run.parent / "t.yaml"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert set(run.parent.rglob("*")) == files
 
@@ -126,7 +137,7 @@ def test_a_wrong_row_is_named_by_file_line_and_field(run: Path, capsys: pytest.C
         (["--url", "http://host:80/v1"], "without /v1"),
         (["--url", "http://name:secret@host:80"], "KVROUTER_ENGINE_API_KEY"),
         (["--url", "http://host:80", "--model-config", "m.json"], "needs --engine with a config.json"),
-        (["--url", "http://host:80", "-o", "no/such/timing.yaml"], "is no folder"),
+        (["--url", "http://host:80", "--write-timing", "no/such/timing.yaml"], "is no folder"),
         (["--url", "http://host:80", "--request-limit-s", "0"], "--request-limit-s"),
     ],
 )

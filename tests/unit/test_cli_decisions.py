@@ -103,7 +103,7 @@ async def test_a_kept_decision_of_a_router_is_drawn(capsys: pytest.CaptureFixtur
         arguments = ["explain", "--url", url, "--request-id"]
         assert await asyncio.to_thread(main, [*arguments, "team/a:1@x"]) == 0
         out = capsys.readouterr().out
-        assert await asyncio.to_thread(main, [*arguments, "team/a:1@x", "--json"]) == 0
+        assert await asyncio.to_thread(main, [*arguments, "team/a:1@x", "--output", "json"]) == 0
         kept = json.loads(capsys.readouterr().out)
         assert await asyncio.to_thread(main, [*arguments, "a b"]) == 1
         unknown = capsys.readouterr().err
@@ -136,7 +136,7 @@ async def test_a_fallback_of_a_router_is_drawn(capsys: pytest.CaptureFixture[str
 
 async def overlaps(here: Served, *arguments: str, capsys: pytest.CaptureFixture[str]) -> list[int]:
     """The overlap of each prefill worker with the prompt that is explained."""
-    assert await asyncio.to_thread(main, ["explain", *arguments, "--url", here.url, "--json"]) == 0
+    assert await asyncio.to_thread(main, ["explain", *arguments, "--url", here.url, "--output", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["prefill"]["candidates"]
     return [row["overlap_blocks"] for row in rows]
 

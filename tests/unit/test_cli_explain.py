@@ -112,7 +112,7 @@ def test_a_completion_has_no_chat_around_its_prompt(url: str) -> None:
 
 
 def test_json_is_the_answer_as_it_is(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "hi", "--url", url, "--model", "mock", "--json"]) == 0
+    assert main(["explain", "hi", "--url", url, "--model", "mock", "--output", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == ANSWER
 
 

@@ -39,7 +39,7 @@ def test_policies_stand_in_one_table_and_the_same_seed_gives_the_same_bytes(
     written = []
     for name in ("a.json", "b.json"):
         path = tmp_path / name
-        assert run(str(trace), "--compare", policies, "--policy", "random", "--json", str(path)) == 0
+        assert run(str(trace), "--compare", policies, "--policy", "random", "--output", f"json={path}") == 0
         written.append(path.read_bytes())
     assert written[0] == written[1]
     report = json.loads(written[0])
@@ -64,7 +64,7 @@ def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
     events.write_text("events:\n- {at_s: 0.5, what: die}\n- {at_s: 0.6, what: join, group: w}\n")
     path = tmp_path / "out.json"
     arguments = ("--fleet", str(fleet), "--sweep", "workers[0].replicas=1,3", "--seeds", "2")
-    assert run(str(trace), *arguments, "--events", str(events), "--json", str(path)) == 0
+    assert run(str(trace), *arguments, "--events", str(events), "--output", f"json={path}") == 0
     report = json.loads(path.read_text())
     assert report["events"] == [
         {"at_s": 0.5, "what": "die", "which": "all workers", "change": ""},
@@ -88,7 +88,7 @@ def test_what_kv_costs_stands_in_the_table_and_in_the_json(
         "workers:\n- {name: p, role: prefill, domains: {zone: a}}\n"
         "- {name: d, role: decode, domains: {zone: b}}\n"
     )
-    assert run(str(trace), "--fleet", str(fleet), "--json", str(path)) == 0
+    assert run(str(trace), "--fleet", str(fleet), "--output", f"json={path}") == 0
     (summary,) = json.loads(path.read_text())["variants"][0]["summaries"]
     (pair,) = summary["carried"]
     assert (pair["src"], pair["dst"], pair["transfers"]) == ("a", "b", 12)
@@ -96,7 +96,7 @@ def test_what_kv_costs_stands_in_the_table_and_in_the_json(
     output = capsys.readouterr().out
     assert "cost ┃" in output
     assert f"{summary['cost']:,.2f}" in output
-    assert run(str(trace), "--json", str(path)) == 0
+    assert run(str(trace), "--output", f"json={path}") == 0
     assert json.loads(path.read_text())["variants"][0]["summaries"][0]["cost"] is None
     assert "cost ┃" not in capsys.readouterr().out
 
@@ -122,7 +122,7 @@ def test_what_kv_costs_stands_in_the_table_and_in_the_json(
         (["--policy", "kvrouter:overlap_score_weight"], "'overlap_score_weight' is not setting=value"),
         (["--policy", "kvrouter:router_mode=kv,router_mode=random"], "router_mode is given twice"),
         (["--policy", "dynamo:temperature=1,temperature=2"], "policy: dynamo: temperature is given twice"),
-        (["--json", "no/such/folder/out.json"], "is no folder"),
+        (["--output", "json=no/such/folder/out.json"], "is no folder"),
         (["--report", "no/such/folder/out.html"], "is no folder"),
         (["--timing", "timing.yaml"], "prefill_base"),
         (["--events", "events.yaml"], "no worker of the fleet"),
@@ -157,7 +157,7 @@ def test_a_page_is_written_next_to_the_json_and_the_same_seed_gives_the_same_byt
     written = []
     for name in ("a.html", "b.html"):
         path, figures = tmp_path / name, tmp_path / "out.json"
-        arguments = ("--compare", "kvrouter,random", "--report", str(path), "--json", str(figures))
+        arguments = ("--compare", "kvrouter,random", "--report", str(path), "--output", f"json={figures}")
         assert run(str(trace), *arguments) == 0
         written.append(path.read_bytes())
     assert written[0] == written[1]
@@ -181,7 +181,7 @@ def test_a_traces_name_may_be_no_utf_8(
         tmp_path / "out.html",
     )
     trace.rename(path)
-    assert run(str(path), "--json", str(figures), "--report", str(page)) == 0
+    assert run(str(path), "--output", f"json={figures}", "--report", str(page)) == 0
     named = str(tmp_path / r"caf\xe9.jsonl")
     assert json.loads(figures.read_text())["trace"] == named
     assert named in page.read_text()
@@ -196,7 +196,7 @@ def test_an_interrupted_replay_leaves_what_is_known(
 
     monkeypatch.setattr(SlotLoads, "reported", interrupt)
     path, page = tmp_path / "out.json", tmp_path / "out.html"
-    arguments = ("--compare", "random,kvrouter", "--json", str(path), "--report", str(page))
+    arguments = ("--compare", "random,kvrouter", "--output", f"json={path}", "--report", str(page))
     assert run(str(trace), *arguments) == 130
     report = json.loads(path.read_text())
     assert report["is_whole"] is False
@@ -221,7 +221,7 @@ def test_an_interrupted_seed_stands_next_to_no_whole_one(
 
     monkeypatch.setattr(Simulation, "draw", interrupt)  # 12 requests a replay
     path = tmp_path / "out.json"
-    assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "3", "--json", str(path)) == 130
+    assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "3", "--output", f"json={path}") == 130
     variants = json.loads(path.read_text())["variants"]
     assert [[variant["name"], variant["seeds"]] for variant in variants] == known
     assert all(each["requests"] == 12 for each in variants[0]["summaries"][: decisions // 12])
@@ -239,7 +239,7 @@ def test_an_interrupt_between_two_replays_loses_none(
 
     monkeypatch.setattr("kvrouter.commands.replay.summarize", interrupt)
     path = tmp_path / "out.json"
-    assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "2", "--json", str(path)) == 130
+    assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "2", "--output", f"json={path}") == 130
     report = json.loads(path.read_text())
     assert report["is_whole"] is False
     assert [(variant["name"], variant["seeds"]) for variant in report["variants"]] == [
@@ -258,7 +258,16 @@ def test_errors_are_counted_over_all_seeds(
         "version: 1\nmodels: [{name: m}]\nrouter: {retries_max: 0}\nworkers: [{name: w, replicas: 4}]\n"
     )
     out = tmp_path / "out.json"
-    arguments = ("--fleet", str(fleet), "--events", str(events), "--policy", "random", "--json", str(out))
+    arguments = (
+        "--fleet",
+        str(fleet),
+        "--events",
+        str(events),
+        "--policy",
+        "random",
+        "--output",
+        f"json={out}",
+    )
     assert run(str(trace), *arguments, "--seeds", "4") == 0
     summaries = json.loads(out.read_text())["variants"][0]["summaries"]
     failed = [sum(each["errors"].values()) for each in summaries]
@@ -299,7 +308,7 @@ def test_a_recording_is_replayed_over_its_own_fleet_and_what_became_of_it(
     path = recorded(tmp_path / "recording")
     fleet, events, figures = (tmp_path / name for name in ("fleet.yaml", "events.yaml", "out.json"))
     page = tmp_path / "out.html"
-    arguments = ("--write-fleet", str(fleet), "--write-events", str(events), "--json", str(figures))
+    arguments = ("--write-fleet", str(fleet), "--write-events", str(events), "--output", f"json={figures}")
     assert run(str(path), *arguments, "--report", str(page)) == 0
     notes = [
         "the fleet is the recorded one, as mock engines: 2 workers",
@@ -312,7 +321,7 @@ def test_a_recording_is_replayed_over_its_own_fleet_and_what_became_of_it(
     assert events.read_text() == f"events:\n- {{at_s: 2.0, what: die, worker: 1}}  # worker 71, {path}:4\n"
     written = json.loads(figures.read_text())["variants"][0]["summaries"]
     for more in (("--events", str(events)), ("--events", "recorded"), ()):
-        assert run(str(path), "--fleet", str(fleet), "--json", str(figures), *more) == 0
+        assert run(str(path), "--fleet", str(fleet), "--output", f"json={figures}", *more) == 0
         assert json.loads(figures.read_text())["variants"][0]["summaries"] == written
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 
 import pytest
 from click.testing import CliRunner
@@ -77,6 +78,17 @@ async def test_once_prints_a_page_of_plain_text() -> None:
             runner.invoke, kvrouter, ["top", "--once"], env={"KVROUTER_URL": here.url}
         )
         assert by_variable.output == done.output
+
+
+async def test_once_as_json_is_the_routers_own_answers() -> None:
+    async with served(pairs()) as here:
+        runner = CliRunner()
+        arguments = ["top", "--once", "--url", here.url, "--output", "json"]
+        answers = json.loads((await asyncio.to_thread(runner.invoke, kvrouter, arguments)).output)
+        assert list(answers) == ["fleet", "decisions", "flows"]
+        assert len(answers["fleet"]["workers"]) == 6
+        assert answers["fleet"].keys() > {"draining", "running_requests", "models"}
+    assert "--output: only with --once" in runner.invoke(kvrouter, ["top", "-o", "json"]).output
 
 
 async def test_what_workers_say_is_text_and_no_markup() -> None:

@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BY_BLOCKS = ("--mode", "kv", "--cost", "blocks", "--json", "out.json")
+BY_BLOCKS = ("--mode", "kv", "--cost", "blocks", "--output", "json=out.json")
 
 
 def run(*arguments: str) -> int:
@@ -94,7 +94,15 @@ def test_where_links_differ_pairs_by_topology_are_advised(
 ) -> None:
     assert (
         run(
-            "long.yaml", "--fleet", "different.yaml", "--mode", "kv", "--cost", "blocks", "--json", "out.json"
+            "long.yaml",
+            "--fleet",
+            "different.yaml",
+            "--mode",
+            "kv",
+            "--cost",
+            "blocks",
+            "--output",
+            "json=out.json",
         )
         == 0
     )
@@ -140,7 +148,8 @@ def test_where_links_are_alike_another_cost_is_advised_without_a_policy(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        run("busy.yaml", "--fleet", "alike.yaml", "--mode", "kv", "--seeds", "1", "--json", "out.json") == 0
+        run("busy.yaml", "--fleet", "alike.yaml", "--mode", "kv", "--seeds", "1", "--output", "json=out.json")
+        == 0
     )
     report = json.loads((folder / "out.json").read_text())
     advice = report["advice"]
@@ -159,7 +168,7 @@ def test_who_has_the_good_policy_already_keeps_it(folder: Path) -> None:
 
 def test_the_same_seeds_give_the_same_bytes_and_all_modes_are_compared(folder: Path) -> None:
     for name in ("a.json", "b.json"):
-        arguments = ("--fleet", "different.yaml", "--seeds", "2", "--seed", "3", "--json", name)
+        arguments = ("--fleet", "different.yaml", "--seeds", "2", "--seed", "3", "--output", f"json={name}")
         assert run("trace.jsonl", *arguments) == 0
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
     report = json.loads((folder / "a.json").read_text())
@@ -170,7 +179,7 @@ def test_the_same_seeds_give_the_same_bytes_and_all_modes_are_compared(folder: P
 
 
 def test_seeds_that_change_nothing_are_not_replayed(folder: Path) -> None:
-    arguments = ("--mode", "round-robin", "--mode", "random", "--seeds", "4", "--json", "out.json")
+    arguments = ("--mode", "round-robin", "--mode", "random", "--seeds", "4", "--output", "json=out.json")
     assert run("trace.jsonl", "--fleet", "different.yaml", *arguments) == 0
     seeds = {each["name"]: each["seeds"] for each in json.loads(Path("out.json").read_text())["alternatives"]}
     assert seeds["anywhere, round-robin"] == 2
@@ -194,7 +203,7 @@ def test_seeds_that_change_nothing_are_not_replayed(folder: Path) -> None:
         (["trace.jsonl", "--fleet", "different.yaml", "--mode", "best"], "'best' is not one of"),
         (["trace.jsonl", "--fleet", "different.yaml", "--dispatch", "closed"], "has no sessions"),
         (["trace.jsonl", "--fleet", "different.yaml", "--slo-ttft", "0"], "ttft_s: 0"),
-        (["trace.jsonl", "--fleet", "different.yaml", "--json", "no/such/out.json"], "is no folder"),
+        (["trace.jsonl", "--fleet", "different.yaml", "--output", "json=no/such/out.json"], "is no folder"),
         (["nothing.jsonl", "--fleet", "different.yaml"], "nothing.jsonl"),
         (
             ["trace.jsonl", "--fleet", "different.yaml", "--events", "section.yaml"],
@@ -263,8 +272,8 @@ def test_an_interrupt_between_two_replays_loses_none(folder: Path, monkeypatch: 
         "kv",
         "--cost",
         "blocks",
-        "--json",
-        "out.json",
+        "--output",
+        "json=out.json",
     )
     assert run("trace.jsonl", *arguments) == 130
     report = json.loads((folder / "out.json").read_text())
@@ -298,7 +307,7 @@ def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:
     ]  # fmt: skip
     path = folder / "recording-20260101T000000Z-0000000a-000001.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ("--fleet", "different.yaml", "--mode", "random", "--seeds", "2", "--json", "out.json")
+    arguments = ("--fleet", "different.yaml", "--mode", "random", "--seeds", "2", "--output", "json=out.json")
     assert run(str(path), *arguments) == 0
     report = json.loads(Path("out.json").read_text())
     assert report["notes"] == ["recorded changes that this replay does not make: 1 of transfer policy"]
@@ -331,7 +340,7 @@ def test_interrupted_it_leaves_what_is_known(
         return draw(simulation)
 
     monkeypatch.setattr(Simulation, "draw", interrupt)
-    arguments = ("--fleet", "different.yaml", "--cost", "blocks", "--json", "out.json")
+    arguments = ("--fleet", "different.yaml", "--cost", "blocks", "--output", "json=out.json")
     assert run("trace.jsonl", *arguments) == 130
     report = json.loads((folder / "out.json").read_text())
     assert report["is_whole"] is False

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.config.setting_spec import SETTINGS_FILE, written_settings
 from kvrouter.config.tree import SETTINGS
 from kvrouter.telemetry import EVENTS, Telemetry
+from scripts import write_flags
 from scripts.write_docs import PAGES, main
 
 
@@ -83,3 +85,16 @@ def test_every_setting_metric_and_event_is_on_its_page() -> None:
         assert f"`{metric.name}`" in metrics
     for event in EVENTS:
         assert f"`{event.value}`" in metrics
+
+
+def test_the_table_that_flags_are_made_from_is_the_settings_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert written_settings() == SETTINGS
+    assert write_flags.main(["--check"]) == 0
+    table = tmp_path / "settings.json"
+    table.write_text(SETTINGS_FILE.read_text("utf-8").replace("8000", "8001"), "utf-8")
+    assert write_flags.main(["--check"], table, tmp_path) == 1
+    assert capsys.readouterr().err == "settings.json: stale, run make docs\n"
+    assert write_flags.main([], table, tmp_path) == 0
+    assert table.read_bytes() == SETTINGS_FILE.read_bytes()

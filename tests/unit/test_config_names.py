@@ -23,10 +23,17 @@ from kvrouter.config.foreign import (
     FOREIGN_VARIABLES,
     Foreign,
 )
-from kvrouter.config.setting import SettingKind, SettingSpec
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE, FLEET_VARIABLE, environment_of, environment_with
+from kvrouter.config.setting_spec import SettingKind, SettingSpec
+from kvrouter.config.sources import environment_of, environment_with
 from kvrouter.config.tree import SETTINGS
-from kvrouter.config.variables import TOPOLOGY_VARIABLES, spellings, text_of, without_prefix
+from kvrouter.config.variables import (
+    ENGINE_KEY_VARIABLE,
+    FLEET_VARIABLE,
+    TOPOLOGY_VARIABLES,
+    spellings,
+    text_of,
+    without_prefix,
+)
 from kvrouter.core.errors import ConfigError
 
 SAMPLES = {

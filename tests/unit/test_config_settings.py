@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
-from kvrouter.config.setting import SettingKind, parse_switch
+from kvrouter.config.setting_spec import SettingKind, parse_switch
 from kvrouter.config.tree import SETTINGS
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError

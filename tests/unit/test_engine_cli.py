@@ -35,7 +35,7 @@ def test_each_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("kvrouter.cli.engines.begin", lambda _: None)  # logs stay as the tests have them
+    monkeypatch.setattr("kvrouter.cli.processes.begin", lambda _: None)  # logs stay as the tests have them
     monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
     monkeypatch.setenv("KVROUTER_DISCOVERY_DIR", str(tmp_path))
     monkeypatch.setenv("DYN_EVENT_PLANE", "zmq")

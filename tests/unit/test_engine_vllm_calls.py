@@ -4,10 +4,19 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.requests import (
+    CallRoute,
+    ClientCall,
+    ClientForm,
+    EngineRequest,
+    FinishReason,
+    Leg,
+    Sampling,
+)
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.streams import AnswerReading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
@@ -262,3 +271,26 @@ def test_where_kv_is_only_the_router_says(kind: Leg) -> None:
     _, body = asked(leg(client(said), kind=kind))
     assert smuggled.keys().isdisjoint(body)
     assert body["vllm_xargs"] == {"of_theirs": 1}
+
+
+FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\npublic\r\n--b--\r\n'
+FORM_TYPE = "multipart/form-data; boundary=b"
+
+
+@pytest.mark.parametrize(
+    ("names_model", "lora", "sent"),
+    [
+        (True, None, FORM.replace(b"public", b"tiny")),
+        (True, "a", FORM.replace(b"public", b"a")),
+        (False, None, FORM),
+    ],
+)
+def test_a_form_goes_byte_for_byte_but_for_the_engines_name_of_its_model(
+    names_model: bool, lora: str | None, sent: bytes
+) -> None:
+    begin = FORM.index(b"public")
+    form = ClientForm(FORM_TYPE, (begin, begin + len(b"public")) if names_model else None)
+    written = ClientCall(CallRoute.TRANSCRIPTIONS, FORM, stream=True, resumable=False, form=form)
+    call = call_of(replace(leg(written), lora_name=lora), model="tiny")
+    assert (call.path, call.body, call.streams) == ("/v1/audio/transcriptions", sent, True)
+    assert call.headers == {"X-Request-Id": "r-i#1", "content-type": FORM_TYPE}

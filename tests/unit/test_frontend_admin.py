@@ -16,6 +16,9 @@ GUARDED = [
     ("GET", "/v1/decisions/r1"),
     ("GET", "/v1/decisions"),
     ("GET", "/v1/fleet"),
+    ("GET", "/v1/cordons"),
+    ("POST", "/v1/cordons"),
+    ("DELETE", "/v1/cordons"),
     ("GET", "/v1/flows"),
     ("GET", "/v1/refusals"),
 ]

@@ -1,11 +1,13 @@
 """What the fleet's page and the metrics show, over a real socket."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
@@ -308,3 +310,43 @@ async def test_what_an_engine_reported_is_forgotten_with_its_worker() -> None:
         "kvrouter_kv_events_skipped",
     )
     assert [key for key in metrics if key[0].startswith(reported)] == []
+
+
+async def test_the_fleet_shows_versions_engines_and_the_workers_that_it_refuses() -> None:
+    said = msgspec.structs.replace(
+        card(1), version="0.1.0", engine="vllm 0.32.0", engine_url="http://engine:8000", takes_calls=True
+    )
+    other_blocks = msgspec.structs.replace(card(3), block_size=32, pod="pod-3")
+    async with open_house(said, card(2), other_blocks) as house:
+        asked_s = time.time()
+        fleet = (await house.http.get("/v1/fleet")).json()
+        house.bench.discovery.drop(3)
+        without = (await house.http.get("/v1/fleet")).json()
+    assert (fleet["version"], fleet["recording"], fleet["replicas"]) == (installed_version(), None, None)
+    assert fleet["time_s"] == pytest.approx(asked_s, abs=30.0)
+    assert fleet["models"][0]["cache_view"] == "events"
+    fields = ("version", "engine_url", "takes_calls", "block_size", "context_length")
+    assert [[worker[field] for field in fields] for worker in fleet["workers"]] == [
+        ["0.1.0", "http://engine:8000", True, 16, 4096],
+        [None, None, False, 16, 4096],
+    ]
+    (refused,) = fleet["refused_workers"]
+    assert [refused[field] for field in ("worker_id", "model", "pod", "block_size", "field")] == [
+        3,
+        MODEL,
+        "pod-3",
+        32,
+        "block_size",
+    ]
+    assert "has blocks of 32 tokens" in refused["why"]
+    assert without["refused_workers"] == []
+
+
+async def test_the_fleet_shows_how_far_each_workers_clock_is_from_the_routers() -> None:
+    async with open_house(card(1), card(2)) as house:
+        rank = WorkerRank(WorkerId(1), DpRank(0))
+        house.bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=time.time() + 60.0))
+        fleet = (await house.http.get("/v1/fleet")).json()
+    ahead, unheard = (worker["ranks"][0]["feed"]["clock_ahead_s"] for worker in fleet["workers"])
+    assert ahead == pytest.approx(60.0, abs=30.0)
+    assert unheard is None

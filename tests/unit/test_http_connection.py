@@ -325,7 +325,7 @@ def test_a_slow_body_times_out_and_a_steady_one_does_not() -> None:
     conn.receive(b"x" * 50, 80.0)
     assert conn.deadline_s() == 89.5, "half a second's worth of bytes"
     assert conn.on_time(89.4) == []
-    assert conn.on_time(89.5) == [BadRequest(408, RATE, "upload_too_slow")]
+    assert conn.on_time(89.5) == [BadRequest(408, RATE, "upload_too_slow", "/v1/x")]
 
 
 def test_what_an_unfinished_request_holds_is_reported_until_it_is_given_up() -> None:

@@ -1,5 +1,6 @@
 """The definition that clusters install: fresh, structural, and telling on every field."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -9,7 +10,11 @@ import yaml
 from pydantic import BaseModel
 
 from kvrouter.operator.api.crd import CRD_FILE, Schema, crd_yaml, deployment_crd, structural
+from scripts.pod_template_schema import pod_template_schema
 from scripts.write_crds import main
+
+CRD = deployment_crd(pod_template_schema())
+TEMPLATE = ".spec.components[].podTemplate"
 
 
 def schema_of(crd: Schema) -> Schema:
@@ -27,7 +32,9 @@ def fields_of(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
         yield from fields_of(cast(Schema, node["items"]), f"{path}[]")
 
 
-FIELDS = dict(fields_of(schema_of(deployment_crd())))
+ALL_FIELDS = dict(fields_of(schema_of(CRD)))
+FIELDS = {path: field for path, field in ALL_FIELDS.items() if not path.startswith(f"{TEMPLATE}.")}
+POD_FIELDS = {path.removeprefix(TEMPLATE): field for path, field in ALL_FIELDS.items() if path not in FIELDS}
 
 
 def test_the_definition_in_the_repository_is_fresh() -> None:
@@ -50,8 +57,9 @@ def test_a_stale_or_missing_definition_fails_the_check_and_is_written(
 
 
 def test_its_text_is_the_definition_and_has_no_anchors() -> None:
-    assert yaml.safe_load(crd_yaml()) == deployment_crd()
-    assert "&id" not in crd_yaml()
+    text = crd_yaml(pod_template_schema())
+    assert yaml.safe_load(text) == CRD
+    assert "&id" not in text
 
 
 def test_every_field_is_described() -> None:
@@ -90,7 +98,34 @@ def test_a_pod_template_keeps_what_the_definition_does_not_know() -> None:
     template = FIELDS[".spec.components[].podTemplate"]
     assert template["x-kubernetes-preserve-unknown-fields"] is True
     preserving = [path for path, field in FIELDS.items() if "x-kubernetes-preserve-unknown-fields" in field]
-    assert preserving == [".spec.components[].podTemplate", ".spec.env[].valueFrom"]
+    assert preserving == [TEMPLATE, ".spec.env[].valueFrom"]
+    for path, field in POD_FIELDS.items():
+        if field.get("type") == "object" and "additionalProperties" not in field:
+            assert field["x-kubernetes-preserve-unknown-fields"] is True, path
+
+
+def test_a_pod_template_is_kubernetes_own() -> None:
+    image, env = (POD_FIELDS[f".spec.containers[].{name}"] for name in ("image", "env"))
+    assert (image["type"], env["type"]) == ("string", "array")
+    assert str(image["description"]).startswith("Container image name")
+    assert POD_FIELDS[".spec.containers[].ports[].containerPort"]["type"] == "integer"
+    assert ".metadata.labels" in POD_FIELDS
+    assert ".metadata.uid" not in POD_FIELDS
+
+
+def test_a_pod_template_is_refused_for_its_types_alone() -> None:
+    """What an API server takes as a pod is stored: a null, a number as a quantity, what lacks a field."""
+    for path, field in POD_FIELDS.items():
+        assert not {"required", "default", "enum", "pattern", "x-kubernetes-list-type"} & set(field), path
+        if "type" in field:
+            assert field["nullable"] is True, path
+        else:
+            assert {"x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"} & set(field), path
+
+
+def test_a_client_can_apply_it_by_itself() -> None:
+    """kubectl keeps what it applied in an annotation, of at most 256 KiB."""
+    assert len(json.dumps(CRD, separators=(",", ":"))) < 256 * 1024
 
 
 def test_the_api_server_checks_what_cel_can_say() -> None:
@@ -126,7 +161,7 @@ def test_the_api_server_checks_the_bounds_of_links() -> None:
 
 
 def test_columns_answer_the_first_question() -> None:
-    (version,) = cast(list[Schema], cast(Schema, deployment_crd()["spec"])["versions"])
+    (version,) = cast(list[Schema], cast(Schema, CRD["spec"])["versions"])
     columns = cast(list[Schema], version["additionalPrinterColumns"])
     shown = [column["name"] for column in columns if not column.get("priority")]
     assert shown == ["Ready", "Available", "Domain", "Enforcement", "Prefill/Decode", "Age"]

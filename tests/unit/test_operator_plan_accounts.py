@@ -16,7 +16,10 @@ def test_each_kind_of_process_may_do_with_cards_what_discovery_needs() -> None:
     found = planned(deployment())
     roles = of_kind(found, "Role")
     assert {name: at(role, "rules") for name, role in roles.items()} == {
-        "llm-frontends": [rule("list", "watch", "delete")],
+        "llm-frontends": [
+            rule("list", "watch", "delete"),
+            rule("list", "create", "patch", "delete", kind="kvroutercordons"),
+        ],
         "llm-workers": [rule("get", "create", "update")],
     }
     for name, binding in of_kind(found, "RoleBinding").items():
@@ -90,8 +93,8 @@ def test_a_pod_without_a_token_is_reported_where_it_needs_one() -> None:
     assert at(templates(found)["decode"], "spec", "automountServiceAccountToken") is False
 
 
-def rule(*verbs: str) -> JsonValue:
-    return {"apiGroups": ["kvrouter.dev"], "resources": ["kvrouterworkers"], "verbs": [*verbs]}
+def rule(*verbs: str, kind: str = "kvrouterworkers") -> JsonValue:
+    return {"apiGroups": ["kvrouter.dev"], "resources": [kind], "verbs": [*verbs]}
 
 
 def accounts_of(found: Plan) -> dict[str, JsonValue]:

@@ -10,7 +10,7 @@ import pytest
 
 import kvrouter
 from kvrouter.config.planes import KUBERNETES_LEASE_S, LEASE_S
-from kvrouter.config.setting import SettingSpec
+from kvrouter.config.setting_spec import SettingSpec
 from kvrouter.config.tree import SETTINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
@@ -176,6 +176,7 @@ WHERE = {
     "connections": "processes.lifetime.CONNECTIONS",
     "body of a request": "frontend.prepare.BODY",
     "body of an operators' route": "frontend.prepare.PAGE",
+    "a form with a file": "frontend.openai.form",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
     "requests that wait for a decode": "placement.waiting_line",
@@ -216,6 +217,7 @@ WHERE = {
     "an error's reason": "transports.requests.messages",
     "senders whose": "transports.message_auth",
     "a record of discovery": "transports.discovery.wire transports.discovery.card_tracker",
+    "cordons of": "core.cordons transports.discovery.wire",
     "files of a discovery": "transports.discovery",
     "an answer of the API server": "kube.client",
     "messages of NATS": "transports.events.nats.UNREAD transports.discovery.nats.bucket",

@@ -110,7 +110,7 @@ def test_bytes_and_money_of_a_half_are_of_the_same_requests() -> None:
 def test_a_tuned_replay_names_its_parameters_and_says_what_its_figures_are_of(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     path = "data/mooncake-conversation-sample.jsonl"
-    arguments = ("--rows", "60", "--compare", "kvrouter,sticky,lmetric", "--tune", "--json", str(out))
+    arguments = ("--rows", "60", "--compare", "kvrouter,sticky,lmetric", "--tune", "--output", f"json={out}")
     assert main(["replay", path, *arguments]) == 0
     report = json.loads(out.read_text())
     assert "tuned on the first half" in report["dispatch"]

@@ -14,7 +14,7 @@ import msgspec
 from kvrouter.attach.spec import engine_card, tokenizer_of
 from kvrouter.attach.transport_provider import TransportProvider
 from kvrouter.config import Settings
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import Role

@@ -15,7 +15,7 @@ from kvrouter.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWo
 from kvrouter.attach.spec import attach_spec
 from kvrouter.config import KvTransferSpec, Settings
 from kvrouter.config.engine_pods import KIND_LABEL, PLACES, engine_of
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
@@ -272,7 +272,7 @@ class PodFleet:
             written_at=f"pod {pod.name}",
             fields_at=PLACES,
         )
-        return replace(spec, model=described.model, start=described.start, pod=pod.name)
+        return replace(spec, model=described.model, start=described.start, pod=pod.name, node=pod.node)
 
 
 ANSWER_S = 5.0

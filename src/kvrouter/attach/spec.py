@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
 
 from msgspec.structs import replace
 
@@ -13,6 +14,7 @@ from kvrouter.config import AttachedEngineSpec, FleetFile, WorkerGroup
 from kvrouter.config.fleet_checks import url_path
 from kvrouter.config.fleet_workers import numbered_workers, placed_config
 from kvrouter.config.problems import dotted
+from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
@@ -55,8 +57,11 @@ def engine_card(
         names=attached.names,
         engine=attached.version,
         pod=spec.pod,
+        node=spec.node,
         decode_only=attached.decode_only,
         ends_after_transfer=attached.ends_after_transfer,
+        engine_url=without_credentials(spec.url),
+        version=installed_version(),
         runtime_config=replace(
             spec.runtime_config,
             taints=spec.runtime_config.taints
@@ -67,6 +72,12 @@ def engine_card(
             bootstrap_port=None if attached.bootstrap is None else attached.bootstrap[1],
         ),
     )
+
+
+def without_credentials(url: str) -> str:
+    """Return an engine's URL without what others must not read: its user, its password and its query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def tokenizer_of(spec: AttachSpec, attached: Attached) -> str | None:

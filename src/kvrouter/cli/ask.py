@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvrouter.cli.flags import output_option
+from kvrouter.commands.output import TABLE, Output, json_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -26,7 +29,7 @@ url_option = click.option(
 @url_option
 @click.option("--model", help="The model; may be left out where one is served.")
 @click.option("--completion", is_flag=True, help="Take PROMPT as a completion's, without the chat template.")
-@click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
+@output_option
 def explain(
     prompt: str | None,
     *,
@@ -34,7 +37,7 @@ def explain(
     url: str,
     model: str | None,
     completion: bool,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Show where PROMPT, sent as a chat, would go, and why: every worker, its cost, and why others may not
     take it. With --request-id: where one of the last requests went, attempt by attempt.
@@ -49,31 +52,56 @@ def explain(
     client = router_at(url)
     if prompt is not None:
         answer = client.explain(prompt, model or client.only_model(), is_completion=completion)
-        _show_explanation(answer, as_json=as_json)
+        _show_explanation(answer, output)
     elif request_id is not None:
         if model is not None or completion:
             raise click.UsageError("--model and --completion are about PROMPT, not about --request-id")
-        _show_decisions(client.decisions(request_id), as_json=as_json)
+        _show_decisions(client.decisions(request_id), output)
 
 
-def _show_explanation(answer: bytes, *, as_json: bool) -> None:
+def _show_explanation(answer: bytes, output: Output) -> None:
     from kvrouter.cli.explain import draw, read_explanation  # noqa: PLC0415
 
     explanation = read_explanation(answer)
-    if as_json:
-        click.echo(answer.decode())
-    else:
-        draw(explanation, plain_console())
+    output.show(lambda: answer, lambda: draw(explanation, plain_console()))
 
 
-def _show_decisions(answer: bytes, *, as_json: bool) -> None:
+def _show_decisions(answer: bytes, output: Output) -> None:
     from kvrouter.cli.explain import draw_decisions, read_decisions  # noqa: PLC0415
 
     decisions = read_decisions(answer)
-    if as_json:
-        click.echo(answer.decode())
+    output.show(lambda: answer, lambda: draw_decisions(decisions, plain_console()))
+
+
+@click.command(short_help="Show the fleet of a running router, live.")
+@url_option
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.2),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often it is asked.",
+)
+@click.option("--once", is_flag=True, help="Print it once, and exit.")
+@output_option
+def top(url: str, *, interval_s: float, once: bool, output: Output) -> None:
+    """Show what a running router knows: workers with load, cache and feed, KV between domains, the latest
+    decisions. Ctrl-C ends it. The page at /ui shows more of the same.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    if not once and output != TABLE:
+        raise click.UsageError("--output: only with --once")
+    from kvrouter.cli.top import drawn, read_answers, show_live, shown_frame  # noqa: PLC0415
+
+    client, console = router_at(url), plain_console()
+    if once:
+        answers = read_answers(client)
+        frame = shown_frame(answers)
+        output.show(lambda: json_text(answers), lambda: console.print(drawn(frame, url)))
     else:
-        draw_decisions(decisions, plain_console())
+        show_live(client, url, console, interval_s=interval_s)
 
 
 def plain_console() -> "Console":

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import click
 
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.cli.flags import output_option
+from kvrouter.commands.output import Output
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 
 FILE = click.Path(path_type=Path)
 
@@ -27,7 +29,7 @@ REQUEST_LIMIT_S = 120.0
     help="Fit to the first N requests and predict the others; 0 fits nothing. With --url: send N, 10 to "
     "1000, and a third as many to predict.",
 )
-@click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the timing there, in YAML.")
+@click.option("--write-timing", type=FILE, metavar="FILE", help="Write the timing there, in YAML.")
 @click.option(
     "--model-config",
     type=FILE,
@@ -50,12 +52,14 @@ REQUEST_LIMIT_S = 120.0
     metavar="S",
     help="With --url: give up when one request takes longer.",
 )
+@output_option
 def calibrate(
     run: Path | None,
     *,
     url: str | None,
     requests: int,
-    output: Path | None,
+    write_timing: Path | None,
+    output: Output,
     model_config: Path | None,
     model: str | None,
     engine: Path | None,
@@ -82,12 +86,18 @@ def calibrate(
     console = Console()
     console = console if console.is_terminal else Console(width=140, no_color=True)
     if run is not None:
-        fit(CalibrateOptions(run=run, n_seen=requests, output=output, model_config=model_config), console)
+        fit(
+            CalibrateOptions(
+                run=run, n_seen=requests, write_timing=write_timing, model_config=model_config, output=output
+            ),
+            console,
+        )
     elif url is not None:
         calibrate_engine(
             CalibrateEngineOptions(
                 url=url,
                 n_seen=requests,
+                write_timing=write_timing,
                 output=output,
                 limit_s=request_limit_s,
                 model=model,

@@ -4,7 +4,7 @@ import http.client
 import ssl
 from collections.abc import Mapping
 from typing import TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
@@ -15,13 +15,18 @@ ANSWER_MAX_BYTES = 64 * 1024 * 1024
 
 
 class AskFailed(KvrouterError):
-    """The router could not be asked, or did not answer what was asked."""
+    """The router could not be asked, or did not answer what was asked; ``said`` is its own word for that."""
 
     code = "ask_failed"
+
+    def __init__(self, message: str, *, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
 
 
 class _ApiError(msgspec.Struct):
     message: str
+    code: str = ""
 
 
 class _ErrorBody(msgspec.Struct):
@@ -77,9 +82,31 @@ class RouterClient:
         _check_utf8("--request-id", request_id)
         return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
 
+    @property
+    def url(self) -> str:
+        """Where the router is."""
+        return self._url
+
     def read(self, path: str) -> bytes:
         """Return what a path of the router answers, as JSON."""
         return self._ask("GET", path, None)
+
+    def cordon(self, body: Mapping[str, object]) -> bytes:
+        """Cordon what ``body`` names; return what that changed, as JSON."""
+        for name, text in body.items():
+            if isinstance(text, str):
+                _check_utf8(name, text)
+        return self._ask("POST", "/v1/cordons", body)
+
+    def uncordon(self, level: str, name: str) -> bytes:
+        """Uncordon; return what that changed, as JSON."""
+        _check_utf8("LEVEL", level)
+        _check_utf8("NAME", name)
+        return self._ask("DELETE", f"/v1/cordons?{urlencode({'level': level, 'name': name})}", None)
+
+    def post(self, path: str, body: Mapping[str, object]) -> bytes:
+        """Return what a path of the router answers to a call."""
+        return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
         connection = self._connect()
@@ -98,7 +125,10 @@ class RouterClient:
         if len(answer) > ANSWER_MAX_BYTES:
             raise AskFailed(f"{self._url}: answered with more than {ANSWER_MAX_BYTES} bytes")
         if response.status != http.client.OK:
-            raise AskFailed(f"{self._url}: {response.status} {_message(answer) or response.reason}")
+            said = _error(answer)
+            raise AskFailed(
+                f"{self._url}: {response.status} {said.message or response.reason}", said=said.code
+            )
         return answer
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -121,11 +151,11 @@ def decode_answer(answer: bytes, kind: type[T]) -> T:
         raise AskFailed(f"the answer is not a router's: {error}") from error
 
 
-def _message(answer: bytes) -> str:
+def _error(answer: bytes) -> _ApiError:
     try:
-        return msgspec.json.decode(answer, type=_ErrorBody).error.message
+        return msgspec.json.decode(answer, type=_ErrorBody).error
     except msgspec.MsgspecError:
-        return ""
+        return _ApiError("")
 
 
 def _check_utf8(name: str, text: str) -> None:

@@ -2,15 +2,9 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import click
-
-if TYPE_CHECKING:
-    from kvrouter.config.fleet import FleetFile
-    from kvrouter.config.problems import Problem
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -29,8 +23,18 @@ LAZY: Mapping[str, LazyCommand] = {
         "calibrate",
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
+    "cordon": LazyCommand("cordon", "cordon", "Keep new requests away from a worker, a node or a zone."),
+    "doctor": LazyCommand("doctor", "doctor", "Name what is wrong with a running fleet, and the remedy."),
+    "drain": LazyCommand("cordon", "drain", "Cordon, and wait until nothing runs there any more."),
+    "dry-run": LazyCommand(
+        "dry_run", "dry_run", "Say which recorded requests a transfer policy would have refused."
+    ),
     "explain": LazyCommand("ask", "explain", "Show where a prompt would go, or a request went, and why."),
+    "fleet": LazyCommand("fleet", "fleet", "Write, show and check fleet files."),
     "frontend": LazyCommand("processes", "frontend", "Serve workers that run in other processes."),
+    "hit-rate": LazyCommand(
+        "hit_rate", "hit_rate", "Show where recorded requests lost their cache hits, and what helps."
+    ),
     "operator": LazyCommand(
         "operator", "operator", "Look after DynamoGraphDeployments in a Kubernetes cluster."
     ),
@@ -38,8 +42,9 @@ LAZY: Mapping[str, LazyCommand] = {
         "replay", "replay", "Replay recorded traffic over a fleet, and compare routing rules."
     ),
     "router": LazyCommand("processes", "router", "Decide for engines that something else fronts."),
-    "top": LazyCommand("top", "top", "Show the fleet of a running router, live."),
+    "top": LazyCommand("ask", "top", "Show the fleet of a running router, live."),
     "topology": LazyCommand("engines", "topology", "Where a worker is."),
+    "uncordon": LazyCommand("cordon", "uncordon", "Take a cordon back."),
     "up": LazyCommand("up", "up", "Serve a fleet."),
     "worker": LazyCommand("engines", "worker", "Run a worker: an engine, and what makes it part of a fleet."),
     "worth": LazyCommand(
@@ -78,6 +83,8 @@ class LazyGroup(click.Group):
 def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if not asked or ctx.resilient_parsing:
         return
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
     try:
         installed = version("kvrouter")
     except PackageNotFoundError:
@@ -113,34 +120,3 @@ def completion(shell: str) -> None:
     if found is None:
         raise click.UsageError(f"no completion for {shell} here")
     click.echo(found(kvrouter, {}, "kvrouter", "_KVROUTER_COMPLETE").source())
-
-
-@kvrouter.group("fleet")
-def fleet_group() -> None:
-    """Fleet files."""
-
-
-@fleet_group.command("check")
-@click.argument("file", type=click.Path(path_type=Path))
-def fleet_check(file: Path) -> None:
-    """Validate FILE, its settings and topology contracts too, read the tokenizers that it names, and start
-    nothing. All mistakes are shown at once, by line.
-    """
-    from kvrouter.cli.processes import warn  # noqa: PLC0415
-    from kvrouter.config.fleet_checks import load_fleet, settings_in  # noqa: PLC0415
-    from kvrouter.config.problems import read_document  # noqa: PLC0415
-    from kvrouter.config.sources import conflicts, settings_warnings  # noqa: PLC0415
-    from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems  # noqa: PLC0415
-
-    def setting_problems(fleet: "FleetFile") -> "list[Problem]":
-        return conflicts(settings_in(fleet))
-
-    loaded = load_fleet(read_document(file), (setting_problems, contract_problems, tokenizer_problems))
-    fleet = loaded.fleet
-    warn((*settings_warnings(settings_in(fleet)), *loaded.warnings))
-    n_workers = sum(group.n_workers for group in fleet.workers)
-    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
-    policy = fleet.kv_transfer
-    kept = f"KV {policy.enforcement.value} on {policy.domain}" if policy else "no transfer policy"
-    names = ", ".join(model.name for model in fleet.models)
-    click.echo(f"{file}: good: {workers} for {names}, {kept}")

@@ -11,20 +11,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.cli.processes import begin, described, place_options, worker, worker_pods
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_checks import load_fleet, settings_document
-from kvrouter.config.fleet_engines import url_mistake
-from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of
-from kvrouter.config.problems import read_document, without_password
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
+from kvrouter.cli.flags import SettingsCommand, output_option, setting_options
+from kvrouter.cli.processes import begun, described, place_options, worker, worker_pods
+from kvrouter.commands.output import Output, json_text
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import WorkerId
 from kvrouter.engines.registry import ENGINES, help_of
 from kvrouter.text.source import is_repository
 
 if TYPE_CHECKING:
+    from kvrouter.config.fleet import FleetFile
+    from kvrouter.core.ids import WorkerId
     from kvrouter.engines.attach import AttachSpec
 
 
@@ -169,16 +166,11 @@ def _serve(
     said = described({name: flags.pop(name) for name in (*_ENGINE_FLAGS, *_PLACE_FLAGS)})
     if not said["no_kv_events"]:
         del said["no_kv_events"]
-    setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
-    document = None if fleet is None else read_document(fleet)
-    loaded = load_settings(
-        flags=given_flags(dict(setting_flags)),
-        environ=os.environ,
-        document=None if document is None else settings_document(document),
-    )
-    begin(loaded)
+    document, loaded = begun(flags, fleet)
     from kvrouter.attach.spec import file_engines, pick_engine, worker_environ  # noqa: PLC0415
     from kvrouter.commands.engine_worker import serve_engine_worker  # noqa: PLC0415
+    from kvrouter.config.fleet_checks import load_fleet  # noqa: PLC0415
+    from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of  # noqa: PLC0415
 
     environ: Mapping[str, str] = os.environ
     engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
@@ -214,7 +206,7 @@ def _serve(
 
 
 def _spec_of_flags(
-    kind: str, engine: EngineFlags, place: FleetFile, *, engine_key: str | None, worker_id: WorkerId
+    kind: str, engine: EngineFlags, place: "FleetFile", *, engine_key: str | None, worker_id: "WorkerId"
 ) -> "AttachSpec":
     from kvrouter.config.fleet_workers import placed_config  # noqa: PLC0415
     from kvrouter.engines.attach import AttachSpec  # noqa: PLC0415
@@ -253,6 +245,9 @@ def _checked_tokenizer(tokenizer: str) -> str:
 
 
 def _checked_url(url: str) -> str:
+    from kvrouter.config.fleet_engines import url_mistake  # noqa: PLC0415
+    from kvrouter.config.problems import without_password  # noqa: PLC0415
+
     mistake = url_mistake(url)
     if mistake is not None:
         raise ConfigError(f"--url: {mistake}, not {without_password(repr(url))}", param="url")
@@ -275,12 +270,13 @@ def topology() -> None:
 
 
 @topology.command("check")
-def topology_check() -> None:
+@output_option
+def topology_check(output: Output) -> None:
     """Print what a worker would publish from its environment and label files, or why it would not start."""
     from kvrouter.worker.topology import topology_check as check  # noqa: PLC0415
 
     report = check(os.environ)
-    click.echo(report.text)
+    output.show(lambda: json_text(report), lambda: click.echo(report.text))
     sys.exit(report.exit_code)
 
 

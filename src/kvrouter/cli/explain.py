@@ -12,7 +12,7 @@ from rich.text import Text
 from kvrouter.cli.client import decode_answer
 
 ROWS_MAX = 50
-"""Candidates that a table shows; ``--json`` has them all."""
+"""Candidates that a table shows; ``--output json`` has them all."""
 
 CROSSED = "The handoff crosses its domain: no decode worker was left in it."
 

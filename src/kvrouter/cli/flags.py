@@ -1,10 +1,19 @@
-"""Command-line flags made from the settings tree, and a help page that groups them."""
+"""Command-line flags made from the table of settings, and a help page that groups them."""
+
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
+from kvrouter.commands.output import TABLE, Output
 from kvrouter.config.foreign import FOREIGN, Foreign
-from kvrouter.config.setting import SettingGroup, SettingKind, SettingSpec, SettingValue
-from kvrouter.config.tree import SETTINGS
+from kvrouter.config.setting_spec import (
+    SettingGroup,
+    SettingKind,
+    SettingSpec,
+    SettingValue,
+    written_settings,
+)
 
 
 class SettingOption(click.Option):
@@ -58,19 +67,42 @@ class ForeignOption(click.Option):
         )
 
 
+def _output_of(_ctx: click.Context, _option: click.Parameter, text: str) -> Output:
+    """Return what ``--output`` asks for."""
+    form, equals, path = text.partition("=")
+    if form == "json" and (path or not equals):
+        return Output(is_json=not path, path=Path(path) if path else None)
+    if text != "table":
+        raise click.BadParameter(f"must be table, json or json=FILE, not {text!r}")
+    return TABLE
+
+
+output_option = click.option(
+    "-o",
+    "--output",
+    callback=_output_of,
+    default="table",
+    show_default=True,
+    metavar="table|json|json=FILE",
+    help="How the result is printed: as a table, or as JSON; json=FILE prints the table and writes the JSON "
+    "there.",
+)
+"""The flag of every command that prints a result; the command takes an :class:`Output`."""
+
+
 def parameter_name(spec: SettingSpec, flag: str | None) -> str:
     """Return the name under which click hands the flag's text to the command."""
     own = f"{spec.section}__{spec.name}"
     return own if flag == spec.flag or flag is None else f"{own}__{flag.strip('-').replace('-', '_')}"
 
 
-def given_flags(parameters: dict[str, SettingValue | None]) -> dict[str, SettingValue]:
+def given_flags(parameters: Mapping[str, object]) -> dict[str, SettingValue]:
     """Return what was given on the command line, by YAML key, or by flag for a further name of one."""
     given: dict[str, SettingValue] = {}
-    for spec in SETTINGS:
+    for spec in written_settings():
         for flag in spec.flags:
             value = parameters.get(parameter_name(spec, flag))
-            if value is not None:
+            if isinstance(value, bool | int | float | str):
                 given[spec.yaml_key if flag == spec.flag else flag] = value
     return given
 
@@ -96,7 +128,7 @@ class SettingsCommand(click.Command):
             with formatter.section(group.value):
                 for flag in of_group:
                     flag.write_help(ctx, formatter)
-                for spec in SETTINGS:
+                for spec in written_settings():
                     if spec.flag is None and spec.group is group and spec.section in sections:
                         _write_setting(spec, "no flag", formatter)
 
@@ -109,7 +141,12 @@ def setting_options(*sections: str) -> list[click.Option]:
     def is_chosen(section: str) -> bool:
         return not sections or section in sections
 
-    own = [SettingOption(spec, flag) for spec in SETTINGS if is_chosen(spec.section) for flag in spec.flags]
+    own = [
+        SettingOption(spec, flag)
+        for spec in written_settings()
+        if is_chosen(spec.section)
+        for flag in spec.flags
+    ]
     foreign = [
         ForeignOption(each, flag) for each in FOREIGN if is_chosen(each.section) for flag in each.flags
     ]

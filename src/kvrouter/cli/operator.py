@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
+from kvrouter.cli.flags import output_option
+from kvrouter.commands.output import Output, json_text
+from kvrouter.config.setting_spec import written_setting
 from kvrouter.core.errors import ConfigError
-from kvrouter.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:  # these need the extra
     from kvrouter.operator.plan import PlanDefaults
@@ -140,22 +141,22 @@ def of_planes(command: F) -> F:
         ),
         click.option(
             "--event-plane",
-            type=click.Choice([kind.value for kind in EventPlaneKind]),
-            default=EventPlaneKind.AUTO.value,
+            type=click.Choice(written_setting("planes.event_plane").choices),
+            default="auto",
             show_default=True,
             help="How KV events reach frontends. auto is zmq with --discovery kubernetes.",
         ),
         click.option(
             "--request-plane",
-            type=click.Choice([kind.value for kind in RequestPlaneKind]),
-            default=RequestPlaneKind.TCP.value,
+            type=click.Choice(written_setting("planes.request_plane").choices),
+            default="tcp",
             show_default=True,
             help="How frontends send requests to workers.",
         ),
         click.option(
             "--discovery",
-            type=click.Choice([DiscoveryBackend.KUBERNETES.value, DiscoveryBackend.NATS.value]),
-            default=DiscoveryBackend.KUBERNETES.value,
+            type=click.Choice(["kubernetes", "nats"]),
+            default="kubernetes",
             show_default=True,
             help="Where workers are announced.",
         ),
@@ -268,6 +269,8 @@ def operator_run(*, log_level: str, log_format: str, **flags: object) -> None:
     with _extra_is_there(run_flags.kubeconfig):
         from kvrouter.kube.objects import Key  # noqa: PLC0415
         from kvrouter.operator.run import OperatorSettings, run_operator  # noqa: PLC0415
+    from kvrouter.telemetry.logs import configure_logging  # noqa: PLC0415
+
     configure_logging(log_level, log_format=log_format)
     settings = OperatorSettings(
         identity=_identity(),
@@ -307,7 +310,8 @@ def operator_clean_up(*, kubeconfig: Path | None, lease_namespace: str, lease_na
     metavar="FILE",
     help="How to reach the cluster.  [default: KUBECONFIG, ~/.kube/config, or this pod's service account]",
 )
-def operator_preflight(*, kubeconfig: Path | None) -> None:
+@output_option
+def operator_preflight(*, kubeconfig: Path | None, output: Output) -> None:
     """Look at the cluster before anything is installed or upgraded: a line for each definition says whose it
     is, and what to do. Changes nothing.
 
@@ -318,8 +322,12 @@ def operator_preflight(*, kubeconfig: Path | None) -> None:
     with _extra_is_there(kubeconfig):
         from kvrouter.operator.run import preflight_operator  # noqa: PLC0415
     reports = preflight_operator(kubeconfig)
-    for report in reports:
-        click.echo(f"{report.name}: {report.message}")
+
+    def draw() -> None:
+        for report in reports:
+            click.echo(f"{report.name}: {report.message}")
+
+    output.show(lambda: json_text([report._asdict() for report in reports]), draw)
     if any(report.is_conflict for report in reports):
         sys.exit(1)
 
@@ -352,6 +360,7 @@ def _identity() -> str:
 
 
 def _defaults(run_flags: RunFlags) -> "PlanDefaults":
+    from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind  # noqa: PLC0415
     from kvrouter.operator.plan import PlanDefaults, SecretKey  # noqa: PLC0415
 
     secret = run_flags.plane_token_secret

@@ -4,21 +4,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.config.fleet_checks import load_fleet, settings_document
-from kvrouter.config.one_worker import FLAGS, fleet_of_one
-from kvrouter.config.problems import read_document
-from kvrouter.config.setting import SettingValue
-from kvrouter.config.sources import Loaded, load_settings
-from kvrouter.config.static_endpoint import static_cards
+from kvrouter.config.setting_spec import SettingValue
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import ModelName
-from kvrouter.telemetry.logs import configure_logging
-from kvrouter.text.source import tokenizer_folder
+
+if TYPE_CHECKING:
+    from kvrouter.config.problems import Document
+    from kvrouter.config.sources import Loaded
+    from kvrouter.core.ids import ModelName
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -85,12 +82,11 @@ def frontend(
     Run as many as you like, on any host: they know nothing of each other, but what --router-replica-sync
     tells. Workers and frontends of one fleet share --namespace, --discovery and --request-plane.
     """
-    document = None if config is None else settings_document(read_document(config))
-    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
-    begin(loaded)
+    document, loaded = begun(flags, config)
     folders = model_folders(model_paths)
     from kvrouter.commands.frontend import serve_frontend  # noqa: PLC0415
     from kvrouter.config.link_table import unweighed_links  # noqa: PLC0415
+    from kvrouter.config.static_endpoint import static_cards  # noqa: PLC0415
     from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
 
     links = None if document is None else links_of(document)
@@ -178,15 +174,11 @@ def worker_mock(
     start of its id took its place: let nothing start it again then, unless with --standby. After SIGTERM it
     takes no new legs and waits for those that run.
     """
+    from kvrouter.config.fleet_checks import load_fleet  # noqa: PLC0415
+    from kvrouter.config.one_worker import FLAGS, flag_of, fleet_of_one  # noqa: PLC0415
+
     said = described({name: flags.pop(name) for name in tuple(flags) if name in FLAGS})
-    setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
-    document = None if fleet is None else read_document(fleet)
-    loaded = load_settings(
-        flags=given_flags(dict(setting_flags)),
-        environ=os.environ,
-        document=None if document is None else settings_document(document),
-    )
-    begin(loaded)
+    document, loaded = begun(flags, fleet)
     if is_static and (engine_events is not None or enable_local_indexer):
         raise click.UsageError("--static: such a worker publishes no KV events")
     if is_static and is_standby:
@@ -198,7 +190,7 @@ def worker_mock(
         group = of_fleet.workers[0].name
     else:
         if said:
-            given = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+            given = ", ".join(flag_of(name) for name in said)
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_fleet = load_fleet(document).fleet
     from kvrouter.commands.mock_worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
@@ -220,11 +212,27 @@ def worker_mock(
 worker_mock.params.extend(setting_options("planes", "log"))
 
 
-def begin(loaded: Loaded) -> None:
+def begin(loaded: "Loaded") -> None:
     """Report the settings' warnings and begin to log."""
+    from kvrouter.telemetry.logs import configure_logging  # noqa: PLC0415
+
     warn(loaded.warnings)
     log = loaded.settings.log
     configure_logging(log.log_level.value, log_format=log.log_format.value)
+
+
+def begun(flags: Mapping[str, object], file: Path | None = None) -> "tuple[Document | None, Loaded]":
+    """Load the settings of flags, variables and ``file``, a fleet file or a part of one; report their
+    warnings and begin to log. Returns the file, where there is one, and the settings; raises ConfigError.
+    """
+    from kvrouter.config.fleet_checks import settings_document  # noqa: PLC0415
+    from kvrouter.config.problems import read_document  # noqa: PLC0415
+    from kvrouter.config.sources import load_settings  # noqa: PLC0415
+
+    document = None if file is None else settings_document(read_document(file))
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    begin(loaded)
+    return document, loaded
 
 
 def warn(warnings: Iterable[str]) -> None:
@@ -239,8 +247,11 @@ def described(flags: Mapping[str, object]) -> dict[str, object]:
             for name, value in flags.items() if value is not None and value != ()}  # fmt: skip
 
 
-def model_folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
+def model_folders(pairs: tuple[str, ...]) -> "dict[ModelName, Path]":
     """What ``--model-path`` says; raise ConfigError that names it."""
+    from kvrouter.core.ids import ModelName  # noqa: PLC0415
+    from kvrouter.text.source import tokenizer_folder  # noqa: PLC0415
+
     folders: dict[ModelName, Path] = {}
     for pair in pairs:
         model, equals, folder = pair.partition("=")
@@ -271,8 +282,7 @@ def worker_pods(
 
     Of several such processes one serves each engine, and another takes over when that one ends.
     """
-    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
-    begin(loaded)
+    _, loaded = begun(flags)
     from kvrouter.attach.pod_fleet import EnginePods  # noqa: PLC0415
     from kvrouter.commands.engine_pods import serve_pod_workers  # noqa: PLC0415
 
@@ -348,9 +358,7 @@ def router(
 
     It finds workers as a frontend does: they share --namespace, --discovery and --request-plane.
     """
-    document = None if config is None else settings_document(read_document(config))
-    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
-    begin(loaded)
+    document, loaded = begun(flags, config)
     folders = model_folders(model_paths)
     from kvrouter.commands.router import RouterComponent, StandaloneSpec, serve_standalone  # noqa: PLC0415
     from kvrouter.config.link_table import unweighed_links  # noqa: PLC0415

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvrouter.cli.flags import output_option
 from kvrouter.commands.input_options import InputOptions
 
 FILE = click.Path(path_type=Path)
@@ -68,7 +69,7 @@ def _options(seeds: int, seeds_help: str) -> tuple[Callable[[Callable[..., None]
             show_default=True,
             help="Mean seconds between its tokens, at most.",
         ),
-        click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write all figures there."),
+        output_option,
     )
 
 

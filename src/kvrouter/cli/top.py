@@ -3,14 +3,12 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-import click
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.cli.ask import plain_console, router_at, url_option
 from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
 
 DECISIONS_SHOWN = 8
@@ -49,6 +47,13 @@ class Rank(msgspec.Struct, frozen=True):
     feed: Feed | None
 
 
+class Cordon(msgspec.Struct, frozen=True):
+    """What keeps new requests away from a worker."""
+
+    level: str
+    name: str
+
+
 class Worker(msgspec.Struct, frozen=True):
     """A worker."""
 
@@ -57,6 +62,7 @@ class Worker(msgspec.Struct, frozen=True):
     role: str
     alive: bool
     draining: bool
+    cordons: Sequence[Cordon]
     engine: str | None
     engine_silent: bool
     circuit: str
@@ -135,37 +141,42 @@ class Frame(msgspec.Struct, frozen=True):
     flows: Sequence[Flow]
 
 
-def read_frame(client: RouterClient) -> Frame:
+class Answers(msgspec.Struct, frozen=True):
+    """A router's own answers, as they are: ``/v1/fleet``, ``/v1/decisions`` and ``/v1/flows``."""
+
+    fleet: msgspec.Raw
+    decisions: msgspec.Raw
+    flows: msgspec.Raw
+
+
+def read_answers(client: RouterClient) -> Answers:
     """Ask a router for what is shown now. Raises AskFailed."""
-    return Frame(
-        decode_answer(client.read("/v1/fleet"), FleetAnswer),
-        decode_answer(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}"), DecisionsAnswer).decisions,
-        decode_answer(client.read("/v1/flows"), FlowsAnswer).flows,
+    return Answers(
+        msgspec.Raw(client.read("/v1/fleet")),
+        msgspec.Raw(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}")),
+        msgspec.Raw(client.read("/v1/flows")),
     )
 
 
-@click.command(short_help="Show the fleet of a running router, live.")
-@url_option
-@click.option(
-    "--interval-s",
-    type=click.FloatRange(min=0.2),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often it is asked.",
-)
-@click.option("--once", is_flag=True, help="Print it once, and exit.")
-def top(url: str, *, interval_s: float, once: bool) -> None:
-    """Show what a running router knows: workers with load, cache and feed, KV between domains, the latest
-    decisions. Ctrl-C ends it. The page at /ui shows more of the same.
+def shown_frame(answers: Answers) -> Frame:
+    """Return what is shown of a router's answers. Raises AskFailed where they are another program's."""
+    return Frame(
+        decode_answer(bytes(answers.fleet), FleetAnswer),
+        decode_answer(bytes(answers.decisions), DecisionsAnswer).decisions,
+        decode_answer(bytes(answers.flows), FlowsAnswer).flows,
+    )
 
-    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+
+def read_frame(client: RouterClient) -> Frame:
+    """Ask a router for what is shown now. Raises AskFailed."""
+    return shown_frame(read_answers(client))
+
+
+def show_live(client: RouterClient, url: str, console: Console, *, interval_s: float) -> None:
+    """Show a router in the whole terminal until Ctrl-C. Raises AskFailed where it does not answer at first;
+    one that is lost later does not end it.
     """
-    client, console = router_at(url), plain_console()
-    if once:
-        console.print(drawn(read_frame(client), url))
-        return
-    first = drawn(read_frame(client), url)  # a wrong address ends it; a router that is lost later does not
+    first = drawn(read_frame(client), url)
     try:
         with Live(first, console=console, screen=True, auto_refresh=False) as live:
             for shown in frames(client, url, first):
@@ -240,6 +251,7 @@ def _state(worker: Worker) -> tuple[str, str]:
         (not worker.alive, "silent"),
         (worker.engine_silent, "engine silent"),
         (worker.draining, "draining"),
+        (worker.cordons, "cordoned: " + ", ".join(f"{each.level} {each.name}" for each in worker.cordons)),
         (worker.circuit != "closed", f"circuit {worker.circuit}"),
     ):
         if holds:

@@ -2,23 +2,16 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.cli.processes import begin, model_folders, warn
-from kvrouter.config.fleet_checks import (
-    default_fleet_document,
-    default_fleet_path,
-    load_fleet,
-    settled,
-)
-from kvrouter.config.planes import refuse_clusters
-from kvrouter.config.problems import read_document
-from kvrouter.config.setting import SettingValue
-from kvrouter.config.sources import FLEET_VARIABLE, load_settings
+from kvrouter.cli.processes import begin, begun, model_folders, warn
+from kvrouter.config.setting_spec import SettingValue
+from kvrouter.config.variables import FLEET_VARIABLE
 
 NO_DISCOVERY = "kvrouter up discovers no workers: give it to kvrouter frontend"
 
@@ -91,6 +84,16 @@ def up(
         _serve_engine_pods(selector, engine_namespace, model_paths, flags)
     if engine_namespace is not None or model_paths:
         raise click.UsageError("--engine-namespace and --model-path: only with --engine-pods")
+    from kvrouter.config.fleet_checks import (  # noqa: PLC0415
+        default_fleet_document,
+        default_fleet_path,
+        load_fleet,
+        settled,
+    )
+    from kvrouter.config.planes import refuse_clusters  # noqa: PLC0415
+    from kvrouter.config.problems import read_document  # noqa: PLC0415
+    from kvrouter.config.sources import load_settings  # noqa: PLC0415
+
     file = _fleet_file(fleet)
     document = default_fleet_document() if file is None else read_document(file)
     of_file = load_fleet(document).fleet
@@ -120,14 +123,14 @@ def _serve_engine_pods(
     selector: str,
     namespace: str | None,
     model_paths: tuple[str, ...],
-    flags: dict[str, SettingValue | None],
+    flags: Mapping[str, SettingValue | None],
 ) -> NoReturn:
-    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
-    refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
-    begin(loaded)
     from kvrouter.attach.pod_fleet import EnginePods  # noqa: PLC0415
     from kvrouter.commands.engine_pods import serve_engine_pods  # noqa: PLC0415
+    from kvrouter.config.planes import refuse_clusters  # noqa: PLC0415
 
+    _, loaded = begun(flags)
+    refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
     pods = EnginePods(selector=selector, namespace=namespace)
     sys.exit(serve_engine_pods(loaded.settings, pods, model_folders(model_paths), os.environ))
 

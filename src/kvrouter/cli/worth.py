@@ -7,7 +7,7 @@ import click
 
 from kvrouter.cli.replay_options import FILE, replay_options
 from kvrouter.commands.input_options import InputOptions
-from kvrouter.core.constraints import RouterMode
+from kvrouter.config.setting_spec import written_setting
 
 
 @click.command(short_help="Say what other transfer policies would change, and whether to switch.")
@@ -17,7 +17,7 @@ from kvrouter.core.constraints import RouterMode
     "--mode",
     "modes",
     multiple=True,
-    type=click.Choice([mode.value for mode in RouterMode]),
+    type=click.Choice(written_setting("router.router_mode").choices),
     help="Compare this router mode; give it again for more.  [default: all of them]",
 )
 @click.option(
@@ -50,6 +50,7 @@ def worth(
 
     from kvrouter.commands.worth import WorthOptions  # noqa: PLC0415
     from kvrouter.commands.worth import worth as run  # noqa: PLC0415
+    from kvrouter.core.constraints import RouterMode  # noqa: PLC0415
     from kvrouter.sim.transfer_choices import CostChoice  # noqa: PLC0415
 
     options = WorthOptions(

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import yaml
 from msgspec.structs import asdict
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.commands.output import TABLE, Output, json_text
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.setting import installed_version
+from kvrouter.core.timing import Timing
 from kvrouter.sim.calibration import Calibrated, Comparison, compare
 from kvrouter.sim.calibration import calibrate as fit
 from kvrouter.sim.measured_run import MeasuredRun, read_run
@@ -29,8 +32,9 @@ class CalibrateOptions:
 
     run: Path
     n_seen: int
-    output: Path | None
+    write_timing: Path | None
     model_config: Path | None = None
+    output: Output = TABLE
 
 
 def calibrate(options: CalibrateOptions, console: Console) -> None:
@@ -38,8 +42,9 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
 
     Raises ConfigError for a run that cannot be read or fitted to, before anything is written.
     """
-    if options.output is not None:
-        check_folder(options.output)
+    if options.write_timing is not None:
+        check_folder(options.write_timing)
+    options.output.check()
     run = read_run(options.run)
     shape, source = model_shape(run.meta.model, options.run, options.model_config)
     with Console(stderr=True).status("reading") as status:
@@ -55,14 +60,88 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         *run.notes,
         *(f"guessed: {guess}" for guess in calibrated.guesses),
     ]
-    if options.output is not None:
-        document = timing_document(options.run.resolve().name, run.meta.model, calibrated, lines)
-        write_whole(options.output, document.encode())
-    show_comparison(options.run.resolve().name, run, calibrated, rows, console)
+    source = options.run.resolve().name
+    if options.write_timing is not None:
+        document = timing_document(source, run.meta.model, calibrated, lines)
+        write_whole(options.write_timing, document.encode())
+
+    def draw() -> None:
+        show_comparison(source, run, calibrated, rows, console)
+        show_notes(lines, options.write_timing, console)
+
+    report = calibration_report(source, run.meta.model, calibrated, rows, lines)
+    options.output.show(lambda: json_text(report), draw)
+
+
+def show_notes(lines: Sequence[str], written: Path | None, console: Console) -> None:
+    """Print on what the figures rest, and where the timing is."""
     for line in lines:
         console.print(Text(line))
-    if options.output is not None:
-        console.print(Text(f"{options.output}: for kvrouter replay --timing"))
+    if written is not None:
+        console.print(Text(f"{written}: for kvrouter replay --timing"))
+
+
+class ComparedFigure(msgspec.Struct, frozen=True):
+    """One percentile of one quantity: seconds, and relative errors, which are None where a step's length is
+    what was measured; ``calibrated_s`` is None where nothing was fitted to.
+    """
+
+    quantity: str
+    percentile: int
+    measured_s: float
+    calibrated_s: float | None
+    calibrated_error: float | None
+    expected_s: float
+    expected_error: float | None
+
+
+class CalibrationReport(msgspec.Struct, frozen=True):
+    """All of a calibration, as it is written to JSON: the engine with its timing in milliseconds, and what it
+    predicts of requests that were not seen.
+    """
+
+    version: str
+    source: str
+    model: str
+    seen_requests: int
+    timing: Timing
+    total_kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    figures: tuple[ComparedFigure, ...]
+    notes: tuple[str, ...]
+
+
+def calibration_report(
+    source: str, model: str, calibrated: Calibrated, rows: Sequence[Comparison], notes: Sequence[str]
+) -> CalibrationReport:
+    """Return the result as JSON has it."""
+    config, seen = calibrated.fitted, calibrated.n_seen > 0
+    return CalibrationReport(
+        version=installed_version(),
+        source=source,
+        model=model,
+        seen_requests=calibrated.n_seen,
+        timing=config.timing,
+        total_kv_blocks=config.total_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        figures=tuple(
+            ComparedFigure(
+                quantity=row.quantity,
+                percentile=row.percentile,
+                measured_s=row.measured_s,
+                calibrated_s=row.calibrated_s if seen else None,
+                calibrated_error=row.error if seen else None,
+                expected_s=row.expected_s,
+                expected_error=row.expected_error,
+            )
+            for row in rows
+        ),
+        notes=tuple(notes),
+    )
 
 
 def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequence[str]) -> str:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
-from kvrouter.commands.calibrate import show_comparison, timing_document
+from kvrouter.commands.calibrate import calibration_report, show_comparison, show_notes, timing_document
 from kvrouter.commands.engine_description import EngineDescription, describe_engine
 from kvrouter.commands.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
+from kvrouter.commands.output import TABLE, Output, json_text
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.fleet_engines import url_mistake
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai.request_times import RequestTimes
@@ -40,13 +40,14 @@ class CalibrateEngineOptions:
 
     url: str
     n_seen: int
-    output: Path | None
+    write_timing: Path | None
     limit_s: float
     model: str | None = None
     folder: Path | None = None
     model_config: Path | None = None
     api_key: str | None = None
     clock: Clock = time.monotonic
+    output: Output = TABLE
 
 
 def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
@@ -65,8 +66,9 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
             "--model-config: needs --engine with a config.json: without the GPU the model says no times",
             param="model-config",
         )
-    if options.output is not None:
-        check_folder(options.output)
+    if options.write_timing is not None:
+        check_folder(options.write_timing)
+    options.output.check()
     with Console(stderr=True).status("asking the engine") as status:
         engine, shape, measured = asyncio.run(_measured(options, status.update))
         try:
@@ -81,14 +83,16 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
         status.update("predicting")
         rows = compare(run, calibrated)
     lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
-    if options.output is not None:
+    if options.write_timing is not None:
         document = timing_document(options.url, engine.served_model, calibrated, lines)
-        write_whole(options.output, document.encode())
-    show_comparison(options.url, run, calibrated, rows, console)
-    for line in lines:
-        console.print(Text(line))
-    if options.output is not None:
-        console.print(Text(f"{options.output}: for kvrouter replay --timing"))
+        write_whole(options.write_timing, document.encode())
+
+    def draw() -> None:
+        show_comparison(options.url, run, calibrated, rows, console)
+        show_notes(lines, options.write_timing, console)
+
+    report = calibration_report(options.url, engine.served_model, calibrated, rows, lines)
+    options.output.show(lambda: json_text(report), draw)
 
 
 def fit_engine(

@@ -90,6 +90,7 @@ async def engine_worker(
     contract = parse_topology_env(environ)
     if not spec.pod and settings.planes.pod_name:  # a container next to its engine's, in one pod
         spec = replace(spec, pod=settings.planes.pod_name)
+    spec = replace(spec, node=spec.node or settings.planes.node)
     settings = settled(settings, kv_events=spec.publishes_kv_events)
     workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), folders=None, log=logger)
     serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -22,6 +22,7 @@ from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
+from kvrouter.telemetry.joined_workers import joined_as_table
 from kvrouter.topology import LinkTable
 from kvrouter.transports.events.port import SnapshotStore
 from kvrouter.wiring.followed_links import following_links
@@ -76,6 +77,7 @@ async def frontend(
                 plane=wires.requests,
                 discovery=wires.discovery,
                 subscriber=wires.events,
+                cordons=wires.cordons,
                 telemetry=telemetry,
                 links=links,
                 router_id=router_id,
@@ -157,7 +159,8 @@ async def _serve(
 ) -> int:
     allow_many_files()
     log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
-    with stop_on_signals() as stopping:
+    with stop_on_signals() as stopping, joined_as_table() as show_joined:
         async with frontend(settings, folders, links, static) as app:
+            show_joined()
             await serve_until(stopping, app, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvrouter.commands.output import Output
+
+
+def name_shown(path: Path) -> str:
+    """Return a path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
@@ -21,12 +28,12 @@ class InputOptions:
     events: Path | None
     slo_ttft: float
     slo_itl: float
-    json_path: Path | None
+    output: Output
 
     @property
     def trace_name(self) -> str:
-        """The trace's path as reports name it: bytes of it that are no UTF-8 are written as ``\\xff``."""
-        return str(self.trace).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        """The trace's path as reports name it."""
+        return name_shown(self.trace)
 
     @property
     def all_seeds(self) -> tuple[int, ...]:

@@ -180,6 +180,7 @@ async def mock_worker(
                     card,
                     namespace=planes.namespace,
                     pod=planes.pod_name or "",
+                    node=planes.node,
                     event_source=wires.events.source,
                     publishes_kv_events=card.publishes_kv_events and not spec.is_static,
                     tokenizer=settled_source(model.mock_tokenizer),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from rich.console import Console
+from rich.text import Text
 
 from kvrouter.commands.whole_file import write_whole
 from kvrouter.config.fleet import FleetFile
@@ -22,6 +24,7 @@ from kvrouter.sim.recorded_events import (
 from kvrouter.sim.recorded_fleet import RecordedFleet, main_policy, match, policy_of, recorded_fleet
 from kvrouter.sim.timetable import TimetableEvent
 from kvrouter.sim.traces.read import Trace
+from kvrouter.sim.traces.recording import Past, Recording
 from kvrouter.sim.variant import DEFAULT_FLEET
 
 RECORDED = Path("recorded")
@@ -49,6 +52,19 @@ class RecordedChanges(NamedTuple):
 
 
 NO_CHANGES = RecordedChanges()
+
+
+def open_past(path: Path, model: str | None) -> Past:
+    """Return all that is recorded of one model; what is missing is said on standard error.
+
+    Raises ConfigError for what is no recording of it.
+    """
+    return Recording(path, model=model, warn=warn_reader).past()
+
+
+def warn_reader(what: str) -> None:
+    """Say on standard error what the figures of a command leave out."""
+    Console(stderr=True).print(Text(f"warning: {what}"), soft_wrap=True)
 
 
 def replayed_fleet(fleet: Path | None, trace: Trace, trace_path: Path) -> ReplayedFleet:

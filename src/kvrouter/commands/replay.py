@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
+from kvrouter.commands.output import json_text
 from kvrouter.commands.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.commands.replay_inputs import (
     ReplayInputs,
@@ -57,8 +57,9 @@ def replay(options: ReplayOptions, console: Console) -> int:
     Raises ConfigError, before anything is replayed, for what cannot be.
     """
     given = options.inputs
-    for path in filter(None, (given.json_path, options.report, options.write_fleet, options.write_events)):
+    for path in filter(None, (options.report, options.write_fleet, options.write_events)):
         check_folder(path)
+    given.output.check()
     inputs = open_inputs(given)
     fleet = replayed_fleet(options.fleet, inputs.trace, given.trace)
     document = fleet.document
@@ -100,9 +101,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
         tuple(map(entry_of, inputs.timetable)),
         tuple(filter(None, (fleet.note, *inputs.changes.notes))),
     )
-    show_report(report, console)
-    if given.json_path is not None:
-        write_whole(given.json_path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    given.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if options.report is not None:
         write_whole(options.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED

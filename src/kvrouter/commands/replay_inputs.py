@@ -6,10 +6,16 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
-from kvrouter.commands.recorded_inputs import NO_CHANGES, NONE, RECORDED, RecordedChanges, recorded_changes
+from kvrouter.commands.recorded_inputs import (
+    NO_CHANGES,
+    NONE,
+    RECORDED,
+    RecordedChanges,
+    recorded_changes,
+    warn_reader,
+)
 from kvrouter.config.timing_file import read_timing
 from kvrouter.core.timing import Timing
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop, Dispatch
@@ -84,7 +90,6 @@ class ReplayInputs:
 
 def open_inputs(options: InputOptions) -> ReplayInputs:
     """Open the trace and read what goes with it; raises ConfigError for what cannot be read."""
-    warnings = Console(stderr=True)
     return ReplayInputs(
         options,
         open_trace(
@@ -92,7 +97,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
             rows_max=options.rows,
             model=options.model,
             trace_format=options.trace_format,
-            warn=lambda what: warnings.print(Text(f"warning: {what}"), soft_wrap=True),
+            warn=warn_reader,
         ),
         None if options.timing is None else read_timing(options.timing),
         () if options.events in (None, NONE, RECORDED) else read_timetable(options.events),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from kvrouter.wiring.frontend import GOODBYE_S, ServingApp, serving
 from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
 from kvrouter.wiring.text_models import TextModelLoader, encode_pool
+from kvrouter.wiring.tracing import tracing
 
 logger = logging.getLogger("kvrouter.standalone")
 
@@ -89,6 +91,7 @@ async def standalone(
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
+            tracing(os.environ, version=installed_version()) as spans,
             router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1]) as wires,
         ):
             discovery = OfComponent(wires.discovery, spec.component)
@@ -99,6 +102,7 @@ async def standalone(
                 plane=wires.requests,
                 discovery=discovery,
                 subscriber=wires.events,
+                cordons=wires.cordons,
                 telemetry=telemetry,
                 links=links,
                 router_id=router_id,
@@ -128,6 +132,7 @@ async def standalone(
                 telemetry=telemetry,
                 lease_ttl_s=spec.lease_ttl_s,
                 takes_prefills=spec.component is RouterComponent.PREFILL,
+                tracing=spans,
             )
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
             async with (

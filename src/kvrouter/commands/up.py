@@ -20,7 +20,7 @@ from kvrouter.commands.link_events import LinkStep, happening, read_link_events
 from kvrouter.config import AttachedEngineSpec, FleetFile, LogFormat, Settings
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.frontend.pages import nobody_awaited
 from kvrouter.processes.lifetime import (
     StopRequested,
@@ -30,6 +30,7 @@ from kvrouter.processes.lifetime import (
     unless_stopping,
 )
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
+from kvrouter.telemetry.joined_workers import joined_as_table
 from kvrouter.wiring.fleet_build import tokenizer_folders
 from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
@@ -144,12 +145,14 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
     engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(stop_on_signals())
+        show_joined = stack.enter_context(joined_as_table())
         try:
             async with unless_stopping(stopping):
                 system = await stack.enter_async_context(embedded(settings, fleet, engine_key=engine_key))
         except StopRequested:
             log_event(logger, Event.STOP)
             return 0
+        show_joined()
         if settings.log.log_format is LogFormat.TEXT:
             with suppress(OSError):  # nobody reads it
                 sys.stdout.write(first_screen(system.address, fleet))

@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions
+from kvrouter.commands.output import json_text
 from kvrouter.commands.replay_inputs import (
     ReplayInputs,
     open_inputs,
     replay_progress,
 )
-from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import read_document
 from kvrouter.config.setting import installed_version
@@ -108,8 +108,7 @@ def worth(options: WorthOptions, console: Console) -> int:
         raise ConfigError(
             f"threshold: {options.threshold * 100.0:g} % is not from 0 to below 100", param="threshold"
         )
-    if given.json_path is not None:
-        check_folder(given.json_path)
+    given.output.check()
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
     others = other_choices(file, options.modes or tuple(RouterMode), options.costs or COMPARED_COSTS)
@@ -156,9 +155,7 @@ def worth(options: WorthOptions, console: Console) -> int:
         advice=advise(choice, alternatives, options.threshold) if alternatives else None,
         notes=inputs.changes.notes,
     )
-    show_worth(report, console)
-    if given.json_path is not None:
-        write_whole(given.json_path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    given.output.show(lambda: json_text(report), lambda: show_worth(report, console))
     return 0 if report.is_whole else INTERRUPTED
 
 

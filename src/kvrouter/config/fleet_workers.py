@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from kvrouter.config.fleet import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
 from kvrouter.config.fleet_engines import HandoffKind, MockEngineSpec
+from kvrouter.config.setting import installed_version
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
@@ -68,6 +69,7 @@ def worker_card(
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=engine.kv_events,
         engine="mock",
+        version=installed_version(),
         runtime_config=replace(
             placed_config(fleet, group),
             total_kv_blocks=engine.total_kv_blocks,

@@ -6,10 +6,7 @@ A name with a value that asks for what is done anyway is taken.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
-
-from kvrouter.config.setting import SettingKind, parse_switch
+from kvrouter.config.setting_spec import SettingKind, parse_switch
 
 NOT_SET = ("", "none")
 """The texts with which a variable or a flag of Dynamo's says that it sets nothing."""
@@ -491,19 +488,6 @@ FOREIGN_DISCOVERY: Mapping[str, str] = {
     "mem": "`kvrouter up` runs a fleet in one process",
 }
 """Dynamo's discovery backends that are none here, and what there is instead."""
-
-
-def refusing(foreign: Mapping[str, str]) -> BeforeValidator:
-    """Return a validator that says of each of these values why it is none here."""
-
-    def check(value: object) -> object:
-        why = foreign.get(value) if isinstance(value, str) else None
-        if why is not None:
-            context = {"value": value, "why": why}
-            raise PydanticCustomError("foreign", "'{value}' is not supported: {why}", context)
-        return value
-
-    return BeforeValidator(check)
 
 
 FOREIGN_VARIABLES: Mapping[str, Foreign] = {

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -11,8 +12,9 @@ from annotated_types import Interval, MaxLen
 from pydantic import AfterValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.foreign import FOREIGN_DISCOVERY, refusing
-from kvrouter.config.setting import Aliases, Positive, Section, Setting, SettingGroup, Whole
+from kvrouter.config.foreign import FOREIGN_DISCOVERY
+from kvrouter.config.setting import Positive, Section, Setting, Whole, refusing
+from kvrouter.config.setting_spec import Aliases, SettingGroup
 from kvrouter.core.errors import ConfigError
 
 LEASE_S = 10.0
@@ -150,6 +152,12 @@ class PlaneSettings(Section):
 
     pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=SettingGroup.PLANES)] = None
     """The uid of that pod, from the Downward API."""
+
+    node_name: Annotated[
+        str | None, Setting(flag=None, variable="POD_NODE_NAME", group=SettingGroup.PLANES)
+    ] = None
+    """The node of that pod, from the Downward API: ``kvrouter cordon node`` knows the worker by it. Unset:
+    what this host calls itself."""
 
     cluster: Annotated[
         PlainName | None,
@@ -361,6 +369,11 @@ class PlaneSettings(Section):
         if self.lease_s is not None:
             return self.lease_s
         return KUBERNETES_LEASE_S if self.discovery is DiscoveryBackend.KUBERNETES else LEASE_S
+
+    @property
+    def node(self) -> str:
+        """The node or host that a worker of this process is on."""
+        return self.node_name or socket.gethostname()
 
     @property
     def clusters(self) -> tuple[OtherCluster, ...]:

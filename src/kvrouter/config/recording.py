@@ -4,7 +4,8 @@ from typing import Annotated
 
 from annotated_types import Interval, MinLen
 
-from kvrouter.config.setting import Section, Setting, SettingGroup, Whole
+from kvrouter.config.setting import Section, Setting, Whole
+from kvrouter.config.setting_spec import SettingGroup
 
 FILE_BYTES_MIN = 64 * 1024
 

@@ -7,10 +7,9 @@ from annotated_types import Interval, MaxLen, MinLen
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.foreign import FOREIGN_FIELDS, FOREIGN_MODES, refusing
+from kvrouter.config.foreign import FOREIGN_FIELDS, FOREIGN_MODES
 from kvrouter.config.planes import PlainName
 from kvrouter.config.setting import (
-    Aliases,
     Count,
     Finite,
     Fraction,
@@ -19,10 +18,11 @@ from kvrouter.config.setting import (
     PositiveCount,
     Section,
     Setting,
-    SettingGroup,
     Switch,
     Whole,
+    refusing,
 )
+from kvrouter.config.setting_spec import Aliases, SettingGroup
 from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection, RouterMode
 from kvrouter.topology import MismatchPolicy
 

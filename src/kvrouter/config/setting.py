@@ -1,11 +1,12 @@
 """A setting: one field of a frozen model, with its sources, unit and group.
 
 The field's type, default and docstring are read off the model; :class:`Setting` adds what a type cannot say.
-``--help``, the environment, the YAML keys and the documentation page are all made from :class:`SettingSpec`.
+What comes of both is a :class:`SettingSpec`: the environment, the YAML keys, the documentation page, and with
+it the table that flags and ``--help`` are made from, are all made from these.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,11 +14,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen
-from pydantic import AllowInfNan, BaseModel, ConfigDict, SecretStr, Strict, model_validator
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, SecretStr, Strict, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.variables import spellings
+from kvrouter.config.setting_spec import Aliases, SettingGroup, SettingKind, SettingSpec
 
 
 def plain_type(annotation: object) -> tuple[object, list[object]]:
@@ -96,9 +97,6 @@ def model_tagged(field: FieldInfo, tag: object) -> type[BaseModel] | None:
     return None
 
 
-SettingValue = bool | int | float | str
-"""A setting before validation, as a source gives it."""
-
 Whole = Annotated[int, Strict()]
 Count = Annotated[Whole, Ge(0)]
 PositiveCount = Annotated[Whole, Ge(1)]
@@ -109,41 +107,6 @@ Fraction = Annotated[Finite, Interval(ge=0, le=1)]
 Switch = Annotated[bool, Strict()]
 
 
-class SettingGroup(StrEnum):
-    """The heading under which ``--help`` and the documentation list a setting."""
-
-    ROUTING = "Routing"
-    BUSY = "Busy workers and admission"
-    TOPOLOGY = "Topology"
-    CACHE = "Cache prediction (without KV events)"
-    RECOVERY = "Retries and deadlines"
-    FRONTEND = "Frontend"
-    REPLICAS = "Replicas"
-    PLANES = "Between processes"
-    RECORDING = "Recording"
-    LOGS = "Logs"
-
-
-class SettingKind(StrEnum):
-    """How the text of a flag or a variable becomes a value; the value of each is its name in ``--help``."""
-
-    SWITCH = "BOOL"
-    WHOLE = "INT"
-    NUMBER = "NUMBER"
-    CHOICE = "CHOICE"
-    TEXT = "TEXT"
-    HIDDEN = "SECRET"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aliases:
-    """Further names of one setting, under which Dynamo's users know it: of its flag, variable and field."""
-
-    flags: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a field's type cannot say. ``flag`` is None for a secret, which no process list may show."""
@@ -152,89 +115,7 @@ class Setting:
     variable: str
     group: SettingGroup
     unit: str | None = None
-    aliases: Aliases = Aliases()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingSpec:
-    """One setting, complete: what flags, variables and pages are made from."""
-
-    section: str
-    name: str
-    flag: str | None
-    variable: str
-    group: SettingGroup
-    unit: str | None
-    kind: SettingKind
-    choices: tuple[str, ...]
-    default: object
-    limits: str
-    meaning: str
-    aliases: Aliases = Aliases()
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Every variable that sets it, its own first."""
-        own = (self.variable, *self.aliases.variables)
-        return tuple(spelling for name in own for spelling in spellings(name))
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Every flag that sets it, its own first."""
-        return () if self.flag is None else (self.flag, *self.aliases.flags)
-
-    @property
-    def yaml_key(self) -> str:
-        """The dotted path of the key in a YAML file."""
-        return f"{self.section}.{self.name}"
-
-    @property
-    def default_text(self) -> str:
-        """The default as people write it in a shell."""
-        if self.default is None:
-            return "unset"
-        if isinstance(self.default, bool):
-            return "true" if self.default else "false"
-        return str(self.default)
-
-    def parse(self, text: str) -> SettingValue | None:
-        """Return the value that ``text`` stands for; raise ValueError with what it must be otherwise.
-
-        ``none`` unsets a number that may be unset.
-        """
-        text = text.strip()
-        if (
-            self.default is None
-            and self.kind in (SettingKind.WHOLE, SettingKind.NUMBER)
-            and text.lower() == "none"
-        ):
-            return None
-        if self.kind is SettingKind.SWITCH:
-            return parse_switch(text)
-        if self.kind is SettingKind.WHOLE:
-            try:
-                return int(text)
-            except ValueError:
-                raise ValueError(f"must be a whole number, not {text!r}") from None
-        if self.kind is SettingKind.NUMBER:
-            try:
-                return float(text)
-            except ValueError:
-                raise ValueError(f"must be a number, not {text!r}") from None
-        return text
-
-
-_SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
-    ("false", "0", "no", "off"), False
-)
-
-
-def parse_switch(text: str) -> bool:
-    """Return what a word for on or off means; raise ValueError for any other text."""
-    value = _SWITCH_WORDS.get(text.strip().lower())
-    if value is None:
-        raise ValueError(f"must be true or false, not {text!r}")
-    return value
+    aliases: Aliases = field(default_factory=Aliases)
 
 
 class Section(BaseModel):
@@ -325,6 +206,19 @@ def _kind(plain: object) -> SettingKind:
     raise TypeError(f"a setting cannot be of the type {plain!r}")
 
 
+def refusing(foreign: Mapping[str, str]) -> BeforeValidator:
+    """Return a validator that says of each of these values why it is none here."""
+
+    def check(value: object) -> object:
+        why = foreign.get(value) if isinstance(value, str) else None
+        if why is not None:
+            context = {"value": value, "why": why}
+            raise PydanticCustomError("foreign", "'{value}' is not supported: {why}", context)
+        return value
+
+    return BeforeValidator(check)
+
+
 class FleetPart(BaseModel):
     """A part of the fleet file: frozen, without unknown keys."""
 
@@ -333,6 +227,7 @@ class FleetPart(BaseModel):
     )
 
 
+@cache
 def installed_version() -> str:
     """Return the version of the installed package; ``source`` when it runs without being installed."""
     try:

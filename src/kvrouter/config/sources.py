@@ -17,9 +17,11 @@ from kvrouter.config.problems import (
     problem_of,
     raise_problems,
 )
-from kvrouter.config.setting import SettingKind, SettingSpec, SettingValue
+from kvrouter.config.setting_spec import SettingKind, SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS, AdminAccess, Settings
 from kvrouter.config.variables import (
+    ENGINE_KEY_VARIABLE,
+    FLEET_VARIABLE,
     OUR_PREFIX,
     SHARED_PREFIX,
     TOPOLOGY_VARIABLES,
@@ -27,13 +29,6 @@ from kvrouter.config.variables import (
     without_prefix,
     without_service_links,
 )
-
-FLEET_VARIABLE = "KVROUTER_FLEET"
-"""The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
-
-ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
-"""The variable with the key that engines' servers ask for. Nothing else holds it: neither a flag, which
-every process list shows, nor a file that is diffed."""
 
 _NEAR_MISS_CUTOFF = 0.8
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})

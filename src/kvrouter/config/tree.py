@@ -10,18 +10,16 @@ from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.recording import RecordingSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import (
-    Aliases,
     Count,
     NonNegative,
     Positive,
     PositiveCount,
     Section,
     Setting,
-    SettingGroup,
-    SettingSpec,
     Whole,
     settings_of,
 )
+from kvrouter.config.setting_spec import Aliases, SettingGroup, SettingSpec
 
 
 class LogLevel(StrEnum):

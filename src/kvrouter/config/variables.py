@@ -19,6 +19,13 @@ from typing import Literal, NamedTuple, get_args
 
 from kvrouter.core.errors import ConfigError
 
+FLEET_VARIABLE = "KVROUTER_FLEET"
+"""The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
+
+ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
+"""The variable with the key that engines' servers ask for. Nothing else holds it: neither a flag, which
+every process list shows, nor a file that is diffed."""
+
 OUR_PREFIX = "KVROUTER_"
 SHARED_PREFIX = "DYN_"
 """The prefix of names that other programs' users know; most variables with it belong to those programs."""

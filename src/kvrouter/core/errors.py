@@ -15,6 +15,7 @@
     │   │   └── AllWorkersBusy       workers pass, and each one is busy
     │   ├── ModelNotReady            the model is on its way, or nobody knows yet whether it is
     │   ├── RetryBodiesFull          the bodies kept for retries hold as much as they may
+    │   ├── CordonsUnavailable       the store of cordons cannot be read or written
     │   └── ShuttingDown             this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
@@ -44,6 +45,7 @@ class Reason(StrEnum):
     BUSY = "busy"
     NOT_ALIVE = "not_alive"
     DRAINING = "draining"
+    CORDONED = "cordoned"
     ENGINE_SILENT = "engine_silent"
     CIRCUIT_OPEN = "circuit_open"
     KV_LOST = "kv_lost"
@@ -163,6 +165,12 @@ class RetryBodiesFull(Unavailable):
     """The bodies that are kept for retries hold as many bytes as they may together."""
 
     code = "retry_bodies_full"
+
+
+class CordonsUnavailable(Unavailable):
+    """The store of cordons cannot be read or written."""
+
+    code = "cordons_unavailable"
 
 
 class ShuttingDown(Unavailable):

@@ -120,6 +120,16 @@ class CallRoute(StrEnum):
     TOKENIZE_V1 = "/v1/tokenize"
     DETOKENIZE = "/detokenize"
     DETOKENIZE_V1 = "/v1/detokenize"
+    TRANSCRIPTIONS = "/v1/audio/transcriptions"
+    TRANSLATIONS = "/v1/audio/translations"
+    CHATS = "/v1/chat/completions/batch"
+    GENERATIVE_SCORING = "/generative_scoring"
+    EMBED_V2 = "/v2/embed"
+    TOKENS = "/inference/v1/generate"
+    GENERATE = "/generate"
+    ENCODE = "/encode"
+    PARSE_FUNCTION_CALL = "/parse_function_call"
+    SEPARATE_REASONING = "/separate_reasoning"
 
     @property
     def is_passed(self) -> bool:
@@ -127,8 +137,18 @@ class CallRoute(StrEnum):
         return self is not CallRoute.CHAT and self is not CallRoute.COMPLETION
 
 
+class ClientForm(msgspec.Struct, frozen=True):
+    """What is known of a body that is a form: its ``content_type``, with the boundary of its parts, and where
+    in it the name of the model begins and ends, None where it names none.
+    """
+
+    content_type: str
+    model_at: tuple[int, int] | None
+
+
 class ClientCall(msgspec.Struct):
-    """A call as the client wrote it: ``body`` is the JSON of ``route``, without what is for the router alone.
+    """A call as the client wrote it: ``body`` is the JSON of ``route``, without what is for the router alone;
+    where there is a ``form``, that form as it came.
 
     ``resumable``: whether its answer is plain text, one of it, that another worker could go on with.
     The router empties ``body``, which may be long, when it keeps it for no retry any more.
@@ -138,6 +158,7 @@ class ClientCall(msgspec.Struct):
     body: bytes
     stream: bool
     resumable: bool
+    form: ClientForm | None = None
 
 
 HeaderText = Annotated[str, msgspec.Meta(pattern=r"\A[\t -~]*\Z")]

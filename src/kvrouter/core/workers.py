@@ -98,9 +98,11 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     an adapter of it.
     One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
     that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
-    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, and ``pod`` the Kubernetes pod that
-    it is in; empty where nobody says. While it is ``engine_silent`` that engine does not answer it, or is
-    another one now; one that is ``draining`` leaves.
+    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, ``pod`` the Kubernetes pod that it is
+    in, and ``node`` that pod's node, else its host; empty where nobody says. ``engine_url`` is the HTTP
+    address at which the worker reaches that engine, and ``version`` the version of kvrouter that the worker
+    runs; empty where nobody says. While it is
+    ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """
 
     worker_id: WorkerId
@@ -126,9 +128,12 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     engine: str = ""
     pod: str = ""
+    node: str = ""
     engine_silent: bool = False
     decode_only: bool = False
     ends_after_transfer: bool = False
+    engine_url: str = ""
+    version: str = ""
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
     @property
@@ -197,6 +202,7 @@ class EnginePod:
     uid: str
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
+    node: str = ""
     ip: str = ""
     ports: tuple[PodPort, ...] = ()
     starts: Mapping[str, str] = field(default_factory=dict)

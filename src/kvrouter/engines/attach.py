@@ -52,6 +52,8 @@ class AttachSpec:
     is_standby: bool = False
     pod: str = ""
     """The Kubernetes pod that the engine runs in, where that is known."""
+    node: str = ""
+    """That pod's node, or the host, where that is known."""
     start: str = ""
     """Differs from one start of the engine to the next, where its operator knows which one this is."""
     written_at: str = ""

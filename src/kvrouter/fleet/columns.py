@@ -41,6 +41,7 @@ class Columns:
     dp_rank: npt.NDArray[np.int64]
     alive: BoolColumn
     draining: BoolColumn
+    cordoned: BoolColumn
     engine_silent: BoolColumn
     circuit_open: BoolColumn
     prefill: BoolColumn
@@ -66,6 +67,7 @@ class Columns:
             "dp_rank": (np.int64, UNKNOWN),
             "alive": (np.bool_, False),
             "draining": (np.bool_, False),
+            "cordoned": (np.bool_, False),
             "engine_silent": (np.bool_, False),
             "circuit_open": (np.bool_, False),
             "prefill": (np.bool_, False),

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.cordons import Cordon, CordonRules
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard
@@ -52,14 +53,17 @@ class FleetChange(NamedTuple):
 
 
 class _Member:
-    """One worker: its card, its slots by rank, whether it answers, and whether its circuit is open."""
+    """One worker: its card, its slots by rank, whether it answers, whether its circuit is open, and the
+    cordons that hold for it.
+    """
 
-    __slots__ = ("alive", "card", "circuit_open", "slots")
+    __slots__ = ("alive", "card", "circuit_open", "cordons", "slots")
 
     def __init__(self, card: WorkerCard) -> None:
         self.card = card
         self.alive = True
         self.circuit_open = False
+        self.cordons: tuple[Cordon, ...] = ()
         self.slots: dict[DpRank, Slot] = {}
 
 
@@ -83,6 +87,7 @@ class Fleet:
         self._derived: dict[tuple[object, object], object] = {}
         self._derived_from_places: dict[tuple[object, object], object] = {}
         self._kv_bytes_per_token: int | None = None
+        self._cordons = CordonRules()
         self._last_took_calls = False
         self._last_names: Mapping[str, str | None] = {}
 
@@ -108,6 +113,16 @@ class Fleet:
         """Whether the worker is here and answers."""
         member = self._members.get(worker_id)
         return member is not None and member.alive
+
+    def cordons_on(self, worker_id: WorkerId) -> tuple[Cordon, ...]:
+        """Return the cordons that keep new requests away from the worker."""
+        member = self._members.get(worker_id)
+        return () if member is None else member.cordons
+
+    def may_take(self, card: WorkerCard) -> bool:
+        """Whether the worker of a card that is here answers, and new requests may be sent there."""
+        member = self._members[card.worker_id]
+        return member.alive and card.takes_new_requests and not member.cordons
 
     def slots_of(self, worker_id: WorkerId) -> tuple[Slot, ...]:
         """Return the slots of the worker's ranks, in the order of ranks."""
@@ -284,6 +299,23 @@ class Fleet:
             self._changed()
         return True
 
+    def set_cordons(self, rules: CordonRules) -> list[WorkerCard]:
+        """Keep new requests from the workers that ``rules`` name, and from no others; return the workers that
+        are cordoned now and were not, or the reverse.
+        """
+        self._cordons = rules
+        turned = []
+        for member in self._members.values():
+            was_cordoned = bool(member.cordons)
+            member.cordons = rules.on(member.card, topology_domains(member.card.runtime_config))
+            if bool(member.cordons) != was_cordoned:
+                turned.append(member.card)
+                for slot in member.slots.values():
+                    self.columns.write(slot, "cordoned", not was_cordoned)
+        if turned:
+            self._changed()
+        return turned
+
     def set_circuit_open(self, worker_id: WorkerId, is_open: bool) -> None:
         """Say whether a worker that answers is to be passed over; nothing is said of one that is not here."""
         member = self._members.get(worker_id)
@@ -369,6 +401,7 @@ class Fleet:
         same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
         is_elsewhere = _place_of(member.card) != _place_of(card)
         member.card = card
+        member.cordons = self._cordons.on(card, topology_domains(card.runtime_config))
         joined = []
         for rank in card.ranks():
             slot = member.slots.get(rank.dp_rank)
@@ -386,6 +419,7 @@ class Fleet:
         card, config, write = member.card, member.card.runtime_config, self.columns.write
         write(slot, "alive", member.alive)
         write(slot, "draining", card.draining)
+        write(slot, "cordoned", bool(member.cordons))
         write(slot, "engine_silent", card.engine_silent)
         write(slot, "circuit_open", member.circuit_open)
         write(slot, "prefill", card.role is Role.PREFILL)
@@ -501,7 +535,7 @@ def _names(fleet: Fleet, _: None) -> Mapping[str, str | None]:
 def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
     cards = _answering(fleet)
     answers = [card for card in cards if card.role is not Role.PREFILL]
-    takes_new = [card for card in answers if card.takes_new_requests]
+    takes_new = [card for card in answers if card.takes_new_requests and not fleet.cordons_on(card.worker_id)]
     return max((card.context_length for card in takes_new or answers or cards), default=None)
 
 

@@ -1,4 +1,6 @@
-"""Routes for operators: busy thresholds, explanations, kept decisions, the fleet. They show no prompt."""
+"""Routes for operators: busy thresholds, explanations, kept decisions, the fleet, cordons. They show no
+prompt.
+"""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -15,6 +17,7 @@ from kvrouter.config import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.fleet import Fleet
+from kvrouter.frontend.cordons import CordonRoutes
 from kvrouter.frontend.decision_json import attempts_json, decided_json, latest_json, refused_json
 from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.fleet_state import fleet_json, flows_json
@@ -72,6 +75,7 @@ class AdminRoutes:
         self._token = None if token is None else token.encode()
         self._is_closed = settings.admin_routes is AdminAccess.CLOSED
         self._ids = RequestIds()
+        self._cordons = CordonRoutes(service.cordons, bodies)
 
     def routes(self) -> list[Route]:
         """The table of these routes."""
@@ -81,6 +85,7 @@ class AdminRoutes:
             Route("/v1/decisions", self._guarded(self.latest_decisions)),
             Route("/v1/decisions/{request_id:path}", self._guarded(self.decisions)),
             Route("/v1/fleet", self._guarded(self.fleet)),
+            Route("/v1/cordons", self._guarded(self._cordons.answer), methods=["GET", "POST", "DELETE"]),
             Route("/v1/flows", self._guarded(self.flows)),
             Route("/v1/refusals", self._guarded(self.refusals)),
         ]

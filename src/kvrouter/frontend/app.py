@@ -1,11 +1,11 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as PageRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,15 +16,23 @@ from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.compressed import CompressedBodies
-from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
+from kvrouter.frontend.errors import (
+    MethodNotAllowed,
+    UnknownPath,
+    anthropic_fault_body,
+    error_body,
+    error_headers,
+    failure_body,
+)
 from kvrouter.frontend.fleet_state import Gauges
-from kvrouter.frontend.generate import GenerateRoutes
+from kvrouter.frontend.generate import GenerateRoutes, trace_of
 from kvrouter.frontend.http import (
     UPLOAD_TOO_SLOW,
     UPLOADS_FULL,
     AsgiBridge,
     BadRequest,
     BodyLimit,
+    ErrorAnswer,
     Handler,
     HttpEvent,
     HttpServer,
@@ -32,11 +40,13 @@ from kvrouter.frontend.http import (
     Request,
     Responder,
 )
-from kvrouter.frontend.http.response import ResponseHeaders
-from kvrouter.frontend.instrumentation import FrontendInstrumentation
+from kvrouter.frontend.http.response import CONNECTIONS_FULL, Headers, ResponseHeaders, error_answer
+from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumentation
+from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.openapi import Described
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
+from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
@@ -63,6 +73,8 @@ UNREAD_STATUSES = frozenset({413, 431})
 UNREAD_CODES = frozenset({UPLOADS_FULL, UPLOAD_TOO_SLOW})
 """What the HTTP server refuses of calls, because of their size."""
 
+_ANTHROPIC_ROUTES = tuple(each.route.value for each in PASSED_ROUTES if each.is_anthropic)
+
 PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
 _ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
@@ -87,8 +99,19 @@ class Cors:
 
     def headers(self, request: Request) -> ResponseHeaders:
         """The headers of any answer: a page of an origin that may call is shown it."""
+        return self._headers(self._admitted((request.header("origin") or "").encode("latin-1")))
+
+    def fault_headers(self, fault: BadRequest) -> ResponseHeaders:
+        """The same of what is refused before all of it was read. Where no origin was, and one alone may call,
+        the answer is for that one.
+        """
+        origin = fault.header(b"origin")
+        if not origin and len(self._origins) == 1:
+            (origin,) = self._origins
+        return self._headers(self._admitted(origin))
+
+    def _headers(self, origin: bytes | None) -> ResponseHeaders:
         vary = () if b"*" in self._origins else ((b"vary", b"origin"),)
-        origin = self._admitted(request)
         if origin is None:
             return vary
         exposed = (b"access-control-expose-headers", EXPOSED_HEADERS)
@@ -96,14 +119,13 @@ class Cors:
 
     def preflight(self, request: Request) -> ResponseHeaders:
         """More headers of the answer to the question whether a page may send what it wants to."""
-        if self._admitted(request) is None:
+        if self._admitted((request.header("origin") or "").encode("latin-1")) is None:
             return ()
         asked = (request.header("access-control-request-headers") or "").encode("latin-1")
         headers = (b"access-control-allow-headers", asked) if asked else (b"vary", b"origin")
         return ((b"access-control-allow-methods", METHODS), headers, (b"access-control-max-age", b"3600"))
 
-    def _admitted(self, request: Request) -> bytes | None:
-        origin = (request.header("origin") or "").encode("latin-1")
+    def _admitted(self, origin: bytes) -> bytes | None:
         if not origin:
             return None
         if b"*" in self._origins:
@@ -170,8 +192,8 @@ class HttpApp:
             self,
             limits,
             observer=self._connection_event,
-            on_error=self.observed.error_answered,
-            on_refused=self._refused,
+            on_refused=self._fault_answered,
+            on_failed=self._failure_answered,
         )
 
     def _connection_event(self, event: HttpEvent) -> None:
@@ -182,13 +204,64 @@ class HttpApp:
         elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:
             self.observed.http_connections.add(1)
 
-    def _refused(self, fault: BadRequest) -> None:
-        """Record, where that is asked for, a call that was too long, too slow or one too many to be read.
-        Connections that are refused and bytes that are no HTTP may be anybody's, and as many as they like.
+    def _fault_answered(self, fault: BadRequest) -> ErrorAnswer:
+        """Return the answer to what the server refuses before any handler sees it.
+
+        A call that was too long, too slow or one too many to be read is recorded, where that is asked for:
+        connections that are refused and bytes that are no HTTP may be anybody's, and as many as they like.
         """
         is_unread = fault.status in UNREAD_STATUSES or fault.code in UNREAD_CODES
         if self._traffic is not None and is_unread and fault.path in (None, *self._calls):
             self._traffic.unread_call_refused(fault.code, http_status=fault.status, route=fault.path)
+        answer = self._failure_answered(fault)
+        headers = (
+            answer.headers if self._cors is None else (*answer.headers, *self._cors.fault_headers(fault))
+        )
+        if fault.code == CONNECTIONS_FULL:
+            return ErrorAnswer(headers, answer.body)  # nothing was asked for
+        requested = fault.header(b"x-request-id").decode("latin-1")
+        duration_s = 0.0 if fault.began_s is None else time.monotonic() - fault.began_s
+        request_id = self._ended(
+            fault.path, fault.headers, requested, duration_s=duration_s, status=fault.status, code=fault.code
+        )
+        return ErrorAnswer((*headers, request_id), answer.body)
+
+    def _failure_answered(self, fault: BadRequest) -> ErrorAnswer:
+        """Return what is answered where a handler failed; its call has its line already."""
+        self.observed.error_answered(fault.code)
+        answer = error_answer(fault)
+        if fault.path is None or not _is_anthropic(fault.path):
+            return answer
+        return ErrorAnswer(answer.headers, anthropic_fault_body(fault))
+
+    def _ended(
+        self,
+        path: str | None,
+        headers: Headers,
+        requested_id: str | None,
+        *,
+        duration_s: float,
+        status: int,
+        code: str,
+    ) -> tuple[bytes, bytes]:
+        """Report a request that no handler answers; return the header with its id."""
+        request_id = usable_request_id(requested_id)
+        self.observed.answered(
+            route=UNKNOWN_ROUTE if path is None else self._route_of(path),
+            model=None,
+            status=status,
+            request_id=request_id,
+            trace=trace_of(headers),
+            duration_s=duration_s,
+            code=code,
+        )
+        return (b"x-request-id", request_id.encode())
+
+    def _route_of(self, path: str) -> str:
+        """The route at a path: one of few, so that it is a label."""
+        if path in self._calls:
+            return path
+        return next((route.path for route in _routes_at(self.pages, path)), UNKNOWN_ROUTE)
 
     def _body_limit(self, path: str) -> BodyLimit:
         if path in self._calls or path in PAGES_WITH_PROMPTS:
@@ -207,38 +280,58 @@ class HttpApp:
             limit = self._body_limit(request.path)
             await self._compressed.handle(encoding, limit, request, responder, self._handle)
         except KvrouterError as error:
-            self.observed.failed(error)
-            await responder.send(error.status_hint, error_headers(error), error_body(error))
+            await self._refuse(error, request, responder)
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        call = self._calls.get(request.path)
-        if request.method == "OPTIONS":
-            await self._options(request, responder)
-        elif call is None:
-            await self._bridge(request, responder)
-        elif request.method == "POST":
+        path, method = request.path, request.method
+        call = self._calls.get(path)
+        if call is not None and method == "POST":
             await call(request, responder)
-        else:
-            error = MethodNotAllowed(f"{request.path} takes POST, not {request.method}", allow="POST")
-            self.observed.failed(error)
-            await responder.send(error.status_hint, error_headers(error), error_body(error))
-
-    async def _options(self, request: Request, responder: Responder) -> None:
-        """Say which methods a path takes; a browser that asks for another origin's page, what it may send."""
-        methods = {"POST"} if request.path in self._calls else {*_methods_of(self.pages, request.path)}
-        if not methods:
-            await self._bridge(request, responder)  # nothing is there
             return
+        pages = () if call is not None else _routes_at(self.pages, path)
+        methods = {"POST"} if call is not None else {each for page in pages for each in page.methods or ()}
+        if not methods:
+            await self._refuse(UnknownPath(f"nothing is at {path}"), request, responder)
+        elif method == "OPTIONS":
+            await self._options(methods, request, responder)
+        elif method in methods:
+            await self._bridge(request, responder)
+        else:
+            allow = ", ".join(sorted(methods))
+            error = MethodNotAllowed(f"{path} takes {allow}, not {method}", allow=allow)
+            await self._refuse(error, request, responder)
+
+    async def _options(self, methods: set[str], request: Request, responder: Responder) -> None:
+        """Say which methods a path takes; a browser that asks for another origin's page, what it may send."""
         allow = ", ".join(sorted({"OPTIONS", *methods})).encode()
         preflight = () if self._cors is None else self._cors.preflight(request)
         await responder.send(204, ((b"allow", allow), *preflight))
 
+    async def _refuse(self, error: KvrouterError, request: Request, responder: Responder) -> None:
+        """Answer a request that no handler answers."""
+        self.observed.failed(error)
+        request_id = self._ended(
+            request.path,
+            request.headers,
+            request.header("x-request-id"),
+            duration_s=time.monotonic() - request.began_s,
+            status=error.status_hint,
+            code=error.code,
+        )
+        body = failure_body(error, is_anthropic=_is_anthropic(request.path))
+        await responder.send(error.status_hint, (*error_headers(error), request_id), body)
 
-def _methods_of(pages: Starlette, path: str) -> Iterator[str]:
-    """Yield the methods of the pages at a path."""
+
+def _is_anthropic(path: str) -> bool:
+    """Whether clients of Anthropic's API call a path: one of its routes, or what would be below one."""
+    return path in _ANTHROPIC_ROUTES or path.startswith(tuple(f"{route}/" for route in _ANTHROPIC_ROUTES))
+
+
+def _routes_at(pages: Starlette, path: str) -> Iterator[Route]:
+    """Yield the pages at a path."""
     for route in pages.routes:
         if isinstance(route, Route) and route.path_regex.match(path):
-            yield from route.methods or ()
+            yield route
 
 
 def _page_app(routes: list[Route], observed: FrontendInstrumentation) -> Starlette:
@@ -254,21 +347,12 @@ def _page_app(routes: list[Route], observed: FrontendInstrumentation) -> Starlet
     app = Starlette(
         routes=routes,
         exception_handlers={
-            HTTPException: answering(_of_http_exception),
             KvrouterError: answering(_of_ours),
             Exception: answering(_of_mistake),
         },
     )
     app.router.redirect_slashes = False  # a path is one page, not two
     return app
-
-
-def _of_http_exception(request: PageRequest, exc: Exception) -> KvrouterError:
-    """What Starlette itself raises: a path or a method that is not there."""
-    if isinstance(exc, HTTPException) and exc.status_code == 405:
-        allow = (exc.headers or {}).get("Allow", "")
-        return MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}", allow=allow)
-    return UnknownPath(f"nothing is at {request.url.path}")
 
 
 def _of_ours(_: PageRequest, exc: Exception) -> KvrouterError:

@@ -68,6 +68,11 @@ def error_body(error: KvrouterError) -> bytes:
     )
 
 
+def failure_body(error: KvrouterError, *, is_anthropic: bool) -> bytes:
+    """The JSON body of an error in the form of the API that was called."""
+    return anthropic_error_body(error) if is_anthropic else error_body(error)
+
+
 def error_event(error: KvrouterError) -> bytes:
     """The one event that ends a stream which cannot go on."""
     return http.sse_event(error_body(error))
@@ -87,9 +92,17 @@ _ANTHROPIC_TYPES = {
 
 def anthropic_error_body(error: KvrouterError) -> bytes:
     """The same in Anthropic's form, with our code and field as further fields."""
-    status = error.status_hint
+    return _anthropic_body(error.status_hint, error.message, error.code, error.param)
+
+
+def anthropic_fault_body(fault: http.BadRequest) -> bytes:
+    """What the HTTP server answers by itself, in Anthropic's form."""
+    return _anthropic_body(fault.status, fault.reason, fault.code, None)
+
+
+def _anthropic_body(status: int, message: str, code: str, param: str | None) -> bytes:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    said = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    said = {"type": kind, "message": message, "code": code, "param": param}
     return msgspec.json.encode({"type": "error", "error": said})
 
 

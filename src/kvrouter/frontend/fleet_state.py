@@ -1,17 +1,21 @@
 """One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
+from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import CostRule
+from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
+from kvrouter.frontend.cordons import cordon_json
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
@@ -21,7 +25,9 @@ from kvrouter.service.engine_reports import AnswerCounts, ReportReading
 from kvrouter.service.event_ingest import EventCacheView, FeedReading
 from kvrouter.service.kv_flows import RECENT_S
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.router import RouterService
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.router import RefusedCard, RouterService
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.service.transfer_speed import TransferReading
 from kvrouter.telemetry import Telemetry
 from kvrouter.topology import RouterTopologyDefault, policy_of, topology_domains, worker_taints
@@ -45,6 +51,7 @@ class RankReading:
     lag_s: float | None
     silent_s: float | None
     kv_events_missing: bool | None
+    clock_ahead_s: float | None
     account: ReportReading
     speed: SpeedReading | None
 
@@ -55,6 +62,7 @@ class WorkerReading:
 
     card: WorkerCard
     alive: bool
+    cordons: tuple[Cordon, ...]
     circuit: CircuitState
     ranks: tuple[RankReading, ...]
 
@@ -101,12 +109,13 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     lag_s=None if feed is None else feed.lag_s,
                     silent_s=None if feed is None else feed.silent_s,
                     kv_events_missing=None if feed is None else feed.is_missing,
+                    clock_ahead_s=None if feed is None else feed.clock_ahead_s,
                     account=model.accounts.reading(slot),
                     speed=model.placer.speeds.reading(slot),
                 )
             )
         is_alive, circuit = fleet.is_alive(card.worker_id), model.circuit_state(card.worker_id)
-        yield WorkerReading(card, is_alive, circuit, tuple(ranks))
+        yield WorkerReading(card, is_alive, fleet.cordons_on(card.worker_id), circuit, tuple(ranks))
 
 
 def _state(card: WorkerCard, feed: FeedReading) -> FeedState:
@@ -144,11 +153,46 @@ def fleet_json(service: RouterService) -> Json:
             for worker in of_model
         )
     return {
+        "version": installed_version(),
+        "time_s": round(time.time(), 3),
         "discovery": {"reachable": service.store_lost is None, "why": service.store_lost},
         "draining": service.is_draining,
         "running_requests": service.running,
+        "recording": _recording_json(service.traffic),
+        "replicas": _replicas_json(service.sync),
         "models": models,
         "workers": workers,
+        "refused_workers": [_refused_json(refused) for refused in service.refused()],
+    }
+
+
+def _recording_json(traffic: TrafficRecorder | None) -> str | None:
+    """None where nothing is to be recorded."""
+    if traffic is None:
+        return None
+    return "active" if traffic.is_recording else "ended"
+
+
+def _replicas_json(sync: ReplicaSync | None) -> Json | None:
+    """None where routers do not share what they book."""
+    if sync is None:
+        return None
+    others = sync.counts().others
+    return {"others": others.replicas, "behind": others.behind}
+
+
+def _refused_json(refused: RefusedCard) -> Json:
+    card = refused.card
+    return {
+        "worker_id": card.worker_id,
+        "model": card.model,
+        "role": card.role.value,
+        "address": card.address,
+        "engine": card.engine or None,
+        "pod": card.pod or None,
+        "block_size": card.block_size,
+        "field": refused.param,
+        "why": refused.why,
     }
 
 
@@ -159,6 +203,14 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "model": model.fleet.model,
         "block_size": model.fleet.block_size,
         "router_mode": settings.mode.value,
+        "cache_view": _cache_view_of(model),
+        "prefill_near": None
+        if settings.near is None
+        else {
+            "domain": settings.near.domain,
+            "value": settings.near.value,
+            "required": settings.near.is_required,
+        },
         "router_cost": settings.cost.value,
         "router_pd_selection": settings.pd_selection.value,
         "links": _links_json(model),
@@ -174,6 +226,13 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
         "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
     }
+
+
+def _cache_view_of(model: ModelRouter) -> str:
+    """By what the router knows what is cached where."""
+    if isinstance(model.cache, EventCacheView):
+        return "events"
+    return "predicted" if isinstance(model.cache, PredictedCacheView) else "none"
 
 
 def flows_json(service: RouterService) -> Json:
@@ -248,8 +307,15 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "role": card.role.value,
         "alive": worker.alive,
         "draining": card.draining,
+        "cordons": [cordon_json(cordon) for cordon in worker.cordons],
         "engine": card.engine or None,
         "pod": card.pod or None,
+        "node": card.node or None,
+        "version": card.version or None,
+        "engine_url": card.engine_url or None,
+        "takes_calls": card.takes_calls,
+        "block_size": card.block_size,
+        "context_length": card.context_length,
         "engine_silent": card.engine_silent,
         "circuit": worker.circuit.value,
         "address": card.address,
@@ -288,6 +354,7 @@ def _rank_json(rank: RankReading) -> Json:
             "stale_s": round(rank.stale_s, 3),
             "silent_s": round(rank.silent_s, 3),
             "kv_events_missing": rank.kv_events_missing,
+            "clock_ahead_s": None if rank.clock_ahead_s is None else round(rank.clock_ahead_s, 3),
         }
     return {
         "dp_rank": rank.rank.dp_rank,
@@ -385,6 +452,7 @@ class Gauges:
         telemetry.worker_up.replace(page.up)
         telemetry.worker_info.replace(page.info)
         telemetry.worker_draining.replace(page.draining)
+        telemetry.worker_cordoned.replace(page.cordoned)
         telemetry.worker_engine_silent.replace(page.engine_silent)
         telemetry.worker_circuit.replace(page.circuit)
         telemetry.worker_blocks.replace(page.blocks)
@@ -414,6 +482,7 @@ class _Page:
         self.up: Values = {}
         self.info: Values = {}
         self.draining: Values = {}
+        self.cordoned: Values = {}
         self.engine_silent: Values = {}
         self.circuit: Values = {}
         self.blocks: Values = {}
@@ -442,6 +511,7 @@ class _Page:
         zone = topology_domains(card.runtime_config).get("zone", "")
         self.info[worker_id, card.pod, card.address, engine, version, zone] = 1.0
         self.draining[worker_id,] = float(card.draining)
+        self.cordoned[worker_id,] = float(bool(worker.cordons))
         self.engine_silent[worker_id,] = float(card.engine_silent)
         for state in CircuitState:
             self.circuit[worker_id, state.value] = float(worker.circuit is state)

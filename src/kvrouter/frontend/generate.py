@@ -32,9 +32,9 @@ from kvrouter.frontend.openai.parse import (
     parse_chat,
     parse_completion,
 )
-from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_passed
+from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_form, parse_passed
 from kvrouter.frontend.openai.passthrough import parse_passthrough
-from kvrouter.frontend.prepare import Bodies, RequestPreparer
+from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_events, pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
     RequestIds,
@@ -231,7 +231,7 @@ class GenerateRoutes:
                 request_id=exchange.request_id,
                 trace=trace,
                 duration_s=time.monotonic() - began_s,
-                error=exchange.error,
+                code=None if exchange.error is None else exchange.error.code,
                 generation=exchange.generation,
             )
             if spans is not None:
@@ -298,9 +298,11 @@ class GenerateRoutes:
 
         Engines that take calls as clients write them get the body itself, again when one fails.
         """
-        body = await self._bodies.scan(request.take_body())
-        reader = self._preparer.nvext_reader(request.headers)
         kind = exchange.kind
+        reader = self._preparer.nvext_reader(request.headers)
+        if isinstance(kind, PassedRoute) and kind.is_form:
+            return await self._prepared_form(exchange, kind, request, reader)
+        body = await self._bodies.scan(request.take_body())
         if isinstance(kind, PassedRoute):
             return await self._prepared_passed(exchange, kind, body, reader)
         called = self._preparer.called_model(body)
@@ -322,15 +324,33 @@ class GenerateRoutes:
         """Return a call of another route; one worker serves it, because nobody here knows its parts."""
         called = self._preparer.called_or_only(body)
         exchange.model = called.name
-        if len(called.router.fleet) and not called.router.fleet.takes_calls:
-            raise RouteNotServed(
-                f"{route.route}: the engines of {called.name!r} get tokens, and no calls as they are "
-                "written: they serve /v1/chat/completions and /v1/completions alone"
-            )
+        _check_takes_calls(route, called)
         text = self._preparer.text(called.name)
         passed = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
         return _Prepared(passed.call, replace(generate, whole=True), text)
+
+    async def _prepared_form(
+        self, exchange: ResponseWriter, route: PassedRoute, request: Request, reader: NvextReader
+    ) -> "_Prepared":
+        """The same of a call that is a form."""
+        form = await self._bodies.form(request.header("content-type") or "", request.take_body())
+        called = self._preparer.called_or_only_of(form)
+        exchange.model = called.name
+        _check_takes_calls(route, called)
+        text = self._preparer.text(called.name)
+        passed = parse_form(route, called.name, form, reader)
+        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
+        return _Prepared(passed.call, replace(generate, whole=True), text)
+
+
+def _check_takes_calls(route: PassedRoute, called: CalledModel) -> None:
+    """Raise :class:`RouteNotServed` for a model whose engines get tokens."""
+    if len(called.router.fleet) and not called.router.fleet.takes_calls:
+        raise RouteNotServed(
+            f"{route.route}: the engines of {called.name!r} get tokens, and no calls as they are "
+            "written: they serve /v1/chat/completions and /v1/completions alone"
+        )
 
 
 class _Prepared(NamedTuple):

@@ -16,6 +16,9 @@ logger = logging.getLogger("kvrouter.frontend")
 HINTS_LOGGED_MAX = 64
 """How many names of ignored routing hints are logged: clients can make up any number."""
 
+UNKNOWN_ROUTE = "unknown"
+"""The label of requests at no path that is served, and of those of which no path was read."""
+
 UNKNOWN_MODEL = "unknown"
 """The label of calls that name no model that is served: what a client made up is no label."""
 
@@ -48,24 +51,24 @@ class FrontendInstrumentation:
         request_id: str,
         trace: TraceContext,
         duration_s: float,
-        error: KvrouterError | None = None,
+        code: str | None = None,
         generation: Generation | None = None,
     ) -> None:
-        """One call was answered with this status (499: its client left first), and ``error`` where it ended
-        with one. ``generation`` is None where it asked no engine.
+        """One call was answered with this status (499: its client left first), and ``code`` where it ended
+        with an error. ``generation`` is None where it asked no engine.
         """
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
         if self._telemetry.gen_ai is not None and generation is not None:
             operation = _OPERATIONS.get(route, route)
-            _observe_gen_ai(self._telemetry.gen_ai, operation, generation, duration_s=duration_s, error=error)
+            _observe_gen_ai(self._telemetry.gen_ai, operation, generation, duration_s=duration_s, code=code)
         if not logger.isEnabledFor(logging.INFO):
             return
         fields: Fields = {"request_id": request_id, "route": route, "model": model or UNKNOWN_MODEL}
         if trace.trace_id:
             fields["trace_id"] = trace.trace_id
         fields["status"] = status
-        if error is not None:
-            fields["code"] = error.code
+        if code is not None:
+            fields["code"] = code
         if generation is not None:
             fields.update(_served(generation))
         fields["duration_s"] = duration_s
@@ -135,11 +138,11 @@ def _observe_gen_ai(
     generation: Generation,
     *,
     duration_s: float,
-    error: KvrouterError | None,
+    code: str | None,
 ) -> None:
     labels = operation, PROVIDER, generation.request.model
     times, usage = generation.times, generation.usage
-    metrics.request_duration.observe(duration_s, *labels, "" if error is None else error.code)
+    metrics.request_duration.observe(duration_s, *labels, code or "")
     if times.first_token_s is None:
         return
     metrics.time_to_first_token.observe(times.first_token_s - times.begun_s, *labels)

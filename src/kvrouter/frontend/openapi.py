@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.openai.form import CONTENT_TYPE
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 
 Json = dict[str, object]
@@ -37,10 +38,23 @@ _COMPLETION: Json = {
 }
 _ANY: Json = {"type": "object", "properties": {"model": {"type": "string"}}}
 
+_FORM: Json = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "model": {"type": "string"},
+        "stream": {"type": "boolean"},
+    },
+}
+
 CALLS: Mapping[str, tuple[str, Json]] = {
     CallRoute.CHAT.value: ("A chat, whole or streamed, as OpenAI has it", _CHAT),
     CallRoute.COMPLETION.value: ("A completion of a text or of token ids, as OpenAI has it", _COMPLETION),
-    **{route.route.value: (f"To an engine as it is: {route.what}", _ANY) for route in PASSED_ROUTES},
+    **{
+        route.route.value: (f"To an engine as it is: {route.what}", _FORM if route.is_form else _ANY)
+        for route in PASSED_ROUTES
+    },
     "/v1/route": ("Where a request should go; it is booked there", _ANY),
     "/v1/prefill": ("Prefill a request; say where its KV waits", _ANY),
 }
@@ -69,6 +83,7 @@ ADMIN_PAGES: Mapping[str, str] = {
     "/busy_threshold": "When a worker counts as busy",
     "/v1/route/explain": "Where a request would go, and why",
     "/v1/decisions": "Where the last requests went, the latest first",
+    "/v1/cordons": "Workers, nodes and zones that get no new requests",
     "/v1/flows": "Handoffs and bytes of KV between domains",
     "/v1/refusals": "How many worker ranks were refused, and why",
     "/v1/decisions/{request_id}": "Where one of the last requests went, attempt by attempt",
@@ -120,9 +135,10 @@ def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Js
 
 def _call(path: str) -> Json:
     summary, schema = CALLS[path]
+    media_type = CONTENT_TYPE.decode() if schema is _FORM else "application/json"
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "requestBody": {"required": True, "content": {media_type: {"schema": schema}}},
         "responses": {"200": {"description": "The answer"}, "default": _ERROR},
     }
 

@@ -29,6 +29,7 @@ from kvrouter.frontend.openai.body import (
     model_of,
     scanned,
 )
+from kvrouter.frontend.openai.form import Form, read_form
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_passthrough import passthrough_tokens
@@ -215,13 +216,22 @@ class RequestPreparer:
         :class:`UnknownModel`, and :class:`ModelNotReady` while its workers may be on their way: engines may
         take what is refused without them.
         """
-        name, adapter = self.named(model_of(body))
+        return self._called(model_of(body))
+
+    def _called(self, model: str) -> CalledModel:
+        name, adapter = self.named(model)
         return CalledModel(name, adapter, self._service.model(name))
 
     def called_or_only(self, body: ScannedBody) -> CalledModel:
         """The same, where a call need not name a model: without one it is the only one here."""
-        if "model" in body.fields:
-            return self.called_model(body)
+        return self.called_model(body) if "model" in body.fields else self._only_model()
+
+    def called_or_only_of(self, form: Form) -> CalledModel:
+        """The same of a form; engines take an empty field for none."""
+        model = form.text("model", "")
+        return self._called(model) if model else self._only_model()
+
+    def _only_model(self) -> CalledModel:
         models = self.models()
         if len(models) != 1:
             raise InvalidRequest(f"model: must be given: {len(models)} models are served", param="model")
@@ -474,6 +484,13 @@ class Bodies:
         if len(body.data) <= OFF_LOOP_BYTES:
             return parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._threads, parse, body)
+
+    async def form(self, content_type: str, data: bytes) -> Form:
+        """Look through a body that is a form; raise :class:`InvalidRequest` naming the field."""
+        if len(data) <= OFF_LOOP_BYTES:
+            return read_form(content_type, data)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, read_form, content_type, data)
 
     async def read(self, data: bytes, parse: Callable[[ScannedBody], Parsed]) -> Parsed:
         """Scan and parse."""

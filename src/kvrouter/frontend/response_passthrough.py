@@ -16,6 +16,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
+from kvrouter.frontend.openai.passed import PassedRoute
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
@@ -24,14 +25,14 @@ from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
-    """Answer with the engine's JSON object."""
+    """Answer with the engine's JSON object; of a form, perhaps with its text, which may be empty."""
     pieces: list[bytes] = []
     async for chunk in generation:
         pieces.append(chunk.raw)
         if chunk.finish is not None:
             break
     body = b"".join(pieces)
-    if not body:
+    if not body and not (isinstance(exchange.kind, PassedRoute) and exchange.kind.is_form):
         raise _not_their_own()
     nvext = routing_nvext(generation, call.nvext.extra_fields)
     if nvext and body.rstrip().endswith(b"}"):

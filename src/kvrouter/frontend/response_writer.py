@@ -12,11 +12,10 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, RequestId, WorkerRank
 from kvrouter.frontend.errors import (
     JSON_HEADERS,
-    anthropic_error_body,
     anthropic_error_event,
-    error_body,
     error_event,
     error_headers,
+    failure_body,
 )
 from kvrouter.frontend.http import SSE_FILLER, Disconnect, Responder, Stream
 from kvrouter.frontend.http.response import ResponseHeaders
@@ -110,6 +109,8 @@ def _quoted(text: str) -> str:
     return quote(text, safe="-._~:/@+ ")
 
 
+TEXT_HEADERS = ((b"content-type", b"text/plain; charset=utf-8"),)
+
 EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -136,9 +137,11 @@ class ResponseWriter:
         self._stream: Stream | None = None
 
     async def send(self, generation: Generation, body: bytes) -> None:
-        """Answer with one JSON object."""
+        """Answer with one JSON object, or with the text that an engine writes instead."""
         self.status = 200
-        await self._responder.send(200, self._headers(JSON_HEADERS, generation), body)
+        is_text = isinstance(self.kind, PassedRoute) and self.kind.is_form and body[:1] != b"{"
+        fixed = TEXT_HEADERS if is_text else JSON_HEADERS
+        await self._responder.send(200, self._headers(fixed, generation), body)
 
     async def send_query(self, call: Call, body: bytes) -> None:
         """Answer a call that only asked where it would go, with all of its answer."""
@@ -171,8 +174,7 @@ class ResponseWriter:
             self._stream.end()
             return
         headers = (*error_headers(error), (b"x-request-id", self.request_id.encode()))
-        body = anthropic_error_body(error) if is_anthropic else error_body(error)
-        self._responder.answer(error.status_hint, headers, body)
+        self._responder.answer(error.status_hint, headers, failure_body(error, is_anthropic=is_anthropic))
 
     def answer_of(self, call: Call) -> AnswerFormat:
         """Return what writes an answer to ``call`` in OpenAI's form, on one of its two routes."""
@@ -211,6 +213,13 @@ USABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
 """What an id of a client's own must match as a whole: it goes into headers, paths and log lines."""
 
 
+def usable_request_id(requested: str | None) -> RequestId:
+    """Return ``requested`` when it may be used, else an id of our own."""
+    if requested is None or USABLE_REQUEST_ID.fullmatch(requested) is None:
+        return RequestId(uuid4().hex)
+    return RequestId(requested)
+
+
 class RequestIds:
     """Hands out ids that no running request has."""
 
@@ -219,12 +228,9 @@ class RequestIds:
 
     def take(self, requested: str | None) -> RequestId:
         """Return ``requested`` when it is usable; with a suffix when a request of this id runs already."""
-        if requested is None or USABLE_REQUEST_ID.fullmatch(requested) is None:
-            request_id = RequestId(uuid4().hex)
-        elif requested in self._running:
-            request_id = RequestId(f"{requested}-{uuid4().hex[:8]}")
-        else:
-            request_id = RequestId(requested)
+        request_id = usable_request_id(requested)
+        if request_id in self._running:
+            request_id = RequestId(f"{request_id}-{uuid4().hex[:8]}")
         self._running.add(request_id)
         return request_id
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import parse_qsl
 from uuid import uuid4
 
@@ -66,6 +66,9 @@ from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.tracing import RequestTracing
 
 
 def routed_json(
@@ -315,7 +318,9 @@ class Calls:
         observed: FrontendInstrumentation,
         *,
         lease_ttl_s: float,
+        tracing: "RequestTracing | None",
     ) -> None:
+        self._tracing = tracing
         self._service = service
         self._preparer = preparer
         self._parser = parser
@@ -336,7 +341,7 @@ class Calls:
     async def _answer(
         self, request: Request, responder: Responder, work: Callable[["_Call"], Awaitable[Json]]
     ) -> None:
-        call = _Call(request)
+        call = _Call(request, self._tracing)
         status = KvrouterError.status_hint
         failed: KvrouterError | None = None
         cancel_with(responder)
@@ -362,8 +367,17 @@ class Calls:
                 request_id=call.request_id,
                 trace=call.trace,
                 duration_s=time.monotonic() - call.began_s,
-                error=failed,
+                code=None if failed is None else failed.code,
             )
+            if call.spans is not None:
+                call.spans.end_routed(
+                    status=status,
+                    model=call.model,
+                    request_id=call.request_id,
+                    error=failed,
+                    decision=call.decision,
+                    decided_s=call.decided_s,
+                )
 
     async def _route(self, call: "_Call") -> Json:
         books = _books(call.request.query)
@@ -372,13 +386,16 @@ class Calls:
         bootstrap: Bootstrap | None = None
         if books:
             placement = await self._bookings.book(model_router, request)
-            decision, bootstrap = placement.decision, placement.bootstrap
+            call.decision, bootstrap = placement.decision, placement.bootstrap
+            call.decided_s = placement.decision_s
         else:
-            decision = model_router.explain(request)
+            began_s = time.monotonic()
+            call.decision = model_router.explain(request)
+            call.decided_s = time.monotonic() - began_s
         return routed_json(
             request,
             model_router.fleet,
-            decision,
+            call.decision,
             bootstrap=bootstrap,
             lease_ttl_s=self._lease_ttl_s if books else None,
         )
@@ -393,6 +410,8 @@ class Calls:
         call.request_id = id_of(wanted, call.request.header("x-request-id"))
         request = await self._parser.prepare(wanted, called, text, call.request_id)
         call.request.read()
+        if call.spans is not None:
+            call.spans.prepared()
         return request if call.trace == NO_TRACE else replace(request, trace=call.trace)
 
     async def _prefill(self, call: "_Call") -> Json:
@@ -400,22 +419,26 @@ class Calls:
             raise InvalidRequest("query: this route takes none", param="query")
         request = await self._prepared(call)
         model_router = self._service.model(request.model)
-        return prefilled_json(
-            request, model_router.fleet, await self._prefills.prefill(model_router, request)
-        )
+        prefilled = await self._prefills.prefill(model_router, request)
+        call.decision = prefilled.placement.decision
+        return prefilled_json(request, model_router.fleet, prefilled)
 
 
 class _Call:
     """One call, and what is known of it: its model once that is known to be served, its id once its body is
-    read.
+    read, and at last what was decided.
     """
 
-    __slots__ = ("began_s", "model", "request", "request_id", "trace")
+    __slots__ = ("began_s", "decided_s", "decision", "model", "request", "request_id", "spans", "trace")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, tracing: "RequestTracing | None") -> None:
         self.request = request
         self.began_s = time.monotonic()
-        self.trace = trace_of(request.headers)
+        sent = trace_of(request.headers)
+        self.spans = None if tracing is None else tracing.begin(request, sent)
+        self.trace = sent if self.spans is None else self.spans.trace
+        self.decision: Decision | None = None
+        self.decided_s: float | None = None
         self.model: ModelName | None = None
         self.request_id = RequestId("-")
 
@@ -511,13 +534,22 @@ class RouterApp(HttpApp):
         telemetry: Telemetry,
         lease_ttl_s: float,
         takes_prefills: bool,
+        tracing: "RequestTracing | None" = None,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
         preparer = RequestPreparer(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         bodies = Bodies(service, texts, observed, settings)
         parser = TokenRequestParser(preparer)
         calls = Calls(
-            service, preparer, parser, bodies, bookings, prefills, observed, lease_ttl_s=lease_ttl_s
+            service,
+            preparer,
+            parser,
+            bodies,
+            bookings,
+            prefills,
+            observed,
+            lease_ttl_s=lease_ttl_s,
+            tracing=tracing,
         )
         by_path = {"/v1/route": calls.route}
         routes = [

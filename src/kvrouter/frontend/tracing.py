@@ -10,7 +10,8 @@
       aggregated                one leg that does both, which then has both inside
       transfer                  between a pair's legs: from the end of prefill to the first token
 
-The legs of an attempt are linked to those of the attempt before it.
+The legs of an attempt are linked to those of the attempt before it. A standalone router's call has what the
+router does for it: ``receive``, ``tokenize``, and ``queue`` and ``decide``, or ``prefill``.
 """
 
 import time
@@ -24,7 +25,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import Leg, TraceContext
 from kvrouter.frontend.http import Request
 from kvrouter.placement.placement import Placement
-from kvrouter.routing.request import Pick
+from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.generation import Generation
 from kvrouter.service.traffic import AttemptTrail
 
@@ -107,13 +108,43 @@ class RequestSpans:
     ) -> None:
         """The call has its answer, or an error, or its client left."""
         now_s = time.monotonic()
+        if self._span.is_recording() and generation is not None:
+            self._add_attempts(generation.trail, self._prepared_s or now_s, now_s)
+            self._span.set_attributes(_answer_attributes(generation))
+        for _, _, span in self._legs:
+            span.end(self._at_ns(now_s))  # of none that has ended
+        self._end_call(now_s, status=status, model=model, request_id=request_id, error=error)
+
+    def end_routed(
+        self,
+        *,
+        status: int,
+        model: str | None,
+        request_id: str,
+        error: KvrouterError | None,
+        decision: Decision | None,
+        decided_s: float | None,
+    ) -> None:
+        """A call of a standalone router has its answer, or an error, or its client left. ``decided_s`` is how
+        long the decision took; None where a prefill leg followed, which took what is left.
+        """
+        now_s = time.monotonic()
+        if self._span.is_recording() and self._prepared_s is not None and decision is not None:
+            found = _decision_attributes(decision)
+            if decided_s is None:
+                self._child("prefill", self._prepared_s, now_s, found)
+            else:
+                from_s = max(self._prepared_s, now_s - decided_s)
+                self._child("queue", self._prepared_s, from_s)
+                self._child("decide", from_s, now_s, found)
+        self._end_call(now_s, status=status, model=model, request_id=request_id, error=error)
+
+    def _end_call(
+        self, now_s: float, *, status: int, model: str | None, request_id: str, error: KvrouterError | None
+    ) -> None:
         if self._span.is_recording():
             self._child("receive", self._began_s, self._received_s)
-            prepared_s = self._prepared_s or now_s
-            self._child("tokenize", self._received_s, prepared_s)
-            if generation is not None:
-                self._add_attempts(generation.trail, prepared_s, now_s)
-                self._span.set_attributes(_answer_attributes(generation))
+            self._child("tokenize", self._received_s, self._prepared_s or now_s)
             self._span.set_attributes(
                 {"kvrouter.request_id": request_id, "http.response.status_code": status}
             )
@@ -123,8 +154,6 @@ class RequestSpans:
                 self._span.set_attribute("error.type", error.code)
             if status >= 500:
                 self._span.set_status(Status(StatusCode.ERROR, None if error is None else error.code))
-        for _, _, span in self._legs:
-            span.end(self._at_ns(now_s))  # of none that has ended
         self._span.end(self._at_ns(now_s))
 
     def _add_attempts(self, trail: Sequence[AttemptTrail], prepared_s: float, now_s: float) -> None:
@@ -133,7 +162,15 @@ class RequestSpans:
             ended_s = attempt.ended_s or now_s
             decided_s = attempt.placed_s - attempt.placement.decision_s
             self._child("queue", wanted_s, decided_s)
-            self._child("decide", decided_s, attempt.placed_s, _decision_attributes(attempt.placement))
+            self._child(
+                "decide",
+                decided_s,
+                attempt.placed_s,
+                {
+                    **_decision_attributes(attempt.placement.decision),
+                    "kvrouter.shape": attempt.placement.shape.value,
+                },
+            )
             for at, leg, span in self._legs:
                 if at == attempt.placement.decision.attempt:
                     self._end_leg(attempt, leg, span, ended_s)
@@ -202,13 +239,12 @@ def _set_tokens(span: Span, placement: Placement, cached_tokens: int | None) -> 
         span.set_attribute("kvrouter.cached_tokens", cached_tokens)
 
 
-def _decision_attributes(placement: Placement) -> Attributes:
+def _decision_attributes(decision: Decision) -> Attributes:
     """What was decided, and the terms of its cost, for each leg."""
-    decision, constraint = placement.decision, placement.decision.constraint
+    constraint = decision.constraint
     found: Attributes = {
         "kvrouter.attempt": decision.attempt,
         "kvrouter.mode": decision.mode.value,
-        "kvrouter.shape": placement.shape.value,
         "kvrouter.fallback_used": decision.fallback_used,
         "kvrouter.cross_domain": decision.cross_domain,
         "kvrouter.last_resort": decision.last_resort,

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import msgspec
 from pydantic import JsonValue
 
+from kvrouter.core.cordons import Cordon, cordon_digest
+
 Manifest = dict[str, JsonValue]
 """An object as the API server takes and gives it."""
 
@@ -50,6 +52,8 @@ LEASES = ResourceKind("coordination.k8s.io/v1", "Lease", "leases")
 EVENTS = ResourceKind("v1", "Event", "events")
 WORKERS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
 """Workers that registered through the API server."""
+CORDONS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterCordon", "kvroutercordons")
+"""Workers, nodes and zones that get no new requests."""
 FLEET_LABEL = "kvrouter.dev/namespace"
 """Carries the ``--namespace`` of kvrouter, so that one namespace of Kubernetes may hold several fleets."""
 
@@ -133,6 +137,22 @@ def event_of(
         "source": {"component": reporter},
         "reportingComponent": reporter,
         "reportingInstance": instance,
+    }
+
+
+def cordon_object(cordon: Cordon, *, namespace: str, fleet: str) -> Manifest:
+    """Return the object of a cordon of one fleet, whose name has a ``.`` where its fleet's has a ``_``."""
+    digest = cordon_digest(cordon.level, cordon.name, cordon.source)
+    spec: Manifest = msgspec.to_builtins(cordon)
+    return {
+        "apiVersion": CORDONS.api_version,
+        "kind": CORDONS.name,
+        "metadata": {
+            "namespace": namespace,
+            "name": f"{fleet.replace('_', '.')}-{digest}",
+            "labels": {FLEET_LABEL: fleet},
+        },
+        "spec": spec,
     }
 
 

@@ -228,6 +228,7 @@ class KvRouter:
             plane=runtime.requests,
             discovery=WithPrefillWorkers(endpoint, block_size, self._on_alone),
             subscriber=runtime.events,
+            cordons=runtime.cordons,
             telemetry=telemetry,
             router_id=router_id,
             sync=self._sync,
@@ -537,6 +538,7 @@ class KvIndexer:
             plane=runtime.requests,
             discovery=OfEndpoint(endpoint, block_size),
             subscriber=runtime.events,
+            cordons=runtime.cordons,
         )
         self._is_open = False
 

@@ -45,7 +45,7 @@ from kvrouter.library.inputs import (
 )
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
 from kvrouter.wiring.mock_fleet import MockFleet
@@ -72,6 +72,9 @@ class Runtime:
     replica_sync: Callable[[RouterId], ReplicaSync | None] = _no_sync
     """Returns a router's part in replica sync; None where the runtime was connected without it."""
 
+    cordons: CordonStore | None = None
+    """Where cordons are kept that hold for a :class:`KvRouter` of this runtime; None for one of its own."""
+
     @classmethod
     @asynccontextmanager
     async def connect(cls, settings: Settings | None = None) -> AsyncIterator[Self]:
@@ -83,7 +86,14 @@ class Runtime:
         if settings is None:
             settings = load_settings(flags={}, environ=os.environ).settings
         async with router_wires(settings, Telemetry(), http_port=NO_PORT) as wires:
-            yield cls(wires.discovery, wires.requests, wires.events, settings.router, wires.replica_sync)
+            yield cls(
+                wires.discovery,
+                wires.requests,
+                wires.events,
+                settings.router,
+                wires.replica_sync,
+                wires.cordons,
+            )
 
     def namespace(self, name: str) -> "Namespace":
         """The namespace ``name``."""

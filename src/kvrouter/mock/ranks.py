@@ -27,6 +27,9 @@ WantingRow: TypeAlias = tuple[int, int]
 
 KvEvents = _native.KvEvents
 
+PagedKv = _native.PagedKv
+"""The KV memory of one rank, on its own."""
+
 FINISHES = (None, FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED)
 """How a sequence ended, by the native core's numbers; None: it did not yet."""
 

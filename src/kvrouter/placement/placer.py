@@ -385,7 +385,8 @@ class Placer:
     def _decide_decode_again(self, placement: Placement, now_s: float) -> Decision:
         """Decide with the draw of the booking. In turn and by chance there is nothing new to weigh, so the
         worker is kept while it may be: else all that ends its prefill at one time would meet at one worker.
-        Nobody is too busy for a request that was admitted: its load is booked.
+        Nobody is too busy for a request that was admitted: its load is booked. Where nobody else may take it,
+        a worker that was cordoned since then keeps it.
         """
         old, wanted = placement.decision, placement.wanted
         admitted = structs.replace(
@@ -404,9 +405,19 @@ class Placer:
                 kept = route_decode(keep, view, old.constraint, prefill=sender)
                 if not kept.fallback_used:
                     return self._picked_again(keep, view, kept, sender)
-        return self._picked_again(
-            wanted, view, route_decode(wanted, view, old.constraint, prefill=sender), sender
-        )
+        try:
+            again = route_decode(wanted, view, old.constraint, prefill=sender)
+        except RoutingRefused:
+            if is_here and self._is_kept_from_new_alone(slot):
+                return old
+            raise
+        return self._picked_again(wanted, view, again, sender)
+
+    def _is_kept_from_new_alone(self, slot: Slot) -> bool:
+        """Whether a cordon is why nothing new goes to the rank at ``slot``: what is booked there goes on."""
+        columns = self.fleet.columns
+        leaves = columns.draining[slot] or columns.engine_silent[slot] or not columns.alive[slot]
+        return bool(columns.cordoned[slot] and not leaves)
 
     def _picked_again(
         self, wanted: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None

@@ -58,6 +58,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_domain: str | None = None
     enforcement: str | None = None
     preferred_weight: float | None = None
+    prompt_tokens_min: int | None = None
+    prompt_tokens_max: int | None = None
+    decode_only: bool = False
     engine: str = ""
     draining: bool = False
     engine_silent: bool = False

@@ -125,8 +125,8 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
 
 
 def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
-    """Return the ranks of the leg's role that answer, with their engines, do not drain and, but as a
-    ``last_resort``, have no open circuit: one object until the fleet changes.
+    """Return the ranks of the leg's role that answer, with their engines, do not drain, are not cordoned and,
+    but as a ``last_resort``, have no open circuit: one object until the fleet changes.
     """
     return fleet.derived(_role_columns, (leg, last_resort)).ready
 
@@ -185,6 +185,7 @@ def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> lis
     there = (
         Step(Reason.NOT_ALIVE, columns.alive),
         Step(Reason.DRAINING, ~columns.draining),
+        Step(Reason.CORDONED, ~columns.cordoned),
         Step(Reason.ENGINE_SILENT, ~columns.engine_silent),
     )
     for step in (*there, *who.steps, *later):
@@ -209,7 +210,7 @@ def _role_columns(fleet: Fleet, key: tuple[Leg, bool]) -> _RoleColumns:
     has_ranges = bool(
         (columns.prompt_tokens_min > 0).any() or (columns.prompt_tokens_max < INTEGER_MAX).any()
     )
-    there = role & columns.alive & ~(columns.draining | columns.engine_silent)
+    there = role & columns.alive & ~(columns.draining | columns.cordoned | columns.engine_silent)
     if last_resort or not fleet.has_open_circuits:
         return _RoleColumns(role, (), mask_of(there), has_ranges)
     circuits = Step(Reason.CIRCUIT_OPEN, ~columns.circuit_open)

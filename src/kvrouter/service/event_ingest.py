@@ -63,7 +63,8 @@ class FeedReading(NamedTuple):
     """A feed's state, for how long its blocks have not been known for sure, and the age of its last batch.
 
     ``silent_s``: since the last batch or heartbeat, else since the rank joined. Answers to questions do not
-    count: a rank that only answers them is silent.
+    count: a rank that only answers them is silent. ``clock_ahead_s``: how far its sender's wall clock is
+    ahead of this one's, below 0 for one that is behind; None before its first message.
     """
 
     state: FeedState
@@ -71,6 +72,7 @@ class FeedReading(NamedTuple):
     lag_s: float
     silent_s: float
     is_missing: bool
+    clock_ahead_s: float | None
 
 
 class EventIngest:
@@ -136,6 +138,7 @@ class EventIngest:
                     lag_s=ingest.lag_s,
                     silent_s=now_s - ingest.heard_s,
                     is_missing=ingest.is_missing,
+                    clock_ahead_s=ingest.clock.ahead_s,
                 ),
             )
 
@@ -177,9 +180,11 @@ class EventIngest:
         ingest = self._rank_ingests.get(batch.rank)
         if ingest is None:
             return
-        if batch.published_s:
-            ingest.lag_s = max(0.0, time.time() - batch.published_s)
         ingest.heard_s = self._now_s()
+        if batch.published_s:
+            ahead_s = batch.published_s - time.time()
+            ingest.lag_s = max(0.0, -ahead_s)
+            ingest.clock.note(ahead_s, now_s=ingest.heard_s)
         ingest.is_missing = False
         if ingest.idle.is_set():
             self._after(ingest, self._taken(ingest, batch))

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict, Unpack
 
+from msgspec import structs
+
+from kvrouter.core.cordons import Cordon
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
@@ -376,6 +379,50 @@ class ServiceInstrumentation:
         if self.traffic is not None:
             self.traffic.worker_changed(FleetChange.ANSWERS if is_alive else FleetChange.SILENT, card)
         self._log_worker(Event.WORKER_ANSWERS if is_alive else Event.WORKER_SILENT, card)
+
+    def worker_cordoned(self, card: WorkerCard, cordons: Sequence[Cordon]) -> None:
+        """A worker is cordoned, as it joins or since now, or is no longer. A recording calls it draining: to
+        a replay both are the same.
+        """
+        if self.traffic is not None:
+            recorded = structs.replace(card, draining=card.draining or bool(cordons))
+            self.traffic.worker_changed(FleetChange.CHANGED, recorded)
+        log_event(
+            logger,
+            Event.WORKER_CORDONED if cordons else Event.WORKER_UNCORDONED,
+            worker=str(card.worker_id),
+            model=card.model,
+            role=card.role.value,
+            cordon=", ".join(cordon.place for cordon in cordons) or None,
+        )
+
+    def cordoned(self, cordon: Cordon, *, workers: int) -> None:
+        """A cordon holds from now on."""
+        self._log_cordon(Event.CORDONED, cordon, workers)
+
+    def uncordoned(self, cordon: Cordon, *, workers: int) -> None:
+        """A cordon holds no longer."""
+        self._log_cordon(Event.UNCORDONED, cordon, workers)
+
+    def cordons_lost(self, why: str) -> None:
+        """The store of cordons cannot be read."""
+        log_event(logger, Event.CORDONS_LOST, reason=why)
+
+    def cordons_back(self) -> None:
+        """The store of cordons can be read again."""
+        log_event(logger, Event.CORDONS_BACK)
+
+    @staticmethod
+    def _log_cordon(event: Event, cordon: Cordon, workers: int) -> None:
+        log_event(
+            logger,
+            event,
+            cordon=cordon.place,
+            reason=cordon.reason or None,
+            by=cordon.by or None,
+            source=cordon.source.value,
+            workers=workers,
+        )
 
     def worker_lapsed(self, card: WorkerCard) -> None:
         """A worker's lease ran out, and it is kept because it answers."""

@@ -80,6 +80,36 @@ class Capacity:
         return self.gpu if medium is Medium.GPU else self.other
 
 
+CLOCK_WINDOW_S = 30.0
+"""A sender's clock is judged by what came in the last one to two such times: several heartbeats."""
+
+
+class SenderClock:
+    """How far a sender's wall clock is ahead of this one's. A message that was long on its way makes it seem
+    behind, never ahead, so that the most of some messages is the nearest to the truth.
+    """
+
+    __slots__ = ("_before_s", "_since_s", "_window_s")
+
+    def __init__(self) -> None:
+        self._before_s: float | None = None
+        self._window_s: float | None = None
+        self._since_s = 0.0
+
+    @property
+    def ahead_s(self) -> float | None:
+        """Seconds, below 0 for a clock that is behind; None before the first message."""
+        known = [each for each in (self._before_s, self._window_s) if each is not None]
+        return max(known, default=None)
+
+    def note(self, ahead_s: float, *, now_s: float) -> None:
+        """A message came whose stamp was so far ahead of the clock here."""
+        if self._window_s is None or now_s - self._since_s >= CLOCK_WINDOW_S:
+            self._before_s, self._window_s, self._since_s = self._window_s, ahead_s, now_s
+        elif ahead_s > self._window_s:
+            self._window_s = ahead_s
+
+
 @dataclass(slots=True)
 class RankIngest:
     """One rank's feed, and what runs for it.
@@ -98,6 +128,7 @@ class RankIngest:
     reported: FeedState | None = None
     stale_since_s: float | None = None
     lag_s: float = 0.0
+    clock: SenderClock = field(default_factory=SenderClock)
     timer: asyncio.TimerHandle | None = None
     ask: asyncio.Task[None] | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)

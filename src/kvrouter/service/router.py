@@ -5,12 +5,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.cordons import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, ShuttingDown, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
@@ -20,14 +22,16 @@ from kvrouter.core.workers import LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
 from kvrouter.service.attempt import Timeouts, with_intake_id
+from kvrouter.service.cordons import Cordons
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, KeptDecision, ModelRouter
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
 from kvrouter.transports.background import LoopPauses
-from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
 
@@ -42,12 +46,22 @@ class ServiceParts:
     config: KvRouterConfig
     plane: RequestPlane
     discovery: Discovery
+    cordons: CordonStore
     subscriber: EventSubscriber
     make_model: Callable[[ModelName, int], ModelRouter]
     """(model, block size) → its model router."""
 
     decisions: DecisionLog
     observed: ServiceInstrumentation
+    sync: ReplicaSync | None = None
+
+
+class RefusedCard(NamedTuple):
+    """A card that cannot be routed to. ``param`` is the field at fault; None where it is none."""
+
+    card: WorkerCard
+    param: str | None
+    why: str
 
 
 RECALLED_S = 3600.0
@@ -65,7 +79,7 @@ class RouterService:
         self._recalled: dict[ModelName, list[LinkNews]] = {}
         self._recalled_s = 0.0
         self._model_of: dict[WorkerId, ModelName] = {}
-        self._other_block_size: dict[WorkerId, WorkerCard] = {}  # refused for that alone
+        self._refused: dict[WorkerId, RefusedCard] = {}
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,6 +91,9 @@ class RouterService:
         """Whether as many workers were here at one time as are waited for at the start."""
         config = parts.config
         self._pauses = LoopPauses(self._paused)
+        self.cordons = Cordons(
+            parts.cordons, models=self.models, apply=self._apply_cordons, observed=parts.observed
+        )
         self._liveness = Liveness(
             parts.plane,
             parts.subscriber,
@@ -95,7 +112,9 @@ class RouterService:
     # Life
 
     async def start(self) -> None:
-        """Begin to follow the fleet."""
+        """Begin to follow the cordons, and then the fleet: no request is to see a worker without them."""
+        await self.cordons.start()
+        self._stops.append(self.cordons.stop)
         deaf = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
         try:
             blind = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
@@ -136,6 +155,15 @@ class RouterService:
         """Why discovery cannot be reached, and the fleet is frozen as it was; None while it can."""
         return self._store_lost
 
+    @property
+    def sync(self) -> ReplicaSync | None:
+        """What shares this router's bookings with others; None where nobody asked for that."""
+        return self._parts.sync
+
+    def refused(self) -> tuple[RefusedCard, ...]:
+        """The workers that are announced and cannot be routed to, in the order of worker ids."""
+        return tuple(self._refused[worker_id] for worker_id in sorted(self._refused))
+
     def has_lapsed(self, worker_id: WorkerId) -> bool:
         """Whether a worker is here only because it answers: its lease at discovery ran out."""
         return self._liveness.has_lapsed(worker_id)
@@ -160,6 +188,15 @@ class RouterService:
         self._links = links
         for model in self._models.values():
             model.links_changed(links)
+
+    def _apply_cordons(self, rules: CordonRules) -> None:
+        """Other workers are cordoned from now on; requests that wait may try again."""
+        for model in self._models.values():
+            turned = model.fleet.set_cordons(rules)
+            for card in turned:
+                self._parts.observed.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
+            if turned:
+                model.fleet_changed()
 
     def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
         """Let models learn from what was known of their links so long ago; those whose workers did not come
@@ -302,10 +339,11 @@ class RouterService:
 
     def _on_card(self, card: WorkerCard) -> None:
         observed = self._parts.observed
-        self._other_block_size.pop(card.worker_id, None)
+        self._refused.pop(card.worker_id, None)
         previous = self._model_of.get(card.worker_id)
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
-            self._refuse(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
+            why = "KV routing needs workers that take tokens (ModelInput.Tokens)"
+            self._refuse(RefusedCard(card, "model_input", why))
             if previous is not None:
                 self._follow_majority(previous)
             return
@@ -317,9 +355,8 @@ class RouterService:
             known = model.fleet.card(card.worker_id)
             change = model.fleet.join(card)
         except ConfigError as error:
-            self._refuse(card, error.message)
+            self._refuse(RefusedCard(card, error.param, error.message))
             if error.param == "block_size":
-                self._other_block_size[card.worker_id] = card
                 self._follow_majority(card.model)
             return
         replaced = self._models.get(card.model)
@@ -342,6 +379,9 @@ class RouterService:
             observed.worker_joined(card)
         else:
             observed.worker_changed(card)
+        cordons = model.fleet.cordons_on(card.worker_id)
+        if cordons:
+            observed.worker_cordoned(card, cordons)
         model.fleet_changed()
 
     def _model_for(self, card: WorkerCard) -> ModelRouter:
@@ -357,6 +397,7 @@ class RouterService:
         if model is None and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
         made = self._parts.make_model(card.model, card.block_size)
+        made.fleet.set_cordons(self.cordons.rules)
         if self._place is not None:
             made.moved(self._place)
         if self._links is not None:
@@ -378,7 +419,11 @@ class RouterService:
         their end; a request that waits, or that needs another worker, is refused with 503: its prompt is
         hashed in blocks of the old size.
         """
-        others = [card for card in self._other_block_size.values() if card.model == name]
+        others = [
+            refused.card
+            for refused in self._refused.values()
+            if refused.param == "block_size" and refused.card.model == name
+        ]
         if not others:
             return
         fleet = self._models[name].fleet
@@ -412,9 +457,11 @@ class RouterService:
             or settings.active_prefill_tokens_threshold != config.active_prefill_tokens_threshold
         )
 
-    def _refuse(self, card: WorkerCard, why: str) -> None:
+    def _refuse(self, refused: RefusedCard) -> None:
         """A card that cannot be used. What the worker was before is gone all the same."""
-        self._parts.observed.worker_refused(card, why)
+        card = refused.card
+        self._refused[card.worker_id] = refused
+        self._parts.observed.worker_refused(card, refused.why)
         name = self._model_of.get(card.worker_id)
         old = None if name is None else self._models[name].fleet.card(card.worker_id)
         if name is not None and (old is None or old.incarnation != card.incarnation):
@@ -435,9 +482,9 @@ class RouterService:
                 model.capacity_changed(at)
 
     def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
-        refused = self._other_block_size.get(worker_id)
-        if refused is not None and refused.incarnation == incarnation:
-            del self._other_block_size[worker_id]
+        refused = self._refused.get(worker_id)
+        if refused is not None and refused.card.incarnation == incarnation:
+            del self._refused[worker_id]
         name = self._model_of.get(worker_id)
         if name is None:
             return

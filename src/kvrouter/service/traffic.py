@@ -72,6 +72,11 @@ class TrafficRecorder:
         self._recorder = recorder
         self._clock = clock
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether records are written; False once a full disk, or another error, has ended it."""
+        return self._recorder.is_recording
+
     # The fleet
 
     def worker_changed(self, change: FleetChange, card: WorkerCard) -> None:
@@ -288,6 +293,9 @@ def _worker_of(card: WorkerCard, *, is_alive: bool) -> Worker:
         transfer_domain=config.kv_transfer_domain,
         enforcement=None if enforcement is None else enforcement.value,
         preferred_weight=config.kv_transfer_preferred_weight,
+        prompt_tokens_min=config.prompt_tokens_min,
+        prompt_tokens_max=config.prompt_tokens_max,
+        decode_only=card.decode_only,
         engine=card.engine,
         draining=card.draining,
         engine_silent=card.engine_silent,

@@ -66,12 +66,18 @@ class FleetHistory(NamedTuple):
 
 
 def fleet_history(
-    notes: Sequence[FleetNote], spans: Mapping[str, Span], *, model: str, block_size: int
+    notes: Sequence[FleetNote],
+    spans: Mapping[str, Span],
+    *,
+    model: str,
+    block_size: int,
+    from_serving: bool = True,
 ) -> FleetHistory:
     """Return what ``notes``, which stand in the order of the files, say of the workers of one model.
 
-    Where the spans of several recordings overlap, the fleet is as the one says that began last. A fleet
-    without a worker that decodes at the first request is taken as it is when one is there.
+    Where the spans of several recordings overlap, the fleet is as the one says that began last.
+    ``from_serving``: a fleet without a worker that decodes at the first request is taken as it is when one is
+    there.
     """
     from_s = min(span.first_s for span in spans.values())
     until_s = max(span.last_s for span in spans.values())
@@ -80,7 +86,7 @@ def fleet_history(
     for at_s, move, seen in _combined(notes, spans, model):
         if at_s > until_s:
             break
-        if at_s <= from_s or not (moves or _serves(initial)):
+        if at_s <= from_s or (from_serving and not (moves or _serves(initial))):
             _apply(initial, move, seen)
         else:
             moves.append(FleetMove(at_s - from_s, move, seen))

@@ -40,6 +40,12 @@ class Event(StrEnum):
     WORKER_JOINED = "worker_joined"
     WORKER_CHANGED = "worker_changed"
     WORKER_DRAINING = "worker_draining"
+    WORKER_CORDONED = "worker_cordoned"
+    WORKER_UNCORDONED = "worker_uncordoned"
+    CORDONED = "cordoned"
+    UNCORDONED = "uncordoned"
+    CORDONS_LOST = "cordons_lost"
+    CORDONS_BACK = "cordons_back"
     WORKER_LEFT = "worker_left"
     WORKER_REFUSED = "worker_refused"
     WORKER_SILENT = "worker_silent"
@@ -167,6 +173,9 @@ class Fields(TypedDict, total=False):
     domains: str
     value: str | None
     worker: str
+    cordon: str | None
+    by: str | None
+    source: str
     dp_rank: int
     taints: str
     reason: str | None
@@ -245,18 +254,37 @@ EVENTS: dict[Event, EventSpec] = {
     Event.REQUEST_ENDED: EventSpec(
         logging.INFO,
         "A call of a generation route has its whole answer, or an error, or its client left (status 499): "
-        "where its last attempt went, its times and its tokens. One line for each call.",
+        "where its last attempt went, its times and its tokens. One line for each call, and for each request "
+        "that is refused before any route sees it: its route is unknown where it names none that is here.",
     ),
     Event.BOOKING_LAPSED: EventSpec(
         logging.WARNING, "A request that was booked by hand was never freed, and its owner said nothing more."
     ),
     Event.REQUEST_FAILED: EventSpec(logging.WARNING, "A request ended with an error of ours."),
-    Event.WORKER_JOINED: EventSpec(logging.INFO, "A worker was discovered."),
+    Event.WORKER_JOINED: EventSpec(
+        logging.INFO,
+        "A worker was discovered. On a terminal, those that are there when `kvrouter up` or `frontend` "
+        "starts are one table instead; JSON lines, and text that is no terminal's, have them all.",
+    ),
     Event.WORKER_CHANGED: EventSpec(
         logging.INFO,
         "A worker published another card: domains, taints, capacity, whether its engine answers.",
     ),
     Event.WORKER_DRAINING: EventSpec(logging.INFO, "A worker takes no new requests."),
+    Event.WORKER_CORDONED: EventSpec(
+        logging.INFO, "A worker takes no new requests, as a cordon asks; what runs there goes on."
+    ),
+    Event.WORKER_UNCORDONED: EventSpec(logging.INFO, "A worker is cordoned no longer."),
+    Event.CORDONED: EventSpec(
+        logging.WARNING,
+        "A worker, a node or a zone is cordoned, at every router: how many workers here it holds for, who "
+        "asked for it, and why.",
+    ),
+    Event.UNCORDONED: EventSpec(logging.WARNING, "A cordon was taken back."),
+    Event.CORDONS_LOST: EventSpec(
+        logging.ERROR, "The store of cordons cannot be read: those that were read last hold."
+    ),
+    Event.CORDONS_BACK: EventSpec(logging.INFO, "The store of cordons can be read again."),
     Event.WORKER_LEFT: EventSpec(logging.WARNING, "A worker is gone."),
     Event.WORKER_REFUSED: EventSpec(logging.ERROR, "A worker's card cannot be routed to."),
     Event.WORKER_SILENT: EventSpec(

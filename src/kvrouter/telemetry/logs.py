@@ -28,9 +28,9 @@ class JsonFormatter(logging.Formatter):
             "ts": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": cut(_event(record) or record.getMessage()),
+            "event": cut(event_of(record) or record.getMessage()),
         }
-        line.update((key, cut(value)) for key, value in _fields(record).items())
+        line.update((key, cut(value)) for key, value in fields_of(record).items())
         if record.exc_info and record.exc_info[1]:
             line["exception"] = _traceback_text(record.exc_info[1])
         return msgspec.json.encode(line).decode()
@@ -45,10 +45,15 @@ class TextFormatter(logging.Formatter):
         super().__init__()
         self._is_coloured = is_coloured
 
+    @property
+    def is_coloured(self) -> bool:
+        """Whether what is written may have colours."""
+        return self._is_coloured
+
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         message = record.getMessage()
-        if _event(record) is None:
+        if event_of(record) is None:
             message = str(cut(message))
             message = message if message.isprintable() else msgspec.json.encode(message).decode()
         level = f"{record.levelname:<7}"
@@ -98,6 +103,14 @@ def configure_logging(level: str, *, log_format: str, stream: TextIO | None = No
     logger.propagate = False
 
 
+def terminal_handler() -> "logging.StreamHandler[TextIO] | None":
+    """Return the handler of :func:`configure_logging` where it writes text for people to a terminal."""
+    for handler in logging.getLogger(ROOT).handlers:
+        if isinstance(handler, _Handler) and isinstance(handler.formatter, TextFormatter):
+            return handler if handler.stream.isatty() else None
+    return None
+
+
 def _traceback_text(error: BaseException) -> str:
     """Return where ``error`` was raised, its causes first.
 
@@ -109,13 +122,14 @@ def _traceback_text(error: BaseException) -> str:
     return f"{_traceback_text(before) if before else ''}{frames}{type(error).__name__}{words}\n"
 
 
-def _event(record: logging.LogRecord) -> str | None:
+def event_of(record: logging.LogRecord) -> str | None:
     """The event that a line of ours reports; None for any other line."""
     event: str | None = getattr(record, "kvrouter_event", None)
     return event
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, LogValue]:
+def fields_of(record: logging.LogRecord) -> Mapping[str, LogValue]:
+    """The fields of a line of ours; none of any other line."""
     fields: Mapping[str, LogValue] = getattr(record, "kvrouter_fields", {})
     return fields
 

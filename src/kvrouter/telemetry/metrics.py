@@ -432,6 +432,11 @@ class Telemetry(MetricsPage):
     worker_draining = gauge(
         "kvrouter_worker_draining", "1 for a worker that leaves: it takes no new requests.", "worker"
     )
+    worker_cordoned = gauge(
+        "kvrouter_worker_cordoned",
+        "1 for a worker that a cordon holds for: it takes no new requests until it is uncordoned.",
+        "worker",
+    )
     worker_engine_silent = gauge(
         "kvrouter_worker_engine_silent",
         "1 for a worker whose engine does not answer it: it takes no new requests until it does.",

@@ -8,9 +8,9 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.kube.account import Account, account_of_pod
 from kvrouter.kube.client import ClusterUser
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.clusters import ClustersDiscovery
-from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery
-from kvrouter.transports.discovery.port import Discovery
+from kvrouter.transports.discovery.clusters import ClustersCordons, ClustersDiscovery
+from kvrouter.transports.discovery.kubernetes import KubernetesCordons, KubernetesDiscovery
+from kvrouter.transports.discovery.port import CordonStore, Discovery
 from kvrouter.wiring.telemetry_hooks import refusals_on, troubles_on
 
 EXTRA = "kubernetes"
@@ -51,6 +51,28 @@ def with_other_clusters(planes: PlaneSettings, own: Discovery, telemetry: Teleme
         clusters[other.name] = _other(planes, other, telemetry, namespace=namespace)
     refuse = refusals_on("discovery", telemetry)
     return ClustersDiscovery(clusters, on_refused=lambda what, why: refuse(f"{what}: {why}"))
+
+
+def cordons_of_clusters(
+    planes: PlaneSettings, own: KubernetesCordons, telemetry: Telemetry
+) -> tuple[CordonStore, list[KubernetesCordons]]:
+    """Return the cordons of all clusters as one store, and the stores to be closed besides ``own``.
+
+    ``planes`` are settings that :func:`check_clusters` takes.
+    """
+    namespace = own_account(planes).namespace
+    refuse = refusals_on("discovery", telemetry)
+    others = {
+        other.name: KubernetesCordons(
+            _user(other, namespace=namespace),
+            namespace=planes.namespace,
+            on_refused=lambda what, why, name=other.name: refuse(f"cluster {name}: {what}: {why}"),  # type: ignore[misc] # the name is bound now
+        )
+        for other in planes.clusters
+    }
+    clusters: dict[str, CordonStore] = {planes.cluster or "": own, **others}
+    store = ClustersCordons(clusters, on_refused=lambda what, why: refuse(f"cordons of {what}: {why}"))
+    return store, [*others.values()]
 
 
 def _other(

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.core.cordons import CLUSTER_LEVEL
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running
-from kvrouter.transports.discovery.clusters import CLUSTER_LEVEL
 from kvrouter.worker.topology import FolderReading, topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import (
     ENABLED,

@@ -23,7 +23,8 @@ from kvrouter.service.router import RouterService, ServiceParts
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
 from kvrouter.topology import LinkTable
-from kvrouter.transports.discovery.port import Discovery
+from kvrouter.transports.discovery.memory import MemoryCordons
+from kvrouter.transports.discovery.port import CordonStore, Discovery
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
 
@@ -34,6 +35,7 @@ def build_service(
     plane: RequestPlane,
     discovery: Discovery,
     subscriber: EventSubscriber,
+    cordons: CordonStore | None = None,
     telemetry: Telemetry | None = None,
     links: LinkTable | None = None,
     router_id: RouterId | None = None,
@@ -44,6 +46,7 @@ def build_service(
 ) -> RouterService:
     """Put a router together; it follows the fleet once it is started.
 
+    ``cordons`` is where cordons are kept; without, they end with the process.
     ``sync``, where the requests of other routers count, gets this router's ``router_id`` from its maker and
     is started and stopped by its maker. ``prefill_alone``: it decides the prefill leg, and nothing else.
     ``traffic`` records it. ``place`` are the domains of a frontend that it serves; it may move. Raises
@@ -81,10 +84,12 @@ def build_service(
             config=config,
             plane=plane,
             discovery=discovery,
+            cordons=MemoryCordons() if cordons is None else cordons,
             subscriber=subscriber,
             make_model=make_model,
             decisions=decisions,
             observed=observed,
+            sync=sync,
         )
     )
 

@@ -18,11 +18,11 @@ from kvrouter.core.ids import EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.discovery.file import FileDiscovery
-from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
-from kvrouter.transports.discovery.memory import StaticDiscovery
-from kvrouter.transports.discovery.nats import NatsDiscovery
-from kvrouter.transports.discovery.port import Discovery, GoneSink
+from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
+from kvrouter.transports.discovery.kubernetes import KubernetesCordons, KubernetesDiscovery, OwnerPod
+from kvrouter.transports.discovery.memory import MemoryCordons, StaticDiscovery
+from kvrouter.transports.discovery.nats import NatsCordons, NatsDiscovery
+from kvrouter.transports.discovery.port import CordonStore, Discovery, GoneSink
 from kvrouter.transports.events.jetstream import JetStreamSubscriber, StreamLimits
 from kvrouter.transports.events.nats import NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
@@ -43,7 +43,7 @@ from kvrouter.transports.requests.port import RequestPlane
 from kvrouter.transports.requests.tcp import TcpRequestPlane
 from kvrouter.transports.sync.nats import NatsSyncPlane
 from kvrouter.transports.sync.port import SyncPlane
-from kvrouter.wiring.clusters import check_clusters, own_account, with_other_clusters
+from kvrouter.wiring.clusters import check_clusters, cordons_of_clusters, own_account, with_other_clusters
 from kvrouter.wiring.nats import nats_connection, revealed
 from kvrouter.wiring.telemetry_hooks import StreamHooks, foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.wiring.tls import Tls, tls_of
@@ -136,6 +136,7 @@ class RouterTransports:
     """The transports of a router. ``nats`` is there where something needs it."""
 
     discovery: Discovery
+    cordons: CordonStore
     requests: RequestPlane
     events: EventSubscriber
     snapshots: SnapshotStore | None
@@ -173,6 +174,7 @@ async def router_wires(
             )
         discovery = StaticDiscovery(static) if static else _discovery(planes, nats, telemetry)
         stack.push_async_callback(discovery.close)
+        cordons = MemoryCordons() if static else _cordons(planes, nats, telemetry, stack)
         requests = _requests(planes, nats, tls, telemetry)
         stack.push_async_callback(requests.close)
         subscribers = await _subscribers(settings, nats, telemetry, stack)
@@ -189,7 +191,8 @@ async def router_wires(
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
             )
-        yield RouterTransports(discovery, requests, _all_events(subscribers, telemetry), stream, new_sync)
+        events = _all_events(subscribers, telemetry)
+        yield RouterTransports(discovery, cordons, requests, events, stream, new_sync)
 
 
 def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:
@@ -229,6 +232,35 @@ def _discovery(planes: PlaneSettings, nats: Client | None, telemetry: Telemetry)
     """Discovery of a router: that of the settings, and of the other clusters where there are any."""
     own = make_discovery(planes, nats, telemetry)
     return with_other_clusters(planes, own, telemetry) if planes.clusters else own
+
+
+def _cordons(
+    planes: PlaneSettings, nats: Client | None, telemetry: Telemetry, stack: AsyncExitStack
+) -> CordonStore:
+    """Where the cordons are kept: with the cards."""
+    refuse = refusals_on("discovery", telemetry)
+
+    def on_refused(what: str, why: str) -> None:
+        refuse(f"{what}: {why}")
+
+    if planes.discovery is DiscoveryBackend.FILE:
+        return FileCordons(planes.discovery_path, namespace=planes.namespace, on_refused=on_refused)
+    if planes.discovery is DiscoveryBackend.KUBERNETES:
+        own = KubernetesCordons(own_account(planes), namespace=planes.namespace, on_refused=on_refused)
+        stack.push_async_callback(own.close)
+        if not planes.clusters:
+            return own
+        store, others = cordons_of_clusters(planes, own, telemetry)
+        for other in others:
+            stack.push_async_callback(other.close)
+        return store
+    return NatsCordons(
+        wanted(nats),
+        namespace=planes.namespace,
+        token=token_of(planes),
+        replicas=planes.nats_replicas,
+        on_refused=on_refused,
+    )
 
 
 def make_discovery(

@@ -2,6 +2,7 @@
 
 import secrets
 
+from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WORKER_IDS, Epoch, ModelName, WorkerId
 from kvrouter.core.workers import (
@@ -99,6 +100,7 @@ async def register_llm(
         event_source=event_source or EventSource(EventLane.MEMORY),
         tokenizer=tokenizer,
         engine=engine,
+        version=installed_version(),
         runtime_config=runtime_config or ModelRuntimeConfig(),
     )
     await discovery.publish(card)

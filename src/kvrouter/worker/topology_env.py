@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.config.setting import parse_switch
+from kvrouter.config.setting_spec import parse_switch
 from kvrouter.config.variables import text_of
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement

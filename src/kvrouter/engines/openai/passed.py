@@ -5,16 +5,25 @@ Of an answer only its end is read, where it is streamed, and its count of tokens
 
 import msgspec
 
-from kvrouter.core.requests import ClientCall
+from kvrouter.core.requests import ClientCall, ClientForm
 from kvrouter.engines.openai.bodies import Body, bytes_of
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice, ReadEvent
 from kvrouter.engines.openai.streams import AnswerReading
 
 _ENDS = frozenset(
-    {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"},
+    {
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+        "message_stop",
+        "transcript.text.done",
+        "error",
+    },
 )
-"""The last events of streams of OpenAI's Responses and of Anthropic's Messages."""
+"""The last events of streams of OpenAI's Responses and transcriptions, and of Anthropic's Messages. Engines
+may also stream transcriptions as they stream chats.
+"""
 
 _AT_AN_END = (Choice(finish_reason="stop"),)
 
@@ -40,13 +49,31 @@ class _Inner(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
 
 
+class _Piece(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
+class _Meta(_Usage, frozen=True):
+    """What SGLang's own routes say of an answer so far; ``finish_reason`` is null until it has ended."""
+
+    finish_reason: object = None
+    cached_tokens: int | None = None
+
+    @property
+    def counted(self) -> AnswerUsage:
+        cached = None if self.cached_tokens is None else CachedTokens(self.cached_tokens)
+        return AnswerUsage(self.prompt_tokens, self.completion_tokens, cached)
+
+
 class _Answer(msgspec.Struct, frozen=True):
     """A whole answer, or one event; some events hold the answer so far."""
 
     type: str = ""
+    choices: tuple[_Piece, ...] = ()
     usage: _Usage | None = None
     response: _Inner | None = None
     message: _Inner | None = None
+    meta_info: _Meta | None = None
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -64,6 +91,26 @@ def passed_call(call: ClientCall, body: Body, headers: dict[str, str] | None = N
     )
 
 
+def passed_form(call: ClientCall, form: ClientForm, *, model: str | None) -> EngineCall:
+    """Return how an engine is sent a form, byte for byte; but for the name of its model where the engine has
+    another, which is ``model``.
+    """
+    body = call.body
+    if model is not None and form.model_at is not None:
+        begin, end = form.model_at
+        name = model.encode()
+        if body[begin:end] != name:
+            body = b"".join((body[:begin], name, body[end:]))
+    return EngineCall(
+        path=call.route.value,
+        body=body,
+        headers={"content-type": form.content_type},
+        streams=call.stream,
+        reading=AnswerReading(passes_raw=True),
+        reader=_reads_events if call.stream else _reads_whole,
+    )
+
+
 def _reads_events() -> ReadEvent:
     return _read_event
 
@@ -74,7 +121,12 @@ def _reads_whole() -> ReadEvent:
 
 def _read_event(data: bytes) -> AnswerEvent:
     said = _said(data)
-    return AnswerEvent(choices=_AT_AN_END if said.type in _ENDS else (), usage=_usage_of(said))
+    is_last = (
+        said.type in _ENDS
+        or any(piece.finish_reason for piece in said.choices)
+        or (said.meta_info is not None and said.meta_info.finish_reason is not None)
+    )
+    return AnswerEvent(choices=_AT_AN_END if is_last else (), usage=_usage_of(said))
 
 
 def _read_whole(data: bytes) -> AnswerEvent:
@@ -91,7 +143,7 @@ def _said(data: bytes) -> _Answer:
 
 def _usage_of(said: _Answer) -> AnswerUsage | None:
     inner = [each.usage for each in (said.response, said.message) if each is not None]
-    for found in (said.usage, *inner):
+    for found in (said.usage, *inner, said.meta_info):
         if found is not None:
             return found.counted
     return None

@@ -20,7 +20,7 @@ from kvrouter.engines.openai.events import (
     Failure,
     Unasked,
 )
-from kvrouter.engines.openai.passed import passed_call
+from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.streams import AnswerReading
 
 GENERATE = "/generate"
@@ -60,12 +60,14 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
     if request.call is None or request.resumed_tokens:
         return _tokens(request, n_ranks)
     call = request.call
+    if call.route.is_passed and request.lora_name is not None:
+        raise InvalidRequest(
+            f"model: adapters are for chats and completions, not for {call.route}", param="model"
+        )
+    if call.form is not None:
+        return passed_form(call, call.form, model=None)  # it has one model, whatever the form calls it
     body = body_of(call.body)
     if call.route.is_passed:
-        if request.lora_name is not None:
-            raise InvalidRequest(
-                f"model: adapters are for chats and completions, not for {call.route}", param="model"
-            )
         drop(body, *_DECIDED_BY_ROUTER, "lora_path")
         if n_ranks > 1:
             put(body, routed_dp_rank=request.dp_rank)

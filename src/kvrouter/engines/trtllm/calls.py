@@ -25,7 +25,7 @@ from kvrouter.engines.openai.bodies import (
     says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.passed import passed_call
+from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
 from kvrouter.engines.openai.streams import AnswerReading
 from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
@@ -74,6 +74,8 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
         raise InvalidRequest(
             "model: TensorRT-LLM's server takes adapters by their files, not by name", param="model"
         )
+    if request.call is not None and request.call.form is not None:
+        return passed_form(request.call, request.call.form, model=None)
     if request.call is not None and request.call.route.is_passed:
         return passed_call(request.call, _body_of(request)[0])
     handoff = None if request.kv_transfer_params is None else ContextHandoff.of(request.kv_transfer_params)

@@ -21,7 +21,7 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
-from kvrouter.engines.openai.passed import passed_call
+from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.streams import AnswerReading
 
 KvParams = Mapping[str, object]
@@ -85,6 +85,10 @@ def call_of(
     headers = {REQUEST_ID_HEADER: request.engine_key}
     if n_ranks > 1:
         headers[RANK_HEADER] = str(request.dp_rank)
+    call = request.call
+    if call is not None and call.form is not None:
+        sent = passed_form(call, call.form, model=request.lora_name or model)
+        return dataclasses.replace(sent, headers={**headers, **sent.headers})
     if request.call is not None and request.call.route.is_passed:
         return passed_call(request.call, _common(request, model), headers)
     if request.leg is Leg.PREFILL:

@@ -27,6 +27,7 @@ message at a time: where the two disagree, the message that begins inside a piec
 
 import re
 from collections import deque
+from contextlib import suppress
 from enum import Enum, auto
 from io import BytesIO
 from typing import NoReturn
@@ -105,6 +106,14 @@ class MessageParser:
         """Bytes of the current body that are still to come, or None when it is chunked."""
         return None if self._content_bytes is None else self._content_bytes - self._body.tell()
 
+    def refusal(self, status: int, reason: str, code: str = InvalidRequest.code) -> BadRequest:
+        """A refusal of the message that is being read, with what was read of its head."""
+        path = None if self._head is None else self._head.path
+        if path is None and self._target:
+            with suppress(UnicodeDecodeError, _InvalidTarget):
+                path = _split_target(self._target)[1]
+        return BadRequest(status, reason, code, path, tuple(self._headers))
+
     def feed(self, data: memoryview) -> int:
         """Parses; sets ``fault`` instead of raising. Returns the bytes taken: fewer than all at an upgrade.
 
@@ -127,7 +136,7 @@ class MessageParser:
         except httptools.HttpParserError as error:
             if self.fault is None:
                 status = 501 if str(error).startswith(_UNKNOWN_METHOD) else 400
-                self.fault = BadRequest(status, f"malformed HTTP: {error}")
+                self.fault = self.refusal(status, f"malformed HTTP: {error}")
         return len(data) - kept_bytes
 
     def _has_line(self, line: bytearray) -> bool:
@@ -215,7 +224,7 @@ class MessageParser:
         }
         keep_alive = b"close" not in options and (version == "1.1" or b"keep-alive" in options)
         self._content_bytes = self._framing(version)
-        target, path, query = self._split_target(method)
+        target, path, query = self._judged_target(method)
         self._check_body(self._content_bytes or 0, path)
         expects = self._content_bytes != 0 and version == "1.1"
         self._head = self._fresh_head = RequestHead(
@@ -284,20 +293,14 @@ class MessageParser:
             self._refuse(400, "invalid Content-Length")
         return int(lengths[0])
 
-    def _split_target(self, method: str) -> tuple[bytes, str, str]:
-        """(path as sent, path decoded, query) of an origin-form or absolute-form target, or of ``*``."""
-        target = self._target
-        origin = _ABSOLUTE_FORM.match(target)
-        if origin is not None:
-            target = target[origin.end() :]
-            if not target.startswith(b"/"):
-                target = b"/" + target
-        is_server = target == b"*" and method == "OPTIONS"
-        if not (target.startswith(b"/") or is_server) or b"#" in target:
-            self._refuse(400, "invalid request target")
-        raw_path, _, query = target.partition(b"?")
+    def _judged_target(self, method: str) -> tuple[bytes, str, str]:
+        """(path as sent, path decoded, query) of the target, or of ``*``."""
+        if self._target == b"*" and method == "OPTIONS":
+            return b"*", "*", ""
         try:
-            return raw_path, unquote_to_bytes(raw_path).decode("utf-8"), query.decode("ascii")
+            return _split_target(self._target)
+        except _InvalidTarget:
+            self._refuse(400, "invalid request target")
         except UnicodeDecodeError:
             self._refuse(400, "the request target is not UTF-8")
 
@@ -313,13 +316,31 @@ class MessageParser:
         self._body_fits_bytes = most
         if body_bytes > most:
             message = f"the request body is over {most} bytes{why}"
-            self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code, path=path)
+            self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code)
 
-    def _refuse(
-        self, status: int, reason: str, *, code: str = InvalidRequest.code, path: str | None = None
-    ) -> NoReturn:
-        self.fault = BadRequest(status, reason, code, path)
+    def _refuse(self, status: int, reason: str, *, code: str = InvalidRequest.code) -> NoReturn:
+        self.fault = self.refusal(status, reason, code)
         raise _Fault(reason)
+
+
+class _InvalidTarget(Exception):
+    """A request target that is none."""
+
+
+def _split_target(target: bytes) -> tuple[bytes, str, str]:
+    """(path as sent, path decoded, query) of an origin-form or absolute-form target.
+
+    Raises :class:`_InvalidTarget`, and UnicodeDecodeError for one that is not UTF-8.
+    """
+    origin = _ABSOLUTE_FORM.match(target)
+    if origin is not None:
+        target = target[origin.end() :]
+        if not target.startswith(b"/"):
+            target = b"/" + target
+    if not target.startswith(b"/") or b"#" in target:
+        raise _InvalidTarget
+    raw_path, _, query = target.partition(b"?")
+    return raw_path, unquote_to_bytes(raw_path).decode("utf-8"), query.decode("ascii")
 
 
 _SHORT = re.compile(b"(?s:%b)*+" % b"|".join(rb"%x\r\n.{%d}\r\n" % (size, size) for size in range(1, 16)))
@@ -434,6 +455,10 @@ class ServerConnection:
         kept_bytes = len(self._unfed) - self._unfed_at + self._head_bytes
         return kept_bytes + (self._parser.body_bytes if self._phase is _Phase.BODY else 0)
 
+    def refusal(self, status: int, reason: str, code: str) -> BadRequest:
+        """A refusal of the request that is being received."""
+        return self._parser.refusal(status, reason, code)
+
     def end(self) -> None:
         """Drop what was received of an unfinished request; nothing more is taken."""
         self._end()
@@ -484,16 +509,17 @@ class ServerConnection:
         deadline_s = self.deadline_s()
         if deadline_s is None or now_s < deadline_s:
             return []
-        phase = self._phase
-        self._end()
-        if phase is _Phase.IDLE:
-            return [ConnectionClosed(CloseReason.IDLE)]
-        if phase is _Phase.BODY:
+        event: Event
+        if self._phase is _Phase.IDLE:
+            event = ConnectionClosed(CloseReason.IDLE)
+        elif self._phase is _Phase.BODY:
             rate = f"{self._limits.body_bytes_per_s:g} bytes/s"
             reason = f"the request's body took too long to arrive: {self._limits.body_s:g} s below {rate}"
-            head = self._parser.head
-            return [BadRequest(408, reason, UPLOAD_TOO_SLOW, None if head is None else head.path)]
-        return [BadRequest(408, "the request's headers took too long to arrive")]
+            event = self._parser.refusal(408, reason, UPLOAD_TOO_SLOW)
+        else:
+            event = self._parser.refusal(408, "the request's headers took too long to arrive")
+        self._end()
+        return [event]
 
     def _is_full(self) -> bool:
         waiting = self._waiting_bytes
@@ -539,7 +565,7 @@ class ServerConnection:
         else:
             self._head_bytes += fed_bytes
             if self._head_bytes > self._limits.header_bytes and parser.fault is None:
-                parser.fault = BadRequest(431, f"the headers are over {self._limits.header_bytes} bytes")
+                parser.fault = parser.refusal(431, f"the headers are over {self._limits.header_bytes} bytes")
         head = parser.take_head()
         if head is not None:
             events.append(head)
@@ -556,7 +582,7 @@ class ServerConnection:
         if parser.fault is None and parser.head is not None and parser.body_left_bytes is None:
             allowed = self._limits.header_bytes + (1 + _FRAMING_PER_BODY_BYTE) * parser.body_bytes
             if self._framing_bytes > allowed:
-                parser.fault = BadRequest(400, "chunk framing out of proportion to the body")
+                parser.fault = parser.refusal(400, "chunk framing out of proportion to the body")
         if parser.fault is not None:
             events.append(parser.fault)
             self._end()

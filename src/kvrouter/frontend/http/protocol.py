@@ -11,6 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeAlias, cast
@@ -27,11 +28,11 @@ from kvrouter.frontend.http.response import (
     ConnectionClosed,
     Disconnect,
     Disconnected,
+    ErrorAnswer,
     Event,
     Request,
     RequestHead,
     Responder,
-    error_body,
     refusal_bytes,
 )
 from kvrouter.telemetry import Event as LogEvent
@@ -43,7 +44,6 @@ Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
 """Answers one request through its responder."""
 
 _log = logging.getLogger("kvrouter.frontend.http")
-_JSON = ((b"content-type", b"application/json"),)
 
 
 class HttpEvent(StrEnum):
@@ -96,20 +96,22 @@ class ServerSide(Protocol):
     def observe(self, event: HttpEvent) -> None:
         """Counts."""
 
-    def refused(self, fault: BadRequest) -> None:
-        """Counts what is refused before any handler sees it, and logs it once in a while."""
+    def refused(self, fault: BadRequest) -> ErrorAnswer:
+        """Counts what is refused before any handler sees it, and logs it once in a while; returns what it is
+        answered.
+        """
 
-    def error_answered(self, code: str) -> None:
-        """Counts an error that was answered here, by its code."""
+    def failed(self, fault: BadRequest) -> ErrorAnswer:
+        """Counts a request whose handler failed before it answered; returns what is answered instead."""
 
 
 class HttpProtocol(asyncio.Protocol):
     """The transport's other half, and the :class:`Wire` of its responders."""
 
     def __init__(
-        self, server: ServerSide, loop: asyncio.AbstractEventLoop, *, refusal: BadRequest | None = None
+        self, server: ServerSide, loop: asyncio.AbstractEventLoop, *, refusal: bytes | None = None
     ) -> None:
-        """``refusal``: what this connection is answered with, without being served."""
+        """``refusal``: what this connection is answered, without being served."""
         self._server = server
         self._refusal = refusal
         self._loop = loop
@@ -124,6 +126,7 @@ class HttpProtocol(asyncio.Protocol):
         self._writable.set()
         self._client: tuple[str, int] | None = None
         self._fault: BadRequest | None = None
+        self._fault_answer = b""
         self._owes_continue = False
         self._head_s = 0.0
         self._reading = True
@@ -154,7 +157,7 @@ class HttpProtocol(asyncio.Protocol):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._refusal is not None:
             self._connection.end()
-            self._refuse(self._refusal)
+            self.write(self._refusal)
             self._linger()
 
     def data_received(self, data: bytes) -> None:
@@ -290,10 +293,14 @@ class HttpProtocol(asyncio.Protocol):
 
     def shed(self) -> None:
         """Refuses what was received and has not begun: the server's budget of uploads is full."""
+        fault = self._connection.refusal(503, "too many bytes of requests are arriving", UPLOADS_FULL)
+        if self._requests:  # the answer is that of the first
+            first = self._requests[0]
+            fault = replace(fault, path=first.path, headers=first.headers, began_s=first.began_s)
         self._held_bytes = 0
         self._requests.clear()
         self._connection.end()
-        self._take([BadRequest(503, "too many bytes of requests are arriving", code=UPLOADS_FULL)])
+        self._take([fault])
 
     # What moves a connection on.
 
@@ -305,11 +312,14 @@ class HttpProtocol(asyncio.Protocol):
                     self._head_s = time.monotonic()
                 case Request():
                     self._owes_continue = False
-                    event.began_s = self._head_s
+                    event.began_s, self._head_s = self._head_s, 0.0
                     self._requests.append(event)
                 case BadRequest():
-                    self._server.refused(event)
+                    if event.began_s is None and self._head_s:
+                        event = replace(event, began_s=self._head_s)  # noqa: PLW2901 - only here it is known
                     self._fault = event
+                    answer = self._server.refused(event)
+                    self._fault_answer = refusal_bytes(event.status, answer, self._server.date_line())
                 case ConnectionClosed():
                     self._input_ended = True
         self._advance()
@@ -345,7 +355,7 @@ class HttpProtocol(asyncio.Protocol):
                 partial(self._handled, self._responder)
             )
         elif self._fault is not None:
-            self._refuse(self._fault)
+            self.write(self._fault_answer)
             self._linger()
         elif self._input_ended:
             self._close()
@@ -362,10 +372,11 @@ class HttpProtocol(asyncio.Protocol):
             else:
                 self._server.observe(HttpEvent.HANDLER_FAILED)
             if answerable and not responder.started:
-                message = "the server failed to answer this request"
-                body = error_body(message, error_type=KvrouterError.type, code=KvrouterError.code)
-                responder.answer(500, _JSON, body)
-                self._server.error_answered(KvrouterError.code)
+                request = responder.request
+                reason = "the server failed to answer this request"
+                fault = BadRequest(500, reason, KvrouterError.code, request.path, request.headers)
+                answer = self._server.failed(fault)
+                responder.answer(fault.status, answer.headers, answer.body)
         self._responder = None
         responder.release()
         if self._lost:
@@ -385,9 +396,6 @@ class HttpProtocol(asyncio.Protocol):
         why = "cancelled" if task.cancelled() else "returned without an answer"
         log_event(_log, LogEvent.HTTP_HANDLER_FAILED, started=responder.started, reason=why)
         return True
-
-    def _refuse(self, fault: BadRequest) -> None:
-        self.write(refusal_bytes(fault, self.date_line()))
 
     def _linger(self) -> None:
         """Reads on for a while before closing: bytes left unread would reset the answer on its way.

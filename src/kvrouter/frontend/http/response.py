@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -26,12 +26,14 @@ __all__ = [
     "CloseReason",
     "ConnectionClosed",
     "DateHeader",
+    "ErrorAnswer",
     "Event",
     "Headers",
     "Request",
     "RequestHead",
     "ResponseHeaders",
     "chunk",
+    "error_answer",
     "error_body",
     "refusal_bytes",
     "response_head",
@@ -134,13 +136,20 @@ class Request:
 class BadRequest:
     """The last event of a connection that cannot go on: answer ``status`` after what is owed, then close.
 
-    ``path`` is that of the request that is refused, where its head was read.
+    ``path`` and ``headers`` are those of the request that is refused, as far as its head was read;
+    ``began_s`` is when all of its head was here, on the monotonic clock, None where it never was.
     """
 
     status: int
     reason: str
     code: str = InvalidRequest.code
     path: str | None = None
+    headers: Headers = field(default=(), compare=False)
+    began_s: float | None = field(default=None, compare=False)
+
+    def header(self, name: bytes) -> bytes:
+        """The first header of this name, in lower case; empty where none was read."""
+        return next((value for key, value in self.headers if key == name), b"")
 
 
 class CloseReason(StrEnum):
@@ -252,23 +261,34 @@ def error_body(
     return msgspec.json.encode({"error": error})
 
 
-def refusal_bytes(refusal: BadRequest, date_line: bytes) -> bytes:
-    """The whole answer to what no handler sees; the connection ends with it."""
-    error: type[KvrouterError] = InvalidRequest if refusal.status < 500 else KvrouterError
+class ErrorAnswer(NamedTuple):
+    """The answer to what the server refuses or failed to answer, apart from its status."""
+
+    headers: ResponseHeaders
+    body: bytes
+
+
+def error_answer(fault: BadRequest) -> ErrorAnswer:
+    """Return the answer to ``fault`` in OpenAI's form."""
+    error: type[KvrouterError] = InvalidRequest if fault.status < 500 else KvrouterError
     headers: ResponseHeaders = ((b"content-type", b"application/json"),)
-    if refusal.status == Unavailable.status_hint:
+    if fault.status == Unavailable.status_hint:
         error = Unavailable
         headers = (*headers, (b"retry-after", b"1"))
-    body = error_body(refusal.reason, error_type=error.type, code=refusal.code)
+    return ErrorAnswer(headers, error_body(fault.reason, error_type=error.type, code=fault.code))
+
+
+def refusal_bytes(status: int, answer: ErrorAnswer, date_line: bytes) -> bytes:
+    """The whole answer to what no handler sees; the connection ends with it."""
     head = response_head(
-        refusal.status,
-        headers,
+        status,
+        answer.headers,
         date_line=date_line,
         connection=b"close",
-        content_bytes=len(body),
+        content_bytes=len(answer.body),
         chunked=False,
     )
-    return head + body
+    return head + answer.body
 
 
 __all__ = ["Disconnect", "Disconnected", "Responder", "Stream", "Wire"]

@@ -20,8 +20,10 @@ from kvrouter.frontend.http.response import (
     BadRequest,
     DateHeader,
     Disconnect,
+    ErrorAnswer,
     Request,
     Responder,
+    error_answer,
     refusal_bytes,
 )
 from kvrouter.telemetry import Event as LogEvent
@@ -49,14 +51,11 @@ _LOGGED = {
 }
 
 
-RefusalObserver: TypeAlias = Callable[[BadRequest], None]
-"""Called with everything that is refused before a handler sees it, connections too."""
-
-ErrorObserver: TypeAlias = Callable[[str], None]
-"""Called with the code of every error that the server answers by itself, before or after a handler."""
+FaultAnswerer: TypeAlias = Callable[[BadRequest], ErrorAnswer]
+"""Called with what the server answers by itself; returns the answer."""
 
 
-def _observe_nothing(_: HttpEvent | str | BadRequest) -> None:
+def _observe_nothing(_: HttpEvent) -> None:
     pass
 
 
@@ -66,6 +65,9 @@ class HttpServer:
     A handler that raises before its answer has begun is answered for with a 500; after that its connection
     is cut, so that the client cannot take the part for the whole. A handler is not cancelled when its
     client leaves: it is notified (:class:`Responder`). Only ``drain`` cancels, at its very end.
+
+    ``on_refused`` gets everything that is refused before a handler sees it, connections too, ``on_failed``
+    requests whose handler failed.
     """
 
     def __init__(
@@ -74,16 +76,16 @@ class HttpServer:
         limits: Limits | None = None,
         *,
         observer: Observer = _observe_nothing,
-        on_error: ErrorObserver = _observe_nothing,
-        on_refused: RefusalObserver = _observe_nothing,
+        on_refused: FaultAnswerer = error_answer,
+        on_failed: FaultAnswerer = error_answer,
     ) -> None:
         self._handler = handler
         self._limits = Limits() if limits is None else limits
         self._observer = observer
         self._listeners: list[Listener] = []
         self._arriving: set[asyncio.Task[object]] = set()
-        self._on_error = on_error
         self._on_refused = on_refused
+        self._on_failed = on_failed
         self._connections: set[HttpProtocol] = set()
         self._served = 0  # connections accepted and not refused, those that are not opened yet included
         self._refused_connections: set[HttpProtocol] = set()
@@ -216,18 +218,19 @@ class HttpServer:
         """Counts."""
         self._observer(event)
 
-    def error_answered(self, code: str) -> None:
-        """Counts an error that the server answers by itself."""
-        self._on_error(code)
+    def failed(self, fault: BadRequest) -> ErrorAnswer:
+        """Returns what is answered instead of a handler that failed."""
+        return self._on_failed(fault)
 
-    def refused(self, fault: BadRequest) -> None:
-        """Counts what is refused before any handler sees it, and logs it once in a while."""
+    def refused(self, fault: BadRequest) -> ErrorAnswer:
+        """Counts what is refused before any handler sees it, and logs it once in a while; returns what it is
+        answered.
+        """
         self.observe(_COUNTED.get(fault.code, HttpEvent.BAD_REQUEST))
-        self.error_answered(fault.code)
-        self._on_refused(fault)
         if self._throttle.allows(f"{fault.status} {fault.code} {fault.reason}"):
             event = _LOGGED.get(fault.code, LogEvent.HTTP_BAD_REQUEST)
             log_event(_log, event, status=fault.status, code=fault.code, reason=fault.reason)
+        return self._on_refused(fault)
 
     def _take(self, sock: socket.socket) -> None:
         """Serve a connection, or refuse it: it may stay until its client has read why if few others do."""
@@ -235,13 +238,13 @@ class HttpServer:
         if refusal is not None and len(self._refused_connections) >= self._limits.refused_connections:
             self._refuse(sock, refusal)
             return
-        connection = HttpProtocol(self, self._loop, refusal=refusal)
+        answer = None if refusal is None else self._answer_of(refusal)
+        connection = HttpProtocol(self, self._loop, refusal=answer)
         if refusal is None:
             self._served += 1
             self.observe(HttpEvent.CONNECTION_OPENED)
         else:
             self._refused_connections.add(connection)
-            self.refused(refusal)
         task: asyncio.Task[object] = self._loop.create_task(
             self._loop.connect_accepted_socket(lambda: connection, sock)
         )
@@ -267,12 +270,15 @@ class HttpServer:
 
     def _refuse(self, sock: socket.socket, refusal: BadRequest) -> None:
         """Answer and close at once. What came already is read: left unread, it would reset the answer."""
-        self.refused(refusal)
+        answer = self._answer_of(refusal)
         with sock, suppress(OSError):
-            sock.send(refusal_bytes(refusal, self.date_line()))
+            sock.send(answer)
             sock.shutdown(socket.SHUT_WR)
             sock.recv(self._limits.header_bytes)
         self.observe(HttpEvent.CONNECTION_CLOSED)
+
+    def _answer_of(self, refusal: BadRequest) -> bytes:
+        return refusal_bytes(refusal.status, self.refused(refusal), self.date_line())
 
     async def _run(self, request: Request, responder: Responder) -> None:
         await self._handler(request, responder)

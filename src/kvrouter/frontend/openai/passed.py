@@ -8,10 +8,16 @@ from msgspec import UNSET, Raw, UnsetType
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import CallRoute, ClientCall, Sampling
-from kvrouter.frontend.openai.body import CacheSalt, ScannedBody, StreamOptions, decode_body
+from kvrouter.core.requests import CallRoute, ClientCall, ClientForm, Sampling
+from kvrouter.frontend.openai.body import CacheSalt, NvExt, ScannedBody, StreamOptions, decode_body
+from kvrouter.frontend.openai.form import Form
 from kvrouter.frontend.openai.parse import READER, Call, NvextReader
-from kvrouter.frontend.openai.passthrough import PassthroughBody, PassthroughCall, written_call
+from kvrouter.frontend.openai.passthrough import (
+    ROUTERS_FIELDS,
+    PassthroughBody,
+    PassthroughCall,
+    written_call,
+)
 
 Message = dict[str, object]
 
@@ -44,6 +50,7 @@ class PassedRoute(NamedTuple):
     """How calls of one route are passed. ``chat_of`` returns the prompt, where one can be known: then the
     worker is picked that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
     there, so that a tenant's KV would not be kept apart. Where it ``is_anthropic`` errors have their form.
+    Calls of a route that ``is_form`` are forms with a file, and none of JSON.
     """
 
     route: CallRoute
@@ -52,6 +59,7 @@ class PassedRoute(NamedTuple):
     streams: bool = False
     takes_salt: bool = True
     is_anthropic: bool = False
+    is_form: bool = False
 
 
 def _of_responses(body: PassedBody) -> Chat | None:
@@ -129,6 +137,24 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
     PassedRoute(CallRoute.TOKENIZE_V1, "the same"),
     PassedRoute(CallRoute.DETOKENIZE, "the text of tokens"),
     PassedRoute(CallRoute.DETOKENIZE_V1, "the same"),
+    PassedRoute(
+        CallRoute.TRANSCRIPTIONS,
+        "OpenAI's transcriptions of audio",
+        streams=True,
+        takes_salt=False,
+        is_form=True,
+    ),
+    PassedRoute(
+        CallRoute.TRANSLATIONS, "OpenAI's translations of audio", streams=True, takes_salt=False, is_form=True
+    ),
+    PassedRoute(CallRoute.CHATS, "vLLM's several chats in one call", takes_salt=False),
+    PassedRoute(CallRoute.GENERATIVE_SCORING, "vLLM's scores by a model that generates", takes_salt=False),
+    PassedRoute(CallRoute.EMBED_V2, "Cohere's embeddings", takes_salt=False),
+    PassedRoute(CallRoute.TOKENS, "vLLM's tokens for tokens", streams=True, takes_salt=False),
+    PassedRoute(CallRoute.GENERATE, "SGLang's own generation", streams=True, takes_salt=False),
+    PassedRoute(CallRoute.ENCODE, "SGLang's own embeddings", takes_salt=False),
+    PassedRoute(CallRoute.PARSE_FUNCTION_CALL, "SGLang's calls of functions in a text", takes_salt=False),
+    PassedRoute(CallRoute.SEPARATE_REASONING, "SGLang's reasoning in a text", takes_salt=False),
 )
 """Every route that passes, and the only place where one is named."""
 
@@ -141,14 +167,7 @@ def parse_passed(
     """Return the call for ``model`` in a body; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_BODY, scanned)
     nvext = reader.read(body.nvext, body.cache_salt)
-    for name in ("token_data", "annotations", "prefill_worker_id"):
-        if getattr(nvext, name):
-            raise InvalidRequest(f"nvext.{name}: {route.route} does not take it", param=f"nvext.{name}")
-    if nvext.cache_salt and not route.takes_salt:
-        raise InvalidRequest(
-            f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
-            param="cache_salt",
-        )
+    _check_hints(route, nvext)
     if route.streams and body.stream is not None and not isinstance(body.stream, bool):
         raise InvalidRequest("stream: must be true or false", param="stream")
     chat = None if route.chat_of is None else route.chat_of(body)
@@ -157,16 +176,7 @@ def parse_passed(
     max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
     messages: list[Message] | UnsetType = UNSET if chat is None else chat.messages
     return PassthroughCall(
-        Call(
-            model=model,
-            stream=stream,
-            max_tokens=max_tokens if route.streams else 1,
-            max_tokens_field="max_tokens",
-            stops=(),
-            nvext=nvext,
-            stream_options=StreamOptions(),
-            unbounded_sampling=Sampling(max_tokens=0),
-        ),
+        _call(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
         PassthroughBody(model=model, messages=messages, tools=None if chat is None else chat.tools or None),
         None,
         ClientCall(
@@ -175,4 +185,66 @@ def parse_passed(
             stream=stream,
             resumable=False,
         ),
+    )
+
+
+def parse_form(
+    route: PassedRoute, model: ModelName, form: Form, reader: NvextReader = READER
+) -> PassthroughCall:
+    """The same of a form, whose routing hints are headers. Raises :class:`InvalidRequest`."""
+    for name in form.fields:
+        if name in ROUTERS_FIELDS or name in _NOT_IN_FORMS:
+            raise InvalidRequest(
+                f"{name}: may not be in a form, which goes to its engine as it is: routing hints are headers",
+                param=name,
+            )
+    nvext = reader.read(Raw(b"null"), None)
+    _check_hints(route, nvext)
+    written = form.text("stream", "false").lower()
+    if written not in _TRUE and written not in _FALSE:
+        raise InvalidRequest("stream: must be true or false", param="stream")
+    stream = written in _TRUE
+    return PassthroughCall(
+        _call(model, nvext, stream=stream, max_tokens=None),
+        PassthroughBody(model=model),
+        None,
+        ClientCall(
+            route.route,
+            form.data,
+            stream=stream,
+            resumable=False,
+            form=ClientForm(form.content_type, form.spans.get("model")),
+        ),
+    )
+
+
+_TRUE = frozenset({"true", "t", "1", "on", "y", "yes"})
+_FALSE = frozenset({"false", "f", "0", "off", "n", "no", ""})
+"""How a form may write a boolean, as pydantic reads it for engines."""
+
+_NOT_IN_FORMS = frozenset({"nvext", "cache_salt", "vllm_xargs"})
+"""What is read, or changed, of bodies in JSON."""
+
+
+def _check_hints(route: PassedRoute, nvext: NvExt) -> None:
+    for name in ("token_data", "annotations", "prefill_worker_id"):
+        if getattr(nvext, name):
+            raise InvalidRequest(f"nvext.{name}: {route.route} does not take it", param=f"nvext.{name}")
+    if nvext.cache_salt and not route.takes_salt:
+        raise InvalidRequest(
+            f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
+            param="cache_salt",
+        )
+
+
+def _call(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:
+    return Call(
+        model=model,
+        stream=stream,
+        max_tokens=max_tokens,
+        max_tokens_field="max_tokens",
+        stops=(),
+        nvext=nvext,
+        stream_options=StreamOptions(),
+        unbounded_sampling=Sampling(max_tokens=0),
     )

@@ -132,6 +132,9 @@ _DECIDED_BY_ROUTER: Mapping[str, str] = {
 }
 """What else the router decides: why it is refused, and what a client has instead."""
 
+ROUTERS_FIELDS = frozenset((*_BETWEEN_ENGINES, *_DECIDED_BY_ROUTER))
+"""All that is the router's to say."""
+
 _EXTRA = "vllm_xargs"
 """What vLLM takes ``kv_transfer_params`` from where a call has none."""
 

@@ -85,7 +85,7 @@ function total(name, value, more) {
 
 function showTotals(fleet, flows) {
   const { workers, models } = fleet;
-  const able = workers.filter((worker) => worker.alive && !worker.draining && !worker.engine_silent).length;
+  const able = workers.filter((worker) => worker.alive && !worker.draining && !worker.engine_silent && !worker.cordons.length).length;
   const ranks = workers.flatMap((worker) => worker.ranks);
   const blocks = sumOf(ranks, (rank) => rank.total_blocks);
   const active = sumOf(ranks, (rank) => Math.max(rank.active_blocks, rank.report?.active_blocks ?? 0));

@@ -13,6 +13,7 @@ const REASONS = {
   busy: "is over its busy threshold",
   not_alive: "does not answer",
   draining: "is leaving",
+  cordoned: "is cordoned",
   engine_silent: "its engine does not answer it",
   context_too_short: "its context does not hold the request",
   prompt_out_of_range: "prefills prompts of other lengths",

@@ -25,6 +25,7 @@ function trouble(worker) {
   if (!worker.alive) return "not alive";
   if (worker.engine_silent) return "engine silent";
   if (worker.draining) return "draining";
+  if (worker.cordons.length) return "cordoned";
   if (worker.circuit !== "closed") return `circuit ${worker.circuit.replace("_", " ")}`;
   for (const rank of worker.ranks) {
     if (rank.feed?.kv_events_missing) return "no KV events";
@@ -242,6 +243,7 @@ function showWorker() {
   const facts = {
     role: worker.role,
     state: trouble(worker) || "well",
+    ...(worker.cordons.length ? { cordoned: worker.cordons.map(cordonText).join("; ") } : {}),
     circuit: worker.circuit.replace("_", " "),
     model: worker.model,
     engine: worker.engine ?? UNKNOWN,
@@ -250,6 +252,7 @@ function showWorker() {
     "KV events over": worker.event_lane ?? "none",
     taints: worker.taints.join(", ") || "none",
     pod: worker.pod ?? UNKNOWN,
+    node: worker.node ?? UNKNOWN,
     address: worker.address,
   };
   const rows = worker.ranks.map((rank) => ({ cells: [
@@ -264,6 +267,12 @@ function showWorker() {
     const ranks = table(null, RANK_COLUMNS, rows);
     return [list, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ranks" }, ranks)];
   });
+}
+
+function cordonText(cordon) {
+  const { level, name, reason, by, at, cluster } = cordon;
+  const said = [reason, by && `by ${by}`, at && `since ${at}`, cluster && `in cluster ${cluster}`].filter(Boolean);
+  return [`${level} ${name}`, ...said].join(", ");
 }
 
 function policyText(policy) {

@@ -162,10 +162,16 @@ COLUMNS: tuple[dict[str, JsonValue], ...] = (
 )
 
 
-def deployment_crd() -> Schema:
-    """Return the CustomResourceDefinition, ``apiextensions.k8s.io/v1``."""
+def deployment_crd(pod_template: Schema) -> Schema:
+    """Return the CustomResourceDefinition, ``apiextensions.k8s.io/v1``; ``pod_template`` is the structural
+    schema of a pod template, which ``kubectl explain`` shows.
+    """
     schema = structural(DynamoGraphDeployment)
     fields = cast(dict[str, Schema], schema["properties"])
+    template = _at(
+        schema, "properties", "spec", "properties", "components", "items", "properties", "podTemplate"
+    )
+    template["properties"] = pod_template["properties"]
     fields["metadata"] = {"type": "object"}
     for name in ("apiVersion", "kind"):
         del fields[name]["default"]
@@ -202,7 +208,15 @@ def deployment_crd() -> Schema:
     }
 
 
-def crd_yaml() -> str:
+def _at(node: Schema, *path: str) -> Schema:
+    for name in path:
+        node = cast(Schema, node[name])
+    return node
+
+
+def crd_yaml(pod_template: Schema) -> str:
     """Return the definition as YAML: the same text on every machine."""
-    unshared = json.loads(json.dumps(deployment_crd()))  # what occurs twice is written twice, without anchors
+    unshared = json.loads(
+        json.dumps(deployment_crd(pod_template))
+    )  # what occurs twice is written twice, without anchors
     return yaml.safe_dump(unshared, sort_keys=False, width=YAML_WIDTH, allow_unicode=True)

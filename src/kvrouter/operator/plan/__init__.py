@@ -1,6 +1,7 @@
 """The plan: from a deployment to manifests."""
 
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
+from kvrouter.operator.plan.cordons import cordon_manifests, node_cordon
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
 from kvrouter.operator.plan.links import level_problems, read_qos
 from kvrouter.operator.plan.manifest import (
@@ -33,10 +34,12 @@ __all__ = [
     "Plan",
     "PlanDefaults",
     "SecretKey",
+    "cordon_manifests",
     "fleet_name",
     "has_budgets",
     "hold_ends_s",
     "level_problems",
+    "node_cordon",
     "object_name",
     "plan",
     "prefill_problem",

@@ -14,6 +14,7 @@ from kvrouter.operator.plan.workload import owned_metadata
 
 CARDS_GROUP = "kvrouter.dev"
 CARDS = "kvrouterworkers"
+CORDONS = "kvroutercordons"
 RBAC_GROUP = "rbac.authorization.k8s.io"
 RBAC_VERSION = f"{RBAC_GROUP}/v1"
 
@@ -29,6 +30,10 @@ VERBS: dict[Process, tuple[str, ...]] = {
     Process.FRONTENDS: ("list", "watch", "delete"),
     Process.WORKERS: ("get", "create", "update"),
 }
+
+
+CORDON_VERBS: dict[Process, tuple[str, ...]] = {Process.FRONTENDS: ("list", "create", "patch", "delete")}
+"""What they may do with cordons: workers know nothing of them."""
 
 
 def process_of(kind: ComponentType) -> Process:
@@ -86,13 +91,16 @@ def _name(deployment: DynamoGraphDeployment, process: Process) -> str:
 def _account(deployment: DynamoGraphDeployment, process: Process) -> list[Manifest]:
     name = _name(deployment, process)
     metadata = owned_metadata(deployment, name, labels_of(deployment))
-    rule: JsonValue = {"apiGroups": [CARDS_GROUP], "resources": [CARDS], "verbs": [*VERBS[process]]}
+    rules: list[JsonValue] = [{"apiGroups": [CARDS_GROUP], "resources": [CARDS], "verbs": [*VERBS[process]]}]
+    if process in CORDON_VERBS:
+        verbs: list[JsonValue] = [*CORDON_VERBS[process]]
+        rules.append({"apiGroups": [CARDS_GROUP], "resources": [CORDONS], "verbs": verbs})
     subject: JsonValue = {"kind": "ServiceAccount", "name": name}
     if deployment.metadata.namespace:
         subject = {"kind": "ServiceAccount", "name": name, "namespace": deployment.metadata.namespace}
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
-        {"apiVersion": RBAC_VERSION, "kind": "Role", "metadata": metadata, "rules": [rule]},
+        {"apiVersion": RBAC_VERSION, "kind": "Role", "metadata": metadata, "rules": rules},
         {
             "apiVersion": RBAC_VERSION,
             "kind": "RoleBinding",

@@ -212,6 +212,7 @@ def _variables(
     else:
         found.append(variable("KVROUTER_LISTEN_HOST", "0.0.0.0"))  # noqa: S104 - as above
         found.append(_field("KVROUTER_ADVERTISE_HOST", "status.podIP"))
+        found.append(_field("POD_NODE_NAME", "spec.nodeName"))
     return found
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +11,16 @@ from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient, RequestRefused
 from kvrouter.kube.informer import Informer
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of, version_of
+from kvrouter.kube.objects import (
+    CORDONS,
+    Key,
+    Manifest,
+    ResourceKind,
+    key_of,
+    metadata_of,
+    uid_of,
+    version_of,
+)
 from kvrouter.operator.plan import COMPONENT_LABEL, DEPLOYMENT_LABEL
 from kvrouter.operator.plan.manifest import MANAGER
 
@@ -22,7 +31,7 @@ ROLES = ResourceKind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = ResourceKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 BUDGETS = ResourceKind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 NETWORK_POLICIES = ResourceKind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
-OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS, NETWORK_POLICIES)
+OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS, CORDONS, NETWORK_POLICIES)
 """The kinds that plans have manifests of."""
 
 
@@ -112,13 +121,26 @@ class Applier:
         self._owned = owned
         self._written: dict[Key, dict[ObjectRef, _WriteResult]] = {}
 
+    def knows(self, kind: ResourceKind) -> bool:
+        """Whether the objects of a kind have been listed: it may not be installed, or not be ours to read."""
+        return self._owned[kind].synced.is_set()
+
     def objects_of(self, owner: Manifest, kind: ResourceKind) -> list[Manifest]:
         """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid."""
         return self._of(key_of(owner).namespace, uid_of(owner), kind)
 
-    async def apply(self, owner: Key, owner_uid: str, manifests: Sequence[Manifest]) -> Changes:
-        """Make what the deployment owns be ``manifests``. A write that is refused holds up no other one; but
-        while one is, nothing is removed: what is there may serve in its place.
+    async def apply(
+        self,
+        owner: Key,
+        owner_uid: str,
+        manifests: Sequence[Manifest],
+        *,
+        kept: Collection[ResourceKind] = (),
+    ) -> Changes:
+        """Make what the deployment owns be ``manifests``; of the kinds that are ``kept`` nothing is removed.
+
+        A write that is refused holds up no other one; but while one is, nothing is removed: what is there may
+        serve in its place.
 
         Raises ClusterError when the API server cannot be asked, or is to be asked again at once.
         """
@@ -131,7 +153,7 @@ class Applier:
                 await self._apply_one(owner, owner_uid, manifest, before.get(place), changes)
         if not changes.refused:
             planned = {ObjectRef(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
-            await self._prune(owner, owner_uid, planned, changes)
+            await self._prune(owner, owner_uid, planned, changes, kept)
         return changes
 
     async def _apply_one(
@@ -178,8 +200,17 @@ class Applier:
     def _of(self, namespace: str, owner_uid: str, kind: ResourceKind) -> list[Manifest]:
         return [each for each in self._owned[kind].of_group(owner_uid) if key_of(each).namespace == namespace]
 
-    async def _prune(self, owner: Key, owner_uid: str, planned: set[ObjectRef], changes: Changes) -> None:
+    async def _prune(
+        self,
+        owner: Key,
+        owner_uid: str,
+        planned: set[ObjectRef],
+        changes: Changes,
+        kept: Collection[ResourceKind],
+    ) -> None:
         for kind in self._owned:
+            if kind in kept:
+                continue
             for manifest in self._of(owner.namespace, owner_uid, kind):
                 place = ObjectRef(kind.name, key_of(manifest))
                 if place in planned or metadata_of(manifest).get("deletionTimestamp"):

@@ -9,9 +9,11 @@ from typing import TypeVar
 
 from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.core.backoff import Backoff, Failures
+from kvrouter.core.cordons import Cordon
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, Informer, wait_after
 from kvrouter.kube.objects import (
+    CORDONS,
     FLEET_LABEL,
     WORKERS,
     Key,
@@ -33,7 +35,7 @@ from kvrouter.operator.cluster_info import (
     by_name,
 )
 from kvrouter.operator.labels import gather_s, read_node
-from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults, fleet_name
+from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults, fleet_name, node_cordon
 from kvrouter.operator.reconcile.apply import OWNED, Applier, owner_uid_of
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cards import EXPIRE_S, Cards, fleet_of
@@ -98,8 +100,8 @@ GATHER_S = 0.2
 FACTS_S = 15.0
 """How often topologies are read again."""
 OTHERS_WITHIN_S = 10.0
-"""For how long nodes and registered workers are waited for at the start: they may never come, where they may
-not be read."""
+"""For how long nodes, cordons and registered workers are waited for at the start: they may never come, where
+they may not be read."""
 RESYNC_S = 600.0
 """How often everything is reconciled, and applied, whether something changed or not."""
 
@@ -132,6 +134,7 @@ class Controller:
         self._generations: dict[Key, tuple[str, object]] = {}
         self._asked: dict[Key, tuple[str, object] | None] = {}
         self._node_labels: dict[str, object] = {}
+        self._node_cordons: dict[str, Cordon | None] = {}
         self._nodes_stirred = asyncio.Event()
 
         def watched(
@@ -192,10 +195,10 @@ class Controller:
         """Watch and reconcile until cancelled."""
         watches: list[Informer[None] | Informer[str] | Informer[Key]] = [
             self._deployments,
-            *self._owned.values(),
+            *(each for kind, each in self._owned.items() if kind != CORDONS),
             self._pods,
         ]
-        others: list[Informer[None] | Informer[Key]] = [self._nodes]
+        others: list[Informer[None] | Informer[str] | Informer[Key]] = [self._nodes, self._owned[CORDONS]]
         if self._reads_cards:
             others.append(self._workers)
         async with asyncio.TaskGroup() as group:
@@ -209,6 +212,7 @@ class Controller:
                         await other.synced.wait()
             await self._read_facts(is_first=True)
             group.create_task(self._follow_nodes())
+            group.create_task(self._follow_cordons())
             group.create_task(self._every(self._facts_s, self._read_facts))
             group.create_task(self._every(RESYNC_S, self._resync))
             group.create_task(self._every(EXPIRE_S, self._expire))
@@ -323,6 +327,11 @@ class Controller:
             if self._bindings_error is not None and self._bindings_due:
                 await asyncio.sleep(wait_after(self._bindings_failures, self._bindings_error))
                 self._nodes_stirred.set()
+
+    async def _follow_cordons(self) -> None:
+        """What nodes are annotated with is written once it is known what is there."""
+        await self._owned[CORDONS].synced.wait()
+        self._requeue_all()
 
     async def _until_due(self) -> None:
         self._stirred.clear()
@@ -446,8 +455,15 @@ class Controller:
     def _node_changed(self, manifest: Manifest) -> None:
         """Its status changes often, and its labels rarely."""
         name, labels = key_of(manifest).name, metadata_of(manifest).get("labels")
-        if self._nodes.get(key_of(manifest)) is None:
+        is_there = self._nodes.get(key_of(manifest)) is not None
+        cordon = node_cordon(manifest) if is_there else None
+        if cordon != self._node_cordons.get(name):
+            self._node_cordons[name] = cordon
+            if self._nodes.synced.is_set():
+                self._requeue_all()
+        if not is_there:
             self._node_labels.pop(name, None)
+            self._node_cordons.pop(name, None)
             self._nodes_stirred.set()
             return
         if name in self._node_labels and self._node_labels[name] == labels:

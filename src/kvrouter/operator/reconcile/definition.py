@@ -111,7 +111,12 @@ def why_not_ours(definition: Manifest | None) -> str | None:
     return None
 
 
-NAMES = (CRD_NAME, "kvrouterworkers.kvrouter.dev", "kvrouternodeplaces.kvrouter.dev")
+NAMES = (
+    CRD_NAME,
+    "kvrouterworkers.kvrouter.dev",
+    "kvrouternodeplaces.kvrouter.dev",
+    "kvroutercordons.kvrouter.dev",
+)
 INSTALL = "kubectl apply --server-side -k deploy/crds"
 TAKE_OVER = f"{INSTALL} --force-conflicts"
 KUBECTL, APPLY = "kubectl", "Apply"

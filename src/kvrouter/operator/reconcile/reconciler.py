@@ -13,6 +13,7 @@ from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import (
+    CORDONS,
     EVENTS,
     Involved,
     Key,
@@ -44,9 +45,11 @@ from kvrouter.operator.plan import (
     TYPE_LABEL,
     Plan,
     PlanDefaults,
+    cordon_manifests,
     fleet_name,
     has_budgets,
     hold_ends_s,
+    node_cordon,
     object_name,
     plan,
     read_levels,
@@ -278,7 +281,13 @@ class Reconciler:
             now = datetime.now(UTC)
             budgets = self._zone_budgets(found, deployment, planned, pods, now)
             again_s = hold_ends_s(budgets, now, self._defaults.disruption_hold_s)
-            changes = await self._applied.apply(key, uid_of(found), (*planned.manifests, *budgets))
+            cordons = self._node_cordons(deployment)
+            changes = await self._applied.apply(
+                key,
+                uid_of(found),
+                (*planned.manifests, *budgets, *(cordons or ())),
+                kept=(CORDONS,) if cordons is None else (),
+            )
             if changes.are_any:
                 self._listener.changed(key, changes)
         unlabelled: list[str] = []
@@ -380,6 +389,13 @@ class Reconciler:
                 hold_s = self._defaults.disruption_hold_s
                 budgets += zone_budgets(deployment, component, label, ready, there, now, hold_s)
         return budgets
+
+    def _node_cordons(self, deployment: DynamoGraphDeployment) -> list[Manifest] | None:
+        """The cordons that annotations of nodes ask for; None while that is not known, or the kind is not."""
+        if not self._applied.knows(CORDONS) or not self._seen.nodes.synced.is_set():
+            return None
+        cordons = [cordon for cordon in map(node_cordon, self._seen.nodes.all()) if cordon is not None]
+        return cordon_manifests(deployment, self._defaults, cordons)
 
     def is_own_status(self, found: Manifest) -> bool:
         """Whether the status that a watch shows is the one that was written last."""

@@ -7,7 +7,7 @@ was, at least one.
 
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,30 @@ from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
 Warn = Callable[[str], None]
 
 _HASH_BYTES = 8
+
+
+class PastRequest(msgspec.Struct, frozen=True):
+    """A request with all that was recorded of it; ``at_s`` counts from the first one. ``record`` is without
+    ``blocks``, which are the ``pieces``. It stands in ``line`` of the file at ``path``.
+    """
+
+    number: int
+    at_s: float
+    record: RequestRecord
+    pieces: Pieces
+    path: Path
+    line: int
+
+
+class Past(msgspec.Struct, frozen=True):
+    """What a recording says of one model: its requests by arrival, and its fleet at each moment.
+
+    ``from_s`` is the first arrival, in seconds of the Unix epoch.
+    """
+
+    from_s: float
+    requests: Sequence[PastRequest]
+    fleet: FleetHistory
 
 
 class _Row(msgspec.Struct):
@@ -58,18 +82,22 @@ class Recording:
         """Return what the recording is, and the fleet in it. Raises ConfigError where it holds no request of
         the model.
         """
-        notes: list[FleetNote] = []
-        rows = self._rows(notes)
-        if not rows:
-            raise ConfigError(f"{self._path}: no request is recorded there", param=str(self._path))
+        rows, history = self._rows_and_fleet(keeps_attempts=False)
         has_sessions = any(row.request.session is not None for row in rows)
-        spans: dict[str, Span] = {}
-        for row in rows:
-            span = spans.get(row.recording, Span(row.at_s, row.ends_s))
-            spans[row.recording] = Span(min(span.first_s, row.at_s), max(span.last_s, row.ends_s))
-        first = rows[0].request
-        history = fleet_history(notes, spans, model=first.model, block_size=first.block_size)
-        return TraceInfo(SCHEMA, first.block_size, has_sessions=has_sessions), history
+        return TraceInfo(SCHEMA, history.block_size, has_sessions=has_sessions), history
+
+    def past(self) -> Past:
+        """Return all that is recorded of the model. Raises ConfigError where it holds no request of it, or
+        that names the line.
+        """
+        rows, history = self._rows_and_fleet(keeps_attempts=True)
+        rows.sort(key=lambda row: row.at_s)
+        from_s = rows[0].at_s
+        requests = [
+            PastRequest(number, row.at_s - from_s, row.request, row.pieces, row.path, row.line)
+            for number, row in enumerate(rows)
+        ]
+        return Past(from_s, requests, history)
 
     def read(self) -> Iterator[TraceRequest]:
         """Yield the requests by arrival. Raises ConfigError that names the line."""
@@ -98,7 +126,24 @@ class Recording:
                 line=row.line,
             )
 
-    def _rows(self, notes: list[FleetNote] | None = None) -> list[_Row]:
+    def _rows_and_fleet(self, *, keeps_attempts: bool) -> tuple[list[_Row], FleetHistory]:
+        """Return the requests in the order of the files, and the fleet: as it was, with ``keeps_attempts``,
+        else as a replay can begin with it.
+        """
+        notes: list[FleetNote] = []
+        rows = self._rows(notes, keeps_attempts=keeps_attempts)
+        if not rows:
+            raise ConfigError(f"{self._path}: no request is recorded there", param=str(self._path))
+        spans: dict[str, Span] = {}
+        for row in rows:
+            span = spans.get(row.recording, Span(row.at_s, row.ends_s))
+            spans[row.recording] = Span(min(span.first_s, row.at_s), max(span.last_s, row.ends_s))
+        first = rows[0].request
+        return rows, fleet_history(
+            notes, spans, model=first.model, block_size=first.block_size, from_serving=not keeps_attempts
+        )
+
+    def _rows(self, notes: list[FleetNote] | None = None, *, keeps_attempts: bool = False) -> list[_Row]:
         """Return the requests in the order of the files; put what is said of the fleet into ``notes``."""
         rows: list[_Row] = []
         block_sizes: dict[str, int] = {}
@@ -128,7 +173,7 @@ class Recording:
                     if record.block_size != known:
                         wrong_row(path, line, f"block_size: {record.block_size}, and {known} above")
                     if self._model in (None, record.model):
-                        rows.append(_row(path, line, record, header))
+                        rows.append(_row(path, line, record, header, keeps_attempts))
         self._check_models(block_sizes.keys())
         if len(salts) > 1:
             self._warn_once(f"{self._path}: {len(salts)} salts: blocks under one are never those of another")
@@ -177,7 +222,7 @@ class Recording:
             self._warn(what)
 
 
-def _row(path: Path, line: int, record: RequestRecord, header: Header) -> _Row:
+def _row(path: Path, line: int, record: RequestRecord, header: Header, keeps_attempts: bool) -> _Row:
     block_size = record.block_size
     if not record.input_tokens:
         wrong_row(path, line, "input_tokens: must be at least 1")
@@ -194,5 +239,6 @@ def _row(path: Path, line: int, record: RequestRecord, header: Header) -> _Row:
     if sys.byteorder == "big":
         pieces.byteswap()
     at_s = header.started_s + record.at_s
-    bare = msgspec.structs.replace(record, blocks=b"", attempts=())
+    attempts = record.attempts if keeps_attempts else ()
+    bare = msgspec.structs.replace(record, blocks=b"", attempts=attempts)
     return _Row(at_s, at_s + record.ended_s, header.recording, bare, pieces, path, line)

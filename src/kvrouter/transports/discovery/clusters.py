@@ -5,15 +5,13 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
+from kvrouter.core.cordons import CLUSTER_LEVEL, Cordon
+from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.card_tracker import StoreRefusals, TroubleSink
-from kvrouter.transports.discovery.port import CardSink, Discovery, Gone, GoneSink, StoreSink
-
-CLUSTER_LEVEL = "cluster"
-"""The domain whose value is the name of a worker's cluster."""
-
+from kvrouter.transports.discovery.port import CardSink, CordonStore, Discovery, Gone, GoneSink, StoreSink
 
 OTHERS_WITHIN_S = 2.0
 """How long a watch that begins waits for the cards of other clusters: one that is away holds up no start."""
@@ -179,3 +177,43 @@ class _Watch:
 
 def _key(cluster: str, worker_id: WorkerId) -> str:
     return f"{cluster}/{worker_id}"
+
+
+class ClustersCordons:
+    """The cordons of every cluster. Those of the own one hold for all workers, and are what is written; those
+    of another hold for its own workers alone.
+
+    ``clusters`` maps names to the clusters' stores, the own one first. Another cluster that cannot be read
+    keeps what was read last, and ``on_refused`` hears of it, once until it can be read.
+    """
+
+    def __init__(self, clusters: Mapping[str, CordonStore], *, on_refused: TroubleSink) -> None:
+        own, *others = clusters
+        self._own = clusters[own]
+        self._others = {name: clusters[name] for name in others}
+        self._last: dict[str, tuple[Cordon, ...]] = {}
+        self._refusals = StoreRefusals(on_refused)
+        self.look_s = max(store.look_s for store in clusters.values())
+
+    async def read(self) -> tuple[Cordon, ...]:
+        """Return every cordon; raise CordonsUnavailable where the own cluster's cannot be read."""
+        others = asyncio.gather(*map(self._read_other, self._others))
+        own, _ = await asyncio.gather(self._own.read(), others)
+        return (*own, *(cordon for cordons in self._last.values() for cordon in cordons))
+
+    async def put(self, cordon: Cordon) -> None:
+        """Write a cordon in the own cluster."""
+        await self._own.put(cordon)
+
+    async def remove(self, cordon: Cordon) -> None:
+        """Remove a cordon from the own cluster."""
+        await self._own.remove(cordon)
+
+    async def _read_other(self, name: str) -> None:
+        try:
+            found = await self._others[name].read()
+        except CordonsUnavailable as error:
+            self._refusals.tell(name, f"cluster {name}", error.message)
+            return
+        self._refusals.forget(name)
+        self._last[name] = tuple(structs.replace(cordon, cluster=name) for cordon in found)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvrouter.core.cordons import Cordon, CordonSource
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
@@ -66,6 +67,27 @@ class MemoryDiscovery:
         del self._cards[card.worker_id]
         for _, on_gone in tuple(self._watchers.values()):
             on_gone(card.worker_id, card.incarnation, why)
+
+
+class MemoryCordons:
+    """Holds the cordons of one process, which end with it."""
+
+    look_s = 1.0
+
+    def __init__(self) -> None:
+        self._cordons: dict[tuple[str, str, CordonSource], Cordon] = {}
+
+    async def read(self) -> tuple[Cordon, ...]:
+        """Return every cordon."""
+        return tuple(self._cordons.values())
+
+    async def put(self, cordon: Cordon) -> None:
+        """Keep a cordon, in place of the one of the same level, name and source."""
+        self._cordons[cordon.level, cordon.name, cordon.source] = cordon
+
+    async def remove(self, cordon: Cordon) -> None:
+        """Keep it no longer; idempotent."""
+        self._cordons.pop((cordon.level, cordon.name, cordon.source), None)
 
 
 class StaticDiscovery:

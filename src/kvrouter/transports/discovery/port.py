@@ -1,9 +1,10 @@
-"""The port of discovery: which workers exist."""
+"""The ports of discovery: which workers exist, and which of them are cordoned."""
 
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
+from kvrouter.core.cordons import Cordon
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 
@@ -46,3 +47,25 @@ class Discovery(Protocol):
 
     async def close(self) -> None:
         """Renew nothing and watch nothing any more. Cards that were not withdrawn run out."""
+
+
+class CordonStore(Protocol):
+    """Keeps the cordons of one namespace, for every router of it and over their restarts.
+
+    Each cordon is one record, written and removed as a whole. Methods raise CordonsUnavailable when the store
+    cannot be asked; a write that raises may have been done all the same where only its answer was lost.
+    """
+
+    look_s: float
+    """How often readers look, in seconds: a change holds at every router within this and the time of one
+    reading.
+    """
+
+    async def read(self) -> tuple[Cordon, ...]:
+        """Return every cordon; nothing where none was ever written."""
+
+    async def put(self, cordon: Cordon) -> None:
+        """Write a cordon, over the one of the same level, name and source."""
+
+    async def remove(self, cordon: Cordon) -> None:
+        """Remove the cordon of this level, name and source; idempotent."""

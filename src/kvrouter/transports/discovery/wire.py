@@ -1,16 +1,20 @@
-"""A worker's card as stores keep it: JSON."""
+"""A worker's card, and a cordon, as stores keep them: JSON."""
 
 import re
 import reprlib
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.cordons import Cordon, checked_cordon
+from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import WORKER_IDS, Epoch
 from kvrouter.core.workers import ModelType, WorkerCard
 
 RECORD_MAX_BYTES = 260 * 1024
 """The largest record that is read: a card and what is kept with it."""
+
+CORDON_MAX_BYTES = 16 * 1024
+"""The largest record of a cordon that is read."""
 
 LEASE_MAX_S = 3600.0
 """The longest lease that a record may ask for."""
@@ -73,6 +77,23 @@ def decode_record(text: bytes) -> CardRecord:
     return record
 
 
+def encode_cordon(cordon: Cordon) -> bytes:
+    """Return ``cordon`` as JSON."""
+    return _encoder.encode(cordon)
+
+
+def decode_cordon(text: bytes) -> Cordon:
+    """Return the cordon in ``text``; raise ProtocolError that names the field."""
+    if len(text) > CORDON_MAX_BYTES:
+        raise ProtocolError(f"cordon: {len(text)} bytes are more than {CORDON_MAX_BYTES}", param="cordon")
+    try:
+        return checked_cordon(_cordon_decoder.decode(text))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"cordon: {error}", param="cordon") from error
+    except InvalidRequest as error:
+        raise ProtocolError(error.message, param=error.param) from error
+
+
 def _check(card: WorkerCard) -> None:
     """Refuse numbers that no worker may have: what reads a card counts on them."""
     config = card.runtime_config
@@ -108,3 +129,4 @@ def _unpack(kind: type, value: object) -> object:
 
 _encoder = msgspec.json.Encoder(enc_hook=_pack)
 _decoder = msgspec.json.Decoder(CardRecord, dec_hook=_unpack)
+_cordon_decoder = msgspec.json.Decoder(Cordon)

@@ -2,7 +2,7 @@
 
 ``worker-<id>.json`` holds the record of one worker id. It is written to another file and renamed, so that
 nobody reads half of it, and renewed by its modification time, whose value says nothing: readers only see that
-it changed.
+it changed. ``cordon-<digest>.json`` holds a cordon, and is no card.
 """
 
 import os
@@ -93,7 +93,8 @@ class Folder:
         marker = self._directory / MARKER
         if marker.exists():
             return
-        if not is_empty and not any(self.path.glob("worker-*.json")):
+        ours = any(any(self.path.glob(pattern)) for pattern in ("worker-*.json", "cordon-*.json"))
+        if not is_empty and not ours:
             raise ConfigError(
                 f"{self._directory}: is not empty, and no directory of worker cards", param="directory"
             )
@@ -152,19 +153,22 @@ class Folder:
             return None
 
     def _write(self, record: CardRecord) -> HeldCard:
-        name = card_name(record.card.worker_id)
+        return HeldCard(record, self.replace(card_name(record.card.worker_id), encode_record(record)))
+
+    def replace(self, name: str, content: bytes) -> Stamp:
+        """Write a whole file under ``name``, ``….json``, in place of what is there. Raises OSError."""
         half = self.path / f".{name.removesuffix('.json')}.{secrets.token_hex(8)}.half"
         file = os.open(half, _WRITE, 0o600)
         try:
             with _naming(half), os.fdopen(file, "wb") as opened:
-                opened.write(encode_record(record))
+                opened.write(content)
                 opened.flush()
                 stamp = stamp_of(os.fstat(opened.fileno()))
             half.replace(self.path / name)
         except OSError:
             half.unlink(missing_ok=True)
             raise
-        return HeldCard(record, stamp)
+        return stamp
 
 
 @contextmanager
@@ -198,17 +202,23 @@ def read_record(path: Path) -> tuple[CardRecord, Stamp]:
 
     Raises OSError, and ProtocolError for what is no record, another user's, or another worker's.
     """
+    content, stamp = read_own_file(path, bytes_max=RECORD_MAX_BYTES)
+    record = decode_record(content)
+    if path.name != card_name(record.card.worker_id):
+        raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
+    return record, stamp
+
+
+def read_own_file(path: Path, *, bytes_max: int) -> tuple[bytes, Stamp]:
+    """Return what a file holds. Raises OSError, and ProtocolError for another user's, or a longer one."""
     file = os.open(path, _READ)
     with os.fdopen(file, "rb") as opened:
         found = os.fstat(opened.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ProtocolError("no file of this user", param="record")
-        if found.st_size > RECORD_MAX_BYTES:
-            raise ProtocolError(f"{found.st_size} bytes are more than {RECORD_MAX_BYTES}", param="record")
-        record = decode_record(opened.read(RECORD_MAX_BYTES + 1))
-    if path.name != card_name(record.card.worker_id):
-        raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
-    return record, stamp_of(found)
+        if found.st_size > bytes_max:
+            raise ProtocolError(f"{found.st_size} bytes are more than {bytes_max}", param="record")
+        return opened.read(bytes_max + 1), stamp_of(found)
 
 
 def stamp_of(found: os.stat_result) -> Stamp:
@@ -220,8 +230,10 @@ FILES_MAX = 16_384
 """How many files of one folder are read; that there are more is reported."""
 
 _CARD_NAME = re.compile(r"worker-(0|[1-9][0-9]{0,18})\.json")
-_HALF_NAME = re.compile(r"\.worker-[0-9]{1,19}\.[0-9a-f]{16}\.half")
+_HALF_NAME = re.compile(r"\.(worker-[0-9]{1,19}|cordon-[0-9a-f]{32})\.[0-9a-f]{16}\.half")
 """A file that is being written, or whose writer died."""
+
+CORDON_NAME = re.compile(r"cordon-[0-9a-f]{32}\.json")
 
 
 class Scan(NamedTuple):
@@ -271,7 +283,8 @@ class Scanner:
         now = time.monotonic()
         self._folder.check()
         with os.scandir(self._folder.path) as entries:
-            found = [entry.name for entry in islice(entries, FILES_MAX + 1)]
+            names = (entry.name for entry in entries if not CORDON_NAME.fullmatch(entry.name))
+            found = list(islice(names, FILES_MAX + 1))
         before, self._seen = self._seen, {}
         for name in found[:FILES_MAX]:
             seen = self._see(name, before.get(name), now)

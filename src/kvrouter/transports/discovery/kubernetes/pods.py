@@ -42,7 +42,8 @@ class _Container(msgspec.Struct, frozen=True):
     ports: tuple[_Port, ...] | None = ()
 
 
-class _Spec(msgspec.Struct, frozen=True):
+class _Spec(msgspec.Struct, frozen=True, rename={"node": "nodeName"}):
+    node: str = ""
     containers: tuple[_Container, ...] | None = ()
 
 
@@ -108,6 +109,7 @@ def pod_of(text: bytes) -> EnginePod:
         uid=metadata.uid,
         labels=metadata.labels or {},
         annotations=metadata.annotations or {},
+        node=pod.spec.node,
         ip=status.pod_ip,
         ports=tuple(ports),
         starts={each.name: f"{each.restarts} {each.container_id}" for each in status.containers or ()},

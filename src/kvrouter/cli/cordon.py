@@ -1,0 +1,117 @@
+"""``kvrouter cordon``, ``uncordon`` and ``drain``: no new requests to a worker, a node or a zone."""
+
+import click
+
+from kvrouter.cli.ask import router_at, url_option
+from kvrouter.cli.flags import output_option
+from kvrouter.commands.output import TABLE, Output
+
+_reason = click.option("--reason", default="", metavar="TEXT", help="Why: it is shown with the cordon.")
+_by = click.option("--by", metavar="WHO", help="Who asks for it.  [default: this user at this host]")
+_force = click.option("--force", is_flag=True, help="Even if a model has no worker of one of its roles left.")
+
+
+@click.command(short_help="Keep new requests away from a worker, a node or a zone.")
+@click.argument("level", required=False)
+@click.argument("name", required=False)
+@_reason
+@_by
+@_force
+@url_option
+@output_option
+def cordon(
+    level: str | None,
+    name: str | None,
+    *,
+    reason: str,
+    by: str | None,
+    force: bool,
+    url: str,
+    output: Output,
+) -> None:
+    """Keep new requests away from the workers of LEVEL NAME, at every router of the fleet. What runs there
+    goes on. Workers that join there later are cordoned too, until `kvrouter uncordon LEVEL NAME`. Without
+    arguments: list what is cordoned.
+
+    LEVEL is worker (NAME is its id), node (a node of Kubernetes, else a host), or a level of the fleet's
+    topology, such as zone.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    from kvrouter.cli.cordons import CORDONS, put_cordon, show_change, show_cordons  # noqa: PLC0415
+
+    client = router_at(url)
+    if level is None:
+        if reason or by or force:
+            raise click.UsageError("--reason, --by and --force are about LEVEL NAME")
+        show_cordons(client.read(CORDONS), output)
+        return
+    if name is None:
+        raise click.UsageError("give LEVEL and NAME: worker 7, node gpu-4, zone a")
+    answer = put_cordon(client, level, name, reason=reason, by=by, force=force)
+    show_change(answer, "is cordoned", "was cordoned already", output)
+
+
+@click.command(short_help="Take a cordon back.")
+@click.argument("level")
+@click.argument("name")
+@url_option
+@output_option
+def uncordon(level: str, name: str, *, url: str, output: Output) -> None:
+    """Let new requests go to the workers of LEVEL NAME again, unless another cordon keeps them away.
+
+    LEVEL is worker (NAME is its id), node (a node of Kubernetes, else a host), or a level of the fleet's
+    topology, such as zone.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    from kvrouter.cli.cordons import show_change  # noqa: PLC0415
+
+    answer = router_at(url).uncordon(level, name)
+    show_change(answer, "is uncordoned", "was not cordoned", output)
+
+
+@click.command(short_help="Cordon, and wait until nothing runs there any more.")
+@click.argument("level")
+@click.argument("name")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.0),
+    metavar="SECONDS",
+    help="How long to wait.  [default: for ever]",
+)
+@_reason
+@_by
+@_force
+@url_option
+def drain(
+    level: str,
+    name: str,
+    *,
+    timeout_s: float | None,
+    reason: str,
+    by: str | None,
+    force: bool,
+    url: str,
+) -> None:
+    """Cordon LEVEL NAME as `kvrouter cordon` does, and wait until no request runs on its workers. No request
+    is cut; how many run where is said whenever it changes.
+
+    Exit code 0: nothing runs there any more. 1: the time ran out, or the router could not be asked. In both
+    cases the cordon stays, until `kvrouter uncordon LEVEL NAME`.
+
+    LEVEL is worker (NAME is its id), node (a node of Kubernetes, else a host), or a level of the fleet's
+    topology, such as zone.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    from kvrouter.cli.client import decode_answer  # noqa: PLC0415
+    from kvrouter.cli.cordons import Change, put_cordon, show_change, wait_empty  # noqa: PLC0415
+
+    client = router_at(url)
+    answer = put_cordon(client, level, name, reason=reason, by=by, force=force)
+    show_change(answer, "is cordoned", "was cordoned already", TABLE)
+    change = decode_answer(answer, Change)
+    wait_empty(client, change, timeout_s=timeout_s)
+    click.echo(f"{change.place}: nothing runs there any more")

@@ -1,0 +1,202 @@
+"""What a router answers about cordons, and how ``cordon``, ``uncordon`` and ``drain`` show it."""
+
+import getpass
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import click
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.cli.ask import plain_console
+from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
+from kvrouter.commands.output import Output
+
+READ_AGAIN_S = 1.0
+"""How often ``drain`` asks what still runs."""
+
+EMPTY_READINGS = 2
+"""How often in a row nothing must run before a place counts as empty."""
+
+WORKERS_NAMED = 8
+"""Of so many workers ``drain`` says what runs there; of the others the sum."""
+
+CORDONS = "/v1/cordons"
+
+
+class CordonedWorker(msgspec.Struct, frozen=True):
+    """A worker that a cordon holds for."""
+
+    worker_id: int
+    model: str
+    role: str
+    alive: bool
+    running_requests: int
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A cordon."""
+
+    level: str
+    name: str
+    reason: str | None
+    by: str | None
+    at: str | None
+    source: str
+    cluster: str | None
+    workers: Sequence[CordonedWorker]
+
+    @property
+    def place(self) -> str:
+        """What is cordoned."""
+        return f"{self.level} {self.name}"
+
+
+class Remaining(msgspec.Struct, frozen=True):
+    """How many of a model's workers of one role take new requests."""
+
+    model: str
+    role: str
+    workers: int
+    left: int
+
+
+class ListAnswer(msgspec.Struct, frozen=True):
+    """``GET /v1/cordons``."""
+
+    cordons: Sequence[Listed]
+
+
+class Change(Listed, frozen=True, kw_only=True):
+    """``POST /v1/cordons``, and ``DELETE``."""
+
+    changed: bool
+    warnings: Sequence[str]
+    remaining: Sequence[Remaining]
+    routers_look_every_s: float
+
+
+def wait_empty(
+    client: RouterClient,
+    cordoned: Change,
+    *,
+    timeout_s: float | None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once nothing runs at what is cordoned, and every router has had the time to learn of it. Raises
+    AskFailed when ``timeout_s`` seconds are over before, or somebody takes the cordon back.
+
+    A router that cannot be asked for a while is asked again.
+    """
+    began_s, n_empty, shown = clock(), 0, ""
+    settled_s = began_s + 2 * cordoned.routers_look_every_s
+    while True:
+        try:
+            running = _running_at(client, cordoned)
+        except AskFailed as error:
+            n_empty, said = 0, f"what runs there is not known: {error.message}"
+        else:
+            if running is None:
+                raise AskFailed(f"{cordoned.place}: somebody uncordoned it")
+            n_empty = 0 if running else n_empty + 1
+            said = _progress(running)
+        if n_empty >= EMPTY_READINGS and clock() >= settled_s:
+            return
+        if said != shown:
+            click.echo(f"{cordoned.place}: {said}", err=True)
+            shown = said
+        left_s = None if timeout_s is None else began_s + timeout_s - clock()
+        if left_s is not None and left_s <= 0.0:
+            raise AskFailed(f"{cordoned.place}: after {timeout_s:g} s {said}; the cordon stays")
+        sleep(READ_AGAIN_S if left_s is None else min(READ_AGAIN_S, left_s))
+
+
+def _running_at(client: RouterClient, cordoned: Change) -> list[CordonedWorker] | None:
+    """The workers of the cordon on which something runs; None where it is no cordon any more."""
+    listed = decode_answer(client.read(CORDONS), ListAnswer).cordons
+    for each in listed:
+        if (each.level, each.name) == (cordoned.level, cordoned.name):
+            return [worker for worker in each.workers if worker.running_requests]
+    return None
+
+
+def _progress(running: Sequence[CordonedWorker]) -> str:
+    total = sum(worker.running_requests for worker in running)
+    if not total:
+        return "nothing runs there; waiting until every router knows of the cordon"
+    most = sorted(running, key=lambda worker: (-worker.running_requests, worker.worker_id))
+    named = [f"worker {worker.worker_id}: {worker.running_requests}" for worker in most[:WORKERS_NAMED]]
+    others = sum(worker.running_requests for worker in most[WORKERS_NAMED:])
+    if others:
+        named.append(f"{len(most) - WORKERS_NAMED} more workers: {others}")
+    requests = "1 request runs" if total == 1 else f"{total} requests run"
+    return f"{requests} ({', '.join(named)})"
+
+
+def put_cordon(
+    client: RouterClient, level: str, name: str, *, reason: str, by: str | None, force: bool
+) -> bytes:
+    """Cordon a place, and return the answer. Raises AskFailed."""
+    who = f"{_user()}@{socket.gethostname()}" if by is None else by
+    try:
+        return client.cordon({"level": level, "name": name, "reason": reason, "by": who, "force": force})
+    except AskFailed as error:
+        if error.said != "nobody_left":
+            raise
+        raise AskFailed(error.message.replace("force: must be true:", "needs --force:", 1)) from error
+
+
+def _user() -> str:
+    """Who this process belongs to; its number where it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
+
+
+def show_change(answer: bytes, changed: str, unchanged: str, output: Output) -> None:
+    """Print what was changed, and what is left."""
+    change = decode_answer(answer, Change)
+    output.show(lambda: answer, lambda: _say_change(change, changed, unchanged))
+    for warning in change.warnings:
+        click.echo(f"kvrouter: warning: {warning}", err=True)
+
+
+def _say_change(change: Change, changed: str, unchanged: str) -> None:
+    n_workers = len(change.workers)
+    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
+    click.echo(f"{change.place} {changed if change.changed else unchanged} ({workers})")
+    for each in change.remaining:
+        click.echo(f"model {each.model}: {each.left} of {each.workers} {each.role} workers take new requests")
+
+
+def show_cordons(answer: bytes, output: Output) -> None:
+    """Print what is cordoned."""
+    cordons = decode_answer(answer, ListAnswer).cordons
+    output.show(lambda: answer, lambda: _draw_cordons(cordons))
+
+
+def _draw_cordons(cordons: Sequence[Listed]) -> None:
+    if not cordons:
+        click.echo("nothing is cordoned")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in ("cordoned", "workers", "running", "since", "by", "reason"):
+        table.add_column(column, justify="right" if column in ("workers", "running") else "left")
+    for each in cordons:
+        by = each.by or ("annotation of the node" if each.source == "node_annotation" else "–")
+        where = f" in cluster {each.cluster}" if each.cluster else ""
+        running = sum(worker.running_requests for worker in each.workers)
+        row = (
+            f"{each.place}{where}",
+            str(len(each.workers)),
+            str(running),
+            each.at or "–",
+            by,
+            each.reason or "–",
+        )
+        table.add_row(*map(Text, row))
+    plain_console().print(table)

@@ -1,0 +1,169 @@
+"""The workers that a process finds as it starts: on a terminal one table instead of a line for each."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import TextIO
+
+import msgspec
+
+from kvrouter.telemetry.events import Event, LogValue, cut
+from kvrouter.telemetry.logs import TextFormatter, event_of, fields_of, terminal_handler
+
+IDS_SHOWN = 4
+"""Runs of ids in one row; more are counted."""
+
+_COLUMNS = {
+    "model": "model",
+    "domain": "place",
+    "role": "role",
+    "enforcement": "KV transfer",
+    "taints": "taints",
+    "state": "feed",
+    "reason": "note",
+}
+"""What workers of one row have in common, by the field of their log lines, and its column."""
+
+_LIVE = "live"
+_STARTING = frozenset(("recovering", _LIVE))
+"""The states of a feed whose worker has just joined and that is well."""
+
+
+class _Held(logging.Filter):
+    """Holds back lines of a terminal: that a worker joined, and that its feeds recover and are live. Any
+    other line about such a worker lets its own lines through first: what is read keeps its order.
+    """
+
+    def __init__(self, handler: "logging.StreamHandler[TextIO]") -> None:
+        super().__init__()
+        self._handler = handler
+        self._records: dict[LogValue, list[logging.LogRecord]] = {}
+        self._recovering: set[tuple[LogValue, LogValue]] = set()
+        self._n_live = 0
+        self._n_recovering = 0
+        self._is_starting = True
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is written now."""
+        fields = fields_of(record)
+        worker, feed = fields.get("worker"), _feed_of(record)
+        if self._is_starting:
+            if event_of(record) == Event.WORKER_JOINED or feed in _STARTING:
+                self._records.setdefault(worker, []).append(record)
+                return False
+            self._write_lines(self._records.pop(worker, ()))
+            return True
+        rank = (worker, fields.get("dp_rank"))
+        if rank not in self._recovering:
+            return True
+        self._recovering.remove(rank)
+        self._n_live += feed == _LIVE
+        if not self._recovering:
+            self._handler.removeFilter(self)
+            self._write(f"{self._n_live} of {self._n_recovering} feeds that were recovering are live\n")
+        return feed != _LIVE
+
+    def show(self) -> None:
+        """Write the table, and hold back nothing from now on but that a feed of it is live."""
+        self._is_starting = False
+        workers = []
+        for worker, records in self._records.items():
+            joined = next((each for each in records if event_of(each) == Event.WORKER_JOINED), None)
+            if joined is None:
+                self._write_lines(records)
+                continue
+            feeds = {fields_of(each)["dp_rank"]: feed for each in records if (feed := _feed_of(each))}
+            self._recovering |= {(worker, rank) for rank, feed in feeds.items() if feed != _LIVE}
+            workers.append({**fields_of(joined), "state": ",".join(sorted({*map(str, feeds.values())}))})
+        self._n_recovering = len(self._recovering)
+        self._records = {}
+        if workers:
+            formatter = self._handler.formatter
+            is_coloured = isinstance(formatter, TextFormatter) and formatter.is_coloured
+            self._write(joined_table(workers, is_coloured=is_coloured))
+        if not self._recovering:
+            self._handler.removeFilter(self)
+
+    def end(self) -> None:
+        """Hold back nothing any more, and write the lines of workers that no table had."""
+        self._handler.removeFilter(self)
+        for records in self._records.values():
+            self._write_lines(records)
+        self._records = {}
+
+    def _write_lines(self, records: Sequence[logging.LogRecord]) -> None:
+        for record in records:
+            self._handler.emit(record)
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # the terminal is gone
+            self._handler.stream.write(text)
+            self._handler.flush()
+
+
+def _feed_of(record: logging.LogRecord) -> LogValue:
+    """The state of a feed that a line reports; None for any other line."""
+    return fields_of(record).get("state") if event_of(record) == Event.FEED_STATE else None
+
+
+@contextmanager
+def joined_as_table() -> Iterator[Callable[[], None]]:
+    """Yield a function that writes the workers that joined until then, as one table.
+
+    Only a terminal with text lines has the table; what programs may read has its lines at once. When the
+    function is never called, because the start failed, the lines are written in the end.
+    """
+    handler = terminal_handler()
+    if handler is None:
+        yield lambda: None
+        return
+    held = _Held(handler)
+    handler.addFilter(held)
+    try:
+        yield held.show
+    finally:
+        held.end()
+
+
+def joined_table(workers: Sequence[Mapping[str, LogValue]], *, is_coloured: bool = False) -> str:
+    """Return a table of workers, given as the fields of their lines: a row for those that are alike."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for worker in workers:
+        alike = tuple(_cell(worker.get(field)) for field in _COLUMNS)
+        rows.setdefault(alike, []).append(str(worker.get("worker")))
+    shown = [at for at in range(len(_COLUMNS)) if any(alike[at] for alike in rows)]
+    names = [*_COLUMNS.values()]
+    table = [[*(names[at] for at in shown), "workers", "ids"]]
+    for alike in sorted(rows):
+        ids = rows[alike]
+        table.append([*(alike[at] for at in shown), str(len(ids)), ids_text([*map(int, ids)])])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if name == "workers" else cell.ljust(width)
+            for name, cell, width in zip(table[0], row, widths, strict=True)
+        ).rstrip()
+        for row in table
+    ]
+    if is_coloured:
+        lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cell(value: LogValue) -> str:
+    """Return a value as it may stand on a terminal: what workers say of themselves may hold anything."""
+    text = str(cut(value or ""))
+    return text if text.isprintable() else msgspec.json.encode(text).decode()
+
+
+def ids_text(ids: Sequence[int]) -> str:
+    """Return ids with runs of them together: ``1–3, 7``. There must be one at least."""
+    numbers = sorted(ids)
+    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]
+    runs = [
+        str(first) if first == last else f"{first}–{last}" for first, last in zip(starts, ends, strict=True)
+    ]
+    more = len(runs) - IDS_SHOWN
+    return ", ".join(runs[:IDS_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,184 @@
+"""Every store of cordons keeps the laws of the port."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import nats
+import pytest
+
+from kvrouter.core.cordons import Cordon, CordonSource
+from kvrouter.core.errors import CordonsUnavailable
+from kvrouter.transports.discovery.clusters import ClustersCordons
+from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
+from kvrouter.transports.discovery.file.folder import MARKER
+from kvrouter.transports.discovery.memory import MemoryCordons
+from kvrouter.transports.discovery.nats import NatsCordons
+from kvrouter.transports.discovery.port import CordonStore
+from tests.support.cordon_laws import ZONE, CordonLaws
+from tests.support.discovery_stores import card, nobody
+from tests.support.nats_server import NatsServer
+from tests.support.waits import until
+
+End = Callable[[], CordonStore]
+
+
+class TestEveryStore(CordonLaws):
+    """All stores without an API server."""
+
+    @pytest.fixture(params=["memory", "file", "clusters", "nats"])
+    async def end(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[End]:
+        if request.param == "memory":
+            only = MemoryCordons()
+            yield lambda: only
+        elif request.param == "nats":
+            server: NatsServer = request.getfixturevalue("shared_nats")
+            namespace = f"test-{secrets.token_hex(8)}"
+            clients = [await nats.connect(server.url) for _ in range(2)]
+            turn = iter(range(1000))
+            yield lambda: NatsCordons(
+                clients[next(turn) % 2], namespace=namespace, token="t0p", on_refused=nobody
+            )
+            for client in clients:
+                await client.close()
+        else:
+
+            def file_end() -> CordonStore:
+                own = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+                if request.param == "file":
+                    return own
+                return ClustersCordons({"here": own, "there": MemoryCordons()}, on_refused=nobody)
+
+            yield file_end
+
+
+class Refusals:
+    """What a store refused, each once."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def __call__(self, what: str, why: str) -> None:
+        self.heard.append((what, why))
+
+
+async def test_a_directory_that_cannot_be_written_fails_the_call_and_changes_nothing(tmp_path: Path) -> None:
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    await store.put(ZONE)
+    (tmp_path / "cards").rename(tmp_path / "aside")
+    (tmp_path / "cards").write_text("in the way")
+    for ask in (store.read(), store.put(Cordon("zone", "b")), store.remove(ZONE)):
+        with pytest.raises(CordonsUnavailable, match="cards"):
+            await ask
+    (tmp_path / "cards").unlink()
+    (tmp_path / "aside").rename(tmp_path / "cards")
+    assert await store.read() == (ZONE,)
+
+
+async def test_files_that_hold_no_cordon_are_said_once_and_the_others_count(tmp_path: Path) -> None:
+    refused = Refusals()
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=refused)
+    await store.put(ZONE)
+    (good,) = (tmp_path / "cards" / "space").glob("cordon-*.json")
+    bad = good.with_name(f"cordon-{'0' * 32}.json")
+    for content, why in (
+        (b"{", "cordon: "),
+        (good.read_bytes(), "holds the cordon of zone a"),
+        (b"x" * 20_000, "more"),
+    ):
+        bad.write_bytes(content)
+        assert await store.read() == (ZONE,)
+        assert await store.read() == (ZONE,)
+        what, said = refused.heard.pop()
+        assert (what, refused.heard) == (str(bad), [])
+        assert why in said
+        bad.unlink()
+        store = FileCordons(tmp_path / "cards", namespace="space", on_refused=refused)
+
+
+async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
+    troubles = Refusals()
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    await store.put(ZONE)
+    discovery = FileDiscovery(
+        tmp_path / "cards",
+        namespace="space",
+        on_trouble=nobody,
+        on_refused=troubles,
+        lease_s=0.1,
+        poll_s=0.01,
+        remove_after_s=0.2,
+    )
+    gone = asyncio.Event()
+    end = await discovery.watch(lambda _: None, lambda *_: gone.set())
+    other = FileDiscovery(
+        tmp_path / "cards", namespace="space", on_trouble=nobody, on_refused=nobody, lease_s=0.1, poll_s=0.01
+    )
+    await other.publish(card())
+    await other.close()
+    async with asyncio.timeout(60):
+        await gone.wait()
+    await until(lambda: not any((tmp_path / "cards" / "space").glob("worker-*")))
+    end()
+    await discovery.close()
+    assert await store.read() == (ZONE,)
+    assert troubles.heard == [], "a cordon is no card, and no stranger"
+    (tmp_path / "cards" / MARKER).unlink()
+    await store.put(Cordon("zone", "b"))
+    assert len(await store.read()) == 2, "without its marker the directory is known by its cordons"
+
+
+async def test_another_token_opens_no_cordon_of_nats(shared_nats: NatsServer) -> None:
+    client = await nats.connect(shared_nats.url)
+    namespace, refused = f"test-{secrets.token_hex(8)}", Refusals()
+    mine = NatsCordons(client, namespace=namespace, token="mine", on_refused=refused)
+    other = NatsCordons(client, namespace=namespace, token="other", on_refused=nobody)
+    await other.put(ZONE)
+    assert await mine.read() == ()
+    assert await mine.read() == ()
+    ((what, why),) = refused.heard
+    assert namespace in what
+    assert "KVROUTER_PLANE_TOKEN" in why
+    await client.close()
+
+
+async def test_nats_that_is_away_fails_the_call(own_nats: NatsServer) -> None:
+    back = asyncio.Event()
+
+    async def is_back() -> None:
+        back.set()
+
+    client = await nats.connect(
+        own_nats.url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, reconnected_cb=is_back
+    )
+    store = NatsCordons(client, namespace="space", token="t", on_refused=nobody)
+    await store.put(ZONE)
+    own_nats.stop()
+    for ask in (store.read(), store.put(Cordon("zone", "b")), store.remove(ZONE)):
+        with pytest.raises(CordonsUnavailable, match="kvrouter-space-cordons"):
+            await ask
+    own_nats.restart()
+    async with asyncio.timeout(60):
+        await back.wait()
+    assert await store.read() == (ZONE,), "and a server that starts again has kept it"
+    await client.close()
+
+
+async def test_a_cordon_of_another_cluster_holds_for_its_own_workers(tmp_path: Path) -> None:
+    here = FileCordons(tmp_path / "here", namespace="space", on_refused=nobody)
+    there = FileCordons(tmp_path / "there", namespace="space", on_refused=nobody)
+    refused = Refusals()
+    both = ClustersCordons({"here": here, "there": there}, on_refused=refused)
+    await both.put(ZONE)
+    node = Cordon("node", "n1", source=CordonSource.NODE_ANNOTATION)
+    await there.put(node)
+    assert await here.read() == (ZONE,)
+    found = await both.read()
+    assert [(each.place, each.cluster) for each in found] == [("zone a", ""), ("node n1", "there")]
+    (tmp_path / "there").rename(tmp_path / "aside")
+    (tmp_path / "there").write_text("in the way")
+    assert await both.read() == found, "what was read last holds"
+    assert await both.read() == found
+    ((what, _),) = refused.heard
+    assert what == "cluster there"

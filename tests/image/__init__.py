@@ -1,0 +1,1 @@
+"""The image, built from its Containerfile and run: `make test-image`."""

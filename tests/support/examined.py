@@ -1,0 +1,64 @@
+"""What ``kvrouter doctor`` says of the fleet of a test."""
+
+from kvrouter.cli.client import RouterClient
+from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose
+from kvrouter.commands.doctor.findings import Finding, Report, Severity
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import CostRule
+from tests.support.front import House
+from tests.support.served import MODEL, Served, user, words
+
+UNTIMED = KvRouterConfig(router_cost=CostRule.BLOCKS)
+"""A router that judges nothing by how long it took: mock engines that are sped up measure the machine."""
+
+
+async def examined(here: Served | House | str, *others: str, options: DoctorOptions | None = None) -> Report:
+    """Ask a router, by its URL or as what a test holds of it, and others of its fleet."""
+    urls = [here if isinstance(here, str) else url_of(here), *others]
+    router, *further = map(RouterClient, urls)
+    return await diagnose(router, further, options)
+
+
+def url_of(here: Served | House) -> str:
+    """Where a test's router listens."""
+    if isinstance(here, Served):
+        return here.url
+    host, port = here.address
+    return f"http://{host}:{port}"
+
+
+def found(report: Report, check: str, severity: Severity | None = None) -> list[Finding]:
+    """What a check found: of one severity, or of any."""
+    of_check = [each for each in report.findings if each.check == check]
+    return [each for each in of_check if severity in (None, each.severity)]
+
+
+def the_finding(report: Report, check: str, severity: Severity) -> Finding:
+    """The only thing that a check found, which is as bad as that, and says what to do."""
+    (finding,) = found(report, check)
+    assert finding.severity is severity
+    assert finding.seen
+    assert finding.why
+    assert finding.remedy
+    assert check not in {each.check for each in report.passed}
+    return finding
+
+
+def not_made(report: Report, check: str) -> list[str]:
+    """Why a check could not be made, for each subject."""
+    return [f"{each.subject}: {each.why}" for each in report.not_made if each.check == check]
+
+
+def names_of(report: Report) -> set[str]:
+    """The checks that found anything."""
+    return {each.check for each in report.findings}
+
+
+async def chats(here: Served, *, n: int, **nvext: object) -> list[int]:
+    """Chats of which each third one is the same; their statuses."""
+    statuses = []
+    for number in range(n):
+        body = {"model": MODEL, "messages": user(words(first=number % 3, n=200)), "max_tokens": 2}
+        sent = {**body, "nvext": nvext}
+        statuses.append((await here.http.post("/v1/chat/completions", json=sent)).status_code)
+    return statuses
