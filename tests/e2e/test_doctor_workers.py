@@ -81,6 +81,21 @@ async def test_a_worker_that_drains_is_noted_and_is_no_problem() -> None:
     assert not report.has_problems
 
 
+async def test_a_cordoned_worker_is_noted_and_a_model_without_others_is_a_problem() -> None:
+    async with open_house(card(1), card(2)) as house:
+        cordon = {"level": "worker", "name": "2", "reason": "new memory", "by": "ops"}
+        assert (await house.http.post("/v1/cordons", json=cordon)).status_code == 200
+        noted = await examined(house)
+        last = {"level": "worker", "name": "1", "force": True}
+        assert (await house.http.post("/v1/cordons", json=last)).status_code == 200
+        nobody = await examined(house)
+    finding = the_finding(noted, "answering", Severity.NOTE)
+    assert finding.seen == "worker 2 is cordoned by ops: new memory"
+    assert "kvrouter uncordon worker 2" in finding.remedy
+    assert not noted.has_problems
+    assert "none takes requests" in the_finding(nobody, "roles", Severity.CRITICAL).seen
+
+
 async def test_an_engine_that_fails_again_and_again() -> None:
     config = KvRouterConfig(circuit_open_s=600.0, circuit_open_max_s=600.0)
     async with served(alike(replicas=2), router=config) as here:

@@ -60,7 +60,8 @@ async def test_the_report_for_programs() -> None:
         done = await run("--url", url_of(house), "--output", "json", "--no-engines")
     assert done.exit_code == 0, "a note is no problem"
     said: dict[str, Any] = json.loads(done.output)
-    assert said.keys() == {"format", "url", "over_s", "findings", "passed", "not_made", "cache"}
+    fields = {"format", "url", "over_s", "findings", "passed", "not_made", "cache", "hit_rate"}
+    assert said.keys() == fields
     assert (said["format"], said["url"], said["over_s"]) == ("kvrouter.doctor.v1", url_of(house), None)
     (finding,) = said["findings"]
     assert finding.keys() == {"check", "severity", "subject", "seen", "why", "remedy"}

@@ -99,6 +99,6 @@ def doctor(
         if hits is not None:
             show_hit_rate(hits, console)
 
-    output.show(lambda: json_text({**msgspec.structs.asdict(report), "hit_rate": hits}), draw)
+    output.show(lambda: json_text({**msgspec.to_builtins(report), "hit_rate": hits}), draw)
     if report.has_problems:
         raise SystemExit(1)

@@ -36,6 +36,7 @@ REASONS = {
     "busy": "all workers are above their busy thresholds: add workers, or raise the thresholds",
     "not_alive": "workers do not answer on the request plane: see answering",
     "draining": "workers leave: see answering",
+    "cordoned": "workers are cordoned: see answering, and kvrouter cordon",
     "engine_silent": "engines do not answer their workers: see answering",
     "context_too_short": "requests do not fit the contexts of workers: see capacity",
     "prompt_out_of_range": "prompts are of lengths that no pool takes (prompt_tokens)",

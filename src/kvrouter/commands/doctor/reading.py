@@ -187,6 +187,15 @@ class Rank(msgspec.Struct, frozen=True):
     kv_transfers: Transfers | None
 
 
+class Cordoned(msgspec.Struct, frozen=True):
+    """A cordon that holds for a worker."""
+
+    level: str
+    name: str
+    reason: str | None = None
+    by: str | None = None
+
+
 class Worker(msgspec.Struct, frozen=True):
     """A worker."""
 
@@ -210,11 +219,12 @@ class Worker(msgspec.Struct, frozen=True):
     takes_calls: bool = False
     block_size: int | None = None
     context_length: int | None = None
+    cordons: Sequence[Cordoned] = ()
 
     @property
     def takes_requests(self) -> bool:
         """Whether new requests may go there."""
-        gone = not self.alive or self.draining or self.engine_silent
+        gone = not self.alive or self.draining or self.engine_silent or self.cordons
         return not gone and self.circuit != "open"
 
     @property

@@ -30,7 +30,7 @@ def refused(reading: Reading) -> Iterator[Outcome]:
 
 
 def answering(reading: Reading) -> Iterator[Outcome]:
-    """Workers that do not answer, whose engine does not, or that leave."""
+    """Workers that do not answer, whose engine does not, that leave, or that are cordoned."""
     for worker in reading.fleet.workers:
         if not worker.alive:
             yield Problem(
@@ -64,6 +64,17 @@ def answering(reading: Reading) -> Iterator[Outcome]:
                 "it drains: it ends its running requests and takes no new ones",
                 "its capacity is missing; after a rolling restart it leaves by itself",
                 "if nobody stops it, look at who sent SIGTERM, or took its pod or engine out of service",
+            )
+        for cordon in worker.cordons:
+            by = cordon.by or "an annotation of the node"
+            why = f": {cordon.reason}" if cordon.reason else ""
+            yield Problem(
+                Severity.NOTE,
+                str(worker),
+                f"{cordon.level} {cordon.name} is cordoned by {by}{why}",
+                "it takes no new requests until the cordon is taken back",
+                f"kvrouter uncordon {cordon.level} {cordon.name}, or take the annotation back, once that is "
+                "over",
             )
 
 
