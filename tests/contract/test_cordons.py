@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -10,15 +11,19 @@ import pytest
 
 from kvrouter.core.cordons import Cordon, CordonSource
 from kvrouter.core.errors import CordonsUnavailable
+from kvrouter.transports.discovery import clusters
 from kvrouter.transports.discovery.clusters import ClustersCordons
 from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
+from kvrouter.transports.discovery.file import cordons as cordons_of_files
 from kvrouter.transports.discovery.file.folder import MARKER
 from kvrouter.transports.discovery.memory import MemoryCordons
 from kvrouter.transports.discovery.nats import NatsCordons
+from kvrouter.transports.discovery.nats import cordons as cordons_of_nats
 from kvrouter.transports.discovery.port import CordonStore
 from tests.support.cordon_laws import ZONE, CordonLaws
 from tests.support.discovery_stores import card, nobody
 from tests.support.nats_server import NatsServer
+from tests.support.processes import eventually
 from tests.support.waits import until
 
 End = Callable[[], CordonStore]
@@ -127,6 +132,75 @@ async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
     (tmp_path / "cards" / MARKER).unlink()
     await store.put(Cordon("zone", "b"))
     assert len(await store.read()) == 2, "without its marker the directory is known by its cordons"
+
+
+async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    await store.put(ZONE)
+    threads = threading.active_count()
+    hangs = threading.Event()
+    read = FileCordons._read
+    monkeypatch.setattr(cordons_of_files, "ANSWER_S", 0.05)
+    monkeypatch.setattr(FileCordons, "_read", lambda self: hangs.wait(60) and read(self))
+    for why in ("did not answer within", *("does not answer",) * 20):
+        with pytest.raises(CordonsUnavailable, match=why):
+            await store.read()
+    assert threading.active_count() == threads
+    hangs.set()
+
+    async def is_back() -> bool:
+        try:
+            return await store.read() == (ZONE,)
+        except CordonsUnavailable:
+            return False
+
+    await eventually(is_back)
+
+
+async def test_marks_of_what_was_removed_hide_no_cordon_of_nats(
+    shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cordons_of_nats, "CORDONS_MAX", 4)
+    client = await nats.connect(shared_nats.url)
+    store = NatsCordons(client, namespace=f"test-{secrets.token_hex(8)}", token="t0p", on_refused=nobody)
+    kept = {Cordon("zone", name) for name in "abc"}
+    for cordon in (*(Cordon("worker", str(number)) for number in range(12)), *kept):
+        await store.put(cordon)
+        if cordon not in kept:
+            await store.remove(cordon)
+    assert set(await store.read()) == kept
+    await client.close()
+
+
+class Silent(MemoryCordons):
+    """A store that answers when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+
+    async def read(self) -> tuple[Cordon, ...]:
+        await self.answers.wait()
+        return await super().read()
+
+
+async def test_a_cluster_that_does_not_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "OTHERS_WITHIN_S", 0.05)
+    here, there = MemoryCordons(), Silent()
+    await there.put(Cordon("node", "n1"))
+    await here.put(ZONE)
+    both = ClustersCordons({"here": here, "there": there}, on_refused=nobody)
+    assert await both.read() == (ZONE,)
+    monkeypatch.setattr(clusters, "OTHERS_WITHIN_S", 3600.0)
+    assert await both.read() == (ZONE,), "it is not waited for again"
+    there.answers.set()
+
+    async def is_heard() -> bool:
+        return len(await both.read()) == 2
+
+    await eventually(is_heard)
 
 
 async def test_another_token_opens_no_cordon_of_nats(shared_nats: NatsServer) -> None:

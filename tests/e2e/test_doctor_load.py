@@ -17,7 +17,7 @@ from tests.support.examined import (
     names_of,
     the_finding,
 )
-from tests.support.fleets import MODEL, card
+from tests.support.fleets import MODEL, card, decode_card, prefill_card
 from tests.support.front import House, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.mock_fleets import alike
 from tests.support.served import served, words
@@ -64,6 +64,16 @@ async def test_workers_that_are_all_busy_by_tokens_that_wait() -> None:
     assert "above its busy threshold" in the_finding(report, "queue", Severity.WARNING).seen
 
 
+async def test_decode_workers_that_are_all_busy_while_prefill_workers_are_idle() -> None:
+    config = KvRouterConfig(active_decode_blocks_threshold=0.5)
+    async with open_house(prefill_card(1), decode_card(2), config=config) as house:
+        rank = WorkerRank(WorkerId(2), DpRank(0))
+        house.bench.model.fleet.report(LoadReport(rank, 1000, 1000))
+        report = await examined(house)
+    warned = the_finding(report, "queue", Severity.WARNING)
+    assert warned.seen == "1 worker may decode, and each is above its busy threshold"
+
+
 async def test_requests_that_no_worker_may_take_with_each_reason() -> None:
     async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
         assert (await house.chat()).status_code == 200
@@ -80,6 +90,7 @@ async def test_calls_that_are_refused_for_their_own_fault_are_no_problem() -> No
     async with open_house(card(1), script=says("ok")) as house:
         assert (await house.chat(temperature=9)).status_code == 400
         assert (await house.http.post("/v1/completions", json={"model": "no"})).status_code in (400, 404)
+        house.bench.telemetry.errors.inc("unknown", "not_ready")  # probed while it started
         assert found(await examined(house), "refusals") == []
 
 

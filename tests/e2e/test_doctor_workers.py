@@ -74,6 +74,12 @@ async def test_a_worker_whose_engine_is_silent() -> None:
     assert "its engine does not answer it" in the_finding(report, "answering", Severity.CRITICAL).seen
 
 
+async def test_a_router_that_knows_no_worker() -> None:
+    async with open_house() as house:
+        report = await examined(house)
+    assert "knows no worker" in the_finding(report, "roles", Severity.CRITICAL).seen
+
+
 async def test_a_worker_that_drains_is_noted_and_is_no_problem() -> None:
     async with open_house(card(1), card(2, draining=True)) as house:
         report = await examined(house)

@@ -174,6 +174,20 @@ def test_strict_names_what_can_be_run_and_was_hardly_meant(
     assert f"kvrouter: {line}" in err
 
 
+def test_engines_behind_one_gateway_are_not_one_engine(folder: Path, capsys: Captured) -> None:
+    fleet = FLEET.replace("http://h:1", "http://gw:1/a").replace("http://h:2", "http://gw:1/b")
+    (folder / "f.yaml").write_text(fleet)
+    assert main(["fleet", "check", "--strict", "f.yaml"]) == 0
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_a_port_that_is_none_is_named(port: str, folder: Path, capsys: Captured) -> None:
+    old = '"http://h:2"'
+    (folder / "f.yaml").write_text(FLEET.replace(old, f'{old}, kv_events_endpoint: "tcp://h:{port}"', 1))
+    assert main(["fleet", "check", "--strict", "f.yaml"]) == 2
+    assert "kv_events_endpoint: must be tcp://HOST:PORT" in capsys.readouterr().err
+
+
 def test_a_check_as_json_has_each_mistake_with_its_place(folder: Path, capsys: Captured) -> None:
     (folder / "f.yaml").write_text(FLEET.replace("name: m", "name: m, tokenizer: /no/where, block_size: 0"))
     assert main(["fleet", "check", "f.yaml", "--output", "json"]) == 2

@@ -94,6 +94,14 @@ def test_a_mistake_names_the_field(level: str, name: str, field: str) -> None:
     assert refused.value.message.startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("at_s", [1764205200000.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_no_date_says_names_the_field(at_s: float) -> None:
+    """One such record would make every answer that shows it fail."""
+    with pytest.raises(InvalidRequest) as refused:
+        checked_cordon(Cordon("zone", "a", at_s=at_s))
+    assert refused.value.param == "at_s"
+
+
 def test_rules_hold_by_id_by_node_and_by_every_level() -> None:
     worker = structs.replace(card(7, zone="a"), node="gpu-4")
     domains = topology_domains(worker.runtime_config) | {"host": "h1", "cluster": "east"}

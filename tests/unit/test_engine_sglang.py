@@ -11,6 +11,7 @@ from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import (
     Bootstrap,
+    CallRoute,
     ClientCall,
     EngineRequest,
     FinishReason,
@@ -63,6 +64,19 @@ def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[st
 def test_no_two_calls_have_one_rid(call: ClientCall | None) -> None:
     rids = {json.loads(call_of(leg(call)).body)["rid"] for _ in range(9)}
     assert len(rids) == 9
+
+
+@pytest.mark.parametrize("route", [CallRoute.GENERATE, CallRoute.EMBEDDINGS, CallRoute.RESPONSES])
+def test_no_client_chooses_a_rid(route: CallRoute) -> None:
+    """SGLang aborts every request whose rid begins with that of one that is aborted: an empty one is all."""
+    written = client({"model": "tiny", "text": "a", "rid": "", "request_id": "r"})
+    call = ClientCall(route, written.body, stream=False, resumable=False)
+    body = json.loads(call_of(leg(call)).body)
+    assert "request_id" not in body
+    if route is CallRoute.GENERATE:
+        assert body["rid"].startswith("r-i#1#aggregated#")
+    else:
+        assert "rid" not in body
 
 
 def test_a_streamed_chat_goes_as_it_was_written() -> None:

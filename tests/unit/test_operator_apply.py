@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient, RequestRefused
 from kvrouter.kube.informer import Informer
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of
+from kvrouter.kube.objects import CORDONS, Key, Manifest, ResourceKind, key_of, metadata_of
 from kvrouter.operator.api import KIND
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS, Applier, ObjectRef
 
@@ -98,6 +98,21 @@ async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_th
     cluster.refuses = {}
     changes = await applied.apply(Key("team", "llm"), UID, wanted)
     assert [str(place) for place in changes.removed] == ["Deployment llm-old"]
+
+
+async def test_a_cordon_is_taken_back_while_another_write_is_refused() -> None:
+    cordon = owned("KvrouterCordon", "llm-node", api="kvrouter.dev/v1alpha1")
+    old = owned("Deployment", "llm-old", api="apps/v1")
+    cluster = Objects(old, cordon)
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
+    cluster.refuses = {"llm-b": 422}
+    refused = owned("Deployment", "llm-b", api="apps/v1")
+    await applied.apply(Key("team", "llm"), UID, [refused, cordon])
+    assert cluster.deleted == []
+    await applied.apply(Key("team", "llm"), UID, [refused], kept=(CORDONS,))
+    assert cluster.deleted == []
+    changes = await applied.apply(Key("team", "llm"), UID, [refused])
+    assert [str(place) for place in changes.removed] == ["KvrouterCordon llm-node"]
 
 
 @pytest.mark.parametrize("status", [409, 429, 503, 504])

@@ -65,7 +65,7 @@ def doctor(
     listed with the reason. Nothing is changed; engines get a short text to tokenize.
 
     Exit code: 0 where nothing is wrong (notes are no problems), 1 for problems, 2 where the router could not
-    be asked.
+    be asked, or RECORDING could not be read.
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
@@ -87,8 +87,8 @@ def doctor(
     try:
         output.check()
         router, *others = (RouterClient(each, token=token, timeout_s=timeout_s) for each in (url, *replicas))
-        report = asyncio.run(diagnose(router, others, options))
         hits = None if recording is None else hit_rate_of(recording, model)
+        report = asyncio.run(diagnose(router, others, options))
     except KvrouterError as error:
         for line in error.message.splitlines():
             click.echo(f"kvrouter: {line}", err=True)

@@ -14,7 +14,7 @@ from kvrouter.config.fleet_strict import strict_problems
 from kvrouter.config.problems import Document, Problem, dotted, read_document, without_password
 from kvrouter.config.problems import Path as FieldPath
 from kvrouter.config.sources import conflicts, settings_warnings
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems
@@ -115,7 +115,7 @@ async def _connected(fleet: FleetFile, engine_key: str | None) -> _Heard:
         elif isinstance(answer, NotAnswered) and isinstance(answer.__cause__, WorkerUnreachable):
             heard.unreachable.add(len(heard.problems))
             heard.problems.append(Problem(path, without_password(answer.__cause__.message)))
-        elif isinstance(answer, ConfigError):
+        elif isinstance(answer, KvrouterError):
             field = engine.spec.fields_at.get(answer.param or "")
             must = f"{engine.spec.url}: {answer.message}" if field is None else f"{field}: {answer.message}"
             heard.problems.append(Problem(path, must))

@@ -163,7 +163,8 @@ def _check_url(url: str) -> str:
 
 def _check_endpoint(endpoint: str) -> str:
     base, _, port = endpoint.rpartition(":")
-    if not base.startswith("tcp://") or base in {"tcp://", "tcp://*"} or not port.isdecimal():
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if not base.startswith("tcp://") or base in {"tcp://", "tcp://*"} or not is_port:
         raise PydanticCustomError("endpoint", "must be tcp://HOST:PORT")
     return endpoint
 

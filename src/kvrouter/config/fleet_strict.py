@@ -75,4 +75,4 @@ def _place_of(address: str) -> tuple[str, str, int | None]:
     parts = urlsplit(address)
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _PORTS.get(parts.scheme)
-    return "" if port else parts.path, "localhost" if host in _LOCAL_HOSTS else host, port
+    return parts.path.rstrip("/"), "localhost" if host in _LOCAL_HOSTS else host, port

@@ -30,6 +30,9 @@ CORDON_NAME_CHARS_MAX = 256
 CORDON_REASON_CHARS_MAX = 1024
 """The longest reason of a cordon."""
 
+LAST_SECOND = 253402300799.0
+"""The end of the year 9999, in Unix time: what dates can say."""
+
 _DIGEST_CHARS = 32
 
 
@@ -83,6 +86,8 @@ def checked_cordon(cordon: Cordon) -> Cordon:
             raise InvalidRequest(
                 f"{field}: must not be empty, nor begin or end with a space, not {text!r}", param=field
             )
+    if not 0.0 <= cordon.at_s <= LAST_SECOND:
+        raise InvalidRequest(f"at_s: must be seconds of Unix time, not {cordon.at_s:g}", param="at_s")
     if cordon.level != WORKER_LEVEL:
         return cordon
     name = cordon.name

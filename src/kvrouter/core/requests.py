@@ -125,7 +125,6 @@ class CallRoute(StrEnum):
     CHATS = "/v1/chat/completions/batch"
     GENERATIVE_SCORING = "/generative_scoring"
     EMBED_V2 = "/v2/embed"
-    TOKENS = "/inference/v1/generate"
     GENERATE = "/generate"
     ENCODE = "/encode"
     PARSE_FUNCTION_CALL = "/parse_function_call"

@@ -154,28 +154,23 @@ class Cordons:
         self._apply(rules)
         old = {structs.replace(each, at_s=0.0, by="", reason=""): each for each in before.all}
         new = {structs.replace(each, at_s=0.0, by="", reason=""): each for each in rules.all}
-        for key, cordon in new.items():
-            if key not in old:
-                self._observed.cordoned(cordon, workers=len(self._covered(cordon)))
-        for key, cordon in old.items():
-            if key not in new:
-                self._observed.uncordoned(cordon, workers=len(self._covered(cordon)))
+        added = [cordon for key, cordon in new.items() if key not in old]
+        gone = [cordon for key, cordon in old.items() if key not in new]
+        covered = self._covered(CordonRules((*added, *gone)))
+        for cordon in added:
+            self._observed.cordoned(cordon, workers=len(covered[cordon]))
+        for cordon in gone:
+            self._observed.uncordoned(cordon, workers=len(covered[cordon]))
 
     # Reading
 
     def readings(self) -> list[CordonReading]:
         """Every cordon, with the workers that it holds for."""
-        return [self.reading(cordon) for cordon in self.rules.all]
+        return [_reading(cordon, workers) for cordon, workers in self._covered(self.rules).items()]
 
     def reading(self, cordon: Cordon) -> CordonReading:
         """The workers that a cordon holds for now."""
-        return CordonReading(
-            cordon,
-            tuple(
-                CordonedWorker(card, model.fleet.is_alive(card.worker_id), running_on(model, card))
-                for model, card in self._covered(cordon)
-            ),
-        )
+        return _reading(cordon, self._covered(CordonRules((cordon,)))[cordon])
 
     def remaining(self, rules: CordonRules | None = None) -> list[Remaining]:
         """How many workers of each model and role take new requests; with other ``rules``, would."""
@@ -188,14 +183,14 @@ class Cordons:
                     found.append(Remaining(model.fleet.model, role, len(cards), left))
         return found
 
-    def _covered(self, cordon: Cordon) -> list[tuple[ModelRouter, WorkerCard]]:
-        rules = CordonRules((cordon,))
-        return [
-            (model, card)
-            for model in self._models()
-            for card in model.fleet
-            if rules.on(card, topology_domains(card.runtime_config))
-        ]
+    def _covered(self, rules: CordonRules) -> dict[Cordon, list[tuple[ModelRouter, WorkerCard]]]:
+        """For each cordon the workers that it holds for, by one look at each worker."""
+        found: dict[Cordon, list[tuple[ModelRouter, WorkerCard]]] = {cordon: [] for cordon in rules.all}
+        for model in self._models():
+            for card in model.fleet:
+                for cordon in rules.on(card, topology_domains(card.runtime_config)):
+                    found[cordon].append((model, card))
+        return found
 
     def _names(self, level: str) -> list[str]:
         found = {
@@ -332,6 +327,16 @@ class Cordons:
 
 
 _BUILT_IN = frozenset({WORKER_LEVEL, NODE_LEVEL})
+
+
+def _reading(cordon: Cordon, workers: Iterable[tuple[ModelRouter, WorkerCard]]) -> CordonReading:
+    return CordonReading(
+        cordon,
+        tuple(
+            CordonedWorker(card, model.fleet.is_alive(card.worker_id), running_on(model, card))
+            for model, card in workers
+        ),
+    )
 
 
 def running_on(model: ModelRouter, card: WorkerCard) -> int:

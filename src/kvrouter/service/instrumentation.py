@@ -374,10 +374,11 @@ class ServiceInstrumentation:
             self.traffic.worker_changed(FleetChange.LEFT, card)
         self._log_worker(Event.WORKER_LEFT, card)
 
-    def worker_alive(self, card: WorkerCard, *, is_alive: bool) -> None:
+    def worker_alive(self, card: WorkerCard, *, is_alive: bool, is_cordoned: bool) -> None:
         """A worker stopped answering, or answers again."""
         if self.traffic is not None:
-            self.traffic.worker_changed(FleetChange.ANSWERS if is_alive else FleetChange.SILENT, card)
+            recorded = structs.replace(card, draining=card.draining or is_cordoned)
+            self.traffic.worker_changed(FleetChange.ANSWERS if is_alive else FleetChange.SILENT, recorded)
         self._log_worker(Event.WORKER_ANSWERS if is_alive else Event.WORKER_SILENT, card)
 
     def worker_cordoned(self, card: WorkerCard, cordons: Sequence[Cordon]) -> None:

@@ -502,7 +502,8 @@ class RouterService:
         """A worker stopped answering, or answers again; one that does not gets no new requests."""
         model = self._model_with(card)
         if model is not None and model.fleet.set_alive(card.worker_id, is_alive):
-            self._parts.observed.worker_alive(card, is_alive=is_alive)
+            is_cordoned = bool(model.fleet.cordons_on(card.worker_id))
+            self._parts.observed.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
             model.fleet_changed()
 
     def _on_lapsed_and_dead(self, card: WorkerCard) -> None:

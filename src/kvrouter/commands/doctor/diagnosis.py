@@ -55,6 +55,9 @@ CHECKS: Sequence[Check] = (
 )
 """Every check, in the order of reports."""
 
+CLOCK_ASKED_WITHIN_S = 1.0
+"""An answer that took longer says nothing of a clock."""
+
 ASKED_AT_ONCE = 32
 """So many engines are asked at a time."""
 
@@ -151,7 +154,11 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
         await asyncio.sleep(options.over_s)
     asked_s = time.time()
     fleet = _decoded(router.url, await _read(router, "/v1/fleet"), Fleet)
-    router_ahead_s = None if fleet.time_s is None else fleet.time_s - (asked_s + time.time()) / 2.0
+    answered_s = time.time()
+    is_prompt = answered_s - asked_s <= CLOCK_ASKED_WITHIN_S
+    router_ahead_s = None
+    if fleet.time_s is not None and is_prompt:
+        router_ahead_s = fleet.time_s - (asked_s + answered_s) / 2.0
     page, models = await asyncio.gather(_read(router, "/metrics"), _read(router, "/v1/models"))
     reading = Reading(
         url=router.url,
@@ -244,14 +251,15 @@ async def _described(worker: Worker, url: str, reading: EngineReading) -> Engine
 
 async def _clock_ahead_s(url: str) -> float | None:
     """Return how far an engine's clock is ahead of the one here, by its ``Date``, which is in whole seconds;
-    None where it sends none that can be read.
+    None where it sends none that can be read, or where its answer took so long that nobody knows when it was
+    written.
     """
     async with aiohttp.ClientSession() as session:
         asked_s = time.time()
         async with session.get(f"{url}/version", allow_redirects=False) as answer:
             date = answer.headers.get("date")
             answered_s = time.time()
-    if date is None:
+    if date is None or answered_s - asked_s > CLOCK_ASKED_WITHIN_S:
         return None
     try:
         its_s = parsedate_to_datetime(date).timestamp() + 0.5

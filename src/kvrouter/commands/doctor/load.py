@@ -22,9 +22,16 @@ CLIENTS_OWN = frozenset(
         "request_too_large",
         "route_not_served",
         "unsupported_encoding",
+        "unsupported_media_type",
+        "request_in_use",
+        "request_not_booked",
+        "prefill_not_found",
+        "nobody_left",
+        "cordoned_elsewhere",
+        "not_ready",
     )
 )
-"""Errors that are the calls' own fault."""
+"""Errors that are the calls' own fault, and answers to probes of a frontend that starts."""
 
 REASONS = {
     "wrong_role": "workers of the role that a request needs are missing",
@@ -87,11 +94,22 @@ def queue(reading: Reading) -> Iterator[Outcome]:
                 "add workers where requests wait all the time",
             )
         able = [worker for worker in reading.fleet.workers_of(model) if worker.takes_requests]
-        if able and all(_is_busy(model, rank) for worker in able for rank in worker.ranks):
+        legs = {
+            "prefill": [worker for worker in able if worker.prefills],
+            "decode": [worker for worker in able if worker.decodes],
+        }
+        if legs["prefill"] == legs["decode"]:
+            legs = {"take requests": able}
+        busy = [
+            f"{counted(len(workers), 'worker')} may {leg}"
+            for leg, workers in legs.items()
+            if workers and all(_is_busy(model, rank) for worker in workers for rank in worker.ranks)
+        ]
+        if busy:
             yield Problem(
                 Severity.WARNING,
                 f"model {model.model}",
-                f"{counted(len(able), 'worker')} may take requests, and each is above its busy threshold",
+                f"{' and '.join(busy)}, and each is above its busy threshold",
                 "further requests wait or get 503 all_workers_busy",
                 "add workers, or raise the thresholds (POST /busy_threshold) if engines have room",
             )

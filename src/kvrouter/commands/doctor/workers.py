@@ -140,7 +140,16 @@ def _contexts(model: Model, workers: list[Worker]) -> Iterator[Outcome]:
 
 
 def roles(reading: Reading) -> Iterator[Outcome]:
-    """Models whose requests nobody takes, or one of whose legs nobody does."""
+    """Models whose requests nobody takes, or one of whose legs nobody does; a router without any."""
+    if not reading.fleet.models and not reading.fleet.refused_workers:
+        yield Problem(
+            Severity.CRITICAL,
+            reading.url,
+            "it knows no worker of any model",
+            "every request is answered 404 or 503",
+            "start workers; those that run must have this router's discovery, namespace (--namespace) and "
+            "token",
+        )
     for model in reading.fleet.models:
         workers = reading.fleet.workers_of(model)
         able = [worker for worker in workers if worker.takes_requests]

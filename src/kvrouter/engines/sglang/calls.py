@@ -68,7 +68,9 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         return passed_form(call, call.form, model=None)  # it has one model, whatever the form calls it
     body = body_of(call.body)
     if call.route.is_passed:
-        drop(body, *_DECIDED_BY_ROUTER, "lora_path")
+        drop(body, *_DECIDED_BY_ROUTER, "lora_path", "rid", "request_id")
+        if call.route in _TAKES_RID:
+            put(body, rid=_rid_of(request))
         if n_ranks > 1:
             put(body, routed_dp_rank=request.dp_rank)
         if request.cache_namespace is not None:
@@ -120,10 +122,20 @@ def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
     )
 
 
+_TAKES_RID = frozenset({CallRoute.GENERATE, CallRoute.ENCODE})
+"""Routes that pass whose calls are aborted by their ``rid``."""
+
+
+def _rid_of(request: EngineRequest) -> str:
+    """What SGLang calls a leg. No two calls have one: it refuses the second, and 2 s after that aborts the
+    first by its rid. Nor is it a client's choice: SGLang aborts all whose rid begins with what it is given.
+    """
+    return f"{request.engine_key}#{request.leg}#{uuid4().hex[:8]}"
+
+
 def _put_common(body: Body, request: EngineRequest, n_ranks: int) -> None:
     drop(body, *_DECIDED_BY_ROUTER)
-    # No two calls have one rid: SGLang refuses the second, and 2 s after that aborts the first by its rid.
-    put(body, rid=f"{request.engine_key}#{request.leg}#{uuid4().hex[:8]}")
+    put(body, rid=_rid_of(request))
     if n_ranks > 1:
         put(body, routed_dp_rank=request.dp_rank)
     if request.cache_namespace is not None:

@@ -150,7 +150,6 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
     PassedRoute(CallRoute.CHATS, "vLLM's several chats in one call", takes_salt=False),
     PassedRoute(CallRoute.GENERATIVE_SCORING, "vLLM's scores by a model that generates", takes_salt=False),
     PassedRoute(CallRoute.EMBED_V2, "Cohere's embeddings", takes_salt=False),
-    PassedRoute(CallRoute.TOKENS, "vLLM's tokens for tokens", streams=True, takes_salt=False),
     PassedRoute(CallRoute.GENERATE, "SGLang's own generation", streams=True, takes_salt=False),
     PassedRoute(CallRoute.ENCODE, "SGLang's own embeddings", takes_salt=False),
     PassedRoute(CallRoute.PARSE_FUNCTION_CALL, "SGLang's calls of functions in a text", takes_salt=False),

@@ -139,8 +139,8 @@ class Applier:
     ) -> Changes:
         """Make what the deployment owns be ``manifests``; of the kinds that are ``kept`` nothing is removed.
 
-        A write that is refused holds up no other one; but while one is, nothing is removed: what is there may
-        serve in its place.
+        A write that is refused holds up no other one; but while one is, nothing but cordons is removed: what
+        is there may serve in its place.
 
         Raises ClusterError when the API server cannot be asked, or is to be asked again at once.
         """
@@ -151,9 +151,10 @@ class Applier:
             place = ObjectRef(kind_of(manifest).name, key_of(manifest))
             with _collecting_refusals(changes, place):
                 await self._apply_one(owner, owner_uid, manifest, before.get(place), changes)
-        if not changes.refused:
-            planned = {ObjectRef(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
-            await self._prune(owner, owner_uid, planned, changes, kept)
+        if changes.refused:  # a cordon that is taken back has nothing that may serve in its place
+            kept = {*kept, *(kind for kind in self._owned if kind != CORDONS)}
+        planned = {ObjectRef(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
+        await self._prune(owner, owner_uid, planned, changes, kept)
         return changes
 
     async def _apply_one(

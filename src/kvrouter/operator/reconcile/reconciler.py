@@ -58,7 +58,7 @@ from kvrouter.operator.plan import (
     zone_budgets,
 )
 from kvrouter.operator.plan.manifest import MANAGER
-from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS, Applier, Changes
+from kvrouter.operator.reconcile.apply import BUDGETS, OWNED, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
 from kvrouter.operator.reconcile.link_reader import LinkReader
 from kvrouter.operator.status import (
@@ -277,11 +277,15 @@ class Reconciler:
         )
         changes, again_s = Changes(), None
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
-        if not planned.problems:
+        cordons = self._node_cordons(deployment)
+        if planned.problems:  # its pods serve on as they were, and keep away from nodes that are cordoned
+            if cordons is not None:
+                others = [kind for kind in OWNED if kind != CORDONS]
+                changes = await self._applied.apply(key, uid_of(found), cordons, kept=others)
+        else:
             now = datetime.now(UTC)
             budgets = self._zone_budgets(found, deployment, planned, pods, now)
             again_s = hold_ends_s(budgets, now, self._defaults.disruption_hold_s)
-            cordons = self._node_cordons(deployment)
             changes = await self._applied.apply(
                 key,
                 uid_of(found),

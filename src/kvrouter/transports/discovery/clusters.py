@@ -193,12 +193,27 @@ class ClustersCordons:
         self._others = {name: clusters[name] for name in others}
         self._last: dict[str, tuple[Cordon, ...]] = {}
         self._refusals = StoreRefusals(on_refused)
+        self._silent: set[str] = set()
+        """Those that did not answer in time; they are waited for again once they have."""
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        """What other clusters are being asked: one that does not answer holds up nobody."""
         self.look_s = max(store.look_s for store in clusters.values())
 
     async def read(self) -> tuple[Cordon, ...]:
-        """Return every cordon; raise CordonsUnavailable where the own cluster's cannot be read."""
-        others = asyncio.gather(*map(self._read_other, self._others))
-        own, _ = await asyncio.gather(self._own.read(), others)
+        """Return every cordon; raise CordonsUnavailable where the own cluster's cannot be read. Another
+        cluster that takes longer is taken as it was read last, at most ``OTHERS_WITHIN_S`` after it is asked.
+        """
+        for name in self._others:
+            if name not in self._asking or self._asking[name].done():
+                self._silent.discard(name)
+                self._asking[name] = go_on(self._read_other(name), name=f"cordons: read cluster {name}")
+        began_s = asyncio.get_running_loop().time()
+        own = await self._own.read()
+        fresh = [self._asking[name] for name in self._others if name not in self._silent]
+        if fresh:
+            left_s = began_s + OTHERS_WITHIN_S - asyncio.get_running_loop().time()
+            await asyncio.wait(fresh, timeout=max(0.0, left_s))
+        self._silent = {name for name, task in self._asking.items() if not task.done()}
         return (*own, *(cordon for cordons in self._last.values() for cordon in cordons))
 
     async def put(self, cordon: Cordon) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +34,9 @@ class FileCordons:
     def __init__(self, directory: Path, *, namespace: str, on_refused: TroubleSink) -> None:
         self._folder = Folder(directory, checked_namespace(namespace))
         self._refusals = StoreRefusals(on_refused)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="cordons")
+        self._stuck: Callable[[], bool] | None = None
+        """Whether work that did not come back in time has: a directory that hangs holds one thread."""
 
     async def read(self) -> tuple[Cordon, ...]:
         """Return every cordon; nothing where the directory was never made."""
@@ -89,9 +93,15 @@ class FileCordons:
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         """Run what blocks. Raises CordonsUnavailable when it fails, or does not come back."""
-        waiting = asyncio.get_running_loop().run_in_executor(None, work)
+        if self._stuck is not None and not self._stuck():
+            raise CordonsUnavailable(f"the directory of cordons {self._folder.path} does not answer")
+        job = self._threads.submit(work)
+        waiting = asyncio.wrap_future(job)
         done, _ = await asyncio.wait({waiting}, timeout=ANSWER_S)
         if not done:
+            if not job.cancel():
+                self._stuck = job.done
+            waiting.cancel()
             raise CordonsUnavailable(
                 f"the directory of cordons {self._folder.path} did not answer within {ANSWER_S:g} s"
             )

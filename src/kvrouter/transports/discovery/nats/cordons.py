@@ -1,5 +1,7 @@
 """Cordons in a key-value bucket of JetStream of their own: they have no lease, as cards have."""
 
+import asyncio
+
 from nats.aio.client import Client
 from nats.js.api import KeyValueConfig
 from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, NotFoundError
@@ -20,6 +22,9 @@ from kvrouter.transports.nats_client import reason
 
 ANSWER_S = 5.0
 """NATS must answer within this, else the store cannot be asked."""
+
+READ_AT_ONCE = 64
+"""How many keys are asked for at a time."""
 
 _EXISTS = 10058
 """The server's code for a stream of that name which is configured differently."""
@@ -91,8 +96,11 @@ class NatsCordons:
         prefix = f"$KV.{self._name}."
         keys = sorted(subject.removeprefix(prefix) for subject in info.state.subjects or {})
         bucket = await self._js.key_value(self._name)
-        found = [await self._read_key(bucket, key) for key in keys[:CORDONS_MAX]]
-        self._cordons = tuple(cordon for cordon in found if cordon is not None)
+        found: list[Cordon | None] = []
+        for at in range(0, len(keys), READ_AT_ONCE):  # of those that were removed a mark is left
+            batch = keys[at : at + READ_AT_ONCE]
+            found += await asyncio.gather(*(self._read_key(bucket, key) for key in batch))
+        self._cordons = tuple(cordon for cordon in found if cordon is not None)[:CORDONS_MAX]
         self._read_at = read_at
         return self._cordons
 
