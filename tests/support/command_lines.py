@@ -45,7 +45,7 @@ def start_of(arguments: Sequence[str], environ: Mapping[str, str]) -> Start:
 
 @contextmanager
 def _served_by(serve: object) -> Iterator[None]:
-    with mock.patch("kvrouter.cli.processes.configure_logging"):
+    with mock.patch("kvrouter.telemetry.logs.configure_logging"):
         patches = [mock.patch(f"kvrouter.commands.{each}", serve) for each in SERVE]
         for patch in patches:
             patch.start()
