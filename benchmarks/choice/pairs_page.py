@@ -298,8 +298,8 @@ def _why_sequential(links: Sequence[PairCell]) -> Iterator[str]:
 
 BOUND = (
     "Who knows the links binds them: with `required` on host, Dynamo's rule takes 259 ms on conversations "
-    "over tiers, where joint takes 244 without a policy (0.94; commit b8c2e502), and in two zones joint takes "
-    "0.72 of a rule that is bound to the zone."
+    "over tiers, where joint takes 244 without a policy (0.94; commit b8c2e502), and in two zones joint "
+    "takes 0.72 of a rule that is bound to the zone."
 )
 """Measured aside from this page's replays, whose published rules have no policy."""
 
