@@ -1,5 +1,6 @@
 """Parsers of bodies that look through them first, as the front door does."""
 
+from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai import parse, passthrough
 from kvrouter.frontend.openai.body import BodyBounds, scanned
@@ -22,4 +23,4 @@ def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | Complet
 
 
 def parse_passthrough(route: CallRoute, data: bytes, nvext: NvextReader = READER) -> PassthroughCall:
-    return passthrough.parse_passthrough(route, scanned(data, BOUNDS), nvext)
+    return passthrough.parse_passthrough(route, ModelName("m"), scanned(data, BOUNDS), nvext)

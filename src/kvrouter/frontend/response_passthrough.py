@@ -217,7 +217,7 @@ class PassthroughTokens(NamedTuple):
 async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
     """Return what routing may know of the prompt."""
     body = passed.body
-    if not isinstance(body.messages, list):
+    if body.messages is None:
         return await _prompt_tokens(passed, text)
     messages: Sequence[Mapping[str, object]] = body.messages
     if len(passed.client_call.body) > LONG_BODY_BYTES:
@@ -225,18 +225,12 @@ async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> Passth
     else:
         known = media_named(messages)
     has_media = known is not messages
-    is_exact = (
-        not has_media
-        and body.chat_template is None
-        and body.documents is None
-        and not body.continue_final_message
-        and not body.add_special_tokens
-    )
+    is_exact = not has_media and not body.is_partial
     try:
         token_ids = await text.encode_chat(
             known,
             tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.adds_generation_prompt,
             template_kwargs=body.chat_template_kwargs,
         )
     except InvalidRequest:
@@ -250,7 +244,7 @@ async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> Passthroug
     if passed.prompt is None:
         return PassthroughTokens(array("I"), is_exact=False)
     content, is_only = passed.prompt
-    is_exact = is_only and passed.body.add_special_tokens is not False
+    is_exact = is_only and not passed.body.is_partial
     if not isinstance(content, str):
         return PassthroughTokens(content, is_exact)
     try:

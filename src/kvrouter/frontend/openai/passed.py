@@ -3,23 +3,24 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import CallRoute, ClientCall, ClientForm, Sampling
-from kvrouter.frontend.openai.body import CacheSalt, NvExt, ScannedBody, StreamOptions, decode_body
+from kvrouter.core.lax import lax_bool, lax_int
+from kvrouter.core.requests import CallRoute, ClientCall, ClientForm
+from kvrouter.frontend.openai.body import NvExt, ScannedBody
 from kvrouter.frontend.openai.form import Form
-from kvrouter.frontend.openai.parse import READER, Call, NvextReader
+from kvrouter.frontend.openai.parse import READER, NvextReader
 from kvrouter.frontend.openai.passthrough import (
     ROUTERS_FIELDS,
+    LaxFields,
+    Message,
     PassthroughBody,
     PassthroughCall,
+    passed_call_of,
     written_call,
 )
-
-Message = dict[str, object]
 
 
 class Chat(NamedTuple):
@@ -27,23 +28,6 @@ class Chat(NamedTuple):
 
     messages: list[Message]
     tools: list[object]
-
-
-class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a call, whatever its route. The engine judges all else."""
-
-    stream: object = None
-    cache_salt: CacheSalt | None = None
-    nvext: Raw = Raw(b"null")
-    max_tokens: object = None
-    max_output_tokens: object = None
-    instructions: object = None
-    input: object = None
-    system: object = None
-    messages: object = None
-    tools: object = None
-    previous_response_id: object = None
-    prompt: object = None
 
 
 class PassedRoute(NamedTuple):
@@ -55,33 +39,34 @@ class PassedRoute(NamedTuple):
 
     route: CallRoute
     what: str
-    chat_of: Callable[[PassedBody], Chat | None] | None = None
+    chat_of: Callable[[LaxFields], Chat | None] | None = None
     streams: bool = False
     takes_salt: bool = True
     is_anthropic: bool = False
     is_form: bool = False
 
 
-def _of_responses(body: PassedBody) -> Chat | None:
+def _of_responses(fields: LaxFields) -> Chat | None:
     """The prompt of OpenAI's Responses; None where it goes on from what one engine keeps."""
-    if body.previous_response_id is not None or body.prompt is not None:
+    if fields.value("previous_response_id") is not None or fields.value("prompt") is not None:
         return None
     messages: list[Message] = []
-    if isinstance(body.instructions, str):
-        messages.append({"role": "system", "content": body.instructions})
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    instructions, given = fields.value("instructions"), fields.value("input")
+    if isinstance(instructions, str):
+        messages.append({"role": "system", "content": instructions})
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages.extend(_messages(items))
-    return Chat(messages, [*_functions(body.tools, "parameters")]) if messages else None
+    return Chat(messages, [*_functions(fields.value("tools"), "parameters")]) if messages else None
 
 
-def _of_messages(body: PassedBody) -> Chat | None:
+def _of_messages(fields: LaxFields) -> Chat | None:
     """The prompt of Anthropic's Messages."""
     messages: list[Message] = []
-    system = _plain(body.system)
+    system = _plain(fields.value("system"))
     if system:
         messages.append({"role": "system", "content": system})
-    messages.extend(_messages(body.messages))
-    return Chat(messages, [*_functions(body.tools, "input_schema")]) if messages else None
+    messages.extend(_messages(fields.value("messages")))
+    return Chat(messages, [*_functions(fields.value("tools"), "input_schema")]) if messages else None
 
 
 def _messages(items: object) -> Iterator[Message]:
@@ -157,30 +142,31 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
 )
 """Every route that passes, and the only place where one is named."""
 
-_BODY = msgspec.json.Decoder(PassedBody)
-
 
 def parse_passed(
     route: PassedRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
 ) -> PassthroughCall:
     """Return the call for ``model`` in a body; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_BODY, scanned)
-    nvext = reader.read(body.nvext, body.cache_salt)
+    fields = LaxFields(scanned)
+    salt = fields.salt()
+    nvext = reader.read(fields.raw("nvext"), salt)
     _check_hints(route, nvext)
-    if route.streams and body.stream is not None and not isinstance(body.stream, bool):
-        raise InvalidRequest("stream: must be true or false", param="stream")
-    chat = None if route.chat_of is None else route.chat_of(body)
-    stream = route.streams and body.stream is True
-    wanted = body.max_output_tokens if body.max_tokens is None else body.max_tokens
+    chat = None
+    if route.chat_of is not None and not fields.has_unknown_salt(nvext):
+        chat = route.chat_of(fields)
+    stream = route.streams and lax_bool(fields.value("stream")) is True
+    wanted = fields.value("max_tokens")
+    wanted = lax_int(fields.value("max_output_tokens") if wanted is None else wanted)
     max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
-    messages: list[Message] | UnsetType = UNSET if chat is None else chat.messages
     return PassthroughCall(
-        _call(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
-        PassthroughBody(model=model, messages=messages, tools=None if chat is None else chat.tools or None),
+        passed_call_of(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
+        PassthroughBody()
+        if chat is None
+        else PassthroughBody(messages=chat.messages, tools=chat.tools or None),
         None,
         ClientCall(
             route.route,
-            written_call(scanned, salt=body.cache_salt, nvext=nvext).data,
+            written_call(scanned, salt=salt, nvext=nvext).data,
             stream=stream,
             resumable=False,
         ),
@@ -199,13 +185,10 @@ def parse_form(
             )
     nvext = reader.read(Raw(b"null"), None)
     _check_hints(route, nvext)
-    written = form.text("stream", "false").lower()
-    if written not in _TRUE and written not in _FALSE:
-        raise InvalidRequest("stream: must be true or false", param="stream")
-    stream = written in _TRUE
+    stream = lax_bool(form.text("stream", "false")) is True
     return PassthroughCall(
-        _call(model, nvext, stream=stream, max_tokens=None),
-        PassthroughBody(model=model),
+        passed_call_of(model, nvext, stream=stream, max_tokens=None),
+        PassthroughBody(),
         None,
         ClientCall(
             route.route,
@@ -216,10 +199,6 @@ def parse_form(
         ),
     )
 
-
-_TRUE = frozenset({"true", "t", "1", "on", "y", "yes"})
-_FALSE = frozenset({"false", "f", "0", "off", "n", "no", ""})
-"""How a form may write a boolean, as pydantic reads it for engines."""
 
 _NOT_IN_FORMS = frozenset({"nvext", "cache_salt", "vllm_xargs"})
 """What is read, or changed, of bodies in JSON."""
@@ -234,16 +213,3 @@ def _check_hints(route: PassedRoute, nvext: NvExt) -> None:
             f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
             param="cache_salt",
         )
-
-
-def _call(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:
-    return Call(
-        model=model,
-        stream=stream,
-        max_tokens=max_tokens,
-        max_tokens_field="max_tokens",
-        stops=(),
-        nvext=nvext,
-        stream_options=StreamOptions(),
-        unbounded_sampling=Sampling(max_tokens=0),
-    )
