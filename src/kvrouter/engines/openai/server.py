@@ -16,7 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import (
+    EngineFailed,
+    EngineFailedLater,
+    StreamBroken,
+    WorkerFull,
+    WorkerUnreachable,
+)
 
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
@@ -55,14 +61,6 @@ _CONTEXT_WORDS = (
     "maximum allowed length",
     "too long",
 )
-
-
-class EngineFailed(WorkerUnreachable):
-    """The engine answers, and says that it failed this call."""
-
-
-class EngineFailedLater(StreamBroken):
-    """The engine had accepted the call when it said that it failed."""
 
 
 class _Said(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json import Unreadable, converted, decoded
 from kvrouter.core.requests import KvTransferParams, TokenBuffer
 from kvrouter.engines.openai.events import AnswerEvent, Choice, ReadEvent, read_event
-from kvrouter.engines.openai.server import EngineFailed
+from kvrouter.transports.requests.port import EngineFailed
 
 _GOES_ON = frozenset({"length", "not_finished"})
 """The finish reasons of a context-only answer that is to be gone on with."""
