@@ -35,7 +35,7 @@ def lax_json(raw: bytes | memoryview | msgspec.Raw | None) -> object:
         return None
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return UNKNOWN
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+from kvrouter.core.json import Unreadable, bounds_of, parsed
+from kvrouter.core.json_bounds import JsonRefused
 from kvrouter.core.lax import UNKNOWN, Unknown, lax_bool, lax_json
 
 Body = dict[str, msgspec.Raw]
@@ -18,22 +19,6 @@ _decoder = msgspec.json.Decoder(Body)
 _encoder = msgspec.json.Encoder()
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
-_scan = JsonBounds(
-    depth=1024,
-    values=2**31,
-    items=2**31,
-    numbers=2**31,
-    text_bytes=2**31,
-    short_bytes=2**31,
-    key_bytes=2**31,
-    number_bytes=2**31,
-    blanks_in_row=2**31,
-    blanks=2**31,
-    number_fields=(),
-    short_fields=(),
-)
-"""Finds fields; what a body may hold was checked before it came here."""
-
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 _LIST_OF_PROMPTS = re.compile(rb"\[\s*+[\[\"]")
@@ -43,15 +28,15 @@ _LIST_OF_PROMPTS = re.compile(rb"\[\s*+[\[\"]")
 def body_of(data: bytes) -> Body:
     """Return the fields of a call, each as it was written; raise InvalidRequest for no JSON object."""
     try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return parsed(_decoder, data)
+    except Unreadable:
         return _scanned(data)
 
 
 def _scanned(data: bytes) -> Body:
     """The same of a body with half a surrogate pair in it, which no decoder takes and engines judge."""
     try:
-        fields, _ = _scan.scan(data)
+        fields, _ = bounds_of(Body).scan(data)
     except JsonRefused as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from error
     return {name: msgspec.Raw(data[begin:end]) for name, (begin, end, _, _) in fields.items()}
@@ -143,6 +128,6 @@ def _inner(body: Body, name: str) -> Body:
     if raw is None:
         return {}
     try:
-        return _objects.decode(raw) or {}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return parsed(_objects, raw) or {}
+    except Unreadable as error:
         raise InvalidRequest(f"{name}: must be an object", param=name) from error
