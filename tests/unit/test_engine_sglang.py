@@ -21,7 +21,8 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import Unasked
-from kvrouter.engines.openai.server import EngineFailed, EngineServer
+from kvrouter.engines.openai.failures import EngineFailed
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import AnswerReading, SseStream
 from kvrouter.engines.sglang.attach import SglangClient
 from kvrouter.engines.sglang.calls import GenerateReader, call_of

@@ -33,6 +33,7 @@ from kvrouter.transports.requests.port import (
     RequestPlane,
     StreamBroken,
     TokenSink,
+    WorkerDeclined,
     WorkerFull,
 )
 
@@ -98,9 +99,10 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         pick.leg,
         pick.rank.worker_id,
         error.message,
+        answer=error.answer,
         full=isinstance(error, WorkerFull),
         repeated=isinstance(error, LegRepeated),
-        blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow),
+        blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
     )
 
 
