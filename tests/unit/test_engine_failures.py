@@ -20,15 +20,19 @@ from kvrouter.engines.openai.events import Failure
 from kvrouter.engines.openai.failures import (
     SAID_MAX_CHARS,
     Blame,
-    EngineFailed,
-    EngineFailedLater,
     blame_of,
     failure_inside,
     failure_of,
 )
 from kvrouter.routing.request import Pick
 from kvrouter.service.attempt import lost_leg
-from kvrouter.transports.requests.port import WorkerDeclined, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import (
+    EngineFailed,
+    EngineFailedLater,
+    WorkerDeclined,
+    WorkerFull,
+    WorkerUnreachable,
+)
 from tests.support.engine_server import JSON, page
 
 TRTLLM_TOO_LONG = (

@@ -13,7 +13,7 @@ import msgspec
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.engines.openai.events import Failure
-from kvrouter.transports.requests.port import StreamBroken, WorkerDeclined, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, WorkerDeclined, WorkerFull
 
 SAID_MAX_CHARS = 500
 """What an error quotes of an engine's own words is cut here."""
@@ -48,14 +48,6 @@ STATUSES: dict[int, Blame] = {
     505: Blame.CALL,
 }  # fmt: skip
 """What each status blames; see :func:`blame_of` for those that are not named."""
-
-
-class EngineFailed(WorkerUnreachable):
-    """The engine answers, and says that it failed this call."""
-
-
-class EngineFailedLater(StreamBroken):
-    """The engine had accepted the call when it said that it failed."""
 
 
 def blame_of(status: int) -> Blame:

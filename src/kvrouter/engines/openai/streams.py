@@ -22,9 +22,9 @@ from kvrouter.engines.openai.events import (
     read_event,
     without_token_ids,
 )
-from kvrouter.engines.openai.failures import EngineFailed, EngineFailedLater, failure_inside
+from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.server import END_LIMIT_S, failed_by, let_end
-from kvrouter.transports.requests.port import EngineStream, StreamBroken
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
 class RawEvents:

@@ -25,10 +25,10 @@ from kvrouter.engines.openai.bodies import (
     says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.failures import EngineFailed, EngineFailedLater
 from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.streams import AnswerReading
 from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 
 _DRAWN = (
     "temperature",

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import KvTransferParams, TokenBuffer
 from kvrouter.engines.openai.events import AnswerEvent, Choice, ReadEvent, read_event
-from kvrouter.engines.openai.failures import EngineFailed
+from kvrouter.transports.requests.port import EngineFailed
 
 _GOES_ON = frozenset({"length", "not_finished"})
 """The finish reasons of a context-only answer that is to be gone on with."""

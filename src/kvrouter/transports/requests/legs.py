@@ -12,6 +12,7 @@ from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.transports.background import go_on
 from kvrouter.transports.requests.port import (
+    EngineFailed,
     EngineStream,
     LegRepeated,
     RequestServer,
@@ -204,7 +205,7 @@ class LegServer(RunningLegs):
         except KvrouterError as error:
             leg.cancel("its answer was lost")
             is_lost = isinstance(error, WorkerUnreachable) and not isinstance(
-                error, WorkerFull | WorkerDeclined
+                error, WorkerFull | WorkerDeclined | EngineFailed
             )
             if is_lost and leg.inner is not None:
                 error = StreamBroken(error.message, answer=error.answer)

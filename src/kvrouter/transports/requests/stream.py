@@ -25,6 +25,8 @@ from kvrouter.core.errors import (
 )
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks
 from kvrouter.transports.requests.port import (
+    EngineFailed,
+    EngineFailedLater,
     LegRepeated,
     ReaderTooSlow,
     StreamBroken,
@@ -57,6 +59,8 @@ _KINDS: dict[str, type[KvrouterError]] = {
         WorkerDeclined,
         LegRepeated,
         StreamBroken,
+        EngineFailed,
+        EngineFailedLater,
     )
 }
 
