@@ -12,6 +12,7 @@ import msgspec
 
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.engines.openai.events import Failure
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, WorkerDeclined, WorkerFull
 
@@ -116,8 +117,8 @@ _failure = msgspec.json.Decoder(_Failure)
 def said(body: bytes) -> tuple[str, str | None]:
     """Return the message of an error answer, and the field that it is about where the engine names it."""
     try:
-        failure = _failure.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        failure = parsed(_failure, body)
+    except Unreadable:
         return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
     if isinstance(failure.error, _Said):
         return failure.error.message[:SAID_MAX_CHARS], _short(failure.error.param)
