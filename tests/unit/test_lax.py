@@ -101,7 +101,7 @@ def test_nobody_goes_on_with_a_call_that_is_not_all_read(field: dict[str, object
 @pytest.mark.parametrize("salt", [5, ["a"], {}, True])
 def test_nothing_is_known_to_be_cached_for_an_unknown_salt(salt: object) -> None:
     passed = parse_passthrough(CallRoute.CHAT, json.dumps({**CHAT, "cache_salt": salt}).encode())
-    assert (passed.body.messages, passed.prompt, passed.call.cache_namespace) == (None, None, None)
+    assert (passed.chat, passed.prompt, passed.call.cache_namespace) == (None, None, None)
     assert json.loads(passed.client_call.body)["cache_salt"] == salt
     text = json.dumps({"model": "m", "prompt": "a", "cache_salt": salt}).encode()
     assert parse_passthrough(CallRoute.COMPLETION, text).prompt is None

@@ -1,6 +1,6 @@
 """Calls of routes that pass as they are: what of them routing can know, and what no client may say."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import Raw
@@ -15,94 +15,36 @@ from kvrouter.frontend.openai.parse import READER, NvextReader
 from kvrouter.frontend.openai.passthrough import (
     ROUTERS_FIELDS,
     LaxFields,
-    Message,
-    PassthroughBody,
     PassthroughCall,
+    chat_of,
     passed_call_of,
     written_call,
 )
-
-
-class Chat(NamedTuple):
-    """A prompt as OpenAI's chats have it: what an engine makes of a call before it renders its template."""
-
-    messages: list[Message]
-    tools: list[object]
+from kvrouter.text.prompts.fields import PromptFields
 
 
 class PassedRoute(NamedTuple):
-    """How calls of one route are passed. ``chat_of`` returns the prompt, where one can be known: then the
-    worker is picked that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
+    """How calls of one route are passed. Where it ``is_chat`` its prompt is known, and the worker is picked
+    that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
     there, so that a tenant's KV would not be kept apart. Where it ``is_anthropic`` errors have their form.
     Calls of a route that ``is_form`` are forms with a file, and none of JSON.
     """
 
     route: CallRoute
     what: str
-    chat_of: Callable[[LaxFields], Chat | None] | None = None
+    is_chat: bool = False
     streams: bool = False
     takes_salt: bool = True
     is_anthropic: bool = False
     is_form: bool = False
 
 
-def _of_responses(fields: LaxFields) -> Chat | None:
-    """The prompt of OpenAI's Responses; None where it goes on from what one engine keeps."""
-    if fields.value("previous_response_id") is not None or fields.value("prompt") is not None:
-        return None
-    messages: list[Message] = []
-    instructions, given = fields.value("instructions"), fields.value("input")
-    if isinstance(instructions, str):
-        messages.append({"role": "system", "content": instructions})
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    messages.extend(_messages(items))
-    return Chat(messages, [*_functions(fields.value("tools"), "parameters")]) if messages else None
-
-
-def _of_messages(fields: LaxFields) -> Chat | None:
-    """The prompt of Anthropic's Messages."""
-    messages: list[Message] = []
-    system = _plain(fields.value("system"))
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages.extend(_messages(fields.value("messages")))
-    return Chat(messages, [*_functions(fields.value("tools"), "input_schema")]) if messages else None
-
-
-def _messages(items: object) -> Iterator[Message]:
-    """Yield the messages up to the first item that is none: what follows is not known here."""
-    for item in items if isinstance(items, list) else ():
-        if not isinstance(item, dict) or item.get("type", "message") != "message" or "role" not in item:
-            return
-        content = item.get("content")
-        plain = _plain(content)
-        yield {"role": item["role"], "content": content if plain is None else plain}
-
-
-def _plain(content: object) -> str | None:
-    """The text of a content, where it has nothing else."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    found = [text for text in texts if isinstance(text, str)]
-    return "".join(found) if found and len(found) == len(parts) else None
-
-
-def _functions(tools: object, parameters: str) -> Iterator[object]:
-    """Yield tools as chats have them, where they are functions."""
-    for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, dict) and "name" in tool:
-            function = {name: tool[name] for name in ("name", "description") if name in tool}
-            yield {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
-
-
 PASSED_ROUTES: Sequence[PassedRoute] = (
-    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", _of_responses, streams=True),
+    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", is_chat=True, streams=True),
     PassedRoute(
         CallRoute.MESSAGES,
         "Anthropic's Messages",
-        _of_messages,
+        is_chat=True,
         streams=True,
         takes_salt=False,
         is_anthropic=True,
@@ -151,18 +93,12 @@ def parse_passed(
     salt = fields.salt()
     nvext = reader.read(fields.raw("nvext"), salt)
     _check_hints(route, nvext)
-    chat = None
-    if route.chat_of is not None and not fields.has_unknown_salt(nvext):
-        chat = route.chat_of(fields)
     stream = route.streams and lax_bool(fields.value("stream")) is True
     wanted = fields.value("max_tokens")
     wanted = lax_int(fields.value("max_output_tokens") if wanted is None else wanted)
     max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
     return PassthroughCall(
         passed_call_of(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
-        PassthroughBody()
-        if chat is None
-        else PassthroughBody(messages=chat.messages, tools=chat.tools or None),
         None,
         ClientCall(
             route.route,
@@ -170,7 +106,16 @@ def parse_passed(
             stream=stream,
             resumable=False,
         ),
+        _chat_of(route, fields, nvext),
     )
+
+
+def _chat_of(route: PassedRoute, fields: LaxFields, nvext: NvExt) -> PromptFields | None:
+    """What the prompt is made from; None where it goes on from what one engine keeps."""
+    goes_on = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
+    if not route.is_chat or goes_on or fields.has_unknown_salt(nvext):
+        return None
+    return chat_of(fields, route.route)
 
 
 def parse_form(
@@ -188,7 +133,6 @@ def parse_form(
     stream = lax_bool(form.text("stream", "false")) is True
     return PassthroughCall(
         passed_call_of(model, nvext, stream=stream, max_tokens=None),
-        PassthroughBody(),
         None,
         ClientCall(
             route.route,

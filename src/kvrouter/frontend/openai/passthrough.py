@@ -27,21 +27,7 @@ from kvrouter.frontend.openai.body import (
 )
 from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call, NvextReader
 from kvrouter.text.model import stops_fit
-
-Message = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassthroughBody:
-    """What routing knows of the prompt of a call. ``messages`` None: there are none, or they cannot be read.
-    The prompt is not all known where it ``is_partial``.
-    """
-
-    messages: list[Message] | None = None
-    tools: list[object] | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    adds_generation_prompt: bool = True
-    is_partial: bool = False
+from kvrouter.text.prompts.fields import PromptFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +35,13 @@ class PassthroughCall:
     """A call and its bytes. ``call`` holds the routing hints; its sampling is the engine's business."""
 
     call: Call
-    body: PassthroughBody
     prompt: Prompt | None
     """The first prompt, None where there is no text and no token id."""
     client_call: ClientCall
+    chat: PromptFields | None = None
+    """What a chat's prompt is made from; None where it is no chat, or nobody knows how it goes on."""
+    is_partial: bool = False
+    """Whether a field changes the prompt in a way that is not known here."""
 
 
 _PLAIN = frozenset(
@@ -166,8 +155,11 @@ def parse_passthrough(
         wanted = COMPLETION_TOKENS_DEFAULT
     stops = () if stops is UNKNOWN else stops
     is_placed_by_load = fields.has_unknown_salt(nvext)
-    body = PassthroughBody(is_partial=True) if is_placed_by_load else _prompt_of(route, fields)
-    has_prompt = route is CallRoute.COMPLETION and not is_placed_by_load
+    is_chat = route is CallRoute.CHAT
+    special = lax_bool(fields.value("add_special_tokens"))
+    changes = special not in (None, not is_chat) or any(
+        fields.value(name) is not None for name in ("chat_template", "documents")
+    )
     return PassthroughCall(
         Call(
             model=model,
@@ -179,14 +171,15 @@ def parse_passthrough(
             stream_options=StreamOptions() if options is UNKNOWN else options,
             unbounded_sampling=Sampling(max_tokens=0),
         ),
-        body,
-        _first_prompt(scanned) if has_prompt else None,
+        None if is_chat or is_placed_by_load else _first_prompt(scanned),
         ClientCall(
             route,
             written.data,
             stream=stream is True,
             resumable=is_read and _is_resumable(written.fields) and stops_fit(stops) and wanted != 0,
         ),
+        chat_of(fields, route) if is_chat and not is_placed_by_load else None,
+        is_partial=changes,
     )
 
 
@@ -196,7 +189,6 @@ def parse_unread(
     """Return a call whose body is no JSON object: its engine says so, and gets it byte for byte."""
     return PassthroughCall(
         passed_call_of(model, reader.read(_NULL, None), stream=False, max_tokens=1),
-        PassthroughBody(is_partial=True),
         None,
         ClientCall(
             route, data, stream=False, resumable=False, form=ClientForm("application/json", model_at=None)
@@ -275,37 +267,10 @@ class LaxFields:
         return StreamOptions(include_usage=bool(usage), continuous_usage_stats=bool(each))
 
 
-def _prompt_of(route: CallRoute, fields: LaxFields) -> PassthroughBody:
-    if route is CallRoute.COMPLETION:
-        special = lax_bool(fields.value("add_special_tokens"))
-        return PassthroughBody(is_partial=special is False or special is UNKNOWN)
-    messages = messages_of(fields.value("messages"))
-    tools, kwargs = fields.value("tools"), fields.value("chat_template_kwargs")
-    adds_prompt = lax_bool(fields.value("add_generation_prompt"))
-    special, continues = (
-        lax_bool(fields.value(name)) for name in ("add_special_tokens", "continue_final_message")
-    )
-    is_known = (
-        (tools is None or isinstance(tools, list))
-        and (kwargs is None or isinstance(kwargs, dict))
-        and UNKNOWN not in (adds_prompt, special, continues)
-        and fields.value("chat_template") is None
-        and fields.value("documents") is None
-    )
-    return PassthroughBody(
-        messages=messages,
-        tools=tools if isinstance(tools, list) else None,
-        chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None,
-        adds_generation_prompt=adds_prompt is not False,
-        is_partial=not is_known or bool(continues) or bool(special),
-    )
-
-
-def messages_of(value: object) -> list[Message] | None:
-    """Return the messages of a chat, None for a value that is none."""
-    messages = value if isinstance(value, list) else []
-    found = [message for message in messages if isinstance(message, dict)]
-    return found if found and len(found) == len(messages) else None
+def chat_of(fields: LaxFields, route: CallRoute) -> PromptFields | None:
+    """Return what a chat's prompt is made from; None where a part of it cannot be read."""
+    values = {name: fields.value(name) for name in PromptFields.__struct_fields__ if name != "route"}
+    return None if UNKNOWN in values.values() else PromptFields(route=route, **values)
 
 
 class WrittenCall(NamedTuple):
