@@ -183,7 +183,7 @@ WHERE = {
     "JSON of an engine": "core.json.",
     "requests that wait for a decode": "placement.waiting_line",
     "a field's name": "frontend.openai.body",
-    "messages of a chat": "text.chat text.model frontend.openai.parse frontend.openai.parse",
+    "messages of a chat": "text.chat text.prompts.fields text.model frontend.openai.parse frontend.openai.parse",
     "rendering a chat template": "text.chat text.template_budget",
     "descriptors that the process": "processes.lifetime.FILES",
     "refused connections": "processes.lifetime.REFUSED",

@@ -333,10 +333,9 @@ class GenerateRoutes:
             called = self._preparer.only_model()
         except KvrouterError:
             raise error from None
-        exchange.model = called.name
         if not called.router.fleet.takes_calls or not is_surely_unreadable(data):
             raise error
-        kind = exchange.kind
+        exchange.model, kind = called.name, exchange.kind
         route = kind.route if isinstance(kind, PassedRoute) else _ROUTES[kind]
         text = self._preparer.text(called.name)
         passed = parse_unread(route, called.name, data, reader)
