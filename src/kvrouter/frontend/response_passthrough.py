@@ -20,8 +20,10 @@ from kvrouter.frontend.openai.passed import PassedRoute
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
-from kvrouter.text.chat import media_named
+from kvrouter.text.chat import media_named, text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
+from kvrouter.text.template_budget import TemplateOverBounds
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, utf8_bytes
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
@@ -40,7 +42,9 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
     await exchange.send(generation, body)
 
 
-async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel) -> None:
+async def pass_stream(
+    exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel | None
+) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
     stream = await exchange.begin_stream(generation)
@@ -75,7 +79,7 @@ class _PassthroughStream:
     """One stream, and what is kept of it in case that somebody else must go on."""
 
     def __init__(
-        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel, stream: Stream
+        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: Stream
     ) -> None:
         self._kind = kind
         self._call = call
@@ -104,7 +108,7 @@ class _PassthroughStream:
         return True
 
     def _go_on(self, chunk: EngineChunk) -> "_Rest":
-        if not self._first_raw:
+        if not self._first_raw or self._text is None:
             raise _not_their_own()
         generated = self._generation.generated
         before = generated[: len(generated) - len(chunk.token_ids)]
@@ -206,17 +210,21 @@ LONG_BODY_BYTES = 256 * 1024
 
 class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
-    for what is no text, and nobody here knows what an engine makes of it.
+    for what is no text, and nobody here knows what an engine makes of it. Without any tokens
+    ``estimate`` is how many there may be, 0 where nothing is known.
     """
 
     token_ids: TokenBuffer
     is_exact: bool
     has_media: bool = False
+    estimate: int = 0
 
 
-async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
-    """Return what routing may know of the prompt."""
+async def passthrough_tokens(passed: PassthroughCall, text: TextModel | None) -> PassthroughTokens:
+    """Return what routing may know of the prompt; without a ``text`` only a prompt in token ids is known."""
     body = passed.body
+    if text is None:
+        return _estimated(passed)
     if not isinstance(body.messages, list):
         return await _prompt_tokens(passed, text)
     messages: Sequence[Mapping[str, object]] = body.messages
@@ -239,11 +247,31 @@ async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> Passth
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
         )
-    except InvalidRequest:
+    except (InvalidRequest, TemplateOverBounds):
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
     return PassthroughTokens(token_ids, is_exact, has_media)
+
+
+def _estimated(passed: PassthroughCall) -> PassthroughTokens:
+    """A prompt that is counted by its text, and not read."""
+    prompt: str | Sequence[Mapping[str, object]] = ""
+    if isinstance(passed.body.messages, list):
+        prompt = passed.body.messages
+    elif passed.prompt is not None:
+        if not isinstance(passed.prompt.content, str):
+            return PassthroughTokens(passed.prompt.content, is_exact=False)
+        prompt = passed.prompt.content
+    return PassthroughTokens(array("I"), is_exact=False, estimate=estimated_tokens(prompt, passed.body.tools))
+
+
+def estimated_tokens(
+    prompt: str | Sequence[Mapping[str, object]], tools: Sequence[object] | None = None
+) -> int:
+    """Return how many tokens a text, or the messages of a chat, may have, by their bytes."""
+    texts = (prompt,) if isinstance(prompt, str) else _texts(prompt)
+    return -(-(sum(map(utf8_bytes, texts)) + text_chars(tools or ())) // TOKEN_TEXT_BYTES)
 
 
 async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
