@@ -313,7 +313,9 @@ class RequestPreparer:
         check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            token_ids, is_exact, has_media, estimate = await passthrough_tokens(passed, text)
+            token_ids, is_exact, has_media, estimate = await passthrough_tokens(
+                passed, text, router.fleet.engine_kind
+            )
         if text is not None:
             self._observed.tokenized(time.perf_counter() - began_s, model)
         context_tokens = router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN

@@ -19,8 +19,8 @@ from kvrouter.engines.openai.events import (
     read_event,
     without_token_ids,
 )
-from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater, failed_by, failure_inside, let_end
-from kvrouter.transports.requests.port import EngineStream, StreamBroken
+from kvrouter.engines.openai.server import failed_by, failure_inside, let_end
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
 class RawEvents:
