@@ -233,6 +233,7 @@ WHERE = {
     "links that routers learn": "core.sync placement.transfers commands.learned_file ledger.link_exchange",
     "replica sync: deltas": "ledger core.sync transports.sync",
     "answers of an engine": "engines.openai",
+    "an error answer of an engine": "core.engine_answer",
     "how long an engine": "engines",
     "KV events of an engine": "engines.kv_events engines.trtllm",
     "an answer that `kvrouter`": "cli",
