@@ -149,7 +149,7 @@ async def test_what_an_engine_refuses_is_passed_on() -> None:
         for status in (400, 404):
             engine.answers.append(Answer((json.dumps(wrong).encode(),), status=status, content_type=JSON))
             response = await here.http.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+            assert (response.status_code, response.json()) == (status, wrong)
 
 
 async def test_a_call_without_a_model_is_for_the_only_one() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
+from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
     RUNNING,
     TIMES,
@@ -21,7 +22,7 @@ from kvrouter.engines.openai.request_times import (
     read_running,
     times_between,
 )
-from kvrouter.engines.openai.server import EngineServer, failed_by, failure_inside, let_end
+from kvrouter.engines.openai.server import EngineServer, failed_by, let_end
 from kvrouter.engines.openai.streams import DONE, EventCutter
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
@@ -298,5 +299,5 @@ def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEv
         elif data:
             event = read_event(data)
             if event.error is not None:
-                raise failure_inside(event.error.code, event.error.message, event.error.param)
+                raise failure_inside(event.error)
             yield data, event

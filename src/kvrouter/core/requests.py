@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 
 if TYPE_CHECKING:
@@ -227,7 +228,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
     ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
     decode leg that failed for want of its prefill worker's KV, and for nothing else. ``kv_bytes`` comes once,
-    from an engine that reports it: how many bytes of KV it fetched for this leg.
+    from an engine that reports it: how many bytes of KV it fetched for this leg. ``failure`` comes with
+    ``kv_lost`` where the engine answered with an error.
 
     ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
     ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
@@ -248,6 +250,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     kv_bytes: int | None = None
+    failure: EngineAnswer | None = None
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
@@ -265,6 +268,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         kv_transfer_params=last.kv_transfer_params,
         error=last.error,
         kv_lost=last.kv_lost,
+        failure=last.failure,
         raw=b"".join(chunk.raw for chunk in chunks),
         text_chars=sum(chars) if len(chars) == len(chunks) else None,
         prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),

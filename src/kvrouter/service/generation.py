@@ -24,7 +24,6 @@ from kvrouter.transports.requests.port import (
     RequestPlane,
     StreamBroken,
     TokenSink,
-    WorkerFull,
     WorkerUnreachable,
 )
 
@@ -145,20 +144,21 @@ class Generation:
             try:
                 chunk = await self._read(attempt.decode)
             except (StreamBroken, WorkerUnreachable) as error:
-                await run.lose(attempt, error.message, full=isinstance(error, WorkerFull))
+                await run.lose(attempt, error)
                 continue
             except InvalidRequest as error:
                 run.handle(LegRefused(error))
                 continue
             except StopAsyncIteration:
-                await run.lose(attempt, "the stream ended without a last chunk")
+                await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
                 continue
             if chunk.kv_lost is not None:
-                await run.lose_kv(attempt, chunk.kv_lost, chunk.error or "it did not say why")
+                why = chunk.error or "it did not say why"
+                await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
                 continue
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
                 await run.prefill_worker_leaves(attempt)
-                await run.lose(attempt, chunk.error or "the engine cancelled the request")
+                await run.lose(attempt, StreamBroken(chunk.error or "the engine cancelled the request"))
                 continue
             if chunk.finish is not None and not await run.heard_prefill(attempt):
                 continue

@@ -9,19 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from weakref import WeakSet
 
 import aiohttp
-import msgspec
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
-from kvrouter.core.json import OFF_LOOP_BYTES, Unreadable, parsed
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
+from kvrouter.engines.openai.failures import read_error, read_failure, said
 from kvrouter.engines.openai.metrics import MetricLines
-from kvrouter.transports.requests.port import (
-    EngineFailed,
-    EngineFailedLater,
-    StreamBroken,
-    WorkerFull,
-    WorkerUnreachable,
-)
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
@@ -45,47 +37,8 @@ ANSWER_MAX_BYTES = 64 * 1024 * 1024
 PAGE_MAX_BYTES = 4 * 1024 * 1024
 """The longest answer to a small question, such as for the engine's models."""
 
-ERROR_MAX_BYTES = 64 * 1024
-"""What is read of an error's words."""
-
 METRICS_PIECE_BYTES = 64 * 1024
 """So much of a metrics page is looked through before others have a turn: 4 ms at most."""
-
-SAID_MAX_CHARS = 500
-"""What an error quotes of an engine's own words is cut here."""
-
-_FULL = frozenset({429, 503})
-"""The statuses with which an engine says that it takes no more for now."""
-
-_AT_FAULT = frozenset({400, 404, 413, 422, 431})
-"""The statuses that blame the call."""
-
-_CONTEXT_WORDS = (
-    "maximum context length",
-    "max_model_len",
-    "max_seq_len",
-    "should not exceed max_num_tokens",
-    "context length",
-    "maximum allowed length",
-    "too long",
-)
-
-
-class _Said(msgspec.Struct, frozen=True):
-    """What engines say of a mistake: OpenAI's form, or the older flat one."""
-
-    message: str = ""
-    param: str | None = None
-
-
-class _Failure(msgspec.Struct, frozen=True):
-    error: _Said | str | None = None
-    message: str = ""
-    detail: object = None
-    param: str | None = None
-
-
-_failure = msgspec.json.Decoder(_Failure)
 
 
 class EngineServer:
@@ -160,7 +113,7 @@ class EngineServer:
                     return None
                 if answer.status == 200:
                     return await read(answer)
-                message = said(await _beginning(answer))[0]
+                message = said(await read_error(answer))[0]
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
                 raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
@@ -174,20 +127,21 @@ class EngineServer:
     ) -> aiohttp.ClientResponse:
         """Send a call; return its answer, whose body is not read yet, once the engine accepted it.
 
-        Raises WorkerUnreachable when the engine cannot be reached or fails, WorkerFull when it takes no more,
-        InvalidRequest or ContextLengthExceeded when the call is at fault.
+        Raises WorkerUnreachable when the engine cannot be reached, and what :func:`read_failure` makes of any
+        other answer than 200.
         """
         try:
             answer = await self._opened().post(
                 f"{self.url}{path}",
                 data=body,
                 headers={"content-type": "application/json", **(headers or {})},
+                allow_redirects=False,
             )
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
             async with answer:
-                raise failure_of(answer.status, await _read_whole(answer, ANSWER_MAX_BYTES))
+                raise await read_failure(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
 
@@ -223,53 +177,8 @@ def failed_by(error: Exception) -> str:
     return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
-def failure_of(status: int, body: bytes) -> KvrouterError:
-    """Return what an engine's error answer means: the call's fault, a full engine, or a failed one."""
-    message, param = said(body)
-    if status in _FULL:
-        return WorkerFull(f"the engine answered {status}: {message}")
-    if status in _AT_FAULT:
-        return _refused(status, message, param)
-    return EngineFailed(f"the engine answered {status}: {message}")
-
-
-def failure_inside(code: int | str | None, message: str, param: str | None) -> KvrouterError:
-    """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
-    if isinstance(code, int) and code in _AT_FAULT:
-        return _refused(code, message, param)
-    return EngineFailedLater(f"the engine failed: {message}")
-
-
-def said(body: bytes) -> tuple[str, str | None]:
-    """Return the message of an error answer, and the field that it is about where the engine names it."""
-    try:
-        failure = parsed(_failure, body[: OFF_LOOP_BYTES + 1])
-    except Unreadable:
-        return body[:ERROR_MAX_BYTES].decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
-    if isinstance(failure.error, _Said):
-        return failure.error.message[:SAID_MAX_CHARS], failure.error.param
-    message = failure.message or failure.error or ("" if failure.detail is None else str(failure.detail))
-    return message[:SAID_MAX_CHARS], failure.param
-
-
-def _refused(status: int, message: str, param: str | None) -> InvalidRequest:
-    if any(words in message for words in _CONTEXT_WORDS):
-        return ContextLengthExceeded(message, param=param)
-    return InvalidRequest(message or f"the engine answered {status}", param=param)
-
-
 async def _page(answer: aiohttp.ClientResponse) -> bytes:
     return await _read_whole(answer, PAGE_MAX_BYTES)
-
-
-async def _beginning(answer: aiohttp.ClientResponse) -> bytes:
-    """Read what an error says, and no more of it than :data:`ERROR_MAX_BYTES`."""
-    body = bytearray()
-    async for piece in answer.content.iter_chunked(ERROR_MAX_BYTES):
-        body += piece
-        if len(body) >= ERROR_MAX_BYTES:
-            break
-    return bytes(body[:ERROR_MAX_BYTES])
 
 
 async def _read_whole(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
