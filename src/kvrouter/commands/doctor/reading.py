@@ -8,7 +8,7 @@ import msgspec
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.engines.openai.server import Samples
+from kvrouter.engines.openai.metrics import Samples
 
 COUNTERS = (
     "kvrouter_requests_total",
