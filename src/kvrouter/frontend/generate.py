@@ -97,7 +97,7 @@ async def answer_query(
 ) -> None:
     """Answer a call that only asked where it would go: no text, and an ``nvext`` with workers and tokens."""
     nvext = {"worker_id": query_workers(decision), "token_ids": list(request.token_ids)}
-    answer, usage = exchange.answer_of(call), Usage(len(request.token_ids), 0)
+    answer, usage = exchange.answer_of(call), Usage(request.isl_tokens, 0)
     if call.stream:
         body = answer.first_event() + answer.last_event(FinishReason.STOP, nvext=nvext)
         if call.stream_options.include_usage:
@@ -267,7 +267,7 @@ class GenerateRoutes:
             running = self._service.generate(generate, received_s=received_s, origin=origin, spans=spans)
         exchange.generation = running
         async with running as generation:
-            if matcher is None:
+            if matcher is None or text is None:
                 if call.stream and isinstance(exchange.kind, PassedRoute):
                     await pass_events(exchange, generation)
                 elif call.stream:
@@ -312,7 +312,7 @@ class GenerateRoutes:
         called = self._preparer.called_model(body)
         exchange.model = called.name
         if called.router.fleet.takes_calls:
-            text = self._preparer.text(called.name)
+            text = self._preparer.passthrough_text(called.name)
             parse = partial(parse_passthrough, _ROUTES[kind], called.name, reader=reader)
             passed = await self._bodies.parse(body, parse)
             generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
@@ -337,7 +337,7 @@ class GenerateRoutes:
             raise error
         exchange.model, kind = called.name, exchange.kind
         route = kind.route if isinstance(kind, PassedRoute) else _ROUTES[kind]
-        text = self._preparer.text(called.name)
+        text = self._preparer.passthrough_text(called.name)
         passed = parse_unread(route, called.name, data, reader)
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
         return _Prepared(passed.call, replace(generate, whole=True), text)
@@ -349,7 +349,7 @@ class GenerateRoutes:
         called = self._preparer.called_model(body)
         exchange.model = called.name
         _check_takes_calls(route, called)
-        text = self._preparer.text(called.name)
+        text = self._preparer.passthrough_text(called.name)
         passed = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
         return _Prepared(passed.call, replace(generate, whole=True), text)
@@ -362,7 +362,7 @@ class GenerateRoutes:
         called = self._preparer.called_model_of(form)
         exchange.model = called.name
         _check_takes_calls(route, called)
-        text = self._preparer.text(called.name)
+        text = self._preparer.passthrough_text(called.name)
         passed = parse_form(route, called.name, form, reader)
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
         return _Prepared(passed.call, replace(generate, whole=True), text)
@@ -382,7 +382,7 @@ class _Prepared(NamedTuple):
 
     call: Call
     generate: GenerateRequest
-    text: TextModel
+    text: TextModel | None
     matcher: StopMatcher | None = None
 
 
