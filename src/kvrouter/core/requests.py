@@ -281,6 +281,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
+    ``client`` distinguishes who asks from others; 0: not known.
     """
 
     request_id: RequestId
@@ -299,3 +300,4 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     whole: bool = False
     trace: TraceContext = NO_TRACE
+    client: int = 0
