@@ -19,8 +19,9 @@ from kvrouter.engines.openai.request_times import (
     read_running,
     times_between,
 )
-from kvrouter.engines.openai.server import EngineServer, failed_by, failure_inside, let_end
+from kvrouter.engines.openai.server import EngineServer, failure_inside, let_end
 from kvrouter.engines.openai.streams import DONE, EventCutter
+from kvrouter.http_client import connection_failure
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
 from kvrouter.text.model import mock_words
@@ -281,7 +282,7 @@ async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stre
         answer.close()
         raise
     except (aiohttp.ClientError, OSError) as error:
-        raise MeasurementFailed(f"the answer broke off: {failed_by(error)}") from error
+        raise MeasurementFailed(f"the answer broke off: {connection_failure(error)}") from error
     except BaseException:
         answer.close()  # the engine stops to work for a client that has left
         raise

@@ -4,7 +4,6 @@ Clients may read what an error of a call says, so it omits the engine's address;
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
+from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import (
     EngineFailed,
     EngineFailedLater,
@@ -47,6 +47,9 @@ SAID_MAX_CHARS = 500
 
 _FULL = frozenset({429, 503})
 """The statuses with which an engine says that it takes no more for now."""
+
+_REDIRECTS = range(300, 400)
+_REDIRECTED = "it redirects, and no redirect is followed: give the URL at which the engine itself answers"
 
 _AT_FAULT = frozenset({400, 404, 413, 422, 431})
 """The statuses that blame the call."""
@@ -94,17 +97,16 @@ class EngineServer:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
-        self._session: aiohttp.ClientSession | None = None
+        self._session: HttpClient | None = None
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
-        self._session = aiohttp.ClientSession(
+        self._session = HttpClient(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, keepalive_timeout=KEEP_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
+            limits=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
             read_bufsize=READ_BYTES,
-            auto_decompress=True,
         )
 
     async def close(self) -> None:
@@ -122,10 +124,12 @@ class EngineServer:
         """
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
-            async with self._opened().get(f"{self.url}{path}", timeout=limit) as answer:
+            async with await self._opened().request("GET", f"{self.url}{path}", limits=limit) as answer:
                 if answer.status in (404, 405):
                     return None
                 body = await _read_whole(answer)
+                if answer.status in _REDIRECTS:
+                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {_REDIRECTED}")
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
                 if answer.status != 200:
@@ -134,7 +138,7 @@ class EngineServer:
         except StreamBroken as error:
             raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {failed_by(error)}") from error
+            raise WorkerUnreachable(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
@@ -145,7 +149,8 @@ class EngineServer:
         InvalidRequest or ContextLengthExceeded when the call is at fault.
         """
         try:
-            answer = await self._opened().post(
+            answer = await self._opened().request(
+                "POST",
                 f"{self.url}{path}",
                 data=body,
                 headers={"content-type": "application/json", **(headers or {})},
@@ -156,7 +161,7 @@ class EngineServer:
             async with answer:
                 raise failure_of(answer.status, await _read_whole(answer))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
+            raise WorkerUnreachable(f"the engine is not reached: {connection_failure(error)}") from error
 
     async def ask(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         """Send a call; return its whole answer. Raises as :meth:`post` does, StreamBroken once it was
@@ -167,9 +172,9 @@ class EngineServer:
             async with answer:
                 return await _read_whole(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
+            raise StreamBroken(f"the engine's answer broke off: {connection_failure(error)}") from error
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _opened(self) -> HttpClient:
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         return self._session
@@ -183,15 +188,10 @@ def let_end(answer: aiohttp.ClientResponse) -> None:
     answer.content.on_eof(late.cancel)
 
 
-def failed_by(error: Exception) -> str:
-    """Return what failed on the way, without the address: an error's own words have it."""
-    name = type(error).__name__
-    number = error.errno if isinstance(error, OSError) else None
-    return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
-
-
 def failure_of(status: int, body: bytes) -> KvrouterError:
     """Return what an engine's error answer means: the call's fault, a full engine, or a failed one."""
+    if status in _REDIRECTS:
+        return EngineFailed(f"the engine answered {status}: {_REDIRECTED}")
     message, param = said(body)
     if status in _FULL:
         return WorkerFull(f"the engine answered {status}: {message}")

@@ -19,7 +19,8 @@ from kvrouter.engines.openai.events import (
     read_event,
     without_token_ids,
 )
-from kvrouter.engines.openai.server import failed_by, failure_inside, let_end
+from kvrouter.engines.openai.server import failure_inside, let_end
+from kvrouter.http_client import connection_failure
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
@@ -178,7 +179,7 @@ class SseStream:
             except ProtocolError as error:
                 broken = StreamBroken(error.message)
             except (aiohttp.ClientError, OSError) as error:
-                broken = StreamBroken(f"the engine's answer broke off: {failed_by(error)}")
+                broken = StreamBroken(f"the engine's answer broke off: {connection_failure(error)}")
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
