@@ -1,13 +1,11 @@
 """What an engine's HTTP answers mean: the call's fault, a full engine, one that failed or is not there."""
 
-import json
-
 import pytest
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.errors import ContextLengthExceeded, KvrouterError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai import server as server_module
-from kvrouter.engines.openai.server import SAID_MAX_CHARS, EngineServer, failure_of
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 
@@ -34,49 +32,6 @@ class Asked:
     async def __aexit__(self, *_exc: object) -> None:
         await self.server.close()
         await self.engine.stop()
-
-
-TRTLLM_TOO_LONG = (
-    b'{"object":"error","message":"The sum of prompt length (9351.0), query length (0) should not exceed '
-    b'max_num_tokens (8192)","type":"BadRequestError","param":null,"code":400}'
-)
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "kind", "says", "param"),
-    [
-        (400, page("vllm-0.32.0-error-context.json"), ContextLengthExceeded, "max_model_len=", "max_tokens"),
-        (404, page("vllm-0.32.0-error-model.json"), InvalidRequest, "`nope` does not exist", "model"),
-        (400, page("vllm-0.32.0-error-field.json"), InvalidRequest, "valid integer", "body.max_tokens"),
-        (400, page("sglang-0.5.23-error-context.json"), ContextLengthExceeded, "of 4096 tokens", None),
-        (400, page("trtllm-1.3.0-error-context.json"), ContextLengthExceeded, "max_seq_len", None),
-        (400, TRTLLM_TOO_LONG, ContextLengthExceeded, "prompt length", None),
-        (422, b'{"detail":[{"loc":["body","n"],"msg":"bad"}]}', InvalidRequest, "'msg': 'bad'", None),
-        (413, b"", InvalidRequest, "the engine answered 413", None),
-        (404, b'{"detail":"Not Found"}', InvalidRequest, "Not Found", None),
-        (400, b"no JSON", InvalidRequest, "no JSON", None),
-        (400, b'{"error":{"message":5}}', InvalidRequest, '{"error"', None),
-        (429, b'{"error":{"message":"queue"}}', WorkerFull, "answered 429: queue", None),
-        (503, b"", WorkerFull, "answered 503", None),
-        (401, b'{"error":"Unauthorized"}', WorkerUnreachable, "answered 401", None),
-        (500, b'{"error":{"message":"EngineCore died"}}', WorkerUnreachable, "EngineCore died", None),
-        (502, b"<html>", WorkerUnreachable, "answered 502", None),
-    ],
-)  # fmt: skip
-def test_every_status_has_a_meaning(
-    status: int, body: bytes, kind: type[KvrouterError], says: str, param: str | None
-) -> None:
-    failure = failure_of(status, body)
-    assert isinstance(failure, kind)
-    assert isinstance(failure, WorkerFull) is (kind is WorkerFull)
-    assert isinstance(failure, ContextLengthExceeded) is (kind is ContextLengthExceeded)
-    assert says in failure.message
-    assert failure.param == param
-
-
-def test_an_engine_that_talks_on_is_cut_short() -> None:
-    failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode())
-    assert len(failure.message) == SAID_MAX_CHARS
 
 
 async def test_a_question_is_answered_and_a_path_that_is_not_there_is_none() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
+from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
     OwnTimes,
     RequestTimes,
@@ -19,7 +20,7 @@ from kvrouter.engines.openai.request_times import (
     read_running,
     times_between,
 )
-from kvrouter.engines.openai.server import EngineServer, failure_inside, let_end
+from kvrouter.engines.openai.server import EngineServer, let_end
 from kvrouter.engines.openai.streams import DONE, EventCutter
 from kvrouter.http_client import connection_failure
 from kvrouter.sim.client_run import ClientRequest
@@ -297,5 +298,5 @@ def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEv
         elif data:
             event = read_event(data)
             if event.error is not None:
-                raise failure_inside(event.error.code, event.error.message, event.error.param)
+                raise failure_inside(event.error)
             yield data, event

@@ -118,6 +118,8 @@ class Model(msgspec.Struct, frozen=True):
     active_decode_blocks_threshold: float | None
     active_prefill_tokens_threshold: int | None
     cache_view: str | None = None
+    routing_reason: str | None = None
+    """Why its calls are routed by load alone; None where they are not."""
     prefill_near: PrefillNear | None = None
 
     @property

@@ -5,6 +5,7 @@ Of an answer only its end is read, where it is streamed, and its count of tokens
 
 import msgspec
 
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import ClientCall, ClientForm
 from kvrouter.engines.openai.bodies import Body, bytes_of
 from kvrouter.engines.openai.engine import EngineCall
@@ -74,6 +75,7 @@ class _Answer(msgspec.Struct, frozen=True):
     response: _Inner | None = None
     message: _Inner | None = None
     meta_info: _Meta | None = None
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -123,6 +125,7 @@ def _read_event(data: bytes) -> AnswerEvent:
     said = _said(data)
     is_last = (
         said.type in _ENDS
+        or not isinstance(said.error, msgspec.UnsetType)
         or any(piece.finish_reason for piece in said.choices)
         or (said.meta_info is not None and said.meta_info.finish_reason is not None)
     )
@@ -136,8 +139,8 @@ def _read_whole(data: bytes) -> AnswerEvent:
 def _said(data: bytes) -> _Answer:
     """What can be read of an answer; nothing is wrong with one that has other names, or another form."""
     try:
-        return _answer.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return parsed(_answer, data)
+    except Unreadable:
         return _Answer()
 
 

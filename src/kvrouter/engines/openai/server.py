@@ -9,19 +9,13 @@ from dataclasses import dataclass
 from weakref import WeakSet
 
 import aiohttp
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
+from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, read_failure, said
 from kvrouter.http_client import HttpClient, connection_failure
-from kvrouter.transports.requests.port import (
-    EngineFailed,
-    EngineFailedLater,
-    StreamBroken,
-    WorkerFull,
-    WorkerUnreachable,
-)
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
@@ -41,45 +35,6 @@ READ_BYTES = 256 * 1024
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
 """The longest answer to a question, or to a call that is not streamed."""
-
-SAID_MAX_CHARS = 500
-"""What an error quotes of an engine's own words is cut here."""
-
-_FULL = frozenset({429, 503})
-"""The statuses with which an engine says that it takes no more for now."""
-
-_REDIRECTS = range(300, 400)
-_REDIRECTED = "it redirects, and no redirect is followed: give the URL at which the engine itself answers"
-
-_AT_FAULT = frozenset({400, 404, 413, 422, 431})
-"""The statuses that blame the call."""
-
-_CONTEXT_WORDS = (
-    "maximum context length",
-    "max_model_len",
-    "max_seq_len",
-    "should not exceed max_num_tokens",
-    "context length",
-    "maximum allowed length",
-    "too long",
-)
-
-
-class _Said(msgspec.Struct, frozen=True):
-    """What engines say of a mistake: OpenAI's form, or the older flat one."""
-
-    message: str = ""
-    param: str | None = None
-
-
-class _Failure(msgspec.Struct, frozen=True):
-    error: _Said | str | None = None
-    message: str = ""
-    detail: object = None
-    param: str | None = None
-
-
-_failure = msgspec.json.Decoder(_Failure)
 
 
 class EngineServer:
@@ -128,8 +83,8 @@ class EngineServer:
                 if answer.status in (404, 405):
                     return None
                 body = await _read_whole(answer)
-                if answer.status in _REDIRECTS:
-                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {_REDIRECTED}")
+                if answer.status in REDIRECTS:
+                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {REDIRECTED}")
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
                 if answer.status != 200:
@@ -145,8 +100,8 @@ class EngineServer:
     ) -> aiohttp.ClientResponse:
         """Send a call; return its answer, whose body is not read yet, once the engine accepted it.
 
-        Raises WorkerUnreachable when the engine cannot be reached or fails, WorkerFull when it takes no more,
-        InvalidRequest or ContextLengthExceeded when the call is at fault.
+        Raises WorkerUnreachable when the engine cannot be reached, and what :func:`read_failure` makes of any
+        other answer than 200.
         """
         try:
             answer = await self._opened().request(
@@ -159,7 +114,7 @@ class EngineServer:
             if answer.status == 200:
                 return answer
             async with answer:
-                raise failure_of(answer.status, await _read_whole(answer))
+                raise await read_failure(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WorkerUnreachable(f"the engine is not reached: {connection_failure(error)}") from error
 
@@ -186,43 +141,6 @@ def let_end(answer: aiohttp.ClientResponse) -> None:
     """
     late = asyncio.get_running_loop().call_later(END_LIMIT_S, answer.close)
     answer.content.on_eof(late.cancel)
-
-
-def failure_of(status: int, body: bytes) -> KvrouterError:
-    """Return what an engine's error answer means: the call's fault, a full engine, or a failed one."""
-    if status in _REDIRECTS:
-        return EngineFailed(f"the engine answered {status}: {_REDIRECTED}")
-    message, param = said(body)
-    if status in _FULL:
-        return WorkerFull(f"the engine answered {status}: {message}")
-    if status in _AT_FAULT:
-        return _refused(status, message, param)
-    return EngineFailed(f"the engine answered {status}: {message}")
-
-
-def failure_inside(code: int | str | None, message: str, param: str | None) -> KvrouterError:
-    """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
-    if isinstance(code, int) and code in _AT_FAULT:
-        return _refused(code, message, param)
-    return EngineFailedLater(f"the engine failed: {message}")
-
-
-def said(body: bytes) -> tuple[str, str | None]:
-    """Return the message of an error answer, and the field that it is about where the engine names it."""
-    try:
-        failure = _failure.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
-    if isinstance(failure.error, _Said):
-        return failure.error.message[:SAID_MAX_CHARS], failure.error.param
-    message = failure.message or failure.error or ("" if failure.detail is None else str(failure.detail))
-    return message[:SAID_MAX_CHARS], failure.param
-
-
-def _refused(status: int, message: str, param: str | None) -> InvalidRequest:
-    if any(words in message for words in _CONTEXT_WORDS):
-        return ContextLengthExceeded(message, param=param)
-    return InvalidRequest(message or f"the engine answered {status}", param=param)
 
 
 async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:

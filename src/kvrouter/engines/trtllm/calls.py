@@ -13,6 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
 from kvrouter.engines.openai.bodies import (
     Body,
@@ -95,7 +96,8 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
         prompt = list(request.token_ids) if handoff.prompt_token_ids is None else handoff.prompt_token_ids
         if not streams:
             reading = replace(reading, cleaned=without_handoff)
-        put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
+        if prompt:  # without, the prompt is read again from the call: its tokens are known nowhere else
+            put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
     return EngineCall(
         path=path,
         body=bytes_of(body),
@@ -196,10 +198,7 @@ def _has_usage(body: Mapping[str, msgspec.Raw]) -> bool:
     raw = body.get("stream_options")
     if raw is None:
         return False
-    try:
-        options = _options.decode(raw)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+    options = decoded(_options, raw, "stream_options", error=InvalidRequest)
     return options is not None and bool(options.include_usage)
 
 
