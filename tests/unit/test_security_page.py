@@ -144,7 +144,7 @@ NO_LIMITS = {
         placement.transfers.LOOKED_AT_MAX routing.links.NAMES_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
         routing.cost.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
-        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
+        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._NAME_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_BYTES_MAX
     """,
@@ -177,11 +177,14 @@ WHERE = {
     "body of a request": "frontend.prepare.BODY",
     "body of an operators' route": "frontend.prepare.PAGE",
     "a form with a file": "frontend.openai.form",
+    "a `cache_salt`": "frontend.openai",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
+    "JSON of an engine": "core.json.",
+    "an engine's answer to a small": "engines.openai.server engines.openai.metrics",
     "requests that wait for a decode": "placement.waiting_line",
     "a field's name": "frontend.openai.body",
-    "messages of a chat": "text.chat text.model frontend.openai.parse frontend.openai.parse",
+    "messages of a chat": "text.prompts.fields text.model frontend.openai.parse frontend.openai.parse",
     "rendering a chat template": "text.chat text.template_budget",
     "descriptors that the process": "processes.lifetime.FILES",
     "refused connections": "processes.lifetime.REFUSED",
@@ -196,6 +199,7 @@ WHERE = {
     "decisions kept of one": "service.model_router frontend.instrumentation telemetry",
     "records of traffic": "recording",
     "values of taints": "fleet.columns frontend.response_writer",
+    "a key, token": "core.secret",
     "connections to a worker": "transports.listener",
     "routers at one listener": "transports.requests.tcp.acceptor transports.requests.session.STREAMS",
     "blocks of a rank": "service.event_ingest.RANK",
@@ -232,6 +236,7 @@ WHERE = {
     "links that routers learn": "core.sync placement.transfers commands.learned_file ledger.link_exchange",
     "replica sync: deltas": "ledger core.sync transports.sync",
     "answers of an engine": "engines.openai",
+    "an error answer of an engine": "core.engine_answer",
     "how long an engine": "engines",
     "KV events of an engine": "engines.kv_events engines.trtllm",
     "an answer that `kvrouter`": "cli",

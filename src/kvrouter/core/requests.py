@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.engine_answer import EngineAnswer, Headers
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 
 if TYPE_CHECKING:
@@ -227,12 +228,14 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
     ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
     decode leg that failed for want of its prefill worker's KV, and for nothing else. ``kv_bytes`` comes once,
-    from an engine that reports it: how many bytes of KV it fetched for this leg.
+    from an engine that reports it: how many bytes of KV it fetched for this leg. ``failure`` comes with
+    ``kv_lost`` where the engine answered with an error.
 
     ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
     ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
     characters of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come
     last.
+    ``headers`` come with the first of ``raw``: those of the engine's answer that the client gets.
     ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
     answer so far, where it reports that.
     """
@@ -248,6 +251,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     kv_bytes: int | None = None
+    failure: EngineAnswer | None = None
+    headers: Headers = ()
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
@@ -265,11 +270,13 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         kv_transfer_params=last.kv_transfer_params,
         error=last.error,
         kv_lost=last.kv_lost,
+        failure=last.failure,
         raw=b"".join(chunk.raw for chunk in chunks),
         text_chars=sum(chars) if len(chars) == len(chunks) else None,
         prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),
         completion_tokens=counts[-1] if counts else None,
         kv_bytes=next((c.kv_bytes for c in chunks if c.kv_bytes is not None), None),
+        headers=next((chunk.headers for chunk in chunks if chunk.headers), ()),
     )
 
 
@@ -278,10 +285,13 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
     With ``has_media`` some of ``token_ids`` stand for what is no text: no engine reports blocks with them.
+    Where the prompt's tokens are not known here ``token_ids`` is empty, and ``isl_tokens_estimate`` says how
+    many there may be: such a prompt shares no block with any other.
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
     ``client`` distinguishes who asks from others; 0: not known.
+    ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
     """
 
     request_id: RequestId
@@ -299,5 +309,17 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     has_media: bool = False
     context_tokens: int = 0
     whole: bool = False
+    shape: str = ""
     trace: TraceContext = NO_TRACE
     client: int = 0
+    isl_tokens_estimate: int = 0
+
+    @property
+    def is_prompt_unknown(self) -> bool:
+        """Whether the tokens of the prompt are not known here, and their number is estimated."""
+        return self.isl_tokens_estimate > 0
+
+    @property
+    def isl_tokens(self) -> int:
+        """How many tokens the prompt has, or may have."""
+        return self.isl_tokens_estimate or len(self.token_ids)

@@ -7,10 +7,12 @@ the same form and under the same id.
 import asyncio
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
+from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
@@ -20,15 +22,21 @@ from kvrouter.frontend.openai.passed import PassedRoute
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
-from kvrouter.text.chat import media_named
+from kvrouter.text.chat import text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
+from kvrouter.text.prompts import prompt_maker
+from kvrouter.text.prompts.fields import PromptFields
+from kvrouter.text.template_budget import TemplateOverBounds
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, utf8_bytes
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
     """Answer with the engine's JSON object; of a form, perhaps with its text, which may be empty."""
     pieces: list[bytes] = []
+    headers: Headers = ()
     async for chunk in generation:
         pieces.append(chunk.raw)
+        headers = headers or chunk.headers
         if chunk.finish is not None:
             break
     body = b"".join(pieces)
@@ -37,13 +45,15 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
     nvext = routing_nvext(generation, call.nvext.extra_fields)
     if nvext and body.rstrip().endswith(b"}"):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
-    await exchange.send(generation, body)
+    await exchange.send(generation, body, headers)
 
 
-async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel) -> None:
+async def pass_stream(
+    exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel | None
+) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation)
+    stream = await exchange.begin_stream(generation, chunk.headers)
     passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
@@ -59,7 +69,7 @@ async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generati
 async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
     """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation)
+    stream = await exchange.begin_stream(generation, chunk.headers)
     while True:
         if chunk.raw:
             stream.write(chunk.raw)
@@ -77,7 +87,7 @@ class _PassthroughStream:
     """One stream, and what is kept of it in case that somebody else must go on."""
 
     def __init__(
-        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel, stream: Stream
+        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: Stream
     ) -> None:
         self._kind = kind
         self._call = call
@@ -106,7 +116,7 @@ class _PassthroughStream:
         return True
 
     def _go_on(self, chunk: EngineChunk) -> "_Rest":
-        if not self._first_raw:
+        if not self._first_raw or self._text is None:
             raise _not_their_own()
         generated = self._generation.generated
         before = generated[: len(generated) - len(chunk.token_ids)]
@@ -203,56 +213,80 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
 
 
 LONG_BODY_BYTES = 256 * 1024
-"""Images in a longer call are named in a thread: it takes a while to read them."""
+"""The prompt of a longer call is made in a thread: images in it are hashed, and take a while to read."""
 
 
 class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
-    for what is no text, and nobody here knows what an engine makes of it.
+    for what is no text, and nobody here knows what an engine makes of it. Without any tokens
+    ``estimate`` is how many there may be, 0 where nothing is known.
     """
 
     token_ids: TokenBuffer
     is_exact: bool
     has_media: bool = False
+    estimate: int = 0
 
 
-async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
-    """Return what routing may know of the prompt."""
-    body = passed.body
-    if not isinstance(body.messages, list):
+async def passthrough_tokens(
+    passed: PassthroughCall, text: TextModel | None, engine_kind: str
+) -> PassthroughTokens:
+    """Return what routing may know of the prompt that an engine of this kind makes; without a ``text`` only a
+    prompt in token ids is known.
+    """
+    if text is None:
+        return _estimated(passed)
+    if passed.chat is None:
         return await _prompt_tokens(passed, text)
-    messages: Sequence[Mapping[str, object]] = body.messages
-    if len(passed.client_call.body) > LONG_BODY_BYTES:
-        known = await asyncio.to_thread(media_named, messages)
-    else:
-        known = media_named(messages)
-    has_media = known is not messages
-    is_exact = (
-        not has_media
-        and body.chat_template is None
-        and body.documents is None
-        and not body.continue_final_message
-        and not body.add_special_tokens
-    )
+    known: Sequence[object] = _said(passed.chat)
+    has_media = False
     try:
-        token_ids = await text.encode_chat(
-            known,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
-    except InvalidRequest:
+        make = partial(prompt_maker(engine_kind), passed.chat, text.chat_template.traits)
+        is_long = len(passed.client_call.body) > LONG_BODY_BYTES
+        prompt = await asyncio.to_thread(make) if is_long else make()
+        known, has_media = prompt.messages, prompt.has_media
+        token_ids = await text.encode_made(prompt)
+    except (InvalidRequest, TemplateOverBounds):
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
+    is_exact = prompt.is_whole and not has_media and not prompt.continues and not passed.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)
+
+
+def _estimated(passed: PassthroughCall) -> PassthroughTokens:
+    """A prompt that is counted by its text, and not read."""
+    if passed.chat is not None:
+        chat = passed.chat
+        said = chat.messages if chat.messages is not None else chat.input
+        tokens = estimated_tokens(said, chat.tools, chat.instructions, chat.system)
+    elif passed.prompt is None:
+        tokens = 0
+    elif not isinstance(passed.prompt.content, str):
+        return PassthroughTokens(passed.prompt.content, is_exact=False)
+    else:
+        tokens = estimated_tokens(passed.prompt.content)
+    return PassthroughTokens(array("I"), is_exact=False, estimate=tokens)
+
+
+def estimated_tokens(prompt: object, *more: object) -> int:
+    """Return how many tokens a text, or the messages of a chat, and what goes with them may have, by their
+    bytes.
+    """
+    texts = (prompt,) if isinstance(prompt, str) else _texts(prompt if isinstance(prompt, list) else ())
+    return -(-(sum(map(utf8_bytes, texts)) + text_chars(more)) // TOKEN_TEXT_BYTES)
+
+
+def _said(chat: PromptFields) -> Sequence[object]:
+    said = chat.messages if chat.messages is not None else chat.input
+    return said if isinstance(said, list) else ()
 
 
 async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
     if passed.prompt is None:
         return PassthroughTokens(array("I"), is_exact=False)
     content, is_only = passed.prompt
-    is_exact = is_only and passed.body.add_special_tokens is not False
+    is_exact = is_only and not passed.is_partial
     if not isinstance(content, str):
         return PassthroughTokens(content, is_exact)
     try:
@@ -262,7 +296,7 @@ async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> Passthroug
         return PassthroughTokens(await text.encode_beginning(content), is_exact=False)
 
 
-def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:
+def _beginning(messages: Sequence[object], chars_max: int) -> str:
     """The first characters of the texts in messages. No more of them is looked at: they may be megabytes."""
     found: list[str] = []
     for text in _texts(messages):
@@ -273,9 +307,9 @@ def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:
     return "\n".join(found)
 
 
-def _texts(messages: Sequence[Mapping[str, object]]) -> Iterator[str]:
+def _texts(messages: Sequence[object]) -> Iterator[str]:
     for message in messages:
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str):
             yield content
         elif isinstance(content, list):

@@ -4,6 +4,7 @@ of a placement, as engines receive them.
 No step waits between the reading and the booking. ``now_s`` is a moment of one monotonic clock, in seconds.
 """
 
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -103,6 +104,24 @@ def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerI
             return structs.replace(usual, whole=True)
 
 
+def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: int) -> Prompt:
+    """Hash the blocks of a request's prompt, which is ``token_ids``. One whose tokens are not known has as
+    many blocks as it may have, and shares none with another request.
+    """
+    if request.is_prompt_unknown:
+        return hash_prompt(
+            array("I", bytes(4 * request.isl_tokens_estimate)),
+            block_size=block_size,
+            cache_namespace=f"{request.intake} {request.request_id}",
+        )
+    return hash_prompt(
+        token_ids,
+        block_size=block_size,
+        lora_name=request.lora_name,
+        cache_namespace=request.cache_namespace,
+    )
+
+
 def route_request(
     request: GenerateRequest,
     prompt: Prompt,
@@ -129,6 +148,8 @@ def route_request(
         whole=request.whole,
         whole_if_broken=not has_lost_kv,
         has_media=request.has_media,
+        shape=request.shape,
+        is_prompt_unknown=request.is_prompt_unknown,
         context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
     )
 
@@ -261,6 +282,14 @@ class Placer:
             self._at_report.reported(slot, self.ledger.columns(), now_s=now_s)
         self.load_changed()
 
+    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
+        """Leading blocks held, by slot, as far as they are sure to be found again."""
+        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media)
+        unsure = self.fleet.unsure_blocks
+        if overlap is not None and unsure is not None:
+            overlap -= np.minimum(overlap, unsure)
+        return overlap
+
     def load_changed(self) -> None:
         """Some worker may be less busy: requests that wait for that may try again."""
         self.waiting.admission.pulse()
@@ -298,7 +327,7 @@ class Placer:
         replication = self._replication
         return View(
             fleet=self.fleet,
-            overlap_blocks=self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
+            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
             prefill_tokens=columns.prefill_tokens[:n_slots],
             active_blocks=columns.active_blocks[:n_slots],
             not_active=not_active,
@@ -322,12 +351,7 @@ class Placer:
 
     def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing."""
-        prompt = hash_prompt(
-            request.token_ids,
-            block_size=self.fleet.block_size,
-            lora_name=request.lora_name,
-            cache_namespace=request.cache_namespace,
-        )
+        prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
         wanted = route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
         return route(wanted, view, explain=True)
@@ -455,7 +479,8 @@ class Placer:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
-        self.cache.decided(decision, prompt, now_s=now_s, has_media=wanted.has_media)
+        if not wanted.is_prompt_unknown:
+            self.cache.decided(decision, prompt, now_s=now_s, has_media=wanted.has_media)
         decode_card = self._card(decode)
         placement = Placement(
             wanted=wanted,

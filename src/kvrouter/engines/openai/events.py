@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.json import decoded
 from kvrouter.core.requests import FinishReason, KvTransferParams
 
 
@@ -164,10 +164,7 @@ _FINISHES = {
 
 def read_event(data: bytes) -> AnswerEvent:
     """Return what an event's data says; raise ProtocolError for what is no answer."""
-    try:
-        return _event.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the engine's answer: {error}", param="data") from error
+    return decoded(_event, data, "the engine's answer", param="data")
 
 
 def without_token_ids(raw: bytes, unasked: Unasked = Unasked.NULL) -> bytes:

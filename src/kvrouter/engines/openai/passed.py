@@ -5,6 +5,7 @@ Of an answer only its end is read, where it is streamed, and its count of tokens
 
 import msgspec
 
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import ClientCall, ClientForm
 from kvrouter.engines.openai.bodies import Body, bytes_of
 from kvrouter.engines.openai.engine import EngineCall
@@ -34,15 +35,20 @@ class _Usage(AnswerUsage, frozen=True):
     input_tokens: int | None = None
     output_tokens: int | None = None
     input_tokens_details: CachedTokens | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
     @property
     def counted(self) -> AnswerUsage:
         prompt, answer = self.prompt_tokens, self.completion_tokens
-        return AnswerUsage(
-            self.input_tokens if prompt is None else prompt,
-            self.output_tokens if answer is None else answer,
-            self.prompt_tokens_details or self.input_tokens_details,
-        )
+        details = self.prompt_tokens_details or self.input_tokens_details
+        if prompt is None and self.input_tokens is not None:
+            # Anthropic counts what was read from a cache, or written into one, apart from the rest.
+            apart = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+            prompt = self.input_tokens + apart
+        if self.cache_read_input_tokens is not None:
+            details = CachedTokens(self.cache_read_input_tokens)
+        return AnswerUsage(prompt, self.output_tokens if answer is None else answer, details)
 
 
 class _Inner(msgspec.Struct, frozen=True):
@@ -74,6 +80,7 @@ class _Answer(msgspec.Struct, frozen=True):
     response: _Inner | None = None
     message: _Inner | None = None
     meta_info: _Meta | None = None
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -123,6 +130,7 @@ def _read_event(data: bytes) -> AnswerEvent:
     said = _said(data)
     is_last = (
         said.type in _ENDS
+        or not isinstance(said.error, msgspec.UnsetType)
         or any(piece.finish_reason for piece in said.choices)
         or (said.meta_info is not None and said.meta_info.finish_reason is not None)
     )
@@ -136,8 +144,8 @@ def _read_whole(data: bytes) -> AnswerEvent:
 def _said(data: bytes) -> _Answer:
     """What can be read of an answer; nothing is wrong with one that has other names, or another form."""
     try:
-        return _answer.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return parsed(_answer, data)
+    except Unreadable:
         return _Answer()
 
 

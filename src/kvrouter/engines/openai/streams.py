@@ -3,24 +3,34 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 from msgspec.structs import replace
 
+from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, KvTransferParams
 from kvrouter.engines.openai.events import (
     AnswerEvent,
     AnswerUsage,
+    Failure,
     ReadEvent,
     Unasked,
     read_event,
     without_token_ids,
 )
-from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater, failed_by, failure_inside, let_end
-from kvrouter.transports.requests.port import EngineStream, StreamBroken
+from kvrouter.engines.openai.failures import failure_inside
+from kvrouter.engines.openai.server import (
+    END_LIMIT_S,
+    EVENTS_TYPE,
+    AnswerHeaders,
+    let_end,
+)
+from kvrouter.http_client import connection_failure
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
 class RawEvents:
@@ -80,6 +90,11 @@ class EventCutter:
     def is_between(self) -> bool:
         """Whether the last event is complete."""
         return not self._rest.strip()
+
+    @property
+    def rest(self) -> bytes:
+        """What came of an event that is not complete."""
+        return self._rest
 
     def push(self, piece: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield the events that ``piece`` completes; raise ProtocolError for one that is too long."""
@@ -155,7 +170,13 @@ class SseStream:
         self._has_begun = False
         self._ready: deque[EngineChunk] = deque()
         self._failure: KvrouterError | None = None
+        self._error: Failure | None = None
+        self._error_raw = b""
+        """The event that says that the engine failed, and what came behind it."""
         self._gathered = _Gathered(reading)
+        self._headers = AnswerHeaders(EVENTS_TYPE)
+        if reading.passes_raw:
+            self._headers.take(answer)
         self._raw = RawEvents(
             added_token_ids=reading.added_token_ids,
             unasked=reading.unasked,
@@ -178,7 +199,7 @@ class SseStream:
             except ProtocolError as error:
                 broken = StreamBroken(error.message)
             except (aiohttp.ClientError, OSError) as error:
-                broken = StreamBroken(f"the engine's answer broke off: {failed_by(error)}")
+                broken = StreamBroken(f"the engine's answer broke off: {connection_failure(error)}")
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
@@ -197,6 +218,8 @@ class SseStream:
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
+            if self._error is not None:
+                raise await self._failed(self._error)
             piece = await self._answer.content.readany()
             if piece:
                 self._cut(piece)
@@ -204,16 +227,22 @@ class SseStream:
                 self._ready.extend(self._last(b""))
             else:
                 raise StreamBroken("the engine closed the connection in the middle of an event")
-        return self._ready.popleft()
+        chunk = self._ready.popleft()
+        if self._headers.passed:
+            chunk = replace(chunk, headers=self._headers.passed)
+            self._headers.passed = ()
+        return chunk
 
     def _cut(self, piece: bytes) -> None:
         """Make chunks of the events that ``piece`` completes; what came before a failure is read first."""
         try:
             for raw, data in self._cutter.push(piece):
-                if data == DONE:
+                if data == DONE and not self._error_raw:
                     self._ready.extend(self._last(raw))
                     return
-                if data:
+                if self._error_raw:
+                    self._error_raw += raw
+                elif data:
                     self._take(self._read(data), raw)
                 if self._gathered.is_full and not self._raw.is_waiting:
                     self._flush()
@@ -222,16 +251,33 @@ class SseStream:
         if self._gathered.is_worth_sending and not self._raw.is_waiting:
             self._flush()
 
+    async def _failed(self, error: Failure) -> KvrouterError:
+        """Return what the engine's error event means, with all that the engine sends of it and behind it."""
+        is_whole = False
+        rest = self._cutter.rest
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):  # then it ends here
+            async with asyncio.timeout(END_LIMIT_S):
+                while len(rest) <= BODY_MAX_BYTES and not is_whole:
+                    piece = await self._answer.content.readany()
+                    rest += piece
+                    is_whole = not piece
+        before = self._gathered.raw + self._raw.end(b"")
+        body = before + self._error_raw + rest
+        answer = None
+        if self._reading.passes_raw and len(body) <= BODY_MAX_BYTES:
+            headers = passed_headers(tuple(self._answer.raw_headers))
+            answer = EngineAnswer(self._answer.status, headers, body, is_events=True)
+        # Once it began to answer, the call cannot be what was wrong.
+        return failure_inside(replace(error, code=None) if self._has_begun else error, answer)
+
     def _flush(self) -> None:
         self._ready.extend(_in_pieces(self._gathered.chunk(None, None)))
         self._gathered = _Gathered(self._reading)
 
     def _take(self, event: AnswerEvent, raw: bytes) -> None:
         if event.error is not None:
-            failure = event.error
-            # Once it began to answer, the call cannot be what was wrong.
-            code = None if self._has_begun else failure.code
-            raise failure_inside(code, failure.message, failure.param)
+            self._error, self._error_raw = event.error, raw
+            return
         self._has_begun = True
         self._finish = event.finish or self._finish
         self._params = event.kv_transfer_params or self._params
@@ -261,8 +307,13 @@ class WholeStream:
     """
 
     def __init__(
-        self, send: Coroutine[None, None, bytes], reading: AnswerReading, read: ReadEvent = read_event
+        self,
+        send: Coroutine[None, None, bytes],
+        reading: AnswerReading,
+        read: ReadEvent = read_event,
+        told: AnswerHeaders | None = None,
     ) -> None:
+        self._told = told
         self._reading = reading
         self._read = read
         self._cancelled: str | None = None
@@ -283,6 +334,8 @@ class WholeStream:
         if not self._pieces:
             self._is_over = True  # also where the answer is an error
             self._pieces = _in_pieces(self._chunk(self._answering.result()))
+            if self._told is not None and self._told.passed and self._reading.passes_raw:
+                self._pieces[0] = replace(self._pieces[0], headers=self._told.passed)
         piece = self._pieces.popleft()
         self._is_over = not self._pieces
         return piece
@@ -300,13 +353,19 @@ class WholeStream:
         except ProtocolError as error:
             raise StreamBroken(error.message) from error
         if event.error is not None:
-            raise failure_inside(event.error.code, event.error.message, event.error.param)
+            raise failure_inside(event.error, self._answer_of(body))
         if event.finish is None:
             raise StreamBroken("the engine's answer has no finish reason")
         gathered = _Gathered(self._reading)
         gathered.take(event)
         gathered.add_raw(self._reading.cleaned(body))
         return gathered.chunk(event.finish, event.kv_transfer_params)
+
+    def _answer_of(self, body: bytes) -> EngineAnswer | None:
+        """Return what passes to the client of an error that has the status of a good answer."""
+        if not self._reading.passes_raw or len(body) > BODY_MAX_BYTES:
+            return None
+        return EngineAnswer(200, ((b"content-type", b"application/json"),), body)
 
 
 def _in_pieces(chunk: EngineChunk) -> deque[EngineChunk]:
@@ -339,6 +398,11 @@ class _Gathered:
         """
         waits_for_tokens = self._reading.added_token_ids and self._text_chars is not None
         return not self.is_empty and bool(self._token_ids or not waits_for_tokens)
+
+    @property
+    def raw(self) -> bytes:
+        """The engine's own bytes so far."""
+        return b"".join(self._raw)
 
     @property
     def is_full(self) -> bool:
@@ -379,7 +443,7 @@ class _Gathered:
             finish=finish,
             cached_tokens=self._cached_tokens,
             kv_transfer_params=params,
-            raw=b"".join(self._raw),
+            raw=self.raw,
             text_chars=self._text_chars if tells_text else None,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -462,7 +526,12 @@ class FetchingStream:
         except self._failures as error:
             if self._has_begun:
                 raise
-            return EngineChunk(finish=FinishReason.ERROR, error=error.message, kv_lost=KvLoss.BROKEN)
+            return EngineChunk(
+                finish=FinishReason.ERROR,
+                error=error.message,
+                kv_lost=KvLoss.BROKEN,
+                failure=error.answer,
+            )
         self._has_begun = True
         return chunk
 

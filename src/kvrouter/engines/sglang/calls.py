@@ -9,8 +9,9 @@ from uuid import uuid4
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest, ProtocolError
+from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
-from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, is_set_inside, put, put_inside
+from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, flag_inside, put, put_inside
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import (
     AnswerEvent,
@@ -87,7 +88,7 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         adds_tokens = is_completion and call.resumable and "return_token_ids" not in body
         if adds_tokens:
             put(body, return_token_ids=True)
-        adds_usage = not is_set_inside(body, "stream_options", "include_usage")
+        adds_usage = flag_inside(body, "stream_options", "include_usage") in (None, False)
         if adds_usage:
             put_inside(body, "stream_options", include_usage=True)
     return EngineCall(
@@ -207,10 +208,7 @@ class GenerateReader:
 
     def __call__(self, data: bytes) -> AnswerEvent:
         """Return what an event says that is new; raise ProtocolError for what is no answer."""
-        try:
-            said = _generated.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the engine's answer: {error}", param="data") from error
+        said = decoded(_generated, data, "the engine's answer", param="data")
         meta = said.meta_info
         failure = said.error or _aborted(meta.finish_reason)
         if failure is not None:

@@ -5,12 +5,9 @@ A prefill leg is ``context_only``: its answer says where the KV waits, and the f
 engine said of it is not sent to the client. The server refuses fields that it does not know.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-
-import msgspec
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
@@ -19,6 +16,7 @@ from kvrouter.engines.openai.bodies import (
     body_of,
     bytes_of,
     drop,
+    flag_inside,
     has_several_prompts,
     put,
     put_inside,
@@ -26,9 +24,9 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.passed import passed_call, passed_form
-from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
 from kvrouter.engines.openai.streams import AnswerReading
 from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 
 _DRAWN = (
     "temperature",
@@ -56,13 +54,6 @@ LOST_KV = (EngineFailed, EngineFailedLater, InvalidRequest)
 """How a decode engine says that it got no KV. It answers 400 whatever failed, and a call that was at fault
 would have been refused by the prefill engine.
 """
-
-
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = True
-
-
-_options = msgspec.json.Decoder(_StreamOptions | None)
 
 
 def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
@@ -95,7 +86,8 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
         prompt = list(request.token_ids) if handoff.prompt_token_ids is None else handoff.prompt_token_ids
         if not streams:
             reading = replace(reading, cleaned=without_handoff)
-        put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
+        if prompt:  # without, the prompt is read again from the call: its tokens are known nowhere else
+            put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
     return EngineCall(
         path=path,
         body=bytes_of(body),
@@ -191,16 +183,9 @@ def _tokens(request: EngineRequest) -> Body:
     return body
 
 
-def _has_usage(body: Mapping[str, msgspec.Raw]) -> bool:
+def _has_usage(body: Body) -> bool:
     """Whether the client gets the usage at the end of its stream: so it does by any ``stream_options``."""
-    raw = body.get("stream_options")
-    if raw is None:
-        return False
-    try:
-        options = _options.decode(raw)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
-    return options is not None and bool(options.include_usage)
+    return flag_inside(body, "stream_options", "include_usage", default=True) not in (None, False)
 
 
 def _shared_id(engine_key: str) -> int:

@@ -6,9 +6,11 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers
-from kvrouter.engines.openai.server import EngineServer, read_metrics
+from kvrouter.engines.openai.metrics import read_metrics
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 T = TypeVar("T")
@@ -87,14 +89,6 @@ async def ask_fetched(server: EngineServer, before: KvTransfers | None) -> KvTra
         seconds=before.seconds
         + sum(max(0.0, each.kv_cache_transfer_end - each.kv_cache_transfer_start) for each in fetched),
     )
-
-
-def decoded(decoder: "msgspec.json.Decoder[T]", body: bytes, path: str) -> T:
-    """Decode the page at ``path``. Raises ProtocolError, which names it."""
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{path}: {error}", param=path) from error
 
 
 OWNER = "tensorrt_llm"
@@ -206,7 +200,7 @@ async def _iteration_of(server: EngineServer, path: str | None = None) -> Iterat
 
 
 async def _context_length(server: EngineServer) -> int | None:
-    page = await server.look(METRICS)
+    page = await server.metrics((CONFIG_METRIC,), METRICS)
     samples = {} if page is None else read_metrics(page, (CONFIG_METRIC,))
     lengths = [sample.labels.get("max_model_len", "") for sample in samples.get(CONFIG_METRIC, ())]
     return next((int(each) for each in lengths if each.isdecimal()), None)

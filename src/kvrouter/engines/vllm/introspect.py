@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -10,9 +11,11 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
-from kvrouter.engines.openai.server import EngineServer, Samples, read_metrics
+from kvrouter.engines.openai.metrics import Samples, read_metrics
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 T = TypeVar("T")
@@ -93,6 +96,9 @@ _version = msgspec.json.Decoder(_Version)
 _sources: "msgspec.json.Decoder[dict[str, _Source]]" = msgspec.json.Decoder(dict[str, _Source])
 
 
+_METRICS = (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC)
+
+
 async def ask_info(server: EngineServer) -> VllmInfo:
     """Ask the engine behind ``server``.
 
@@ -100,17 +106,17 @@ async def ask_info(server: EngineServer) -> VllmInfo:
     ConfigError for an engine that is none of vLLM's.
     """
     models = await server.look("/v1/models")
-    page = await server.look("/metrics")
+    page = await server.metrics(_METRICS)
     if models is None or page is None:
         missing = "/v1/models" if models is None else "/metrics"
         raise ConfigError(f"{server.url} has no {missing}: is it vLLM's server?", param="url")
     version = await server.look("/version")
     sources = await server.look("/kv_event_sources")
-    samples = read_metrics(page, (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC))
-    served, adapters = _served(_decoded(_models, models, "/v1/models"))
+    samples = read_metrics(page, _METRICS)
+    served, adapters = _served(decoded(_models, models, "/v1/models"))
     ranks, prefix_caching = _ranks(samples, server.url)
     return VllmInfo(
-        version="" if version is None else _decoded(_version, version, "/version").version,
+        version="" if version is None else decoded(_version, version, "/version").version,
         models=tuple(model.id for model in served),
         adapters=tuple(model.id for model in adapters),
         root=served[0].root or served[0].id,
@@ -119,7 +125,7 @@ async def ask_info(server: EngineServer) -> VllmInfo:
         ranks=ranks,
         events={}
         if sources is None
-        else _events(_decoded(_sources, sources, "/kv_event_sources"), server.url),
+        else _events(decoded(_sources, sources, "/kv_event_sources"), server.url),
         started_s=started_of(samples),
         uses_nixl=NIXL_METRIC in samples,
     )
@@ -189,25 +195,16 @@ def _events(sources: dict[str, _Source], url: str) -> dict[DpRank, EventsAt]:
     return found
 
 
-def _decoded(decoder: "msgspec.json.Decoder[T]", body: bytes, path: str) -> T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{path}: {error}", param=path) from error
-
-
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 USED = "vllm:kv_cache_usage_perc"
 USED_BEFORE = "vllm:gpu_cache_usage_perc"
 """What versions before 0.11 call it."""
 
-FETCHED = NIXL_METRIC
-FETCHED_BYTES = "vllm:nixl_bytes_transferred_sum"
-FETCHED_SECONDS = "vllm:nixl_xfer_time_seconds_sum"
-FETCHED_FAILED = "vllm:nixl_num_failed_transfers_total"
-"""What NixlConnector reports from the engine's start on, also where it never fetched. Each tensor-parallel
-rank of an engine counts its own part; handshakes and notifications that failed count as failed transfers.
+FETCHED_BY = ("nixl", "mooncake")
+"""The connectors that count what an engine has fetched, from its start on, also where it never did:
+MooncakeConnector does from 0.33 on. Each tensor-parallel rank of an engine counts its own part; handshakes
+and notifications that failed count as failed transfers.
 """
 
 TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -217,8 +214,21 @@ FETCHED_TOKENS = "external_kv_transfer"
 FIGURE_MAX = float(2**53)
 """What is larger is no count, and would not be exact."""
 
-TRANSFER_METRICS = (FETCHED, FETCHED_BYTES, FETCHED_SECONDS, FETCHED_FAILED)
-LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *TRANSFER_METRICS, TOKENS_BY_SOURCE)
+TRANSFER_METRICS = tuple(
+    tuple(
+        f"vllm:{connector}_{name}"
+        for name in (
+            "bytes_transferred_count",
+            "bytes_transferred_sum",
+            "xfer_time_seconds_sum",
+            "num_failed_transfers_total",
+        )
+    )
+    for connector in FETCHED_BY
+)
+"""Transfers, their bytes and seconds, and those that failed, by connector."""
+
+LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *chain(*TRANSFER_METRICS), TOKENS_BY_SOURCE)
 
 
 def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: WorkerId) -> list[LoadReport]:
@@ -241,21 +251,25 @@ def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: 
 
 
 def _transfers(samples: Samples) -> dict[DpRank, KvTransfers]:
-    """What each rank has fetched; a rank whose page lacks one of the three sums is left out."""
-    counts, sizes, times, failed = (_by_rank(samples, name) for name in TRANSFER_METRICS)
+    """What each rank has fetched, by whichever connectors; a rank is left out of those whose page lacks one
+    of the three sums.
+    """
     by_source = samples.get(TOKENS_BY_SOURCE, ())
     fetched = [sample for sample in by_source if sample.labels.get("source") == FETCHED_TOKENS]
     tokens = _by_rank({TOKENS_BY_SOURCE: fetched}, TOKENS_BY_SOURCE)
-    return {
-        rank: KvTransfers(
-            transfers=int(counts[rank]),
-            bytes=int(sizes[rank]),
-            seconds=times[rank],
-            failed=int(failed.get(rank, 0)),
-            tokens=int(tokens.get(rank, 0)),
-        )
-        for rank in counts.keys() & sizes.keys() & times.keys()
-    }
+    fetched_by: dict[DpRank, KvTransfers] = {}
+    for names in TRANSFER_METRICS:
+        counts, sizes, times, failed = (_by_rank(samples, name) for name in names)
+        for rank in counts.keys() & sizes.keys() & times.keys():
+            before = fetched_by.get(rank, KvTransfers(0, 0, 0.0, tokens=int(tokens.get(rank, 0))))
+            fetched_by[rank] = msgspec.structs.replace(
+                before,
+                transfers=before.transfers + int(counts[rank]),
+                bytes=before.bytes + int(sizes[rank]),
+                seconds=before.seconds + times[rank],
+                failed=before.failed + int(failed.get(rank, 0)),
+            )
+    return fetched_by
 
 
 def _by_rank(samples: Samples, name: str) -> dict[DpRank, float]:

@@ -1,123 +1,50 @@
 """Calls of routes that pass as they are: what of them routing can know, and what no client may say."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import CallRoute, ClientCall, ClientForm, Sampling
-from kvrouter.frontend.openai.body import CacheSalt, NvExt, ScannedBody, StreamOptions, decode_body
+from kvrouter.core.lax import lax_bool, lax_int
+from kvrouter.core.requests import CallRoute, ClientCall, ClientForm
+from kvrouter.frontend.openai.body import NvExt, ScannedBody
 from kvrouter.frontend.openai.form import Form
-from kvrouter.frontend.openai.parse import READER, Call, NvextReader
+from kvrouter.frontend.openai.parse import READER, NvextReader
 from kvrouter.frontend.openai.passthrough import (
     ROUTERS_FIELDS,
-    PassthroughBody,
+    LaxFields,
     PassthroughCall,
+    chat_of,
+    passed_call_of,
     written_call,
 )
-
-Message = dict[str, object]
-
-
-class Chat(NamedTuple):
-    """A prompt as OpenAI's chats have it: what an engine makes of a call before it renders its template."""
-
-    messages: list[Message]
-    tools: list[object]
-
-
-class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a call, whatever its route. The engine judges all else."""
-
-    stream: object = None
-    cache_salt: CacheSalt | None = None
-    nvext: Raw = Raw(b"null")
-    max_tokens: object = None
-    max_output_tokens: object = None
-    instructions: object = None
-    input: object = None
-    system: object = None
-    messages: object = None
-    tools: object = None
-    previous_response_id: object = None
-    prompt: object = None
+from kvrouter.text.prompts.fields import PromptFields
 
 
 class PassedRoute(NamedTuple):
-    """How calls of one route are passed. ``chat_of`` returns the prompt, where one can be known: then the
-    worker is picked that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
+    """How calls of one route are passed. Where it ``is_chat`` its prompt is known, and the worker is picked
+    that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
     there, so that a tenant's KV would not be kept apart. Where it ``is_anthropic`` errors have their form.
     Calls of a route that ``is_form`` are forms with a file, and none of JSON.
     """
 
     route: CallRoute
     what: str
-    chat_of: Callable[[PassedBody], Chat | None] | None = None
+    is_chat: bool = False
     streams: bool = False
     takes_salt: bool = True
     is_anthropic: bool = False
     is_form: bool = False
 
 
-def _of_responses(body: PassedBody) -> Chat | None:
-    """The prompt of OpenAI's Responses; None where it goes on from what one engine keeps."""
-    if body.previous_response_id is not None or body.prompt is not None:
-        return None
-    messages: list[Message] = []
-    if isinstance(body.instructions, str):
-        messages.append({"role": "system", "content": body.instructions})
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    messages.extend(_messages(items))
-    return Chat(messages, [*_functions(body.tools, "parameters")]) if messages else None
-
-
-def _of_messages(body: PassedBody) -> Chat | None:
-    """The prompt of Anthropic's Messages."""
-    messages: list[Message] = []
-    system = _plain(body.system)
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages.extend(_messages(body.messages))
-    return Chat(messages, [*_functions(body.tools, "input_schema")]) if messages else None
-
-
-def _messages(items: object) -> Iterator[Message]:
-    """Yield the messages up to the first item that is none: what follows is not known here."""
-    for item in items if isinstance(items, list) else ():
-        if not isinstance(item, dict) or item.get("type", "message") != "message" or "role" not in item:
-            return
-        content = item.get("content")
-        plain = _plain(content)
-        yield {"role": item["role"], "content": content if plain is None else plain}
-
-
-def _plain(content: object) -> str | None:
-    """The text of a content, where it has nothing else."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    found = [text for text in texts if isinstance(text, str)]
-    return "".join(found) if found and len(found) == len(parts) else None
-
-
-def _functions(tools: object, parameters: str) -> Iterator[object]:
-    """Yield tools as chats have them, where they are functions."""
-    for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, dict) and "name" in tool:
-            function = {name: tool[name] for name in ("name", "description") if name in tool}
-            yield {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
-
-
 PASSED_ROUTES: Sequence[PassedRoute] = (
-    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", _of_responses, streams=True),
+    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", is_chat=True, streams=True),
     PassedRoute(
         CallRoute.MESSAGES,
         "Anthropic's Messages",
-        _of_messages,
+        is_chat=True,
         streams=True,
         takes_salt=False,
         is_anthropic=True,
@@ -157,34 +84,38 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
 )
 """Every route that passes, and the only place where one is named."""
 
-_BODY = msgspec.json.Decoder(PassedBody)
-
 
 def parse_passed(
     route: PassedRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
 ) -> PassthroughCall:
     """Return the call for ``model`` in a body; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_BODY, scanned)
-    nvext = reader.read(body.nvext, body.cache_salt)
+    fields = LaxFields(scanned)
+    salt = fields.salt()
+    nvext = reader.read(fields.raw("nvext"), salt)
     _check_hints(route, nvext)
-    if route.streams and body.stream is not None and not isinstance(body.stream, bool):
-        raise InvalidRequest("stream: must be true or false", param="stream")
-    chat = None if route.chat_of is None else route.chat_of(body)
-    stream = route.streams and body.stream is True
-    wanted = body.max_output_tokens if body.max_tokens is None else body.max_tokens
+    stream = route.streams and lax_bool(fields.value("stream")) is True
+    wanted = fields.value("max_tokens")
+    wanted = lax_int(fields.value("max_output_tokens") if wanted is None else wanted)
     max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
-    messages: list[Message] | UnsetType = UNSET if chat is None else chat.messages
     return PassthroughCall(
-        _call(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
-        PassthroughBody(model=model, messages=messages, tools=None if chat is None else chat.tools or None),
+        passed_call_of(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
         None,
         ClientCall(
             route.route,
-            written_call(scanned, salt=body.cache_salt, nvext=nvext).data,
+            written_call(scanned, salt=salt, nvext=nvext).data,
             stream=stream,
             resumable=False,
         ),
+        _chat_of(route, fields, nvext),
     )
+
+
+def _chat_of(route: PassedRoute, fields: LaxFields, nvext: NvExt) -> PromptFields | None:
+    """What the prompt is made from; None where it goes on from what one engine keeps."""
+    goes_on = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
+    if not route.is_chat or goes_on or fields.has_unknown_salt(nvext):
+        return None
+    return chat_of(fields, route.route)
 
 
 def parse_form(
@@ -199,13 +130,9 @@ def parse_form(
             )
     nvext = reader.read(Raw(b"null"), None)
     _check_hints(route, nvext)
-    written = form.text("stream", "false").lower()
-    if written not in _TRUE and written not in _FALSE:
-        raise InvalidRequest("stream: must be true or false", param="stream")
-    stream = written in _TRUE
+    stream = lax_bool(form.text("stream", "false")) is True
     return PassthroughCall(
-        _call(model, nvext, stream=stream, max_tokens=None),
-        PassthroughBody(model=model),
+        passed_call_of(model, nvext, stream=stream, max_tokens=None),
         None,
         ClientCall(
             route.route,
@@ -216,10 +143,6 @@ def parse_form(
         ),
     )
 
-
-_TRUE = frozenset({"true", "t", "1", "on", "y", "yes"})
-_FALSE = frozenset({"false", "f", "0", "off", "n", "no", ""})
-"""How a form may write a boolean, as pydantic reads it for engines."""
 
 _NOT_IN_FORMS = frozenset({"nvext", "cache_salt", "vllm_xargs"})
 """What is read, or changed, of bodies in JSON."""
@@ -234,16 +157,3 @@ def _check_hints(route: PassedRoute, nvext: NvExt) -> None:
             f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
             param="cache_salt",
         )
-
-
-def _call(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:
-    return Call(
-        model=model,
-        stream=stream,
-        max_tokens=max_tokens,
-        max_tokens_field="max_tokens",
-        stops=(),
-        nvext=nvext,
-        stream_options=StreamOptions(),
-        unbounded_sampling=Sampling(max_tokens=0),
-    )

@@ -26,6 +26,12 @@ class WorkerFull(WorkerUnreachable):
     code = "worker_full"
 
 
+class WorkerDeclined(WorkerUnreachable):
+    """The worker's engine does not take this leg, and nothing is known against it: another may take it."""
+
+    code = "worker_declined"
+
+
 class LegRepeated(WorkerUnreachable):
     """The worker runs this very leg, or ran it: it arrived twice. No fault of the worker's."""
 
@@ -37,6 +43,18 @@ class StreamBroken(KvrouterError):
     """The worker accepted the request and was lost before its last chunk."""
 
     code = "stream_broken"
+
+
+class EngineFailed(WorkerUnreachable):
+    """The worker's engine answers, and says that it failed this call."""
+
+    code = "engine_failed"
+
+
+class EngineFailedLater(StreamBroken):
+    """The engine had accepted the call when it said that it failed."""
+
+    code = "engine_failed_later"
 
 
 class ReaderTooSlow(KvrouterError):
