@@ -210,7 +210,7 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     )
 
 
-LONG_BODY_BYTES = 256 * 1024
+LONG_BODY_BYTES = 64 * 1024
 """The prompt of a longer call is made in a thread: images in it are hashed, and take a while to read."""
 
 
@@ -253,6 +253,7 @@ async def passthrough_tokens(
         prompt.is_whole
         and not has_media
         and not prompt.continues
+        and not prompt.continuation
         and body.chat_template is None
         and body.documents is None
         and not body.add_special_tokens
