@@ -62,10 +62,10 @@ async def test_a_key_that_is_wanted_is_reported_apart(status: int) -> None:
 async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
     async with Asked(look_limit_s=0.05) as asked:
         asked.engine.pages["/metrics"] = Answer(ends=Ends.NO_HEADERS)
-        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+        with pytest.raises(WorkerUnreachable, match=r"no answer in 0\.05 s"):
             await asked.server.look("/metrics")
         asked.engine.pages["/metrics"] = Answer((b"vllm:",), ends=Ends.HELD)
-        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+        with pytest.raises(WorkerUnreachable, match=r"no answer in 0\.05 s"):
             await asked.server.look("/metrics")
 
 

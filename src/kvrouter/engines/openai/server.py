@@ -37,6 +37,16 @@ ANSWER_MAX_BYTES = 64 * 1024 * 1024
 """The longest answer to a question, or to a call that is not streamed."""
 
 
+class PageFailed(WorkerUnreachable):
+    """The engine answers, and this page of it cannot be had: ``status`` is what it answered, None where the
+    page did not come in time, or was too long.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -76,7 +86,8 @@ class EngineServer:
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
-        Raises WorkerUnreachable when it does not answer, or with an error, KeyRefused for one about its key.
+        Raises WorkerUnreachable when it does not answer, PageFailed when it does so with an error, or too
+        late, KeyRefused for one about its key.
         """
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
@@ -87,11 +98,17 @@ class EngineServer:
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
                 if answer.status != 200:
-                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
+                    raise PageFailed(
+                        f"{self.url}{path} answered {answer.status}: {said(body)[0]}", answer.status
+                    )
                 return body
         except StreamBroken as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise PageFailed(f"{self.url}{path}: {error.message}") from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise WorkerUnreachable(f"{self.url}{path}: {failed_by(error)}") from error
+        except TimeoutError as error:
+            raise PageFailed(f"{self.url}{path}: no answer in {self._look_limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise WorkerUnreachable(f"{self.url}{path}: {failed_by(error)}") from error
 
     async def post(
