@@ -12,7 +12,8 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import Probe
-from kvrouter.engines.openai.server import EngineServer, Sample, read_metrics
+from kvrouter.engines.openai.metrics import Sample, read_metrics
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.introspect import (
     CACHE_METRIC,
@@ -263,6 +264,22 @@ def test_what_an_engine_fetched_is_reported_where_its_page_has_all_of_it(
     text = "\n".join([USED.format(0, 0.25) + USED.format(1, 0.5), *lines, ""])
     first, second = reports(text, {R0: RankInfo(32, 200), R1: RankInfo(32, 200)})
     assert (first.kv_transfers, second.kv_transfers) == (reported, None)
+
+
+def test_what_connectors_fetched_is_one_sum() -> None:
+    tokens = [line for line in FETCHED.splitlines() if "by_source" in line]
+    by_nixl = [line for line in FETCHED.splitlines() if "nixl" in line]
+    by_mooncake = [line.replace("nixl", "mooncake") for line in by_nixl]
+
+    def fetched(*lines: str) -> KvTransfers | None:
+        page = "\n".join([USED.format(0, 0.25), *lines, *tokens, ""])
+        (report,) = reports(page, {R0: RankInfo(32, 200)})
+        return report.kv_transfers
+
+    once = KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1, tokens=768)
+    assert fetched(*by_nixl) == fetched(*by_mooncake) == once
+    twice = KvTransfers(transfers=6, bytes=786432, seconds=0.5, failed=2, tokens=768)
+    assert fetched(*by_nixl, *by_mooncake) == twice
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])

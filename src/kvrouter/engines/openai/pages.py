@@ -9,7 +9,8 @@ import msgspec
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.json import decoded
 from kvrouter.engines.attach import KeyRefused
-from kvrouter.engines.openai.server import EngineServer, PageFailed, Samples, read_metrics
+from kvrouter.engines.openai.metrics import Samples, read_metrics
+from kvrouter.engines.openai.server import EngineServer, PageFailed
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 COUNT_MAX = 2**53
@@ -96,12 +97,10 @@ class EnginePages:
 
     async def metrics(self, path: str, names: tuple[str, ...]) -> Samples | str:
         """Return the samples on a page of metrics, or in words why they cannot be had."""
-        page = await self.page(path)
-        if isinstance(page, str):
-            return page
         try:
-            return read_metrics(page, names)
-        except ProtocolError as error:
+            page = await self._server.metrics(names, path)
+            return f"it has no {path}" if page is None else read_metrics(page, names)
+        except (PageFailed, KeyRefused, ProtocolError) as error:
             return error.message
 
     async def models(self, *, owner: str, said: str | None) -> list[ListedModel]:

@@ -14,6 +14,7 @@ from kvrouter.engines.attach import (
     least_known,
 )
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
+from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES
 from kvrouter.engines.openai.pages import EnginePages, check_serves
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.vllm.calls import call_of
@@ -26,6 +27,8 @@ from kvrouter.engines.vllm.introspect import (
     load_reports,
     started_of,
 )
+
+_METRICS = (*LOAD_METRICS, STARTED_METRIC)
 
 
 class VllmClient:
@@ -50,7 +53,7 @@ class VllmClient:
 
     async def look(self, server: EngineServer) -> Probe:
         """Read its metrics page; where that cannot be had, ask whether it still serves the model."""
-        samples = await EnginePages(server).metrics("/metrics", (*LOAD_METRICS, STARTED_METRIC))
+        samples = await EnginePages(server).metrics("/metrics", _METRICS)
         if isinstance(samples, str):
             await check_serves(server, self._model, owner="vllm")
             return Probe(())
@@ -79,6 +82,11 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
     if spec.publishes_kv_events and facts.prefix_caching is False:
         warnings += (
             f"the engine at {spec.url} keeps no prefix cache: start it with --enable-prefix-caching",
+        )
+    if server.has_long_metrics:
+        warnings += (
+            f"the engine at {spec.url} has a longer metrics page than is read: what lies behind "
+            f"{PAGE_MAX_BYTES} bytes or {PAGE_LINES_MAX} lines is not known",
         )
     if spec.role is Role.PREFILL and not facts.uses_nixl:
         warnings += (
