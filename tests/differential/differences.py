@@ -81,10 +81,6 @@ def _from_engine(call: Call, alone: Seen) -> bool:
     return call.method == "POST"
 
 
-def _is_json(call: Call) -> bool:
-    return bool(call.fields)
-
-
 def _asks_more(call: Call, alone: Seen, found: Found) -> bool:
     """The engine is asked for tokens and for the count of them too, and for nothing else."""
     assert isinstance(found.alone, bytes)
@@ -144,15 +140,21 @@ def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
     return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
 
 
+def _lists_models(call: Call, alone: Seen, found: Found) -> bool:
+    """It is the model, or the list of it, with the fields that vLLM's own has, and values of kvrouter's."""
+    if call.method != "GET" or not isinstance(found.through, bytes):
+        return False
+    said = json.loads(found.through)
+    if call.path.rstrip("/") == "/v1/models":
+        [said] = said["data"]
+    elif call.path != f"/v1/models/{MODEL}":
+        return False
+    fields = {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
+    return said.keys() == fields and (said["id"], said["owned_by"]) == (MODEL, "kvrouter")
+
+
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
-NOT_JSON = (
-    "the body is not valid JSON: it ends too early (at the end)",
-    "expected `object`, got `array`",
-)
-_NO_JSON = "a body that is no object of JSON"
-_NO_JSON_WHY = "A router has to read a body to know its model and to bound what becomes of it."
-
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "header x-request-id",
@@ -311,18 +313,25 @@ DIFFERENCES: tuple[Difference, ...] = (
         where(lambda call, alone: call.fields.get("model") == "nobody's", equals("0")),
     ),
     Difference(
+        "asked route",
+        "a slash behind a path",
+        "without the slash",
+        "The engine would answer 307 again.",
+        where(_is_redirected, lambda call, alone, found: found.through == str(found.alone).removesuffix("/")),
+    ),
+    Difference(
         "body",
-        _NO_JSON,
-        "says where it is wrong, in other words than vLLM's",
-        _NO_JSON_WHY,
-        where(lambda call, alone: not _is_json(call), own_error(*NOT_JSON)),
+        "`GET /v1/models`, `GET /v1/models/{id}`",
+        "`created`, `owned_by`, `root` and the id of a permission are kvrouter's",
+        "A model is that of all its engines. vLLM has no page of one model.",
+        _lists_models,
     ),
     Difference(
         "times asked",
-        _NO_JSON,
+        "a page of kvrouter's own",
         "no engine is asked",
-        _NO_JSON_WHY,
-        where(lambda call, alone: not _is_json(call), equals("0")),
+        _OF_ITS_OWN,
+        where(lambda call, alone: call.method == "GET" or call.path == "/ping", equals("0")),
     ),
     Difference(
         "header content-security-policy",

@@ -63,9 +63,7 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
         try:
             return await attach_engine(spec)
         except KeyRefused as error:
-            raise ConfigError(
-                f"{error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
-            ) from error
+            raise ConfigError(f"{error.message}: {_about_key(spec)}", param="url") from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
                 raise NotAnswered(
@@ -76,6 +74,11 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
                 said_s = loop.time()
                 log_event(logger, Event.ENGINE_AWAITED, worker=str(spec.worker_id), reason=error.message)
         await asyncio.sleep(ASK_AGAIN_S)
+
+
+def _about_key(spec: AttachSpec) -> str:
+    at = spec.key_at or ENGINE_KEY_VARIABLE
+    return f"give its key in {at}" if spec.api_key is None else f"it takes another key than that of {at}"
 
 
 def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Attached) -> None:
@@ -203,18 +206,23 @@ class EngineWorkers:
                     f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
                     param="kind",
                 )
-            if other.block_size != attached.block_size:
+            if _differ(other.block_size, attached.block_size):
                 raise spec.mistake(
                     f"the engine's blocks have {attached.block_size} tokens, and those of "
                     f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
                     param="block_size",
                 )
-            if other.context_length != attached.context_length:
+            if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
                     f"{its.written_at} {other.context_length}: say the smaller one, for both",
                     param="context_length",
                 )
+
+
+def _differ(one: int | None, other: int | None) -> bool:
+    """Whether two figures of engines contradict each other: what is not known contradicts nothing."""
+    return one is not None and other is not None and one != other
 
 
 Heard = Callable[[], None]

@@ -23,7 +23,7 @@ from kvrouter.frontend.errors import RouteNotServed
 from kvrouter.frontend.http import SSE_DONE, Disconnected, Handler, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
-from kvrouter.frontend.openai.body import ScannedBody
+from kvrouter.frontend.openai.body import NotJson, ScannedBody
 from kvrouter.frontend.openai.parse import (
     Call,
     ChatCall,
@@ -33,7 +33,7 @@ from kvrouter.frontend.openai.parse import (
     parse_completion,
 )
 from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_form, parse_passed
-from kvrouter.frontend.openai.passthrough import parse_passthrough
+from kvrouter.frontend.openai.passthrough import is_surely_unreadable, parse_passthrough, parse_unread
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_events, pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
@@ -151,6 +151,7 @@ async def answer_stream(exchange: ResponseWriter, call: Call, reading: ChunkRead
     write(text)
     while reading.finish is None:
         if not stream.ready:
+            generation.reader_waits()
             await stream.wait_ready()
         await generation.hand_over(take)
         if reading.finish is None:
@@ -214,7 +215,8 @@ class GenerateRoutes:
         exchange = ResponseWriter(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
-            await self._serve(exchange, request, trace, spans)
+            client = 0 if responder.client is None else hash(responder.client[0])
+            await self._serve(exchange, request, trace, spans, client)
         except KvrouterError as error:
             self._observed.failed(error, model=exchange.model)
             exchange.fail(error)
@@ -249,7 +251,9 @@ class GenerateRoutes:
         request: Request,
         trace: TraceContext,
         spans: "RequestSpans | None",
+        client: int,
     ) -> None:
+        """``client`` distinguishes who asks from others, by its address."""
         received_s = time.monotonic()
         traffic = self._service.traffic
         origin = NO_ORIGIN if traffic is None else origin_of(request.path, request.headers)
@@ -258,8 +262,7 @@ class GenerateRoutes:
         request.read()
         if spans is not None:
             spans.prepared()
-        if trace != NO_TRACE:
-            generate = replace(generate, trace=trace)
+        generate = replace(generate, trace=trace, client=client)
         if call.nvext.asks_only:
             await answer_query(exchange, call, generate, self._service.explain(generate))
             return
@@ -302,27 +305,51 @@ class GenerateRoutes:
         reader = self._preparer.nvext_reader(request.headers)
         if isinstance(kind, PassedRoute) and kind.is_form:
             return await self._prepared_form(exchange, kind, request, reader)
-        body = await self._bodies.scan(request.take_body())
+        data = request.take_body()
+        try:
+            body = await self._bodies.scan(data)
+        except NotJson as error:
+            return await self._prepared_unread(exchange, data, error, reader)
         if isinstance(kind, PassedRoute):
             return await self._prepared_passed(exchange, kind, body, reader)
         called = self._preparer.called_model(body)
         exchange.model = called.name
         if called.router.fleet.takes_calls:
             text = self._preparer.passthrough_text(called.name)
-            passed = await self._bodies.parse(body, partial(parse_passthrough, _ROUTES[kind], reader=reader))
+            parse = partial(parse_passthrough, _ROUTES[kind], called.name, reader=reader)
+            passed = await self._bodies.parse(body, parse)
             generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
             return _Prepared(passed.call, generate, text)
         text = self._preparer.text_of(called, body)
-        parsed = await self._bodies.parse(body, partial(_PARSERS[kind], nvext=reader))
+        parsed = await self._bodies.parse(body, partial(_PARSERS[kind], nvext=reader, model=called.name))
         matcher = StopMatcher(parsed.call.stops)
         generate = await self._preparer.prepare(parsed, called, text, exchange.request_id)
         return _Prepared(parsed.call, generate, text, matcher)
+
+    async def _prepared_unread(
+        self, exchange: ResponseWriter, data: bytes, error: NotJson, reader: NvextReader
+    ) -> "_Prepared":
+        """Return a call whose body is no JSON object: the engine of the only model says what is wrong with
+        it. Raises ``error`` where no engine is to be asked.
+        """
+        try:
+            called = self._preparer.only_model()
+        except KvrouterError:
+            raise error from None
+        if not called.router.fleet.takes_calls or not is_surely_unreadable(data):
+            raise error
+        exchange.model, kind = called.name, exchange.kind
+        route = kind.route if isinstance(kind, PassedRoute) else _ROUTES[kind]
+        text = self._preparer.passthrough_text(called.name)
+        passed = parse_unread(route, called.name, data, reader)
+        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
+        return _Prepared(passed.call, replace(generate, whole=True), text)
 
     async def _prepared_passed(
         self, exchange: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
     ) -> "_Prepared":
         """Return a call of another route; one worker serves it, because nobody here knows its parts."""
-        called = self._preparer.called_or_only(body)
+        called = self._preparer.called_model(body)
         exchange.model = called.name
         _check_takes_calls(route, called)
         text = self._preparer.passthrough_text(called.name)
@@ -335,7 +362,7 @@ class GenerateRoutes:
     ) -> "_Prepared":
         """The same of a call that is a form."""
         form = await self._bodies.form(request.header("content-type") or "", request.take_body())
-        called = self._preparer.called_or_only_of(form)
+        called = self._preparer.called_model_of(form)
         exchange.model = called.name
         _check_takes_calls(route, called)
         text = self._preparer.passthrough_text(called.name)
