@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.files import open_regular
 
 SALT_BYTES = 32
 SALT_FILE_MAX_BYTES = 4096
@@ -36,7 +37,7 @@ class Salt:
         Raises ConfigError.
         """
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 secret = file.read(SALT_FILE_MAX_BYTES + 1)
         except OSError as error:
             raise ConfigError(
