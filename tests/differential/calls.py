@@ -43,10 +43,10 @@ TOOL = {"name": "find", "description": "Finds KV.", "parameters": {"type": "obje
 TOOLS = [{"type": "function", "function": TOOL}]
 
 GENERATED: Mapping[str, dict[str, Any]] = {
-    CHAT: {"model": MODEL, "messages": USER, "max_tokens": 16},
-    COMPLETION: {"model": MODEL, "prompt": "Where is", "max_tokens": 16},
-    RESPONSES: {"model": MODEL, "input": "Where is my cache?", "max_output_tokens": 16},
-    MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 16},
+    CHAT: {"model": MODEL, "messages": USER, "max_tokens": 16, "temperature": 0},
+    COMPLETION: {"model": MODEL, "prompt": "Where is", "max_tokens": 16, "temperature": 0},
+    RESPONSES: {"model": MODEL, "input": "Where is my cache?", "max_output_tokens": 16, "temperature": 0},
+    MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 16, "temperature": 0},
 }
 """The calls of routes that stream."""
 
@@ -389,10 +389,15 @@ def answer_calls() -> Iterator[Call]:
 
 OWN_HEADERS: Headers = (
     ("endpoint-load-metrics", "named_metrics.kv_cache_usage_perc=0.5"),
-    ("x-of-tomorrow", "a"),
-    ("openai-processing-ms", "5"),
+    ("metadata", '{"data":[]}'),
+    ("x-ratelimit-remaining-requests", "5"),
     ("retry-after", "7"),
+    ("x-of-tomorrow", "a"),
+    ("set-cookie", "a=b"),
 )
+
+
+_BYTES: Headers = (("content-type", "application/octet-stream"), ("metadata", '{"data":[]}'))
 
 
 def _cut(data: bytes, size: int) -> Iterator[bytes]:
@@ -419,6 +424,7 @@ BODIES: Mapping[str, Script] = {
     "a name twice": lambda answer: replace(answer, pieces=(answer.body[:-1] + b',"usage":null,"usage":5}',)),
     "in chunks": lambda answer: replace(answer, pieces=tuple(_cut(answer.body, 7)), is_stream=True),
     "gzip": _gzipped,
+    "bytes": lambda answer: replace(answer, pieces=(bytes(range(256)) * 300,), headers=_BYTES),
     "another type": lambda answer: replace(answer, headers=(("content-type", "application/x-ndjson"),)),
     "no type": lambda answer: replace(answer, headers=()),
     "status 202": lambda answer: replace(answer, status=202),
@@ -493,7 +499,16 @@ def form_calls() -> Iterator[Call]:
     for name, script in STREAMS.items():
         yield _asked(CHAT, f"answer of {name}, n=2", stream=True, script=script, n=2)
     for path in ("/v1/embeddings", "/rerank", "/tokenize"):
-        for name in ("gzip", "no JSON", "a list", "nothing", "in chunks", "headers of its own", "status 202"):
+        for name in (
+            "gzip",
+            "no JSON",
+            "bytes",
+            "a list",
+            "nothing",
+            "in chunks",
+            "headers of its own",
+            "status 202",
+        ):
             yield _asked(path, f"answer of {name}", script=BODIES[name])
 
 
@@ -551,7 +566,7 @@ def odd_calls() -> Iterator[Call]:
     whole = dumps(GENERATED[CHAT])
     for path in (*GENERATED, "/v1/embeddings", "/tokenize"):
         yield Call(f"{path}: an empty body", path)
-        yield Call(f"{path}: cut off JSON", path, whole[:-3])
+        yield Call(f"{path}: cut off JSON", path, whole[:-1])
         yield Call(f"{path}: a list", path, b"[]")
         yield Call(f"{path}: GET", path, method="GET", headers=())
         yield Call(f"{path}: PUT", path, whole, method="PUT")

@@ -11,7 +11,6 @@ import pytest
 from kvrouter.config.problems import read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import open_regular, read_regular
-from kvrouter.recording.salt import Salt
 from kvrouter.sim.measured_run import RunMeta, read_json
 from kvrouter.sim.traces.read import open_trace
 
@@ -30,7 +29,7 @@ def device(_folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("odd", [fifo, device], ids=["fifo", "device"])
-@pytest.mark.parametrize("read", [read_document, open_trace, read_meta, Salt.read])
+@pytest.mark.parametrize("read", [read_document, open_trace, read_meta])
 def test_no_command_reads_what_is_no_regular_file(
     tmp_path: Path, read: Callable[[Path], object], odd: Callable[[Path], Path]
 ) -> None:

@@ -28,6 +28,7 @@ from kvrouter.operator.admission.certificates import (
     ServingCertificate,
     renewed,
 )
+from kvrouter.operator.admission.review import judged
 from kvrouter.operator.admission.server import (
     BINDING_BYTES_MAX,
     BODY_BYTES_MAX,
@@ -313,7 +314,7 @@ async def test_a_large_object_is_read_and_judged_off_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    judge = server_module.judged
+    judge = judged
 
     def noted(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
         threads.append(threading.get_ident())

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from pydantic import JsonValue
 
-from kvrouter.config.problems import dotted
+from kvrouter.config.problems import did_you_mean, dotted
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api import ComponentStatus, ComponentType, DeploymentStatus, read_deployment
 from kvrouter.operator.api import deployment as deployment_module
@@ -136,7 +136,7 @@ def test_of_many_fields_without_effect_the_first_are_named_and_the_others_counte
 ) -> None:
     """The search for the nearest name takes 32 µs a field: 16 s for an object of 6 MB."""
     searched: list[str] = []
-    search = deployment_module.did_you_mean
+    search = did_you_mean
 
     def counted(word: str, known: Iterable[str]) -> str:
         searched.append(word)

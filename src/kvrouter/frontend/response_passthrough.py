@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
@@ -33,8 +34,10 @@ from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, utf8_bytes
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
     """Answer with the engine's JSON object; of a form, perhaps with its text, which may be empty."""
     pieces: list[bytes] = []
+    headers: Headers = ()
     async for chunk in generation:
         pieces.append(chunk.raw)
+        headers = headers or chunk.headers
         if chunk.finish is not None:
             break
     body = b"".join(pieces)
@@ -43,7 +46,7 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
     nvext = routing_nvext(generation, call.nvext.extra_fields)
     if nvext and body.rstrip().endswith(b"}"):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
-    await exchange.send(generation, body)
+    await exchange.send(generation, body, headers)
 
 
 async def pass_stream(
@@ -51,7 +54,7 @@ async def pass_stream(
 ) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation)
+    stream = await exchange.begin_stream(generation, chunk.headers)
     passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
@@ -66,7 +69,7 @@ async def pass_stream(
 async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
     """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation)
+    stream = await exchange.begin_stream(generation, chunk.headers)
     while True:
         if chunk.raw:
             stream.write(chunk.raw)
@@ -230,7 +233,6 @@ async def passthrough_tokens(
     """Return what routing may know of the prompt that an engine of this kind makes; without a ``text`` only a
     prompt in token ids is known.
     """
-    body = passed.body
     if text is None:
         return _estimated(passed)
     if passed.chat is None:
@@ -247,14 +249,7 @@ async def passthrough_tokens(
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
-    is_exact = (
-        prompt.is_whole
-        and not has_media
-        and not prompt.continues
-        and body.chat_template is None
-        and body.documents is None
-        and not body.add_special_tokens
-    )
+    is_exact = prompt.is_whole and not has_media and not prompt.continues and not passed.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)
 
 
@@ -290,7 +285,7 @@ async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> Passthroug
     if passed.prompt is None:
         return PassthroughTokens(array("I"), is_exact=False)
     content, is_only = passed.prompt
-    is_exact = is_only and passed.body.add_special_tokens is not False
+    is_exact = is_only and not passed.is_partial
     if not isinstance(content, str):
         return PassthroughTokens(content, is_exact)
     try:

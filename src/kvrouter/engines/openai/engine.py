@@ -21,7 +21,7 @@ from kvrouter.engines.kv_events.listener import (
 )
 from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import JSON_TYPE, AnswerHeaders, EngineServer
 from kvrouter.engines.openai.streams import (
     KV_FAILURES,
     AnswerReading,
@@ -154,7 +154,9 @@ class ServedEngine:
         elif call.streams:
             stream = OpeningStream(self._open(call, headers, read))
         else:
-            stream = WholeStream(self._server.ask(call.path, call.body, headers), call.reading, read)
+            told = AnswerHeaders(JSON_TYPE)
+            asking = self._server.ask(call.path, call.body, headers, told)
+            stream = WholeStream(asking, call.reading, read, told)
         if request.leg is not Leg.DECODE:
             return stream
         if request.kv_transfer_params:
@@ -221,6 +223,7 @@ class ServedEngine:
             EngineState(
                 answers=not self._is_silent,
                 knows_cache=not any(listener.is_partial for listener in self._listeners),
+                lookahead_tokens=max((each.lookahead_tokens for each in self._listeners), default=0),
                 why=why,
             )
         )
