@@ -96,44 +96,6 @@ async def test_pairs_of_a_zone_answer_what_one_engine_would(
         assert await _transferred_tokens(engines[DECODE[zone]]) > 0
 
 
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-SHAPED: dict[str, dict[str, object]] = {
-    "a schema": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"const": 1}}}},
-        }
-    },
-    "a regular expression": {"structured_outputs": {"regex": "[ab]{3,5}"}},
-    "ends": {"ignore_eos": False, "stop": ["e"], "stop_token_ids": [5], "min_tokens": 3},
-    "log probabilities": {"logprobs": True, "top_logprobs": 2},
-    "tools, none to be called": {"tools": TOOLS, "tool_choice": "none"},
-    "a tool that must be called": {"tools": TOOLS, "tool_choice": "required"},
-    "tools, without a parser": {"tools": TOOLS},
-    "log probabilities of the prompt": {"prompt_logprobs": 1},
-    "a prompt that is cut": {"truncate_prompt_tokens": 9},
-    "a value that is refused": {"temperature": -1},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPED)
-async def test_calls_whose_answers_are_shaped_are_answered_as_by_one_engine(
-    engines: dict[int, VllmServer], kvrouter: Fleet, shape: str
-) -> None:
-    zones = await _zones(engines, kvrouter, "required")
-    body = {**_body(700), **SHAPED[shape]}
-    answer = await zones.frontend.http.post("/v1/chat/completions", json=body)
-    direct = await engines[DECODE["a"]].http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == direct.status_code
-    got, alone = answer.json(), direct.json()
-    if direct.status_code != 200:
-        assert got == alone
-        return
-    assert got["choices"] == alone["choices"]
-    assert got["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
-    assert (await zones.frontend.metrics()).total("kv_lost_total") == 0
-
-
 async def test_a_zone_without_its_decoder_refuses_or_crosses_as_its_policy_says(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
