@@ -7,6 +7,9 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from errno import ECONNREFUSED
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import aiohttp
@@ -25,7 +28,7 @@ PROBE_LIMIT_S = 10.0
 
 KEEP_IDLE_S = 3.0
 """How long a connection that nobody uses is kept: engines end theirs after five seconds, and a call that is
-sent just then would be lost."""
+sent just then has to be sent again."""
 
 END_LIMIT_S = 1.0
 """How long an answer may take to end behind its last event, so that its connection is used again."""
@@ -35,6 +38,34 @@ READ_BYTES = 256 * 1024
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
 """The longest answer to a question, or to a call that is not streamed."""
+
+
+class EngineRefuses(WorkerUnreachable):
+    """The engine's server refuses connections: nothing listens at its port."""
+
+    code = "engine_refuses"
+
+
+@dataclass(slots=True)
+class _Connection:
+    """Whether the connection that a request went over had carried another one before."""
+
+    is_reused: bool = False
+
+
+def _noting_reuse() -> aiohttp.TraceConfig:
+    """Return what notes it in the ``_Connection`` that a request was given."""
+
+    async def reused(_session: object, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.is_reused = True
+
+    async def created(_session: object, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.is_reused = False
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_reuseconn.append(reused)
+    config.on_connection_create_start.append(created)
+    return config
 
 
 class EngineServer:
@@ -53,13 +84,20 @@ class EngineServer:
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
         self._session: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None
+        """A session of which every request has a connection of its own."""
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
-        self._session = aiohttp.ClientSession(
+        self._session = self._new_session(keepalive_timeout=KEEP_IDLE_S)
+        self._fresh = self._new_session(force_close=True)
+
+    def _new_session(self, **connections: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, keepalive_timeout=KEEP_IDLE_S),
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, **connections),
+            trace_configs=[_noting_reuse()],
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
             read_bufsize=READ_BYTES,
             auto_decompress=True,
@@ -67,20 +105,22 @@ class EngineServer:
 
     async def close(self) -> None:
         """Close every connection; open answers break. Idempotent."""
-        if self._session is not None:
-            for answer in tuple(self._answers):
-                answer.close()  # a session alone leaves the readers waiting
-            await self._session.close()
-            self._session = None
+        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
+        for answer in tuple(self._answers):
+            answer.close()  # a session alone leaves the readers waiting
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
-        Raises WorkerUnreachable when it does not answer, or with an error, KeyRefused for one about its key.
+        Raises WorkerUnreachable when it does not answer, or with an error, EngineRefuses when it refuses the
+        connection, KeyRefused for an error about its key.
         """
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
-            async with self._opened().get(f"{self.url}{path}", timeout=limit) as answer:
+            async with await self._request("GET", path, timeout=limit) as answer:
                 if answer.status in (404, 405):
                     return None
                 body = await _read_whole(answer)
@@ -92,7 +132,9 @@ class EngineServer:
         except StreamBroken as error:
             raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {failed_by(error)}") from error
+            is_refused = isinstance(error, OSError) and error.errno == ECONNREFUSED
+            kind = EngineRefuses if is_refused else WorkerUnreachable
+            raise kind(f"{self.url}{path}: {failed_by(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
@@ -103,12 +145,8 @@ class EngineServer:
         other answer than 200.
         """
         try:
-            answer = await self._opened().post(
-                f"{self.url}{path}",
-                data=body,
-                headers={"content-type": "application/json", **(headers or {})},
-                allow_redirects=False,
-            )
+            told = {"content-type": "application/json", **(headers or {})}
+            answer = await self._request("POST", path, data=body, headers=told)
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
@@ -128,10 +166,25 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    async def _request(self, method: str, path: str, **options: Any) -> aiohttp.ClientResponse:
+        """Send a request; return the head of its answer. Redirects are not followed.
+
+        A kept connection may end just as a request goes out on it: engines close theirs after five idle
+        seconds. One that was lost so, without the head of an answer, is sent once more on a fresh
+        connection. The engine may have begun on it: that costs it work and has no other effect, since the
+        end of a connection has it abort what it runs for it.
+        """
+        if self._session is None or self._fresh is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
-        return self._session
+        connection = _Connection()
+        url = f"{self.url}{path}"
+        options |= {"allow_redirects": False, "trace_request_ctx": connection}
+        try:
+            return await self._session.request(method, url, **options)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
+            if not connection.is_reused or self._fresh is None:
+                raise
+        return await self._fresh.request(method, url, **options)
 
 
 def let_end(answer: aiohttp.ClientResponse) -> None:
