@@ -12,7 +12,7 @@ from kvrouter.engines.attach import (
     context_length_of,
     events_of,
 )
-from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
+from kvrouter.engines.openai.engine import REFUSED_PROBES, EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer, attach_server, read_metrics
 from kvrouter.engines.vllm.calls import call_of
 from kvrouter.engines.vllm.events import decode
@@ -87,6 +87,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             VllmClient(spec.worker_id, facts, model=model),
             ZmqEvents(events, decode, facts.block_size),
             started=facts.started_s,
+            refused_probes=REFUSED_PROBES,
         ),
         version=f"vllm {facts.version}",
         model=model,
