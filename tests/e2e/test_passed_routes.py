@@ -11,6 +11,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import CostRule
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, event_of, scripted_engine
 from tests.support.mock_fleets import alike, fleet_file
 from tests.support.served import Served, served, user, words
@@ -39,7 +40,7 @@ async def before(*engines: ScriptedEngine, router: KvRouterConfig | None = None)
         f"  - {{name: w{number}, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}\n"
         for number, engine in enumerate(engines)
     )
-    text = f"version: 1\nmodels: [{{name: tiny, tokenizer: mock}}]\nworkers:\n{groups}"
+    text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{groups}"
     async with served(fleet_file(text), router=router) as here:
         yield here
 

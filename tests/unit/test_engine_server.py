@@ -2,9 +2,11 @@
 
 import pytest
 
+from kvrouter.core.engine_answer import BODY_MAX_BYTES
 from kvrouter.core.errors import ContextLengthExceeded, KvrouterError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai import server as server_module
+from kvrouter.engines.openai.failures import SAID_MAX_CHARS
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
@@ -71,13 +73,38 @@ async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
 
 async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "ANSWER_MAX_BYTES", 1000)
+    monkeypatch.setattr(server_module, "PAGE_MAX_BYTES", 1000)
     long = Answer((b"x" * 1001,), content_type=JSON)
     async with Asked(long) as asked:
-        asked.engine.pages["/metrics"] = long
+        asked.engine.pages["/v1/models"] = long
         with pytest.raises(WorkerUnreachable, match="over the 1000 bytes"):
-            await asked.server.look("/metrics")
+            await asked.server.look("/v1/models")
         with pytest.raises(StreamBroken, match="over the 1000 bytes"):
             await asked.server.ask(COMPLETIONS, b"{}")
+
+
+async def test_of_a_metrics_page_only_the_wanted_lines_come_and_reading_ends_at_a_limit() -> None:
+    async with Asked() as asked:
+        short = Answer(
+            (b"# TYPE a gauge\na 1\naa 2\n", b'a{b="c"} 3\nb 4\n', b"a 5"), content_type="text/plain"
+        )
+        asked.engine.pages["/metrics"] = short
+        assert await asked.server.metrics(("a",)) == b'a 1\na{b="c"} 3\na 5\n'
+        assert not asked.server.has_long_metrics
+        endless = Answer(
+            (b"a 1\n", *([b"x" * 2**20] * 9), b"\na 2\n"), ends=Ends.HELD, content_type="text/plain"
+        )
+        asked.engine.pages["/metrics"] = endless
+        assert await asked.server.metrics(("a",)) == b"a 1\n"
+        assert asked.server.has_long_metrics
+
+
+async def test_of_an_error_only_the_beginning_is_read() -> None:
+    async with Asked() as asked:
+        error = b'{"error":{"message":"' + b"x" * (BODY_MAX_BYTES + 1)
+        asked.engine.pages["/version"] = Answer((error,), status=500, ends=Ends.HELD)
+        with pytest.raises(WorkerUnreachable, match=f"answered 500: .{{{SAID_MAX_CHARS}}}$"):
+            await asked.server.look("/version")
 
 
 async def test_nobody_listens() -> None:

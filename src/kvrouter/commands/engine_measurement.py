@@ -13,6 +13,8 @@ from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
+    RUNNING,
+    TIMES,
     OwnTimes,
     RequestTimes,
     read_own_times,
@@ -114,7 +116,7 @@ def _check_alone(server: EngineServer, times: RequestTimes, n_sent: int) -> None
 async def _check_idle(server: EngineServer) -> None:
     """Raise MeasurementFailed where requests run while none of those that were sent from here does."""
     for _ in range(SETTLE_TRIES):
-        page = await server.look("/metrics")
+        page = await server.metrics(RUNNING)
         n_running = None if page is None else read_running(page)
         if not n_running:
             return
@@ -170,7 +172,7 @@ def _with_times(requests: Sequence[ClientRequest], times: RequestTimes) -> list[
 async def _settled(server: EngineServer, before: RequestTimes | None, n_ended: int) -> RequestTimes:
     """Return the metrics once they count ``n_ended`` requests more than ``before``, or after a second."""
     for _ in range(SETTLE_TRIES):
-        page = await server.look("/metrics")
+        page = await server.metrics(TIMES)
         times = RequestTimes(None, None, None, None) if page is None else read_request_times(page)
         if before is None or before.queue is None or times.queue is None:
             return times

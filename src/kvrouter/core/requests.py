@@ -282,9 +282,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
     With ``has_media`` some of ``token_ids`` stand for what is no text: no engine reports blocks with them.
+    Where the prompt's tokens are not known here ``token_ids`` is empty, and ``isl_tokens_estimate`` says how
+    many there may be: such a prompt shares no block with any other.
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
+    ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
     """
 
     request_id: RequestId
@@ -302,4 +305,16 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     has_media: bool = False
     context_tokens: int = 0
     whole: bool = False
+    shape: str = ""
     trace: TraceContext = NO_TRACE
+    isl_tokens_estimate: int = 0
+
+    @property
+    def is_prompt_unknown(self) -> bool:
+        """Whether the tokens of the prompt are not known here, and their number is estimated."""
+        return self.isl_tokens_estimate > 0
+
+    @property
+    def isl_tokens(self) -> int:
+        """How many tokens the prompt has, or may have."""
+        return self.isl_tokens_estimate or len(self.token_ids)

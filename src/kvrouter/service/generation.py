@@ -112,7 +112,7 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far, counted once, however many workers served them."""
         return Usage(
-            prompt_tokens=len(self.request.token_ids),
+            prompt_tokens=self.request.isl_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=self._run.cached_tokens,
         )
@@ -240,11 +240,7 @@ class Generation:
             request,
             self._origin,
             trail=trail,
-            prompt=trail[0].placement.prompt
-            if trail
-            else self._model.hash_prompt(
-                request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
-            ),
+            prompt=trail[0].placement.prompt if trail else self._model.prompt_of(request, request.token_ids),
             error=self.error,
             finished=finished,
             begun_s=self.times.begun_s,

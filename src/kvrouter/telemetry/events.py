@@ -67,6 +67,8 @@ class Event(StrEnum):
     EVENTS_FOREIGN = "events_foreign"
     STATES_RESET = "states_reset"
     TOKENIZER_FAILED = "tokenizer_failed"
+    ROUTED_BY_LOAD = "routed_by_load"
+    ROUTED_BY_CACHE = "routed_by_cache"
     TOKENIZE_BUDGET_SMALL = "tokenize_budget_small"
     PROCESS_STARTED = "process_started"
     PROCESS_NOT_STARTED = "process_not_started"
@@ -93,6 +95,7 @@ class Event(StrEnum):
     EVENTS_MISTAKEN = "events_mistaken"
     KV_EVENTS_OVER_LIMIT = "kv_events_over_limit"
     INDEX_WRONG = "index_wrong"
+    PROMPT_SHAPE_BLIND = "prompt_shape_blind"
     KV_TRANSFER_SLOW = "kv_transfer_slow"
     KV_TRANSFER_WELL = "kv_transfer_well"
     RANK_SLOW = "rank_slow"
@@ -339,6 +342,14 @@ EVENTS: dict[Event, EventSpec] = {
     Event.TOKENIZER_FAILED: EventSpec(
         logging.ERROR, "A model's tokenizer could not be loaded here: its requests are refused."
     ),
+    Event.ROUTED_BY_LOAD: EventSpec(
+        logging.WARNING,
+        "A model's prompts cannot be read here, for this reason: its calls are served, and routed by load "
+        "alone. Logged once for each reason.",
+    ),
+    Event.ROUTED_BY_CACHE: EventSpec(
+        logging.INFO, "A model's prompts can be read here again: what its workers have cached counts."
+    ),
     Event.TOKENIZE_BUDGET_SMALL: EventSpec(
         logging.WARNING,
         "Text that fills a model's context takes more than `--tokenize-max-bytes` to tokenize: it gets a "
@@ -419,6 +430,11 @@ EVENTS: dict[Event, EventSpec] = {
     Event.INDEX_WRONG: EventSpec(
         logging.WARNING,
         "An engine's own counts of cached tokens contradict the index: what it holds is asked for.",
+    ),
+    Event.PROMPT_SHAPE_BLIND: EventSpec(
+        logging.WARNING,
+        "Calls of one shape (route, roles, tools) are not found where their engine has them cached: it makes "
+        "another prompt of them than the router.",
     ),
     Event.KV_TRANSFER_SLOW: EventSpec(
         logging.WARNING,

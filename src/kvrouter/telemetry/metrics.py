@@ -106,6 +106,16 @@ class Telemetry(MetricsPage):
         "prediction",
     )
 
+    prompt_shape_answers = counter(
+        "kvrouter_prompt_shape_answers",
+        "Answers of which the engine had something cached, by the shape of the call (route, roles, tools) "
+        "and whether the router had found it there; missed where the engine makes another prompt of such "
+        "calls. At most 64 shapes a model are told apart.",
+        "model",
+        "shape",
+        "prediction",
+    )
+
     kv_transfers = counter(
         "kvrouter_kv_transfers",
         "Transfers by which a worker rank fetched KV from others, by its engine's own count.",
@@ -264,6 +274,12 @@ class Telemetry(MetricsPage):
         "Prompts that were not tokenized, by the error's code: context_length_exceeded for a text that is "
         "longer than the context can hold, prompt_over_budget, or encode_pool_full.",
         "code",
+    )
+    routed_by_load = gauge(
+        "kvrouter_model_routed_by_load",
+        "1 for a model whose prompts cannot be read here, or not all of them, so that its calls are routed "
+        "by load alone; GET /v1/fleet has the reason.",
+        "model",
     )
     tokenize_bytes = gauge(
         "kvrouter_tokenize_bytes",

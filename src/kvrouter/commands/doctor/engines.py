@@ -18,6 +18,7 @@ ANSWERS_COMPARED = 8
 """So many compared answers say something,"""
 
 OTHER_PROMPT_SHARE = 0.1
+BLIND_SHARE = 0.5
 """and if more than this share had another number of tokens, the router's tokens are not the engine's."""
 
 TOKENIZER_WHY = (
@@ -149,6 +150,17 @@ def _apart(ahead_s: float) -> str:
 def tokenizers(reading: Reading) -> Iterator[Outcome]:
     """Engines that make other tokens of a text than the router does."""
     for model in reading.fleet.models:
+        if model.routing_reason is not None:
+            yield Problem(
+                Severity.WARNING,
+                f"model {model.model}",
+                f"its calls are routed by load alone: {model.routing_reason}",
+                "what its workers have cached counts for nothing, and no answer goes on elsewhere when its "
+                "engine is lost",
+                "name the engine's own tokenizer: its folder or its hub name (tokenizer in the fleet file, "
+                "--model-path, or --tokenizer of its worker)",
+            )
+            continue
         workers = [worker for worker in reading.fleet.workers_of(model) if worker.takes_calls]
         if workers and not reading.engines_asked:
             yield NotMade(f"model {model.model}", "--no-engines: no engine was asked")
@@ -156,6 +168,7 @@ def tokenizers(reading: Reading) -> Iterator[Outcome]:
             model, workers, [probe for probe in reading.probes if probe.model == model.model]
         )
         yield from _other_prompts(reading, model)
+        yield from _blind_shapes(reading, model)
 
 
 def _differing(model: Model, workers: Iterable[Worker], probes: Sequence[TokenProbe]) -> Iterator[Outcome]:
@@ -199,6 +212,23 @@ def _other_prompts(reading: Reading, model: Model) -> Iterator[Outcome]:
                 TOKENIZER_WHY,
                 "give the router the engine's tokenizer and chat template (tokenizer in the fleet file, or "
                 "--model-path)",
+            )
+
+
+def _blind_shapes(reading: Reading, model: Model) -> Iterator[Outcome]:
+    name = "kvrouter_prompt_shape_answers_total"
+    for shape, missed in reading.counts.by(name, "shape", model=model.model, prediction="missed").items():
+        answers = reading.counts.total(name, model=model.model, shape=shape)
+        if answers >= ANSWERS_COMPARED and missed > BLIND_SHARE * answers:
+            yield Problem(
+                Severity.WARNING,
+                f"calls of the shape {shape!r} ({model.model})",
+                f"{missed:g} of {answers:g} were not found where their engine had them cached, "
+                f"{reading.period}",
+                "the engine makes another prompt of such calls than the router, which routes them by load",
+                "look for flags of the engine that change prompts (--chat-template, "
+                "--chat-template-content-format, defaults of template names), and give the router the "
+                "engine's own template; report the shape where there is none",
             )
 
 

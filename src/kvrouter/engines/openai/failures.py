@@ -58,12 +58,17 @@ def blame_of(status: int) -> Blame:
 
 async def read_failure(answer: aiohttp.ClientResponse) -> KvrouterError:
     """Read an answer that is not 200, as far as it travels; return what it means."""
+    return failure_of(answer.status, await read_error(answer), tuple(answer.raw_headers))
+
+
+async def read_error(answer: aiohttp.ClientResponse) -> bytes:
+    """Read the body of such an answer, and hardly more of it than travels."""
     body = b""
     async for piece in answer.content.iter_any():
         body += piece
         if len(body) > BODY_MAX_BYTES:
             break
-    return failure_of(answer.status, body, tuple(answer.raw_headers))
+    return body
 
 
 def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> KvrouterError:

@@ -1,11 +1,11 @@
-"""An HTTP client for an engine's server, and its metrics page.
+"""An HTTP client for an engine's server.
 
 Clients may read what an error of a call says, so it omits the engine's address; an error of a probe has it.
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from errno import ECONNREFUSED
 from types import SimpleNamespace
@@ -13,11 +13,10 @@ from typing import Any
 from weakref import WeakSet
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.engines.openai.failures import read_failure, said
+from kvrouter.engines.openai.failures import read_error, read_failure, said
+from kvrouter.engines.openai.metrics import MetricLines
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
@@ -37,7 +36,13 @@ READ_BYTES = 256 * 1024
 """How much of an answer is held here before the engine is made to wait."""
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
-"""The longest answer to a question, or to a call that is not streamed."""
+"""The longest answer to a call that is not streamed."""
+
+PAGE_MAX_BYTES = 4 * 1024 * 1024
+"""The longest answer to a small question, such as for the engine's models."""
+
+METRICS_PIECE_BYTES = 64 * 1024
+"""So much of a metrics page is looked through before others have a turn: 4 ms at most."""
 
 
 class EngineRefuses(WorkerUnreachable):
@@ -87,6 +92,8 @@ class EngineServer:
         self._fresh: aiohttp.ClientSession | None = None
         """A session of which every request has a connection of its own."""
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
+        self.has_long_metrics = False
+        """Whether the metrics page was over a limit when it was read last."""
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
@@ -118,17 +125,39 @@ class EngineServer:
         Raises WorkerUnreachable when it does not answer, or with an error, EngineRefuses when it refuses the
         connection, KeyRefused for an error about its key.
         """
+        return await self._looked(path, _page)
+
+    async def metrics(self, names: Iterable[str], path: str = "/metrics") -> bytes | None:
+        """Return the lines of the engine's metrics page that begin with ``names``, of as much of the page as
+        is read; None when it has none. Raises as :meth:`look` does.
+        """
+
+        async def lines_of(answer: aiohttp.ClientResponse) -> bytes:
+            lines = MetricLines(names)
+            async for piece in answer.content.iter_chunked(METRICS_PIECE_BYTES):
+                lines.push(piece)
+                if lines.is_full:
+                    break
+                await asyncio.sleep(0)
+            self.has_long_metrics = lines.is_full
+            return lines.page()
+
+        return await self._looked(path, lines_of)
+
+    async def _looked(
+        self, path: str, read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
+    ) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
             async with await self._request("GET", path, timeout=limit) as answer:
                 if answer.status in (404, 405):
                     return None
-                body = await _read_whole(answer)
+                if answer.status == 200:
+                    return await read(answer)
+                message = said(await read_error(answer))[0]
                 if answer.status in (401, 403):
-                    raise KeyRefused(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
-                if answer.status != 200:
-                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
-                return body
+                    raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
+                raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
         except StreamBroken as error:
             raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -162,7 +191,7 @@ class EngineServer:
         answer = await self.post(path, body, headers)
         try:
             async with answer:
-                return await _read_whole(answer)
+                return await _read_whole(answer, ANSWER_MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
 
@@ -202,46 +231,20 @@ def failed_by(error: Exception) -> str:
     return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
-async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Read a body up to :data:`ANSWER_MAX_BYTES`. Raises StreamBroken for a longer one."""
+async def _page(answer: aiohttp.ClientResponse) -> bytes:
+    return await _read_whole(answer, PAGE_MAX_BYTES)
+
+
+async def _read_whole(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+    """Read a body up to ``bytes_max``. Raises StreamBroken for a longer one."""
     pieces: list[bytes] = []
     size_bytes = 0
     async for piece in answer.content.iter_any():
         pieces.append(piece)
         size_bytes += len(piece)
-        if size_bytes > ANSWER_MAX_BYTES:
-            raise StreamBroken(f"the answer is over the {ANSWER_MAX_BYTES} bytes allowed")
+        if size_bytes > bytes_max:
+            raise StreamBroken(f"the answer is over the {bytes_max} bytes allowed")
     return b"".join(pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One value of one metric."""
-
-    labels: Mapping[str, str]
-    value: float
-
-
-Samples = Mapping[str, Sequence[Sample]]
-"""The samples of each metric that was found, by its name."""
-
-
-def read_metrics(page: bytes, names: Iterable[str]) -> Samples:
-    """Return the samples of ``names`` in a page of Prometheus's text format; raise ProtocolError.
-
-    A page has thousands of lines, and most are histograms that nobody here reads: those are not parsed.
-    """
-    wanted = tuple(names)
-    try:
-        lines = [line for line in page.decode().splitlines() if line.startswith(wanted)]
-        found: dict[str, list[Sample]] = {}
-        for metric in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in metric.samples:
-                if sample.name in wanted:
-                    found.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
-    except (ValueError, KeyError, IndexError) as error:
-        raise ProtocolError(f"the engine's metrics page cannot be read: {error}", param="metrics") from error
-    return found
 
 
 async def attach_server(
