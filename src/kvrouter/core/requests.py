@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
-from kvrouter.core.engine_answer import EngineAnswer
+from kvrouter.core.engine_answer import EngineAnswer, Headers
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 
 if TYPE_CHECKING:
@@ -235,6 +235,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
     characters of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come
     last.
+    ``headers`` come with the first of ``raw``: those of the engine's answer that the client gets.
     ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
     answer so far, where it reports that.
     """
@@ -251,6 +252,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int | None = None
     kv_bytes: int | None = None
     failure: EngineAnswer | None = None
+    headers: Headers = ()
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
@@ -274,6 +276,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),
         completion_tokens=counts[-1] if counts else None,
         kv_bytes=next((c.kv_bytes for c in chunks if c.kv_bytes is not None), None),
+        headers=next((chunk.headers for chunk in chunks if chunk.headers), ()),
     )
 
 

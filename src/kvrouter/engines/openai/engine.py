@@ -22,7 +22,7 @@ from kvrouter.engines.kv_events.listener import (
 )
 from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.server import EngineRefuses, EngineServer
+from kvrouter.engines.openai.server import JSON_TYPE, AnswerHeaders, EngineRefuses, EngineServer
 from kvrouter.engines.openai.streams import (
     KV_FAILURES,
     AnswerReading,
@@ -171,7 +171,9 @@ class ServedEngine:
         elif call.streams:
             answer = OpeningStream(self._open(call, headers, read))
         else:
-            answer = WholeStream(self._server.ask(call.path, call.body, headers), call.reading, read)
+            told = AnswerHeaders(JSON_TYPE)
+            asking = self._server.ask(call.path, call.body, headers, told)
+            answer = WholeStream(asking, call.reading, read, told)
         self._awaiting.add(answer)
         stream = answer
         if request.leg is not Leg.DECODE:

@@ -24,7 +24,13 @@ from kvrouter.engines.openai.events import (
     without_token_ids,
 )
 from kvrouter.engines.openai.failures import failure_inside
-from kvrouter.engines.openai.server import END_LIMIT_S, failed_by, let_end
+from kvrouter.engines.openai.server import (
+    END_LIMIT_S,
+    EVENTS_TYPE,
+    AnswerHeaders,
+    failed_by,
+    let_end,
+)
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
@@ -172,6 +178,9 @@ class SseStream:
         self._error_raw = b""
         """The event that says that the engine failed, and what came behind it."""
         self._gathered = _Gathered(reading)
+        self._headers = AnswerHeaders(EVENTS_TYPE)
+        if reading.passes_raw:
+            self._headers.take(answer)
         self._raw = RawEvents(
             added_token_ids=reading.added_token_ids,
             unasked=reading.unasked,
@@ -235,7 +244,11 @@ class SseStream:
                 self._ready.extend(self._last(b""))
             else:
                 raise StreamBroken("the engine closed the connection in the middle of an event")
-        return self._ready.popleft()
+        chunk = self._ready.popleft()
+        if self._headers.passed:
+            chunk = replace(chunk, headers=self._headers.passed)
+            self._headers.passed = ()
+        return chunk
 
     def _cut(self, piece: bytes) -> None:
         """Make chunks of the events that ``piece`` completes; what came before a failure is read first."""
@@ -311,8 +324,13 @@ class WholeStream:
     """
 
     def __init__(
-        self, send: Coroutine[None, None, bytes], reading: AnswerReading, read: ReadEvent = read_event
+        self,
+        send: Coroutine[None, None, bytes],
+        reading: AnswerReading,
+        read: ReadEvent = read_event,
+        told: AnswerHeaders | None = None,
     ) -> None:
+        self._told = told
         self._reading = reading
         self._read = read
         self._cancelled: str | None = None
@@ -337,6 +355,8 @@ class WholeStream:
         if not self._pieces:
             self._is_over = True  # also where the answer is an error
             self._pieces = _in_pieces(self._chunk(self._answering.result()))
+            if self._told is not None and self._told.passed and self._reading.passes_raw:
+                self._pieces[0] = replace(self._pieces[0], headers=self._told.passed)
         piece = self._pieces.popleft()
         self._is_over = not self._pieces
         return piece
