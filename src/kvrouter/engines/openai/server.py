@@ -175,8 +175,8 @@ class EngineServer:
         other answer than 200.
         """
         try:
-            told = {"content-type": "application/json", **(headers or {})}
-            answer = await self._request("POST", path, data=body, headers=told)
+            all_headers = {"content-type": "application/json", **(headers or {})}
+            answer = await self._request("POST", path, data=body, headers=all_headers)
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
