@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import ClassVar, cast
 
 import aiohttp
 import pytest
@@ -56,6 +56,8 @@ class Pieces:
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = [piece for piece in pieces if piece]
         self.is_closed = False
+
+    raw_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()
 
     @property
     def content(self) -> "Pieces":

@@ -4,11 +4,8 @@ Clients may read what an error of a call says, so it omits the engine's address;
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from errno import ECONNREFUSED
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -16,8 +13,9 @@ import aiohttp
 
 from kvrouter.core.engine_answer import Headers, passed_headers
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.engines.openai.failures import read_error, read_failure, said
+from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, read_error, read_failure, said
 from kvrouter.engines.openai.metrics import MetricLines
+from kvrouter.http_client import Connection, HttpClient, connection_failure
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
@@ -52,28 +50,6 @@ class EngineRefuses(WorkerUnreachable):
     code = "engine_refuses"
 
 
-@dataclass(slots=True)
-class _Connection:
-    """Whether the connection that a request went over had carried another one before."""
-
-    is_reused: bool = False
-
-
-def _noting_reuse() -> aiohttp.TraceConfig:
-    """Return what notes it in the ``_Connection`` that a request was given."""
-
-    async def reused(_session: object, context: SimpleNamespace, _params: object) -> None:
-        context.trace_request_ctx.is_reused = True
-
-    async def created(_session: object, context: SimpleNamespace, _params: object) -> None:
-        context.trace_request_ctx.is_reused = False
-
-    config = aiohttp.TraceConfig()
-    config.on_connection_reuseconn.append(reused)
-    config.on_connection_create_start.append(created)
-    return config
-
-
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -89,8 +65,8 @@ class EngineServer:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
-        self._session: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None
+        self._session: HttpClient | None = None
+        self._fresh: HttpClient | None = None
         """A session of which every request has a connection of its own."""
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
         self.has_long_metrics = False
@@ -98,17 +74,16 @@ class EngineServer:
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
-        self._session = self._new_session(keepalive_timeout=KEEP_IDLE_S)
-        self._fresh = self._new_session(force_close=True)
+        self._session = self._new_client(keepalive_timeout=KEEP_IDLE_S)
+        self._fresh = self._new_client(force_close=True)
 
-    def _new_session(self, **connections: Any) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
+    def _new_client(self, **connections: Any) -> HttpClient:
+        return HttpClient(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, **connections),
-            trace_configs=[_noting_reuse()],
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
+            limits=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
+            notes_connections=True,
             read_bufsize=READ_BYTES,
-            auto_decompress=True,
         )
 
     async def close(self) -> None:
@@ -150,12 +125,14 @@ class EngineServer:
     ) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
-            async with await self._request("GET", path, timeout=limit) as answer:
+            async with await self._request("GET", path, limits=limit) as answer:
                 if answer.status in (404, 405):
                     return None
                 if answer.status == 200:
                     return await read(answer)
                 message = said(await read_error(answer))[0]
+                if answer.status in REDIRECTS:
+                    message = REDIRECTED
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
                 raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
@@ -164,7 +141,7 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             is_refused = isinstance(error, OSError) and error.errno == ECONNREFUSED
             kind = EngineRefuses if is_refused else WorkerUnreachable
-            raise kind(f"{self.url}{path}: {failed_by(error)}") from error
+            raise kind(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
@@ -183,7 +160,7 @@ class EngineServer:
             async with answer:
                 raise await read_failure(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
+            raise WorkerUnreachable(f"the engine is not reached: {connection_failure(error)}") from error
 
     async def ask(
         self,
@@ -202,10 +179,10 @@ class EngineServer:
             async with answer:
                 return await _read_whole(answer, ANSWER_MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
+            raise StreamBroken(f"the engine's answer broke off: {connection_failure(error)}") from error
 
     async def _request(self, method: str, path: str, **options: Any) -> aiohttp.ClientResponse:
-        """Send a request; return the head of its answer. Redirects are not followed.
+        """Send a request; return the head of its answer.
 
         A kept connection may end just as a request goes out on it: engines close theirs after five idle
         seconds. One that was lost so, without the head of an answer, is sent once more on a fresh
@@ -214,15 +191,14 @@ class EngineServer:
         """
         if self._session is None or self._fresh is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
-        connection = _Connection()
+        connection = Connection()
         url = f"{self.url}{path}"
-        options |= {"allow_redirects": False, "trace_request_ctx": connection}
         try:
-            return await self._session.request(method, url, **options)
+            return await self._session.request(method, url, connection=connection, **options)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
             if not connection.is_reused or self._fresh is None:
                 raise
-        return await self._fresh.request(method, url, **options)
+        return await self._fresh.request(method, url, connection=connection, **options)
 
 
 JSON_TYPE = b"application/json"
@@ -248,13 +224,6 @@ def let_end(answer: aiohttp.ClientResponse) -> None:
     """
     late = asyncio.get_running_loop().call_later(END_LIMIT_S, answer.close)
     answer.content.on_eof(late.cancel)
-
-
-def failed_by(error: Exception) -> str:
-    """Return what failed on the way, without the address: an error's own words have it."""
-    name = type(error).__name__
-    number = error.errno if isinstance(error, OSError) else None
-    return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
 async def _page(answer: aiohttp.ClientResponse) -> bytes:
