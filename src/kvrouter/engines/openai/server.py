@@ -50,6 +50,16 @@ class EngineRefuses(WorkerUnreachable):
     code = "engine_refuses"
 
 
+class PageFailed(WorkerUnreachable):
+    """The engine answers, and this page of it cannot be had: ``status`` is what it answered, None where the
+    page did not come in time, or was too long.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -98,8 +108,8 @@ class EngineServer:
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
-        Raises WorkerUnreachable when it does not answer, or with an error, EngineRefuses when it refuses the
-        connection, KeyRefused for an error about its key.
+        Raises WorkerUnreachable when it does not answer, EngineRefuses when it refuses the connection,
+        PageFailed when it answers with an error, or too late, KeyRefused for one about its key.
         """
         return await self._looked(path, _page)
 
@@ -135,13 +145,16 @@ class EngineServer:
                     message = REDIRECTED
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
-                raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
+                raise PageFailed(f"{self.url}{path} answered {answer.status}: {message}", answer.status)
         except StreamBroken as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
+            raise PageFailed(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            is_late = isinstance(error, TimeoutError) and not isinstance(
+                error, aiohttp.ConnectionTimeoutError
+            )
             is_refused = isinstance(error, OSError) and error.errno == ECONNREFUSED
-            kind = EngineRefuses if is_refused else WorkerUnreachable
-            raise kind(f"{self.url}{path}: {connection_failure(error)}") from error
+            failed = PageFailed if is_late else EngineRefuses if is_refused else WorkerUnreachable
+            raise failed(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
