@@ -14,6 +14,7 @@ import msgspec
 
 from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
@@ -200,8 +201,8 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     """Return what writes on an answer that began with ``first_raw``."""
     line = first_raw.partition(b"data:")[2].partition(b"\n")[0]
     try:
-        head = _head.decode(line)
-    except msgspec.MsgspecError as error:
+        head = parsed(_head, line)
+    except Unreadable as error:
         raise InternalError(f"the lost engine's answer has no id, created and model: {error}") from error
     return AnswerFormat(
         kind,
