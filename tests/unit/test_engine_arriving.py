@@ -20,7 +20,7 @@ from tests.support.engine_legs import leg, written
 from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
 from tests.support.scripted_worker import ScriptedStream
 
-PARAMS = {"do_remote_prefill": True, "remote_request_id": "r"}
+PARAMS = {"do_remote_prefill": True, "remote_request_id": "r", "transfer_mode": "push"}
 SOON_S = 0.05
 IN_TIME_S = 30.0
 
@@ -33,7 +33,7 @@ async def attached(engine: ScriptedEngine) -> AsyncIterator[ServedEngine]:
     await asking.close()
     await server.open()  # with no connection yet: a call takes its time
     at = ServedEngine(
-        server, VllmClient(WorkerId(7), facts, model="tiny"), ZmqEvents({}, decode, facts.block_size)
+        server, VllmClient(WorkerId(7), facts, model="tiny"), ZmqEvents({}, decode, facts.block_size or 0)
     )
     try:
         yield at
