@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.engines.openai.bodies import (
+    ask_usage,
     body_of,
     bytes_of,
     drop,
     drop_inside,
-    is_set_inside,
     put,
     put_inside,
 )
@@ -74,13 +74,11 @@ def test_inside_of_an_object_as_well(
 ) -> None:
     fields = {**fields, name: written(inner, space).decode().strip()}
     body = body_of(written(fields, space))
-    assert is_set_inside(body, name, field) is (inner.get(field) == "true")
     drop_inside(body, name, field)
     kept = {key: said for key, said in inner.items() if key != field}
     assert values_of(bytes(body[name])) == kept
     put_inside(body, name, **{field: True})
     assert values_of(bytes(body[name])) == {**kept, field: "true"}
-    assert is_set_inside(body, name, field)
     once = bytes_of(body)
     put_inside(body, name, **{field: True})
     assert bytes_of(body) == once
@@ -94,18 +92,44 @@ def test_where_nothing_is_nothing_is_dropped_and_an_object_is_made() -> None:
         body = body_of(before)
         drop_inside(body, "stream_options", "include_usage")
         assert bytes_of(body) == before
-        assert not is_set_inside(body, "stream_options", "include_usage")
-        put_inside(body, "stream_options", include_usage=True)
+        assert ask_usage(body)
         assert bytes_of(body) == b'{"stream_options":{"include_usage":true}}'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"include_usage":true}',
+        '{"include_usage":1}',
+        '{"include_usage":"yes"}',
+        '{"include_usage":"false"}',
+        '{"continuous_usage_stats":true}',
+        '{"include_usage":false,"continuous_usage_stats":"on"}',
+        '"x"',
+        "[1]",
+        "5",
+    ],
+)
+def test_a_usage_that_a_client_may_have_asked_for_is_left_to_the_engine(value: str) -> None:
+    written = f'{{"stream_options":{value}}}'.encode()
+    body = body_of(written)
+    assert not ask_usage(body)
+    assert bytes_of(body) == written
+
+
+@pytest.mark.parametrize("value", ['{"include_usage":false,"x":1.0}', '{"x":1.0,"include_usage":null}'])
+def test_a_usage_that_nobody_asked_for_is(value: str) -> None:
+    body = body_of(f'{{"stream_options":{value}}}'.encode())
+    assert ask_usage(body)
+    assert values_of(bytes(body["stream_options"])) == {"include_usage": "true", "x": "1.0"}
 
 
 @pytest.mark.parametrize("value", ["5", '"a"', "[1]", "true"])
 def test_what_must_be_an_object_and_is_none_is_named(value: str) -> None:
     body = body_of(f'{{"vllm_xargs":{value}}}'.encode())
-    for change in (drop_inside, is_set_inside):
-        with pytest.raises(InvalidRequest) as caught:
-            change(body, "vllm_xargs", "kv_cache_report_mode")
-        assert caught.value.param == "vllm_xargs"
+    with pytest.raises(InvalidRequest) as caught:
+        drop_inside(body, "vllm_xargs", "kv_cache_report_mode")
+    assert caught.value.param == "vllm_xargs"
 
 
 def test_half_a_character_is_refused() -> None:

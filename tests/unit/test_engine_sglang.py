@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
+from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import (
     Bootstrap,
@@ -192,10 +192,9 @@ def test_no_call_joins_anything_to_its_tenant(kind: Leg, tenant: str | None) -> 
     assert ("extra_key" in body, body.get("cache_salt")) == (False, tenant)
 
 
-def test_what_is_no_object_is_the_clients_mistake() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(leg(client({**CHAT, "stream_options": 1})))
-    assert caught.value.param == "stream_options"
+def test_options_that_are_no_object_are_the_engines_to_judge() -> None:
+    call, body = asked(leg(client({**CHAT, "stream_options": 1})))
+    assert (body["stream_options"], call.reading.added_usage) == (1, False)
 
 
 def reported(output_ids: list[int], completion_tokens: int, finish: object = None) -> bytes:
@@ -273,6 +272,7 @@ async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
         dp_size=1,
         prefix_caching=True,
         tells_cached_tokens=False,
+        tells_usage=False,
         role=Role.BOTH,
         bootstrap_port=8998,
         events={R0: EventsAt("tcp://127.0.0.1:16401", "tcp://127.0.0.1:16501", "kv-events")},

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
 from kvrouter.engines.openai.request_times import (
     OwnTimes,
     RequestTimes,
@@ -295,6 +295,8 @@ def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEv
             yield data, None
         elif data:
             event = read_event(data)
+            if isinstance(event, UnreadEvent):
+                raise ProtocolError(event.why, param="data")
             if event.error is not None:
                 raise failure_inside(event.error.code, event.error.message, event.error.param)
             yield data, event

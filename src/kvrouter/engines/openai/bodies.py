@@ -52,9 +52,22 @@ def drop_inside(body: Body, name: str, *fields: str) -> None:
             body[name] = msgspec.Raw(_encoder.encode(inner))
 
 
-def is_set_inside(body: Body, name: str, field: str) -> bool:
-    """Whether the object that ``body`` holds under ``name`` says ``true`` for ``field``."""
-    return name in body and bytes(_inner(body, name).get(field, b"")) == b"true"
+_USAGE_ASKED = ("include_usage", "continuous_usage_stats")
+
+
+def ask_usage(body: Body) -> bool:
+    """Ask for the usage of a stream whose client asks for none; return whether. What the client may have
+    asked for, and ``stream_options`` that are no object, are left to the engine.
+    """
+    try:
+        options = _objects.decode(body.get("stream_options", b"null")) or {}
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    if any(says_other_than(options, name, b"false") for name in _USAGE_ASKED):
+        return False
+    put(options, include_usage=True)
+    body["stream_options"] = msgspec.Raw(_encoder.encode(options))
+    return True
 
 
 def has_several_answers(body: Body) -> bool:

@@ -192,14 +192,16 @@ def _tokens(request: EngineRequest) -> Body:
 
 
 def _has_usage(body: Mapping[str, msgspec.Raw]) -> bool:
-    """Whether the client gets the usage at the end of its stream: so it does by any ``stream_options``."""
+    """Whether the client may get the usage at the end of its stream: so it does by any ``stream_options``.
+    Those that are no object are the engine's to judge.
+    """
     raw = body.get("stream_options")
     if raw is None:
         return False
     try:
         options = _options.decode(raw)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return True
     return options is not None and bool(options.include_usage)
 
 

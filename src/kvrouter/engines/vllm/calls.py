@@ -8,15 +8,14 @@ from msgspec.structs import replace
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.openai.bodies import (
     Body,
+    ask_usage,
     body_of,
     bytes_of,
     drop,
     drop_inside,
     has_several_answers,
     has_several_prompts,
-    is_set_inside,
     put,
-    put_inside,
     says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
@@ -105,10 +104,7 @@ def _as_written(
     adds_tokens = call.resumable and call.stream and "return_token_ids" not in body
     if adds_tokens:
         put(body, return_token_ids=True)
-    asks_usage = is_set_inside(body, "stream_options", "include_usage")
-    adds_usage = call.stream and not asks_usage and not has_several_answers(body)
-    if adds_usage:
-        put_inside(body, "stream_options", include_usage=True)
+    adds_usage = call.stream and not has_several_answers(body) and ask_usage(body)
     if request.kv_transfer_params:
         put(body, kv_transfer_params=request.kv_transfer_params)
     return EngineCall(
