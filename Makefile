@@ -8,7 +8,7 @@ ENGINE ?= podman
 TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-engines test-hostile test-image test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
+.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-differential test-engines test-hostile test-image test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nat
 
 test-hostile: setup ## Hostile clients, strangers and liars against real processes: minutes
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/hostile
+
+test-differential: setup ## Make each call twice, directly and through kvrouter, and count what differs
+	$(BIN)/python -m pytest -q -s --show-capture=no tests/differential
 
 test-engines: setup ## Install real engines outside the project and run them: minutes, gigabytes
 	$(BIN)/python -m tests.engines.install

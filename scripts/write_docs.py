@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: settings, fleet file, metrics and log events.
+"""Write the pages that are made from the code: settings, fleet file, metrics and log events, differences.
 
 ``python -m scripts.write_docs`` writes them; with ``--check`` it writes nothing, names each page that is
 not what the code says and each relative link of any page to a file that is not there, and exits 1 when there
@@ -24,6 +24,7 @@ from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.telemetry import EVENTS, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
 from kvrouter.telemetry.gen_ai import GEN_AI_OPT_IN, GEN_AI_SWITCH
+from tests.differential.differences import DIFFERENCES
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE = "<!-- Made by `make docs` from the code: change the code, not this page. -->\n"
@@ -291,6 +292,32 @@ def metrics_page() -> str:
     )
 
 
+DIFFERENCES_HEAD = f"""# Differences
+
+{MADE}
+Before a model whose engines take calls as clients write them (vLLM, SGLang, TensorRT-LLM), a call gets
+through kvrouter what the engine alone would answer: the same status, the same bytes, the same events in the
+same order, and the same headers. This page names every difference, and why it is there.
+
+`make test-differential` makes every call twice, directly and through kvrouter, before a scripted engine that
+answers as vLLM 0.32 does. It compares the status, the body, each header, and what the engine was asked. What
+no row of this table names fails the test; so does a row that no call shows, and a changed byte of an answer
+that goes unnoticed. Not compared are headers of one connection or one moment (`connection`, `date`,
+`keep-alive`, `server`, `transfer-encoding`), and the chunks that an answer comes in.
+"""
+
+
+def differences_page() -> str:
+    """Return the page of what differs between an engine alone and the same through kvrouter."""
+    rows = [(row.calls, _field_text(row.field), row.through, row.reason) for row in DIFFERENCES]
+    return f"{DIFFERENCES_HEAD}\n{table(('calls', 'field', 'through kvrouter', 'why'), rows)}"
+
+
+def _field_text(field: str) -> str:
+    kind, _, name = field.partition(" ")
+    return f"`{name}`" if kind == "header" else field
+
+
 FENCE = re.compile(r"^ *(?P<fence>`{3,}|~{3,}).*?^ *(?P=fence) *$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"(?<!\\)\]\(\s*<?(?P<target>[^)\s>]+)")
@@ -323,6 +350,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "fleet-file.md": fleet_page,
     "metrics.md": metrics_page,
+    "differences.md": differences_page,
 }
 
 

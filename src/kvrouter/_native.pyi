@@ -41,7 +41,10 @@ class JsonBounds:
     ``text_bytes`` bounds all strings that are not plain ASCII, as they are written or as Python holds them,
     whichever is more. ``short_bytes`` bounds each string in the outermost object's ``short_fields``,
     ``key_bytes`` one name, ``number_bytes`` one number: these as they are written. ``blanks_in_row`` bounds
-    each run of blanks outside of strings, ``blanks`` all of them together.
+    each run of blanks outside of strings, ``blanks`` all of them together. ``containers`` counts lists and
+    objects. ``read_fields`` are the names that what decodes the text reads, each with whether it reads all
+    inside, and ``read_depth`` is down to where: in the rest only depth, names, numbers and blanks are
+    bounded.
     """
 
     def __new__(
@@ -59,6 +62,9 @@ class JsonBounds:
         blanks: int,
         number_fields: Sequence[str],
         short_fields: Sequence[str],
+        containers: int = ...,
+        read_fields: Sequence[tuple[str, bool]] | None = ...,
+        read_depth: int = ...,
     ) -> JsonBounds: ...
     def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int, int, int]], int]:
         """The fields of the outermost object by their names as they are written, of equal names the last

@@ -8,6 +8,8 @@
        │  └─LegLost (a new worker or pair), KvLost (prefilled again)─┴─────────────┘  (resumable only)
        └─NotPlaced─▶ DONE          ClientLeft, LegRefused, tries used up: from anywhere ─▶ DONE
 
+A prefill leg that is refused, or that fails wherever it is sent, is left out: one worker does it all then.
+
 Tokens are the one input that comes thousands of times: :meth:`Journey.tokens` notes them without a row.
 """
 
@@ -90,6 +92,8 @@ class LegLost:
     """It had this very leg before: nothing is wrong with it, and the next attempt may go there."""
     blameless: bool = False
     """Nothing is known against it: it is leaving, or was no longer to be had."""
+    answered: bool = False
+    """Its engine itself said that it failed: it may be the request that does that to every engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +208,9 @@ class Journey:
         "_excluded",
         "_kv_losses",
         "_losses",
+        "_prefill_alone",
         "_redispatches_max",
+        "_refusal",
         "_sampling",
         "attempt",
         "can_be_sent",
@@ -215,7 +221,12 @@ class Journey:
     )
 
     def __init__(
-        self, sampling: Sampling, *, redispatches_max: int = REDISPATCHES_MAX, is_plain: bool = True
+        self,
+        sampling: Sampling,
+        *,
+        redispatches_max: int = REDISPATCHES_MAX,
+        is_plain: bool = True,
+        prefill_alone: bool = False,
     ) -> None:
         self.state = State.ROUTING
         self.is_plain = is_plain
@@ -231,6 +242,10 @@ class Journey:
         self._losses: list[LegLost] = []
         self._kv_losses: list[WorkerId] = []
         """The prefill workers whose KV was lost, one by one."""
+        self._refusal: KvrouterError | None = None
+        """Why a prefill worker refused its leg."""
+        self._prefill_alone = prefill_alone
+        """Whether another program sends the last leg."""
 
     @property
     def remaining_tokens(self) -> int:
@@ -276,6 +291,8 @@ class Journey:
 
     def _with_cause(self, refused: KvrouterError) -> KvrouterError:
         """A refusal after a loss reports the loss: that nobody else is left is only its consequence."""
+        if self._refusal is not None and not self._losses:
+            return self._refusal
         if not self._losses or not isinstance(refused, RoutingRefused):
             return refused
         lost = self._losses[-1]
@@ -342,10 +359,18 @@ class Journey:
 
     def _plans(self) -> tuple[RetryPlan, ...]:
         """The best way first: after a first loss of KV another prefill worker, or the same once more. Who
-        lost it twice rarely has a third pair that works; one worker alone does, and is the last try.
+        lost it twice rarely has a third pair that works; one worker alone does, and is the last try. So it is
+        with prefill legs that failed.
         """
-        if not self._kv_losses:
+        if self._prefill_alone:
             return (RetryPlan.USUAL,)
+        if not self._kv_losses:
+            failed = sum(
+                lost.leg is Leg.PREFILL and not (lost.full or lost.repeated) for lost in self._losses
+            )
+            if self._refusal is not None or failed > 1 or (failed and self.attempt >= self._redispatches_max):
+                return (RetryPlan.WHOLE, RetryPlan.USUAL)
+            return (RetryPlan.USUAL, RetryPlan.WHOLE) if failed else (RetryPlan.USUAL,)
         if self.attempt >= self._redispatches_max:
             return (RetryPlan.WHOLE, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
         if len(self._kv_losses) == 1:
@@ -376,6 +401,15 @@ class Journey:
     def _refused(self, event: LegRefused) -> list[Command]:
         return self._fail(event.error)
 
+    def _prefill_refused(self, event: LegRefused) -> list[Command]:
+        """A prefill leg is not what the client wrote: one worker is given all of that, and answers it."""
+        if self._prefill_alone or self._refusal is not None or not self.can_be_sent:
+            return self._fail(self._refusal or event.error)
+        self._refusal = event.error
+        self.attempt += 1
+        self.state = State.ROUTING
+        return [Abandon(event.error.code), self._place()]
+
     def _left(self, event: ClientLeft) -> list[Command]:
         self.state = State.DONE
         return [Abandon(event.reason)]
@@ -393,7 +427,7 @@ _TABLE: dict[tuple[State, type[Input]], _Row] = {
     (State.ROUTING, ClientLeft): Journey._left,
     (State.PREFILLING, PrefillDone): Journey._prefill_done,
     (State.PREFILLING, LegLost): Journey._lost,
-    (State.PREFILLING, LegRefused): Journey._refused,
+    (State.PREFILLING, LegRefused): Journey._prefill_refused,
     (State.PREFILLING, ClientLeft): Journey._left,
     (State.DECODING, FirstTokens): Journey._first_tokens,
     (State.DECODING, Finished): Journey._finished,

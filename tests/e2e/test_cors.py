@@ -5,7 +5,7 @@ import pytest
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import ConfigError
-from kvrouter.frontend.app import Cors
+from kvrouter.frontend.origins import Cors
 from tests.support.mock_fleets import pairs
 from tests.support.served import MODEL, Served, served, user
 

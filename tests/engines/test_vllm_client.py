@@ -80,7 +80,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
     {"stream_options": None},
-    {"n": 2, "seed": 3, "max_tokens": 2},
     {"logprobs": True, "top_logprobs": 2},
     {"return_token_ids": True},
     {"return_token_ids": False},

@@ -13,6 +13,7 @@ from tests.hostile.bystanders import Bystanders
 from tests.hostile.meter import MIB, Meter
 from tests.support.processes import Frontend, fleet
 
+JSON = {"content-type": "application/json"}
 BODY_BYTES = 20_000_000
 LOOP_CPU_MAX_S_PER_MB = 0.02
 """Of the event loop. A quiet machine needs 0.003; to build the values took 0.1 to 0.4."""
@@ -51,7 +52,7 @@ async def test_of_a_body_that_is_refused_all_threads_together_do_little() -> Non
         async def cpu_of(kind: str, path: str, body: bytes) -> float:
             before_s = meter.cpu_s()
             for _ in range(ROUNDS):
-                reply = await frontend.http.post(path, content=body)
+                reply = await frontend.http.post(path, content=body, headers=JSON)
                 assert reply.status_code in (400, 404), (kind, reply.status_code, reply.text)
             return meter.cpu_s() - before_s
 
@@ -94,7 +95,7 @@ async def test_no_body_is_read_that_no_prompt_needs(command: str) -> None:
         meter.forget_peak()
         before_bytes = meter.resident_bytes()
         body = said(b"a", b'"}]}', size_bytes=LONG_BODY_BYTES)
-        reply = await door.http.post(path, content=body)
+        reply = await door.http.post(path, content=body, headers=JSON)
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert "KVROUTER_BODY_MAX_BYTES" in reply.text
         assert meter.peak_bytes() - before_bytes < len(body) / 2
@@ -107,7 +108,7 @@ async def cost_of(
     meter = Meter(frontend.pid)
     before_s, before_bytes = meter.loop_cpu_s(), meter.resident_bytes()
     meter.forget_peak()
-    reply = await frontend.http.post(path, content=body)
+    reply = await frontend.http.post(path, content=body, headers=JSON)
     assert reply.status_code in (400, 404), (kind, reply.status_code, reply.text)
     assert len(reply.content) < 2_000
     if param is not None:

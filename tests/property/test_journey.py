@@ -73,7 +73,52 @@ def test_a_prefill_answer_without_transfer_params_is_the_workers_fault() -> None
     journey = Journey(GREEDY)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     commands = journey.handle(PrefillDone(WorkerId(4), None))
-    assert commands[-1] == Place(1, frozenset({WorkerId(4)}))
+    again = (RetryPlan.USUAL, RetryPlan.WHOLE)
+    assert commands[-1] == Place(1, frozenset({WorkerId(4)}), frozenset(), again)
+
+
+def failing(worker: int) -> LegLost:
+    return LegLost(Leg.PREFILL, WorkerId(worker), "the engine answered 500", answered=True)
+
+
+def test_a_prefill_that_failed_twice_is_left_out() -> None:
+    journey = Journey(SEEDED, redispatches_max=5)
+    places = []
+    for event in (failing(1), failing(2)):
+        journey.handle(Placed(Shape.SYNCHRONOUS))
+        places.append(journey.handle(event)[-1])
+    first, both = frozenset({WorkerId(1)}), frozenset({WorkerId(1), WorkerId(2)})
+    assert places == [
+        Place(1, first, frozenset(), (RetryPlan.USUAL, RetryPlan.WHOLE)),
+        Place(2, both, frozenset(), (RetryPlan.WHOLE, RetryPlan.USUAL)),
+    ]
+
+
+def test_a_last_try_after_a_failed_prefill_is_one_worker_alone() -> None:
+    journey = Journey(SEEDED, redispatches_max=1)
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    last = journey.handle(failing(1))[-1]
+    assert last == Place(1, frozenset({WorkerId(1)}), frozenset(), (RetryPlan.WHOLE, RetryPlan.USUAL))
+
+
+def test_a_prefill_that_is_refused_is_left_out_once_and_costs_no_try() -> None:
+    journey = Journey(SEEDED, redispatches_max=0)
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    again = journey.handle(LegRefused(REFUSED))
+    assert again == [
+        Abandon(REFUSED.code),
+        Place(1, frozenset(), frozenset(), (RetryPlan.WHOLE, RetryPlan.USUAL)),
+    ]
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    assert journey.handle(LegRefused(WorkerFailed("other")))[-1] == Fail(REFUSED)
+
+
+def test_whoever_sends_the_last_leg_itself_hears_of_a_refused_prefill() -> None:
+    journey = Journey(SEEDED, prefill_alone=True)
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    assert journey.handle(failing(1))[-1] == Place(1, frozenset({WorkerId(1)}))
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    assert journey.handle(LegRefused(REFUSED))[-1] == Fail(REFUSED)
 
 
 def test_a_worker_lost_before_the_first_token_is_replaced_and_never_asked_again() -> None:
@@ -211,7 +256,8 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
     else:
         return
     names = kinds(commands)
-    assert names.count("Place") <= 3
+    is_refused = any(isinstance(event, LegRefused) for event in events)
+    assert names.count("Place") <= 3 + is_refused, "a refusal by a prefill worker costs no try"
     assert names.count("End") + names.count("Fail") == (0 if left else 1)
     assert names[-1] in {"Abandon", "End", "Fail"}
     places = [command for command in commands if isinstance(command, Place)]
@@ -219,8 +265,13 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
     assert all(RetryPlan.USUAL in place.plans for place in places)
     blamed = {event.worker_id for event in events if isinstance(event, LegLost | PrefillDone)}
     senders = {event.prefill_worker_id for event in events if isinstance(event, KvLost)}
-    if places[-1].plans != (RetryPlan.USUAL,):
-        assert senders >= places[-1].kv_lost_from != frozenset()
+    assert senders >= places[-1].kv_lost_from
+    if RetryPlan.OTHER_PREFILL in places[-1].plans:
+        assert places[-1].kv_lost_from != frozenset()
+    prefills = [event for event in events if isinstance(event, LegLost) and event.leg is Leg.PREFILL]
+    no_params = any(isinstance(event, PrefillDone) and event.params is None for event in events)
+    if RetryPlan.WHOLE in places[-1].plans:
+        assert senders or prefills or no_params or is_refused, "one worker alone is for prefills that failed"
     for place in places:
         assert place.excluded <= blamed, "nobody is excluded for KV that got lost on its way"
     assert journey.handle(Finished(FinishReason.STOP)) == []

@@ -146,6 +146,21 @@ def test_what_can_be_run_but_was_hardly_meant_is_warned_about(old: str, new: str
     assert warning in warned(GOOD.replace(old, new))
 
 
+def test_blocks_over_links_that_differ_is_warned_of_without_a_policy() -> None:
+    near = "{latency_s: 0.001, bandwidth_bytes_per_s: 5.0e9}"
+    far = near.replace("5.0", "1.0")
+    links = f"  links: {{within: {{zone: {near}}}, across: {far}}}"
+    blocks = GOOD.replace("version: 1", "version: 1\nrouter: {router_cost: blocks}")
+    unlike = blocks.replace("topology:\n", f"topology:\n{links}\n")
+    assert unlike != blocks
+    unbound = unlike.replace("kv_transfer: {domain: zone}\n", "")
+    assert unbound != unlike
+    assert "does not see that links differ" in warned(unbound)
+    assert warned(unlike) == ""
+    assert warned(blocks.replace("kv_transfer: {domain: zone}\n", "")) == ""
+    assert warned(unbound.replace("router_cost: blocks", "router_cost: time")) == ""
+
+
 def test_links_without_any_in_the_file_are_those_assumed() -> None:
     links = load(GOOD).topology.link_table
     assert {level: link.bandwidth_bytes_per_s for level, link in links.within.items()} == {

@@ -99,7 +99,7 @@ def test_a_prefill_keeps_the_prompt_and_makes_one_token(said: dict[str, object])
     is_chat = "messages" in said
     kept = {} if is_chat else {"max_completion_tokens": 50}
     assert body == {
-        **said,
+        **{name: value for name, value in said.items() if name != "stop"},
         **kept,
         "model": "tiny",
         "stream": False,
@@ -108,6 +108,87 @@ def test_a_prefill_keeps_the_prompt_and_makes_one_token(said: dict[str, object])
     }
     assert call.path == ("/v1/chat/completions" if is_chat else "/v1/completions")
     assert (call.streams, call.reading) == (False, AnswerReading(passes_raw=False))
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+SHAPES_THE_ANSWER: dict[str, object] = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    "structured_outputs": {"regex": "a+"},
+    "guided_json": {"type": "object"},
+    "guided_choice": ["a", "b"],
+    "stop": ["END"],
+    "stop_token_ids": [7],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "min_tokens": 1024,
+    "repetition_detection": {"max_pattern_size": 4},
+    "thinking_token_budget": 9,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "logprob_token_ids": [1],
+    "stream_interval": 4,
+}
+SHAPES_THE_PROMPT: dict[str, object] = {
+    "tools": TOOLS,
+    "documents": [{"title": "a", "text": "b"}],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "low",
+    "add_special_tokens": True,
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "left",
+    "mm_processor_kwargs": {"fps": 2},
+    "media_io_kwargs": {"video": {"num_frames": 4}},
+    "cache_salt": "s",
+    "vllm_xargs": {"a": "b"},
+    "never_heard_of": 1,
+    "temperature": 0.5,
+}
+
+
+def test_a_prefill_carries_what_shapes_its_prompt_and_nothing_that_shapes_the_answer_alone() -> None:
+    said = {"model": "public", "messages": CHAT["messages"], **SHAPES_THE_PROMPT}
+    call, body = asked(leg(client({**said, **SHAPES_THE_ANSWER}), Leg.PREFILL))
+    added = {"model": "tiny", "stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_FOR_KV)}
+    assert body == {**said, **added}
+    assert call.answered is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_tool_that_must_be_called_stays_in_the_prompt_of_a_prefill(
+    choice: object,
+) -> None:
+    said = {**CHAT, "tools": TOOLS, "tool_choice": choice}
+    _, body = asked(leg(client(said), Leg.PREFILL))
+    assert (body["tools"], body["tool_choice"]) == (TOOLS, "none")
+    assert asked(leg(client(said), Leg.DECODE))[1]["tool_choice"] == choice
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required!", "any", None, 1])
+def test_every_other_choice_of_tools_stays_as_it_was_written(choice: object) -> None:
+    said = {**CHAT, "tools": TOOLS, "tool_choice": choice}
+    assert asked(leg(client(said), Leg.PREFILL))[1]["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("alone", "is_alone"),
+    [
+        ({"prompt_logprobs": 1}, True),
+        ({"prompt_logprobs": None}, False),
+        ({"echo": True, "logprobs": 1}, True),
+        ({"echo": True}, False),
+        ({"truncate_prompt_tokens": -1}, True),
+        ({"truncate_prompt_tokens": "-1"}, True),
+        ({"truncate_prompt_tokens": 1}, False),
+    ],
+)
+def test_a_prompt_that_its_decode_engine_has_to_compute_is_not_prefilled_elsewhere(
+    alone: dict[str, object], is_alone: bool
+) -> None:
+    call = call_of(leg(client({**COMPLETION, **alone}), Leg.PREFILL), model="tiny")
+    assert (call.answered is not None) is is_alone
 
 
 def test_a_prefill_of_what_goes_on_elsewhere_is_of_tokens() -> None:

@@ -33,6 +33,9 @@ def own(worker_id: int, *, context: int = CONTEXT_TOKENS, model: str = MODEL) ->
     return structs.replace(card(worker_id, model=model), context_length=context)
 
 
+JSON = {"content-type": "application/json"}
+
+
 def taking_calls() -> WorkerCard:
     return structs.replace(own(1), takes_calls=True)
 
@@ -50,7 +53,7 @@ async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = F
             yield b" " * min(left, 1 << 20)
             left -= min(left, 1 << 20)
 
-    response = await house.http.post(path, content=pieces() if chunked else b" " * size_bytes)
+    response = await house.http.post(path, content=pieces() if chunked else b" " * size_bytes, headers=JSON)
     if response.status_code != 413:
         assert response.status_code == 400, response.text
         return None

@@ -17,7 +17,7 @@ UNTEMPLATED = replace(mock_text(), template=None)
 
 async def known(messages: list[object], text: TextModel = UNTEMPLATED) -> PassthroughTokens:
     body = json.dumps({"model": "m", "messages": messages}).encode()
-    return await passthrough_tokens(parse_passthrough(CallRoute.CHAT, body), text)
+    return await passthrough_tokens(parse_passthrough(CallRoute.CHAT, body), text, "vllm")
 
 
 def says(*texts: str) -> dict[str, object]:
@@ -48,7 +48,7 @@ async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
     expected = await short.encode_beginning(beginning)
     tracemalloc.start()
     try:
-        found = await passthrough_tokens(passed, short)
+        found = await passthrough_tokens(passed, short, "vllm")
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -7,8 +7,8 @@ import pytest
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
-from kvrouter.config.link_table import read_links, unweighed_links
-from kvrouter.core.constraints import CostRule
+from kvrouter.config.link_table import link_warnings, read_links
+from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.telemetry import Event
@@ -64,12 +64,28 @@ def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_wit
 
 def test_a_weight_without_links_is_warned_of() -> None:
     weighed = KvRouterConfig(kv_transfer_weight=1.0)
-    assert unweighed_links(weighed, None) == (
+    assert link_warnings(weighed, None) == [
         "router.kv_transfer_weight has no effect without links: give router.router_links",
-    )
-    assert unweighed_links(weighed, LinkTable()) == ()
-    assert unweighed_links(weighed.model_copy(update={"router_links": TEXT}), None) == ()
-    assert unweighed_links(KvRouterConfig(), None) == ()
+    ]
+    assert link_warnings(weighed, LinkTable()) == []
+    assert link_warnings(weighed.model_copy(update={"router_links": TEXT}), None) == []
+    assert link_warnings(KvRouterConfig(), None) == []
+
+
+UNLIKE = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.002, 1e8))
+
+
+def test_blocks_over_unlike_links_without_a_policy_or_a_weight_is_warned_of() -> None:
+    blocks = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    (warning,) = link_warnings(blocks, UNLIKE)
+    assert warning.startswith("router.router_cost 'blocks' does not see that links differ")
+    assert link_warnings(blocks.model_copy(update={"router_links": TEXT}), None) == [warning]
+    for change in ({"kv_transfer_topology_level": "zone"}, {"router_mode": RouterMode.ROUND_ROBIN}):
+        assert link_warnings(blocks.model_copy(update=change), UNLIKE) == []
+    assert link_warnings(KvRouterConfig(router_cost=CostRule.BLOCKS, kv_transfer_weight=1.0), UNLIKE) == []
+    assert link_warnings(KvRouterConfig(), UNLIKE) == []
+    alike = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.001, 1e9, 0.02))
+    assert link_warnings(blocks, alike) == []
 
 
 async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_later(

@@ -179,6 +179,7 @@ WHERE = {
     "a form with a file": "frontend.openai.form",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
+    "JSON of an engine": "core.json.",
     "requests that wait for a decode": "placement.waiting_line",
     "a field's name": "frontend.openai.body",
     "messages of a chat": "text.chat text.model frontend.openai.parse frontend.openai.parse",

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
-from kvrouter.text.chat import ARGUMENT_VALUES_MAX, MESSAGES_MAX, RANGE_STEPS_MAX, ChatTemplate
+from kvrouter.text.chat import RANGE_STEPS_MAX, ChatTemplate
+from kvrouter.text.prompts.fields import ARGUMENT_VALUES_MAX, MESSAGES_MAX, Prompt
 from kvrouter.text.source import MOCK_FOLDER
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[dict[str, object]] = [{"role": "user", "content": "hello"}]
 
 
 def mock_template() -> ChatTemplate:
@@ -38,12 +39,12 @@ def test_the_mock_template_is_chatml() -> None:
         "<|im_start|>tool\n42<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert mock_template().render(HELLO, add_generation_prompt=False) == (
+    assert mock_template().render_prompt(Prompt(HELLO, add_generation_prompt=False)) == (
         "<|im_start|>user\nhello<|im_end|>\n"
     )
     assert (
         mock_template()
-        .render(HELLO, tools=[{"type": "function"}])
+        .render_prompt(Prompt(HELLO, [{"type": "function"}]))
         .startswith('<|im_start|>system\n[{"type": "function"}]<|im_end|>\n')
     )
 
@@ -65,7 +66,7 @@ def test_templates_see_what_hugging_face_shows_them() -> None:
         "{{ ({'b': '<é>', 'a': 1} | tojson(sort_keys=true)) }} {{ enable_thinking }} {{ nothing }}|"
     )
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>"}, strftime_now=lambda pattern: pattern)
-    text = template.render(HELLO * 2, template_kwargs={"enable_thinking": False})
+    text = template.render_prompt(Prompt(HELLO * 2, names={"enable_thinking": False}))
     assert text == '<s>%Y\nhello{"a": 1, "b": "<é>"} False |'
 
 
@@ -162,7 +163,7 @@ def test_no_messages_and_too_many_are_refused(count: int) -> None:
 
 def test_names_of_the_router_cannot_be_taken() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        mock_template().render(HELLO, template_kwargs={"range": 1})
+        mock_template().render_prompt(Prompt(HELLO, names={"range": 1}))
     assert refused.value.param == "chat_template_kwargs"
 
 
@@ -178,7 +179,7 @@ def test_templates_by_name_and_in_a_file_of_their_own(tmp_path: Path) -> None:
     template = ChatTemplate.from_folder(tmp_path)
     assert template is not None
     assert template.render(HELLO) == "plain"
-    assert template.render(HELLO, tools=[{}]) == "tools"
+    assert template.render_prompt(Prompt(HELLO, [{}])) == "tools"
     (tmp_path / "chat_template.jinja").write_text("file")
     template = ChatTemplate.from_folder(tmp_path)
     assert template is not None

@@ -14,6 +14,8 @@ pub struct Limits {
     pub values: usize,
     /// Members of one object, or elements of one array, those numbers apart.
     pub items: usize,
+    /// Arrays and objects.
+    pub containers: usize,
     /// Numbers in arrays of `number_fields`, all together.
     pub numbers: usize,
     /// Bytes of all strings together that are not plain ASCII, as they are written or as Python holds them,
@@ -33,6 +35,18 @@ pub struct Limits {
     pub number_fields: Vec<Vec<u8>>,
     /// Fields of the outermost object that hold no long string.
     pub short_fields: Vec<Vec<u8>>,
+    /// The names that what decodes the text reads, whatever object they are in; None where it reads all. It
+    /// skips other fields: in them only depth, names, numbers and blanks are bounded.
+    pub read_fields: Option<Vec<ReadField>>,
+    /// Containers in containers that become objects; what is deeper is skipped too.
+    pub read_depth: usize,
+}
+
+/// A name that is read; of one that is free all fields inside are read too, whatever their names.
+#[derive(Clone, Debug)]
+pub struct ReadField {
+    pub name: Vec<u8>,
+    pub is_free: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +56,7 @@ pub enum Fault {
     Depth,
     Values,
     Items,
+    Containers,
     Numbers,
     TextBytes,
     ShortBytes,
@@ -62,6 +77,7 @@ pub struct Refused {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Scanned {
     pub values: usize,
+    pub containers: usize,
     pub numbers: usize,
     pub text_bytes: usize,
     pub fields: Vec<Field>,
@@ -97,6 +113,8 @@ pub fn scan(text: &[u8], limits: &Limits) -> Result<Scanned, Refused> {
         frames: Vec::new(),
         in_numbers: false,
         in_short: false,
+        unread_from: usize::MAX,
+        free_from: usize::MAX,
         blanks_left: limits.blanks,
         found: Scanned::default(),
     };
@@ -122,6 +140,10 @@ struct Scanner<'a> {
     frames: Vec<Frame>,
     in_numbers: bool,
     in_short: bool,
+    /// How many containers lie around the field that is skipped, and around one in which all is read; more
+    /// than there are where none is.
+    unread_from: usize,
+    free_from: usize,
     blanks_left: usize,
     found: Scanned,
 }
@@ -138,6 +160,7 @@ impl Scanner<'_> {
                 Some(byte) if byte == close => {
                     self.at += 1;
                     self.frames.pop();
+                    self.leave_fields(self.frames.len() + 1);
                     self.end_field();
                     is_open = false;
                     continue;
@@ -192,6 +215,12 @@ impl Scanner<'_> {
                 if self.frames.len() >= self.limits.depth {
                     return Err(Fault::Depth);
                 }
+                if !self.is_unread() {
+                    self.found.containers += 1;
+                    if self.found.containers > self.limits.containers {
+                        return Err(Fault::Containers);
+                    }
+                }
                 self.at += 1;
                 self.frames.push(Frame { is_object: first == b'{', begun: 0, items: 0, key: 0..0 });
                 return Ok(true);
@@ -211,8 +240,12 @@ impl Scanner<'_> {
     #[inline]
     fn count(&mut self, first: u8) -> Result<(), Fault> {
         let is_number = matches!(first, b'-' | b'0'..=b'9');
+        let is_unread = self.is_unread();
         if let Some(frame) = self.frames.last_mut() {
             frame.begun += 1;
+            if is_unread {
+                return Ok(());
+            }
             if is_number && self.in_numbers && !frame.is_object {
                 self.found.numbers += 1;
                 return if self.found.numbers > self.limits.numbers { Err(Fault::Numbers) } else { Ok(()) };
@@ -260,7 +293,43 @@ impl Scanner<'_> {
         if let Some(frame) = self.frames.last_mut() {
             frame.key = key;
         }
+        self.enter_field();
         Ok(())
+    }
+
+    /// A field begins: whether it is skipped.
+    #[inline]
+    fn enter_field(&mut self) {
+        let Some(fields) = &self.limits.read_fields else { return };
+        let depth = self.frames.len();
+        self.leave_fields(depth);
+        if self.is_unread() || depth >= self.free_from {
+            return;
+        }
+        let name = &self.text[self.frames[depth - 1].key.clone()];
+        match fields.iter().find(|field| field.name == name) {
+            Some(ReadField { is_free: false, .. }) => {}
+            Some(_) => self.free_from = depth,
+            None if name.contains(&b'\\') => self.free_from = depth, // it may be any name
+            None => self.unread_from = depth,
+        }
+    }
+
+    /// Fields with so many containers around, or more, have ended.
+    #[inline]
+    fn leave_fields(&mut self, depth: usize) {
+        if depth <= self.unread_from {
+            self.unread_from = usize::MAX;
+        }
+        if depth <= self.free_from {
+            self.free_from = usize::MAX;
+        }
+    }
+
+    #[inline]
+    fn is_unread(&self) -> bool {
+        let depth = self.frames.len();
+        depth >= self.unread_from || depth > self.limits.read_depth
     }
 
     /// A value has ended; in the outermost object that is a field.
@@ -277,6 +346,9 @@ impl Scanner<'_> {
     fn text(&mut self) -> Result<(), Fault> {
         let begin = self.at;
         let is_escaped = self.string()?;
+        if self.is_unread() {
+            return Ok(());
+        }
         let written = &self.text[begin..self.at];
         if self.in_short && written.len() > self.limits.short_bytes {
             return Err(Fault::ShortBytes);
@@ -395,7 +467,9 @@ impl Scanner<'_> {
     /// of the outermost field for what is counted over all, else of the value itself.
     fn path(&self, fault: Fault) -> String {
         let frames = match fault {
-            Fault::Values | Fault::Numbers | Fault::TextBytes => &self.frames[..self.frames.len().min(1)],
+            Fault::Values | Fault::Containers | Fault::Numbers | Fault::TextBytes => {
+                &self.frames[..self.frames.len().min(1)]
+            }
             Fault::Items | Fault::KeyBytes | Fault::Blanks => {
                 &self.frames[..self.frames.len().saturating_sub(1)]
             }
@@ -496,6 +570,7 @@ mod tests {
             depth: 4,
             values: 20,
             items: 5,
+            containers: 12,
             numbers: 6,
             text_bytes: 40,
             short_bytes: 12,
@@ -505,6 +580,8 @@ mod tests {
             blanks: 10,
             number_fields: vec![b"prompt".to_vec(), b"x.ids".to_vec()],
             short_fields: vec![b"s".to_vec()],
+            read_fields: None,
+            read_depth: usize::MAX,
         }
     }
 
@@ -554,6 +631,49 @@ mod tests {
         assert_eq!(refused(r#"{"x":{"ids":[1,2,3,4,5,6,7]}}"#), (Fault::Numbers, "x".into()));
         assert_eq!(refused(r#"{"x":{"ids":1,"id":[1,2,3,4,5,6]}}"#), (Fault::Items, "x.id".into()));
         assert!(scan(br#"{"prompt":[1,2,3,4,5,6]}"#, &limits()).is_ok());
+    }
+
+    #[test]
+    fn containers_are_counted_whatever_they_hold() {
+        assert!(scan(br#"{"m":[[],[],[]],"n":[{},{},{}],"o":[[]]}"#, &limits()).is_ok());
+        assert_eq!(
+            refused(r#"{"m":[[],[],[]],"n":[{},{},{}],"o":[[],[]],"p":[1]}"#),
+            (Fault::Containers, "p".into())
+        );
+    }
+
+    #[test]
+    fn what_is_skipped_holds_as_much_as_it_likes() {
+        let field = |name: &str, is_free| ReadField { name: name.into(), is_free };
+        let fields = vec![field("l", false), field("v", false), field("f", true)];
+        let limits = Limits { depth: 9, read_fields: Some(fields), ..limits() };
+        let many = "[[],[],[],[],[],[],1,2,3,4,5,6,7,8,9,\"€€€€€€€€€€€€€€\"]";
+        let with = |text: &str| text.replace('X', many);
+        for (text, values) in [
+            (r#"{"l":[{"u":X},{"u":1}],"m":{"l":X}}"#, 4),
+            (r#"{"u":X,"v":[1]}"#, 3),
+            (r#"{"l":[{"u":{"f":X}},1]}"#, 4),
+        ] {
+            assert_eq!(scan(with(text).as_bytes(), &limits).unwrap().values, values, "{text}");
+        }
+        for text in [
+            r#"{"l":X}"#,
+            r#"{"u":1,"v":X}"#,
+            r#"{"l":[{"u":1},X]}"#,
+            r#"{"l":[{"u":1},[X]]}"#,
+            r#"{"u":{"v":1},"l":X}"#,
+            r#"{"f":{"u":X}}"#,
+            r#"{"f":[{"u":1},{"u":X}]}"#,
+            r#"{"\u006c":{"u":X}}"#,
+            "X",
+        ] {
+            let refused = scan(with(text).as_bytes(), &limits).unwrap_err();
+            assert_eq!(refused.fault, Fault::Items, "{text}");
+        }
+        let flat = Limits { read_fields: None, read_depth: 1, ..limits.clone() };
+        assert_eq!(scan(with(r#"{"a":X,"b":[[[1]]],"c":1}"#).as_bytes(), &flat).unwrap().values, 4);
+        assert!(scan(br#"{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1}"#, &flat).is_err());
+        assert_eq!(scan(br#"{"u":[[[[[[[[[[1]]]]]]]]]]}"#, &limits).unwrap_err().fault, Fault::Depth);
     }
 
     #[test]

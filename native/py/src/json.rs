@@ -17,7 +17,7 @@ pub struct JsonBounds(json::Limits);
 impl JsonBounds {
     #[new]
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, blanks_in_row, blanks, number_fields, short_fields))]
+    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, blanks_in_row, blanks, number_fields, short_fields, containers=usize::MAX, read_fields=None, read_depth=usize::MAX))]
     fn new(
         depth: usize,
         values: usize,
@@ -31,11 +31,15 @@ impl JsonBounds {
         blanks: usize,
         number_fields: Vec<String>,
         short_fields: Vec<String>,
+        containers: usize,
+        read_fields: Option<Vec<(String, bool)>>,
+        read_depth: usize,
     ) -> Self {
         JsonBounds(json::Limits {
             depth,
             values,
             items,
+            containers,
             numbers,
             text_bytes,
             short_bytes,
@@ -45,6 +49,12 @@ impl JsonBounds {
             blanks,
             number_fields: number_fields.into_iter().map(String::into_bytes).collect(),
             short_fields: short_fields.into_iter().map(String::into_bytes).collect(),
+            read_fields: read_fields.map(|fields| {
+                let read =
+                    |(name, is_free): (String, bool)| json::ReadField { name: name.into_bytes(), is_free };
+                fields.into_iter().map(read).collect()
+            }),
+            read_depth,
         })
     }
 
@@ -95,6 +105,7 @@ fn refusal(refused: &Refused) -> PyErr {
         Fault::Depth => ("depth", ""),
         Fault::Values => ("values", ""),
         Fault::Items => ("items", ""),
+        Fault::Containers => ("containers", ""),
         Fault::Numbers => ("numbers", ""),
         Fault::TextBytes => ("text_bytes", ""),
         Fault::ShortBytes => ("short_bytes", ""),

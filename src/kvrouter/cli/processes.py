@@ -85,12 +85,12 @@ def frontend(
     document, loaded = begun(flags, config)
     folders = model_folders(model_paths)
     from kvrouter.commands.frontend import serve_frontend  # noqa: PLC0415
-    from kvrouter.config.link_table import unweighed_links  # noqa: PLC0415
+    from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
     from kvrouter.config.static_endpoint import static_cards  # noqa: PLC0415
     from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
 
     links = None if document is None else links_of(document)
-    warn(unweighed_links(loaded.settings.router, links))
+    warn(link_warnings(loaded.settings.router, links))
     static = static_cards(static_endpoints, loaded.settings.planes.request_plane)
     sys.exit(serve_frontend(loaded.settings, folders, links, static))
 
@@ -361,7 +361,7 @@ def router(
     document, loaded = begun(flags, config)
     folders = model_folders(model_paths)
     from kvrouter.commands.router import RouterComponent, StandaloneSpec, serve_standalone  # noqa: PLC0415
-    from kvrouter.config.link_table import unweighed_links  # noqa: PLC0415
+    from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
     from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
 
     spec = StandaloneSpec(
@@ -371,7 +371,7 @@ def router(
         prefills_max=prefills_max,
     )
     links = None if document is None else links_of(document)
-    warn(unweighed_links(loaded.settings.router, links))
+    warn(link_warnings(loaded.settings.router, links))
     sys.exit(serve_standalone(loaded.settings, spec, folders, links))
 
 

@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.config.fleet_workers import link_table
+from kvrouter.config.link_table import unbound_blocks
 from kvrouter.config.problems import (
     Document,
     Path,
@@ -419,7 +421,8 @@ def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
     policy, router = fleet.kv_transfer, fleet.router
-    if router.kv_transfer_weight > 0 and fleet.topology.links is None and router.router_links is None:
+    has_links = fleet.topology.links is not None or router.router_links is not None
+    if router.kv_transfer_weight > 0 and not has_links:
         yield "router.kv_transfer_weight weighs assumed links: measure them and write topology.links"
     if policy is not None:
         if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:
@@ -430,6 +433,8 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
         source, domain = "router.kv_transfer_topology_level", router.kv_transfer_topology_level.strip()
         is_required = router.kv_transfer_mismatch_policy is MismatchPolicy.FAIL
     else:
+        if any(group.role is Role.PREFILL for group in fleet.workers):
+            yield from unbound_blocks(router, link_table(fleet)) if has_links else ()
         return
     for model in fleet.models:
         groups = fleet.groups_of(model)

@@ -8,6 +8,7 @@ from kvrouter.config.fleet import LinksSpec
 from kvrouter.config.fleet_workers import table_of_links
 from kvrouter.config.problems import Document, config_error, parse_document, problem_of, read_document
 from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.topology import LinkTable
 
@@ -32,11 +33,35 @@ def read_links(given: str) -> LinkTable:
         raise ConfigError(message, param=FIELD) from error
 
 
-def unweighed_links(config: KvRouterConfig, of_file: LinkTable | None) -> tuple[str, ...]:
-    """Return a warning where links have a weight, and there are none."""
-    if config.kv_transfer_weight == 0.0 or config.router_links is not None or of_file is not None:
-        return ()
-    return ("router.kv_transfer_weight has no effect without links: give router.router_links",)
+def link_warnings(config: KvRouterConfig, of_file: LinkTable | None) -> list[str]:
+    """Return what a router's settings probably get wrong about its links; ``of_file`` are those of the file
+    that it is given. Raises ConfigError for a ``router_links`` that cannot be read.
+    """
+    if of_file is None and config.router_links is None:
+        has_weight = config.kv_transfer_weight > 0.0
+        message = "router.kv_transfer_weight has no effect without links: give router.router_links"
+        return [message] if has_weight else []
+    if config.kv_transfer_topology_level is not None:
+        return []
+    return unbound_blocks(config, of_file or LinkTable())
+
+
+def unbound_blocks(config: KvRouterConfig, of_file: LinkTable) -> list[str]:
+    """Return a warning where the cost of blocks picks pairs over links that differ, and no weight counts
+    them: without a transfer policy it sends KV over the slowest link as readily as over the fastest. Raises
+    ConfigError for a ``router_links`` that cannot be read.
+    """
+    is_blind = config.cost is CostRule.BLOCKS and config.kv_transfer_weight == 0.0
+    if not is_blind or config.router_mode is not RouterMode.KV:
+        return []
+    links = of_file if config.router_links is None else read_links(config.router_links)
+    if not links.has_unlike_links:
+        return []
+    return [
+        "router.router_cost 'blocks' does not see that links differ: unless a transfer policy binds KV, "
+        "pairs are picked over the slowest links too; use router_cost time, give router.kv_transfer_weight, "
+        "or set a transfer policy"
+    ]
 
 
 def _table(document: Document) -> LinkTable:

@@ -87,6 +87,14 @@ class FrontendSettings(Section):
     """Pages of which origins may call from a browser: with commas, as https://chat.example.com, or * for all.
     Unset: none. Programs that reach the port need no leave."""
 
+    allowed_hosts: Annotated[
+        str | None,
+        Setting(flag="--allowed-hosts", variable="KVROUTER_ALLOWED_HOSTS", group=SettingGroup.FRONTEND),
+    ] = None
+    """Names, with commas, by which browsers may reach the routes that change or show the fleet while the
+    frontend listens on a loopback address and no admin token is set; * for any. Addresses and localhost need
+    not be named. Clients' calls may come by any name."""
+
     unknown_nvext: Annotated[
         UnknownNvext,
         Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=SettingGroup.FRONTEND),

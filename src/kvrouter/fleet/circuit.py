@@ -58,7 +58,6 @@ class Circuit:
     """The circuit of one worker, or of one pair. ``seed`` draws the jitter."""
 
     __slots__ = (
-        "_begun_s",
         "_broken",
         "_failed_s",
         "_is_probed",
@@ -68,6 +67,7 @@ class Circuit:
         "_seed",
         "_settings",
         "_unanswered",
+        "begun_s",
     )
 
     def __init__(self, settings: CircuitSettings, *, now_s: float, seed: int) -> None:
@@ -80,7 +80,8 @@ class Circuit:
         """Legs that were sent before this are not counted: they belong to what came before."""
         self._open_until_s: float | None = None
         self._is_probed = False
-        self._begun_s = -inf
+        self.begun_s = -inf
+        """When a leg last brought something."""
         self._failed_s = -inf
 
     def state(self, now_s: float) -> CircuitState:
@@ -118,7 +119,7 @@ class Circuit:
         was_open = self._open_until_s is not None
         self._open_until_s = None
         self._unanswered = 0
-        self._begun_s = now_s
+        self.begun_s = now_s
         return was_open
 
     def ended(self) -> None:
@@ -135,7 +136,7 @@ class Circuit:
         """
         if self.state(now_s) is CircuitState.OPEN or since_s < self._opened_s:
             return False
-        if since_s < (self._begun_s if fault is Fault.SILENT else self._failed_s):
+        if since_s < (self.begun_s if fault is Fault.SILENT else self._failed_s):
             return False
         self._failed_s = now_s
         if has_begun:

@@ -174,6 +174,11 @@ class Fleet:
         return self.derived(_context_length_tokens, None)
 
     @property
+    def engine_kind(self) -> str:
+        """What most workers have behind them, such as ``vllm``; empty where nobody says."""
+        return self.derived(_engine_kind, None)
+
+    @property
     def shortest_context_tokens(self) -> int:
         """What fits into the context of every worker here."""
         return self.derived(_shortest_context_tokens, None)
@@ -537,6 +542,11 @@ def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
     answers = [card for card in cards if card.role is not Role.PREFILL]
     takes_new = [card for card in answers if card.takes_new_requests and not fleet.cordons_on(card.worker_id)]
     return max((card.context_length for card in takes_new or answers or cards), default=None)
+
+
+def _engine_kind(fleet: Fleet, _: None) -> str:
+    kinds = Counter(card.engine.partition(" ")[0] for card in fleet)
+    return max(sorted(kinds), key=kinds.__getitem__, default="")
 
 
 def _shortest_context_tokens(fleet: Fleet, _: None) -> int:

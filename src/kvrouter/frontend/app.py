@@ -1,8 +1,8 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.applications import Starlette
@@ -12,8 +12,9 @@ from starlette.routing import Route
 
 from kvrouter.config import FrontendSettings
 from kvrouter.config.setting import installed_version
-from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName
+from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.compressed import CompressedBodies
 from kvrouter.frontend.errors import (
@@ -40,10 +41,11 @@ from kvrouter.frontend.http import (
     Request,
     Responder,
 )
-from kvrouter.frontend.http.response import CONNECTIONS_FULL, Headers, ResponseHeaders, error_answer
+from kvrouter.frontend.http.response import CONNECTIONS_FULL, Headers, error_answer
 from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumentation
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.openapi import Described
+from kvrouter.frontend.origins import Cors, FleetGuard, PublicRoute, page_headers
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import usable_request_id
@@ -56,81 +58,19 @@ from kvrouter.text.model import TextModel
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing
 
-ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
-LEGS = (b"prefill", b"decode")
-METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
-EXPOSED_HEADERS = b", ".join(
-    (
-        b"x-request-id",
-        b"retry-after",
-        *(b"x-kvrouter-%b-%b" % (leg, what) for leg in LEGS for what in (b"worker", b"dp-rank", b"domain")),
-        b"x-kvrouter-overlap-blocks",
-    )
-)
-"""What of an answer's headers a page may read apart from those that any may."""
-
 UNREAD_STATUSES = frozenset({413, 431})
 UNREAD_CODES = frozenset({UPLOADS_FULL, UPLOAD_TOO_SLOW})
 """What the HTTP server refuses of calls, because of their size."""
 
 _ANTHROPIC_ROUTES = tuple(each.route.value for each in PASSED_ROUTES if each.is_anthropic)
 
+CLIENT_CALLS = frozenset(route.value for route in CallRoute)
+"""Calls that clients send, as they would to an engine."""
+
 PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
 _ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
 _Answer: TypeAlias = Callable[[PageRequest, Exception], Awaitable[Response]]
-
-
-class Cors:
-    """What browsers are answered about pages of other origins; ``origins`` as the setting has them.
-
-    Raises ConfigError for what is no origin: browsers compare them letter by letter.
-    """
-
-    def __init__(self, origins: str) -> None:
-        self._origins = frozenset(each.strip().encode() for each in origins.split(",") if each.strip())
-        for origin in self._origins - {b"*"}:
-            if ORIGIN.fullmatch(origin) is None:
-                raise ConfigError(
-                    f"--cors-origins: {origin.decode()!r} is no origin: a scheme, a host and perhaps a port, "
-                    "as in https://chat.example.com",
-                    param="cors_origins",
-                )
-
-    def headers(self, request: Request) -> ResponseHeaders:
-        """The headers of any answer: a page of an origin that may call is shown it."""
-        return self._headers(self._admitted((request.header("origin") or "").encode("latin-1")))
-
-    def fault_headers(self, fault: BadRequest) -> ResponseHeaders:
-        """The same of what is refused before all of it was read. Where no origin was, and one alone may call,
-        the answer is for that one.
-        """
-        origin = fault.header(b"origin")
-        if not origin and len(self._origins) == 1:
-            (origin,) = self._origins
-        return self._headers(self._admitted(origin))
-
-    def _headers(self, origin: bytes | None) -> ResponseHeaders:
-        vary = () if b"*" in self._origins else ((b"vary", b"origin"),)
-        if origin is None:
-            return vary
-        exposed = (b"access-control-expose-headers", EXPOSED_HEADERS)
-        return ((b"access-control-allow-origin", origin), exposed, *vary)
-
-    def preflight(self, request: Request) -> ResponseHeaders:
-        """More headers of the answer to the question whether a page may send what it wants to."""
-        if self._admitted((request.header("origin") or "").encode("latin-1")) is None:
-            return ()
-        asked = (request.header("access-control-request-headers") or "").encode("latin-1")
-        headers = (b"access-control-allow-headers", asked) if asked else (b"vary", b"origin")
-        return ((b"access-control-allow-methods", METHODS), headers, (b"access-control-max-age", b"3600"))
-
-    def _admitted(self, origin: bytes) -> bytes | None:
-        if not origin:
-            return None
-        if b"*" in self._origins:
-            return b"*"
-        return origin if origin in self._origins else None
 
 
 class HttpApp:
@@ -161,6 +101,7 @@ class HttpApp:
         self._bridge = AsgiBridge(self.pages)
         self._compressed = CompressedBodies(settings.uploads_max_bytes)
         self._cors = None if settings.cors_origins is None else Cors(settings.cors_origins)
+        self._guard = FleetGuard(settings, self._cors)
 
     def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
         """Return a server with this handler and the limits of the settings; it listens once it is started.
@@ -283,23 +224,36 @@ class HttpApp:
             await self._refuse(error, request, responder)
 
     async def _handle(self, request: Request, responder: Responder) -> None:
+        try:
+            handler = self._handler_of(request, responder)
+        except KvrouterError as error:
+            await self._refuse(error, request, responder)
+            return
+        await handler(request, responder)
+
+    def _handler_of(self, request: Request, responder: Responder) -> Handler:
+        """Return what answers a request. Raises what it is refused with: an unknown path, another method, or
+        a page of another origin that may not send it.
+        """
         path, method = request.path, request.method
         call = self._calls.get(path)
         if call is not None and method == "POST":
-            await call(request, responder)
-            return
-        pages = () if call is not None else _routes_at(self.pages, path)
+            check = self._guard.check_call if path in CLIENT_CALLS else self._guard.check
+            check(request)
+            return call
+        pages = [] if call is not None else [*_routes_at(self.pages, path)]
+        responder.more_headers = (*responder.more_headers, *page_headers(pages[0] if pages else None))
         methods = {"POST"} if call is not None else {each for page in pages for each in page.methods or ()}
         if not methods:
-            await self._refuse(UnknownPath(f"nothing is at {path}"), request, responder)
-        elif method == "OPTIONS":
-            await self._options(methods, request, responder)
-        elif method in methods:
-            await self._bridge(request, responder)
-        else:
+            raise UnknownPath(f"nothing is at {path}")
+        if method == "OPTIONS":
+            return partial(self._options, methods)
+        if method not in methods:
             allow = ", ".join(sorted(methods))
-            error = MethodNotAllowed(f"{path} takes {allow}, not {method}", allow=allow)
-            await self._refuse(error, request, responder)
+            raise MethodNotAllowed(f"{path} takes {allow}, not {method}", allow=allow)
+        if not all(isinstance(page, PublicRoute) for page in pages):
+            self._guard.check(request)
+        return self._bridge
 
     async def _options(self, methods: set[str], request: Request, responder: Responder) -> None:
         """Say which methods a path takes; a browser that asks for another origin's page, what it may send."""

@@ -47,6 +47,22 @@ class MethodNotAllowed(InvalidRequest):
         self.allow = allow
 
 
+class CrossSiteRefused(KvrouterError):
+    """A page of another origin made a browser send this, and it may not."""
+
+    status_hint = 403
+    code = "cross_site_refused"
+    type = "permission_error"
+
+
+class UnknownHost(KvrouterError):
+    """The name in ``Host`` is none of this router's."""
+
+    status_hint = 403
+    code = "unknown_host"
+    type = "permission_error"
+
+
 class NotReady(Unavailable):
     """No model has a worker, or a pair of workers, that may answer."""
 

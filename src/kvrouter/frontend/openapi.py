@@ -1,6 +1,8 @@
 """``GET /openapi.json``, and ``GET /docs``: the same for people."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from html import escape
 
 import msgspec
@@ -11,6 +13,7 @@ from starlette.routing import Route
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.form import CONTENT_TYPE
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.frontend.origins import NO_CONTENT_POLICY, PublicRoute
 
 Json = dict[str, object]
 
@@ -168,6 +171,9 @@ th, td { text-align: left; vertical-align: top; }
 code { font: .9em ui-monospace, monospace; }
 """
 
+_STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
+_DOCS_POLICY = f"{NO_CONTENT_POLICY}; style-src 'sha256-{_STYLE_HASH}'"
+
 
 class Described:
     """The two routes that describe an app. They are among ``pages`` themselves."""
@@ -177,7 +183,10 @@ class Described:
 
     def routes(self) -> list[Route]:
         """The table of these routes."""
-        return [Route("/openapi.json", self.description), Route("/docs", self.docs)]
+        return [
+            PublicRoute("/openapi.json", self.description),
+            PublicRoute("/docs", self.docs, policy=_DOCS_POLICY),
+        ]
 
     async def description(self, _: Request) -> Response:
         """``GET /openapi.json``."""

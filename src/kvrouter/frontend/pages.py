@@ -15,6 +15,7 @@ from starlette.routing import Route
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
+from kvrouter.frontend.origins import PublicRoute
 from kvrouter.frontend.prepare import Named, RequestPreparer
 from kvrouter.routing.request import RouteRequest
 from kvrouter.service.model_router import ModelRouter
@@ -123,11 +124,11 @@ class Pages:
     def routes(self) -> list[Route]:
         """The table of these routes."""
         return [
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/accepting", self.accepting),
+            PublicRoute("/v1/models", self.models),
+            PublicRoute("/v1/models/{model:path}", self.model),
+            PublicRoute("/health", self.health),
+            PublicRoute("/ready", self.ready),
+            PublicRoute("/accepting", self.accepting),
             Route("/metrics", self.metrics),
         ]
 

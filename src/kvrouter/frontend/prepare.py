@@ -274,7 +274,7 @@ class RequestPreparer:
         check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            token_ids, is_exact, has_media = await passthrough_tokens(passed, text)
+            token_ids, is_exact, has_media = await passthrough_tokens(passed, text, router.fleet.engine_kind)
         self._observed.tokenized(time.perf_counter() - began_s, model)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
         wanted_tokens = len(token_ids) + (

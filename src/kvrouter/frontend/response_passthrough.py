@@ -8,6 +8,7 @@ import asyncio
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -20,8 +21,9 @@ from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
-from kvrouter.text.chat import media_named
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
+from kvrouter.text.prompts import prompt_maker
+from kvrouter.text.prompts.fields import PromptFields
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
@@ -216,7 +218,7 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
 
 
 LONG_BODY_BYTES = 256 * 1024
-"""Images in a longer call are named in a thread: it takes a while to read them."""
+"""The prompt of a longer call is made in a thread: images in it are hashed, and take a while to read."""
 
 
 class PassthroughTokens(NamedTuple):
@@ -229,36 +231,37 @@ class PassthroughTokens(NamedTuple):
     has_media: bool = False
 
 
-async def passthrough_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
-    """Return what routing may know of the prompt."""
+async def passthrough_tokens(passed: PassthroughCall, text: TextModel, engine_kind: str) -> PassthroughTokens:
+    """Return what routing may know of the prompt that an engine of this kind makes."""
     body = passed.body
-    if not isinstance(body.messages, list):
+    if passed.chat is None:
         return await _prompt_tokens(passed, text)
-    messages: Sequence[Mapping[str, object]] = body.messages
-    if len(passed.client_call.body) > LONG_BODY_BYTES:
-        known = await asyncio.to_thread(media_named, messages)
-    else:
-        known = media_named(messages)
-    has_media = known is not messages
-    is_exact = (
-        not has_media
-        and body.chat_template is None
-        and body.documents is None
-        and not body.continue_final_message
-        and not body.add_special_tokens
-    )
+    known: Sequence[object] = _said(passed.chat)
+    has_media = False
     try:
-        token_ids = await text.encode_chat(
-            known,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
+        make = partial(prompt_maker(engine_kind), passed.chat, text.chat_template.traits)
+        is_long = len(passed.client_call.body) > LONG_BODY_BYTES
+        prompt = await asyncio.to_thread(make) if is_long else make()
+        known, has_media = prompt.messages, prompt.has_media
+        token_ids = await text.encode_made(prompt)
     except InvalidRequest:
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
+    is_exact = (
+        prompt.is_whole
+        and not has_media
+        and not prompt.continues
+        and body.chat_template is None
+        and body.documents is None
+        and not body.add_special_tokens
+    )
     return PassthroughTokens(token_ids, is_exact, has_media)
+
+
+def _said(chat: PromptFields) -> Sequence[object]:
+    said = chat.messages if chat.messages is not None else chat.input
+    return said if isinstance(said, list) else ()
 
 
 async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
@@ -275,7 +278,7 @@ async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> Passthroug
         return PassthroughTokens(await text.encode_beginning(content), is_exact=False)
 
 
-def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:
+def _beginning(messages: Sequence[object], chars_max: int) -> str:
     """The first characters of the texts in messages. No more of them is looked at: they may be megabytes."""
     found: list[str] = []
     for text in _texts(messages):
@@ -286,9 +289,9 @@ def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:
     return "\n".join(found)
 
 
-def _texts(messages: Sequence[Mapping[str, object]]) -> Iterator[str]:
+def _texts(messages: Sequence[object]) -> Iterator[str]:
     for message in messages:
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str):
             yield content
         elif isinstance(content, list):

@@ -9,6 +9,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from kvrouter.frontend.errors import UnknownPath
+from kvrouter.frontend.origins import PublicRoute
 
 PAGE = "index.html"
 
@@ -27,9 +28,7 @@ admin token of the user who entered it.
 
 HEADERS = {
     "cache-control": "no-cache",  # a browser asks whether its copy is the installed version's
-    "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
 }
 
 
@@ -49,9 +48,9 @@ class WebPage:
     def routes(self) -> list[Route]:
         """The table of these routes."""
         return [
-            Route("/ui", self.page),
-            Route("/ui/", self.with_slash),
-            Route("/ui/{name}", self.asset),
+            PublicRoute("/ui", self.page, policy=POLICY),
+            PublicRoute("/ui/", self.with_slash, policy=POLICY),
+            PublicRoute("/ui/{name}", self.asset, policy=POLICY),
         ]
 
     async def page(self, request: Request) -> Response:

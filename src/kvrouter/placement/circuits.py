@@ -38,6 +38,10 @@ PAIRS_MAX = 4096
 """How many pairs that lost KV are remembered; the one that was noted first is forgotten first."""
 
 
+WELL_S = 30.0
+"""For how long a worker that brought something is well, whatever it answers to one request."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """A circuit, and which starts of its workers it is about."""
@@ -136,8 +140,11 @@ class Circuits:
         since_s: float,
         now_s: float,
         has_begun: bool = False,
+        unless_well: bool = False,
     ) -> None:
-        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent."""
+        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent. With
+        ``unless_well`` it counts only for a worker that brought nothing for :data:`WELL_S`.
+        """
         prefill = leg is Leg.PREFILL
         pick = placement.prefill_pick if prefill else placement.decision.decode
         if not prefill:
@@ -151,6 +158,8 @@ class Circuits:
         if not self._fleet.is_alive(worker_id):
             return  # the request plane knows, and will know when it is back
         circuit = self._circuit_of(card)
+        if unless_well and circuit.begun_s > now_s - WELL_S:
+            return
         if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun):
             self.not_closed.add(worker_id)
             self._show_worker(worker_id, now_s)

@@ -27,6 +27,8 @@ from kvrouter.routing.request import Pick
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.traffic import AttemptTrail
 from kvrouter.transports.requests.port import (
+    EngineFailed,
+    EngineFailedLater,
     EngineStream,
     LegRepeated,
     ReaderTooSlow,
@@ -101,6 +103,7 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         full=isinstance(error, WorkerFull),
         repeated=isinstance(error, LegRepeated),
         blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow),
+        answered=isinstance(error, EngineFailed | EngineFailedLater),
     )
 
 
@@ -127,6 +130,8 @@ class Attempt(AttemptTrail):
     prefill_task: asyncio.Task[None] | None = None
     decode: EngineStream | None = None
     lost: list[LegLost] = field(default_factory=list)
+    refused: InvalidRequest | None = None
+    """What the prefill engine of a bootstrap handoff says of the call, which both engines are given."""
 
 
 LATE_S = 0.1
@@ -332,11 +337,16 @@ SILENT_SHARE = 0.5
 """Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
 
 
-def attribute_loss(model: ModelRouter, attempt: Attempt, lost: LegLost, state: State) -> None:
+def attribute_loss(
+    model: ModelRouter, attempt: Attempt, lost: LegLost, state: State, failed_prefills: "FailedPrefills"
+) -> None:
     """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""
     if lost.full or lost.repeated or lost.blameless:
         return
     is_prefill = lost.leg is Leg.PREFILL
+    if is_prefill and lost.answered:
+        failed_prefills.add(attempt)
+        return
     model.leg_failed(
         attempt.placement,
         lost.leg,
@@ -344,6 +354,41 @@ def attribute_loss(model: ModelRouter, attempt: Attempt, lost: LegLost, state: S
         since_s=attempt.prefill_sent_s if is_prefill else attempt.last_sent_s,
         has_begun=not is_prefill and state is State.STREAMING,
     )
+
+
+class FailedPrefills:
+    """The prefill legs of one request that their engines answered with a failure.
+
+    A request that two engines fail is itself at fault, and neither is blamed. One that another engine
+    prefilled shows that the first is at fault. Where no other was asked, a worker that lately prefilled
+    something else is not blamed.
+    """
+
+    def __init__(self, model: ModelRouter) -> None:
+        self._model = model
+        self._failed: Attempt | None = None
+        self._is_request = False
+
+    def add(self, attempt: Attempt) -> None:
+        """A prefill engine said that it failed."""
+        self._is_request = self._failed is not None
+        self._failed = attempt
+
+    def prefilled(self) -> None:
+        """An engine prefilled the request."""
+        self._blame(unless_well=False)
+
+    def left_out(self) -> None:
+        """One worker does all of the request, and its answer begins."""
+        self._blame(unless_well=True)
+
+    def _blame(self, *, unless_well: bool) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None and not self._is_request:
+            since_s = failed.prefill_sent_s
+            self._model.leg_failed(
+                failed.placement, Leg.PREFILL, Fault.LOST, since_s=since_s, unless_well=unless_well
+            )
 
 
 def attribute_silence(

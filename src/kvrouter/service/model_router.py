@@ -453,14 +453,29 @@ class ModelRouter:
     # What becomes of legs
 
     def leg_failed(
-        self, placement: Placement, leg: Leg, fault: Fault, *, since_s: float, has_begun: bool = False
+        self,
+        placement: Placement,
+        leg: Leg,
+        fault: Fault,
+        *,
+        since_s: float,
+        has_begun: bool = False,
+        unless_well: bool = False,
     ) -> None:
-        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent."""
+        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent. With
+        ``unless_well`` it may be the request's: a worker that lately brought something is not passed over.
+        """
         pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
         if self.fleet.card(pick.rank.worker_id) is not None:
             self.observed.leg_failed(pick.rank.worker_id, fault)
         self.placer.circuits.failed(
-            placement, leg, fault, since_s=since_s, now_s=self._clock(), has_begun=has_begun
+            placement,
+            leg,
+            fault,
+            since_s=since_s,
+            now_s=self._clock(),
+            has_begun=has_begun,
+            unless_well=unless_well,
         )
 
     def kv_lost(self, placement: Placement, *, since_s: float) -> None:

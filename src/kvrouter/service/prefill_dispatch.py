@@ -37,6 +37,7 @@ from kvrouter.placement.placer import prefill_leg
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,
+    FailedPrefills,
     attribute_loss,
     lost_leg,
     prefill_outcome,
@@ -127,7 +128,7 @@ class PrefillDispatch:
         try:
             async with asyncio.timeout_at(until_s):
                 prefilled = await run.drive(
-                    Journey(request.sampling, redispatches_max=self._redispatches_max)
+                    Journey(request.sampling, redispatches_max=self._redispatches_max, prefill_alone=True)
                 )
         except TimeoutError:
             run.note_silence(self._limit_s)
@@ -239,6 +240,7 @@ class _Run:
         self._params: KvTransferParams | None = None
         self._cached_tokens: int | None = None
         self._sent_s = 0.0
+        self._failed_prefills = FailedPrefills(model)
 
     @property
     def worker_id(self) -> WorkerId:
@@ -276,6 +278,7 @@ class _Run:
             raise RuntimeError("a leg that was not sent was read")
         self._params = await read_prefill(self.stream, self._note_cached)
         self._model.prefill_done(placement)
+        self._failed_prefills.prefilled()
         self._model.release(placement)
 
     def note_failure(self, error: KvrouterError | TimeoutError, limit_s: float) -> None:
@@ -292,7 +295,7 @@ class _Run:
 
     def _attribute_fault(self, lost: LegLost) -> None:
         attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
-        attribute_loss(self._model, attempt, lost, State.PREFILLING)
+        attribute_loss(self._model, attempt, lost, State.PREFILLING, self._failed_prefills)
 
     def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         self._cached_tokens = cached_tokens

@@ -55,6 +55,7 @@ from kvrouter.placement.placer import last_leg, prefill_leg
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,
+    FailedPrefills,
     Output,
     Phase,
     StallWatch,
@@ -124,6 +125,7 @@ class RequestRun:
         self._times = times
         self._silence: str | None = None
         self._lost_leg: LegLost | None = None
+        self._failed_prefills = FailedPrefills(model)
 
     async def begin(self) -> None:
         """Place the request and send its legs; a request that has ended stays ended."""
@@ -164,6 +166,9 @@ class RequestRun:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason. ``full``:
         its worker takes no more for now.
         """
+        if attempt.refused is not None and self.journey.state is State.DECODING:
+            self._perform_now(self.journey.handle(LegRefused(attempt.refused)))
+            return
         pick = attempt.placement.decision.decode
         if self.journey.state is State.DECODING and self._model.prefill_worker_left(attempt.placement):
             pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
@@ -211,7 +216,7 @@ class RequestRun:
         if self.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
             return
         for _ in range(PREFILL_NEWS_CHECKS):
-            if attempt.lost or self.attempt is not attempt:
+            if attempt.lost or attempt.refused is not None or self.attempt is not attempt:
                 return
             if self._model.prefill_worker_left(attempt.placement):
                 return
@@ -303,6 +308,11 @@ class RequestRun:
         outcome = await prefill_outcome(attempt.placement, self._run_prefill(attempt))
         if isinstance(outcome, LegLost):
             return self._lost(attempt, outcome)
+        if isinstance(outcome, LegRefused):
+            worker_id = attempt.placement.prefill_pick.rank.worker_id
+            why = f"it refused the prefill leg: {outcome.error.message}"
+            self._lost_leg = LegLost(Leg.PREFILL, worker_id, attempt.placement.without_addresses(why))
+            attempt.lost_leg = Leg.PREFILL
         return self.journey.handle(outcome)
 
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
@@ -323,12 +333,17 @@ class RequestRun:
         params = await read_prefill(stream, partial(self.note_cached, attempt))
         attempt.prefill_done_s = time.monotonic()
         self._model.prefill_done(placement)
+        self._failed_prefills.prefilled()
         return params
 
     async def _run_prefill_in_parallel(self, attempt: Attempt) -> None:
         """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
         try:
             await self._run_prefill(attempt)
+        except InvalidRequest as error:
+            attempt.refused = error
+            if attempt.decode is not None and self.journey.state is not State.STREAMING:
+                attempt.decode.cancel("its prefill leg was refused")
         except KvrouterError as error:
             attempt.lost.append(lost_leg(attempt.placement.prefill_pick, error))
             if attempt.decode is not None and self.journey.state is not State.STREAMING:
@@ -368,6 +383,8 @@ class RequestRun:
             return self._lost(attempt, lost_leg(attempt.placement.decision.decode, error))
         if self.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
             stream.cancel(self.error.code)
+        if attempt.refused is not None:
+            return self.journey.handle(LegRefused(attempt.refused))
         if attempt.lost:
             return self._lost(attempt, attempt.lost[0])
         return []
@@ -386,7 +403,7 @@ class RequestRun:
             lost, self._silence = replace(lost, why=self._silence), None
             attribute_silence(self._model, attempt, state, heard_s=self.watch.heard_s)
         else:
-            attribute_loss(self._model, attempt, lost, state)
+            attribute_loss(self._model, attempt, lost, state, self._failed_prefills)
         self._lost_leg = lost
         attempt.lost_leg = lost.leg
         return self.journey.handle(lost)
@@ -405,6 +422,8 @@ class RequestRun:
             self._first_attempt = attempt
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
+        if attempt.placement.decision.prefill is None:
+            self._failed_prefills.left_out()
         self._model.first_token(attempt.placement)
         self.watch.enter(Phase.STREAMING)
 

@@ -6,44 +6,24 @@ Templates come from the model's folder and run sandboxed. They see what Hugging 
 time and memory (:mod:`kvrouter.text.template_sandbox`).
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from operator import is_
 from pathlib import Path
 
-import msgspec
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
-from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused
-from kvrouter.text.template_budget import CPU_S_MAX, Budget, Spending, TemplateOverBounds
+from kvrouter.text.prompts.fields import MESSAGES_MAX, Arguments, Prompt, TemplateTraits, wrong
+from kvrouter.text.prompts.traits import traits_of
+from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP, Budget, Spending, TemplateOverBounds
 from kvrouter.text.template_sandbox import BoundedEnvironment, Spender
 from kvrouter.text.tokenizer import read_json_object, token_content
 
-MESSAGES_MAX = 4_096
-ARGUMENT_VALUES_MAX = 65_536
-DEPTH_MAX = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-_BOUNDS = JsonBounds(
-    depth=DEPTH_MAX,
-    values=ARGUMENT_VALUES_MAX,
-    items=ARGUMENT_VALUES_MAX,
-    numbers=0,
-    text_bytes=2**63,
-    short_bytes=0,
-    key_bytes=4_096,
-    number_bytes=512,
-    blanks_in_row=BLANKS_IN_ROW_MAX,
-    blanks=BLANKS_MAX,
-    number_fields=(),
-    short_fields=(),
-)
 
 
 def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -59,34 +39,8 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
         raise InvalidRequest(
             f"messages: at most {MESSAGES_MAX} messages, not {len(messages)}", param="messages"
         )
-    arguments = _Arguments()
+    arguments = Arguments()
     return [_template_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
-
-
-def media_named(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
-    """Return ``messages`` with a name in the place of each part that is no text: nobody here knows what
-    tokens an engine makes of it. Equal parts have one name. The very same object when there is none.
-
-    Takes about a millisecond for a megabyte of images.
-    """
-    named = [_media_named(message) for message in messages]
-    return messages if all(map(is_, named, messages)) else named
-
-
-def _media_named(message: Mapping[str, object]) -> Mapping[str, object]:
-    content = message.get("content")
-    if isinstance(content, str) or not isinstance(content, Sequence) or all(map(_is_text, content)):
-        return message
-    return {**message, "content": [part if _is_text(part) else _name_of(part) for part in content]}
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
-
-
-def _name_of(part: object) -> Mapping[str, object]:
-    written = msgspec.json.encode(part, order="deterministic")
-    return {"type": "text", "text": f"<media {hashlib.sha256(written).hexdigest()}>"}
 
 
 def text_chars(messages: Sequence[object]) -> int:
@@ -108,34 +62,12 @@ def text_chars(messages: Sequence[object]) -> int:
     return chars
 
 
-class _Arguments:
-    """The arguments of a chat's tool calls: JSON in strings, of which a body's bounds know nothing."""
-
-    def __init__(self) -> None:
-        self._values_left = ARGUMENT_VALUES_MAX
-
-    def decoded(self, text: str, path: str) -> object:
-        """Return the object that a string holds; InvalidRequest when it is none, or holds too much."""
-        data = (text or "{}").encode("utf-8", "surrogatepass")
-        try:
-            _, values = _BOUNDS.scan(data)
-            self._values_left -= values
-            if self._values_left >= 0:
-                return msgspec.json.decode(data)
-        except JsonRefused as error:
-            if error.kind in ("syntax", "not_finite"):
-                raise _wrong(path, "must be a JSON object in a string") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _wrong(path, "must be a JSON object in a string") from error
-        raise _wrong(path, f"all together at most {ARGUMENT_VALUES_MAX} values, {DEPTH_MAX} levels deep")
-
-
-def _template_message(message: object, path: str, arguments: _Arguments) -> dict[str, object]:
+def _template_message(message: object, path: str, arguments: Arguments) -> dict[str, object]:
     if not isinstance(message, Mapping):
-        raise _wrong(path, "must be an object")
+        raise wrong(path, "must be an object")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+        raise wrong(f"{path}.role", f"must be one of {', '.join(ROLES)}")
     out = dict(message)
     calls = message.get("tool_calls")
     if calls is None:
@@ -155,46 +87,40 @@ def _content_text(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _wrong(path, "must be a string or a list of parts")
+        raise wrong(path, "must be a string or a list of parts")
     return "\n".join(_part_text(part, f"{path}[{at}]") for at, part in enumerate(content))
 
 
 def _part_text(part: object, path: str) -> str:
     if not isinstance(part, Mapping):
-        raise _wrong(path, "must be an object with a type")
+        raise wrong(path, "must be an object with a type")
     if part.get("type") != "text":
-        raise _wrong(
-            f"{path}.type", "only text parts are supported; this model takes no image, audio or file"
-        )
+        raise wrong(f"{path}.type", "only text parts are supported; this model takes no image, audio or file")
     text = part.get("text")
     if not isinstance(text, str):
-        raise _wrong(f"{path}.text", "must be a string")
+        raise wrong(f"{path}.text", "must be a string")
     return text
 
 
-def _template_calls(calls: object, path: str, arguments: _Arguments) -> list[dict[str, object]]:
+def _template_calls(calls: object, path: str, arguments: Arguments) -> list[dict[str, object]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise _wrong(path, "must be a list of tool calls")
+        raise wrong(path, "must be a list of tool calls")
     return [_template_call(call, f"{path}[{at}]", arguments) for at, call in enumerate(calls)]
 
 
-def _template_call(call: object, path: str, all_arguments: _Arguments) -> dict[str, object]:
+def _template_call(call: object, path: str, all_arguments: Arguments) -> dict[str, object]:
     """Return a tool call whose arguments are an object: templates print them as JSON themselves."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise _wrong(f"{path}.function", "must be an object with a name and arguments")
+        raise wrong(f"{path}.function", "must be an object with a name and arguments")
     if not isinstance(function.get("name"), str):
-        raise _wrong(f"{path}.function.name", "must be a string")
+        raise wrong(f"{path}.function.name", "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = all_arguments.decoded(arguments, f"{path}.function.arguments")
     if not isinstance(arguments, Mapping):
-        raise _wrong(f"{path}.function.arguments", "must be a JSON object in a string")
+        raise wrong(f"{path}.function.arguments", "must be a JSON object in a string")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _wrong(path: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{path}: {what}", param=path)
 
 
 RANGE_STEPS_MAX = 100_000
@@ -210,9 +136,10 @@ ERROR_CHARS_MAX = 500
 
 TIME_PATTERN_CHARS_MAX = 100
 
-RESERVED_NAMES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "range", "raise_exception", "strftime_now"}
-)
+RESERVED_NAMES = frozenset({"messages", "range", "raise_exception", "strftime_now"})
+
+CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a last message that an answer goes on with, as transformers does."""
 
 # What a template can raise when messages are not as it expects: its own refusals and Python's.
 TEMPLATE_FAULTS = (
@@ -253,6 +180,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._rendered_chars_max = rendered_chars_max
         self._probe()
+        self.traits: TemplateTraits = traits_of(source, self._template.environment.parse(source), self._tried)
 
     @classmethod
     def from_folder(
@@ -274,38 +202,32 @@ class ChatTemplate:
             name=str(folder),
         )
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[object] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, object] | None = None,
-        cpu_s_max: float = CPU_S_MAX,
-    ) -> str:
-        """Return the prompt text of ``messages``, made within so much processor time.
+    def render(self, messages: Sequence[Mapping[str, object]], *, cpu_s_max: float = CPU_S_MAX) -> str:
+        """Return the prompt text of a chat's messages, made within so much processor time.
 
-        ``template_kwargs`` are further names for the template, such as ``enable_thinking``. Raises
-        ``InvalidRequest`` naming ``messages``, or a field in them, when they are malformed or refused by the
-        template, and naming ``chat_template_kwargs`` when that takes a reserved name. Raises
-        ``TemplateOverBounds`` when the template takes too long or makes too much.
+        Raises ``InvalidRequest`` naming ``messages``, or a field in them, when they are malformed; and what
+        :meth:`render_prompt` raises.
         """
-        names = dict(template_kwargs or {})
-        if taken := sorted(RESERVED_NAMES & names.keys()):
+        return self.render_prompt(Prompt(template_messages(messages)), cpu_s_max=cpu_s_max)
+
+    def render_prompt(self, prompt: Prompt, *, cpu_s_max: float = CPU_S_MAX) -> str:
+        """Return the text of a prompt, made within so much processor time.
+
+        Raises ``InvalidRequest`` naming ``messages`` when the template refuses them, and naming
+        ``chat_template_kwargs`` when that takes a reserved name. Raises ``TemplateOverBounds`` when the
+        template takes too long or makes too much.
+        """
+        if taken := sorted(RESERVED_NAMES & prompt.names.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs: {taken[0]} is set by the router", param="chat_template_kwargs"
             )
-        names = self._special_tokens | names
-        names.update(
-            messages=template_messages(messages),
-            tools=tools or None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            range=RangeBudget(RANGE_STEPS_MAX),
-        )
+        messages = _marked(prompt.messages) if prompt.continues else prompt.messages
+        names = self._special_tokens | {"documents": None} | dict(prompt.names)
+        names.update(messages=messages, add_generation_prompt=prompt.add_generation_prompt)
+        with_budget = (prompt.messages, prompt.tools, prompt.names)
         try:
-            with Spending(Budget((messages, tools, template_kwargs), cpu_s_max=cpu_s_max)):
-                return self._bounded_text(self._tool_template if tools else self._template, names)
+            with Spending(Budget(with_budget, cpu_s_max=cpu_s_max)):
+                text = self._text_with_tools(names, prompt)
         except TemplateOverBounds as error:
             raise self._over_bounds(error.message) from error
         except (RecursionError, MemoryError) as error:
@@ -320,6 +242,25 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {message}", param="messages"
             ) from error
+        return _until_mark(text) if prompt.continues else text
+
+    def _text_with_tools(self, names: dict[str, object], prompt: Prompt) -> str:
+        tools = prompt.tools or None
+        names.update(tools=tools, range=RangeBudget(RANGE_STEPS_MAX))
+        template = self._tool_template if tools else self._template
+        try:
+            return self._bounded_text(template, names)
+        except TEMPLATE_FAULTS:
+            if tools is None or not prompt.flat_tools:
+                raise
+            flat = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+            return self._bounded_text(template, names | {"tools": flat})
+
+    def _tried(self, prompt: Prompt) -> str | None:
+        try:
+            return self.render_prompt(prompt, cpu_s_max=CPU_S_MAX_ON_LOOP)
+        except (InvalidRequest, TemplateOverBounds):
+            return None
 
     def _over_bounds(self, why: str) -> TemplateOverBounds:
         return TemplateOverBounds(f"the chat template of {self._name} goes over its bounds: {why}")
@@ -342,6 +283,28 @@ class ChatTemplate:
                 raise ValueError(f"the text would be longer than {self._rendered_chars_max} characters")
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _marked(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+    """Mark the end of the last message's text."""
+    last = dict(messages[-1])
+    content = last.get("content")
+    if isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
+        part = content[-1]
+        last["content"] = [*content[:-1], {**part, "text": f"{part['text']}{CONTINUED_HERE}"}]
+    elif isinstance(content, str):
+        last["content"] = content + CONTINUED_HERE
+    else:
+        raise InvalidRequest("messages: the last one has no text to go on with", param="messages")
+    return [*messages[:-1], last]
+
+
+def _until_mark(text: str) -> str:
+    """The text up to the mark; where the template has cut blanks at it, without them."""
+    at = text.rfind(CONTINUED_HERE.strip())
+    if at < 0:
+        raise InvalidRequest("messages: the chat template leaves the last one out", param="messages")
+    return text[:at] if text.startswith(CONTINUED_HERE, at) else text[:at].rstrip()
 
 
 class RangeBudget(Spender):

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.chat import ChatTemplate, text_chars
+from kvrouter.text.prompts.fields import Prompt
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP
 from kvrouter.text.token_lengths import TokenPieces
@@ -243,6 +244,9 @@ RENDERED_ANYWAY_CHARS = 1_000_000
 """So many characters of messages are rendered however short the context is."""
 
 
+_Chat = TypeVar("_Chat")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
     """One model's tokenizer, chat template and context length; ``pool`` is shared and not closed here."""
@@ -302,54 +306,39 @@ class TextModel:
         if self.pool.leaves_loop(chars):
             self.pool.refuse_over_budget(text_bytes, field="prompt")
 
-    def prepare_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[object] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, object] | None = None,
-        cpu_s_max: float = CPU_S_MAX,
-    ) -> str:
+    def prepare_chat(self, messages: Sequence[Mapping[str, object]], *, cpu_s_max: float = CPU_S_MAX) -> str:
         """Return the prompt text of a chat, made within so much processor time.
 
         Raises InvalidRequest that names the field, and TemplateOverBounds.
         """
+        return self.chat_template.render(messages, cpu_s_max=cpu_s_max)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The template; InvalidRequest where the model has none."""
         if self.template is None:
             raise InvalidRequest("messages: this model has no chat template", param="messages")
-        return self.template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
-            cpu_s_max=cpu_s_max,
-        )
+        return self.template
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[object] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, object] | None = None,
-    ) -> TokenBuffer:
+    async def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> TokenBuffer:
         """Return the ids of a chat, whose special tokens the template writes; raise as ``prepare_chat`` does.
 
         A long chat is rendered in a thread, too: over many short messages the template takes as long as the
         tokenizer. Raises ContextLengthExceeded for a text that is longer than the context can hold.
         """
-        render = partial(
-            self.prepare_chat,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
-        )
-        chars = text_chars(messages) + text_chars(tools or ())
+        return await self._encoded_chat(self.prepare_chat, messages, text_chars(messages))
+
+    async def encode_made(self, prompt: Prompt) -> TokenBuffer:
+        """Return the ids of a prompt as an engine makes it; raise as ``encode_chat`` does."""
+        chars = text_chars(prompt.messages) + text_chars(prompt.tools or ())
+        return await self._encoded_chat(self.chat_template.render_prompt, prompt, chars)
+
+    async def _encoded_chat(self, render: Callable[..., str], chat: _Chat, chars: int) -> TokenBuffer:
         self._refuse_chars(chars, self.chat_max_chars, "messages")
         if self.pool.leaves_loop(chars):
-            text = await self.pool.run(render, messages)
+            text = await self.pool.run(partial(render, cpu_s_max=CPU_S_MAX), chat)
         else:
-            text = render(messages, cpu_s_max=CPU_S_MAX_ON_LOOP)
+            text = render(chat, cpu_s_max=CPU_S_MAX_ON_LOOP)
         return await self._encoded(self.tokenizer.encode, text, "messages")
 
     async def encode_prompt(self, text: str) -> TokenBuffer:

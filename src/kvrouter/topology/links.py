@@ -90,6 +90,12 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     otherwise: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str, str], Link] = {}
 
+    @property
+    def has_unlike_links(self) -> bool:
+        """Whether two of its links differ in latency or bandwidth."""
+        links = (*self.by_level.values(), self.otherwise, *self.pairs.values())
+        return len({(link.latency_s, link.bandwidth_bytes_per_s) for link in links}) > 1
+
     def says_as(self, other: "LinkTable") -> bool:
         """Whether both have the same links, the pairs in the same order."""
         own, theirs = list(self.pairs.items()), list(other.pairs.items())

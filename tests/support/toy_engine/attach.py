@@ -5,9 +5,9 @@ import msgspec
 from kvrouter.core.requests import EngineRequest
 from kvrouter.engines.attach import Attached, AttachSpec, check_block_size, check_identity, check_model
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
-from kvrouter.engines.openai.server import EngineFailed, EngineServer, attach_server
+from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.vllm.events import decode
-from kvrouter.transports.requests.port import WorkerUnreachable
+from kvrouter.transports.requests.port import EngineFailed, WorkerUnreachable
 
 
 class ToyInfo(msgspec.Struct, frozen=True):

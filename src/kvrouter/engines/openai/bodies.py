@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json import Unreadable, parsed
 
 Body = dict[str, msgspec.Raw]
 
@@ -25,8 +26,8 @@ _LIST_OF_PROMPTS = re.compile(rb"\[\s*+[\[\"]")
 def body_of(data: bytes) -> Body:
     """Return the fields of a call, each as it was written; raise InvalidRequest for no JSON object."""
     try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return parsed(_decoder, data)
+    except Unreadable as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from error
 
 
@@ -109,6 +110,6 @@ def _inner(body: Body, name: str) -> Body:
     if raw is None:
         return {}
     try:
-        return _objects.decode(raw) or {}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return parsed(_objects, raw) or {}
+    except Unreadable as error:
         raise InvalidRequest(f"{name}: must be an object", param=name) from error

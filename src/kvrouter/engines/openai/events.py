@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import FinishReason, KvTransferParams
 
 T = TypeVar("T")
@@ -162,6 +163,10 @@ class _Fields(msgspec.Struct, frozen=True):
     system_fingerprint: Raw = Raw(b"null")
 
 
+ODD_CHOICES_MAX = 128
+"""Of more choices, one of which cannot be read, no more than these are read one by one."""
+
+
 class _ChoiceFields(msgspec.Struct, frozen=True):
     index: Raw = Raw(b"0")
     finish_reason: Raw = Raw(b"null")
@@ -173,8 +178,6 @@ answers that are no client's raises ProtocolError.
 """
 
 _NOTHING = frozenset({b"null", b"[]", b'""'})
-
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _event = msgspec.json.Decoder(AnswerEvent)
 _fields = msgspec.json.Decoder(_Fields)
@@ -210,19 +213,20 @@ _FINISHES = {
 def read_event(data: bytes) -> AnswerEvent:
     """Return what an event's data says; an :class:`UnreadEvent` where not all of it can be read."""
     try:
-        return _event.decode(data)
-    except _UNREADABLE as error:
+        return parsed(_event, data)
+    except Unreadable as error:
         return _read_fields(data, f"the engine's answer: {error}")
 
 
 def _read_fields(data: bytes, why: str) -> UnreadEvent:
     """Read field by field: one that is odd takes no other with it."""
     try:
-        fields = _fields.decode(data)
-    except _UNREADABLE:
+        fields = parsed(_fields, data)
+    except Unreadable:
         return UnreadEvent(why=why)
+    choices = _read(_choices, fields.choices, [fields.choices]) or []
     return UnreadEvent(
-        choices=tuple(map(_odd_choice, _read(_choices, fields.choices, [fields.choices]) or ())),
+        choices=tuple(map(_odd_choice, choices[:ODD_CHOICES_MAX])),
         usage=_read(_usage, fields.usage, AnswerUsage()),
         error=_read(_error, fields.error, None),
         kv_transfer_params=_read(_kv_params, fields.kv_transfer_params, None),
@@ -240,8 +244,8 @@ def _odd_choice(raw: Raw) -> Choice:
 
 def _read(decoder: "msgspec.json.Decoder[T]", raw: Raw, otherwise: T) -> T:
     try:
-        return decoder.decode(raw)
-    except _UNREADABLE:
+        return parsed(decoder, raw)
+    except Unreadable:
         return otherwise
 
 

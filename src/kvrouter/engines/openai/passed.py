@@ -5,6 +5,7 @@ Of an answer only its end is read, where it is streamed, and its count of tokens
 
 import msgspec
 
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import ClientCall, ClientForm
 from kvrouter.engines.openai.bodies import Body, bytes_of
 from kvrouter.engines.openai.engine import EngineCall
@@ -136,8 +137,8 @@ def _read_whole(data: bytes) -> AnswerEvent:
 def _said(data: bytes) -> _Answer:
     """What can be read of an answer; nothing is wrong with one that has other names, or another form."""
     try:
-        return _answer.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return parsed(_answer, data)
+    except Unreadable:
         return _Answer()
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvrouter.core.errors import ProtocolError
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.engines.openai.server import Sample, Samples, read_metrics
 
 QUEUE = ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
@@ -96,8 +97,8 @@ _last_event = msgspec.json.Decoder(_LastEvent)
 def read_own_times(data: bytes) -> OwnTimes | None:
     """Return the times in a stream's last event; None where it has none, or not in vLLM's form."""
     try:
-        found = _last_event.decode(data).metrics
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = parsed(_last_event, data).metrics
+    except Unreadable:
         return None
     if found.queue_time_ms < 0.0 or found.time_to_first_token_ms <= 0.0:
         return None

@@ -14,8 +14,15 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import (
+    EngineFailed,
+    EngineFailedLater,
+    StreamBroken,
+    WorkerFull,
+    WorkerUnreachable,
+)
 
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
@@ -54,14 +61,6 @@ _CONTEXT_WORDS = (
     "maximum allowed length",
     "too long",
 )
-
-
-class EngineFailed(WorkerUnreachable):
-    """The engine answers, and says that it failed this call."""
-
-
-class EngineFailedLater(StreamBroken):
-    """The engine had accepted the call when it said that it failed."""
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -212,8 +211,8 @@ def failure_inside(code: int | str | None, message: str, param: str | None) -> K
 def said(body: bytes) -> tuple[str, str | None]:
     """Return the message of an error answer, and the field that it is about where the engine names it."""
     try:
-        failure = _failure.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        failure = parsed(_failure, body)
+    except Unreadable:
         return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
     if isinstance(failure.error, _Said):
         return failure.error.message[:SAID_MAX_CHARS], failure.error.param

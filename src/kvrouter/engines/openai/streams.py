@@ -26,14 +26,8 @@ from kvrouter.engines.openai.events import (
     read_event,
     without_token_ids,
 )
-from kvrouter.engines.openai.server import (
-    END_LIMIT_S,
-    EngineFailed,
-    EngineFailedLater,
-    failed_by,
-    failure_inside,
-)
-from kvrouter.transports.requests.port import EngineStream, StreamBroken
+from kvrouter.engines.openai.server import END_LIMIT_S, failed_by, failure_inside
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
 class RawEvents:

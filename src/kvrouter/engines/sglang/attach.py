@@ -31,10 +31,10 @@ from kvrouter.engines.kv_events.batches import (
 )
 from kvrouter.engines.kv_events.records import EngineBatch, EngineEvent
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
-from kvrouter.engines.openai.server import EngineFailed, EngineServer, attach_server
+from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.sglang.calls import call_of
 from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads
-from kvrouter.transports.requests.port import WorkerUnreachable
+from kvrouter.transports.requests.port import EngineFailed, WorkerUnreachable
 
 
 class SglangClient:

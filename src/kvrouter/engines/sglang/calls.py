@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest, ProtocolError
+from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
 from kvrouter.engines.openai.bodies import Body, ask_usage, body_of, bytes_of, drop, put
 from kvrouter.engines.openai.engine import EngineCall
@@ -207,10 +208,7 @@ class GenerateReader:
 
     def __call__(self, data: bytes) -> AnswerEvent:
         """Return what an event says that is new; raise ProtocolError for what is no answer."""
-        try:
-            said = _generated.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the engine's answer: {error}", param="data") from error
+        said = decoded(_generated, data, "the engine's answer", param="data")
         meta = said.meta_info
         failure = said.error or _aborted(meta.finish_reason)
         if failure is not None:

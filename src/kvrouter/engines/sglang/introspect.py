@@ -7,8 +7,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.server import EngineServer
@@ -79,7 +80,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: tuple[_Model, ...]
+    data: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1)]
 
 
 class _Load(msgspec.Struct, frozen=True):
@@ -115,11 +116,8 @@ async def ask_info(server: EngineServer) -> SglangInfo:
     if page is None or models is None:
         missing = "/server_info" if page is None else "/v1/models"
         raise ConfigError(f"{server.url} has no {missing}: is it SGLang's server?", param="url")
-    try:
-        said = _server.decode(page)
-        context_length = _models.decode(models).data[0].max_model_len
-    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
-        raise ProtocolError(f"{server.url}: {error}", param="server_info") from error
+    said = decoded(_server, page, f"{server.url}/server_info", param="server_info")
+    context_length = decoded(_models, models, f"{server.url}/v1/models", param="models").data[0].max_model_len
     return SglangInfo(
         version=said.version,
         model=said.served_model_name,
@@ -143,10 +141,7 @@ async def ask_loads(server: EngineServer, worker_id: WorkerId, block_size: int) 
     page = await server.look("/v1/loads")
     if page is None:
         return ()
-    try:
-        loads = _loads.decode(page).loads
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{server.url}/v1/loads: {error}", param="loads") from error
+    loads = decoded(_loads, page, f"{server.url}/v1/loads", param="loads").loads
     return tuple(
         LoadReport(
             rank=WorkerRank(worker_id, DpRank(load.dp_rank)),

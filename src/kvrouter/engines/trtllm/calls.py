@@ -13,6 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
 from kvrouter.engines.openai.bodies import (
     Body,
@@ -26,9 +27,9 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.passed import passed_call, passed_form
-from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
 from kvrouter.engines.openai.streams import AnswerReading
 from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 
 _DRAWN = (
     "temperature",
@@ -199,8 +200,8 @@ def _has_usage(body: Mapping[str, msgspec.Raw]) -> bool:
     if raw is None:
         return False
     try:
-        options = _options.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        options = parsed(_options, raw)
+    except Unreadable:
         return True
     return options is not None and bool(options.include_usage)
 

@@ -11,9 +11,10 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ProtocolError
+from kvrouter.core.json import Unreadable, converted, decoded
 from kvrouter.core.requests import KvTransferParams, TokenBuffer
 from kvrouter.engines.openai.events import AnswerEvent, Choice, ReadEvent, read_event
-from kvrouter.engines.openai.server import EngineFailed
+from kvrouter.transports.requests.port import EngineFailed
 
 _GOES_ON = frozenset({"length", "not_finished"})
 """The finish reasons of a context-only answer that is to be gone on with."""
@@ -39,8 +40,8 @@ class ContextHandoff(msgspec.Struct, frozen=True, omit_defaults=True):
     def of(cls, params: KvTransferParams) -> "ContextHandoff":
         """Read what a prefill worker handed over; raise EngineFailed for what is none of TensorRT-LLM's."""
         try:
-            handoff = msgspec.convert(params, cls)
-        except msgspec.ValidationError as error:
+            handoff = converted(params, cls)
+        except Unreadable as error:
             raise EngineFailed(f"what the prefill worker handed over cannot be read: {error}") from error
         if handoff.disaggregated_params is None and handoff.answer is None:
             raise EngineFailed("what the prefill worker handed over is none of TensorRT-LLM's")
@@ -70,6 +71,7 @@ _context = msgspec.json.Decoder(_Context)
 _fields = msgspec.json.Decoder(_Fields)
 _choices = msgspec.json.Decoder(list[_Fields])
 _null = msgspec.Raw(b"null")
+_ANSWER = "the engine's answer"
 
 
 class PrefillReader:
@@ -83,7 +85,7 @@ class PrefillReader:
         event = read_event(data)
         if event.error is not None:
             return event
-        said = _decoded(_context, data)
+        said = decoded(_context, data, _ANSWER, param="data")
         if len(said.choices) != 1:
             raise ProtocolError(f"choices: one is handed over, not {len(said.choices)}", param="choices")
         (choice,) = said.choices
@@ -120,7 +122,7 @@ def answered_as(answer: bytes, *, is_streamed: bool, has_usage: bool) -> tuple[b
 
 
 def _as_stream(answer: bytes, *, has_usage: bool) -> bytes:
-    whole = _decoded(_fields, answer)
+    whole = decoded(_fields, answer, _ANSWER, param="data")
     names = ("id", "object", "created", "model")
     shared: dict[str, object] = {name: whole[name] for name in names if name in whole}
     if bytes(whole.get("object", _null)) == b'"chat.completion"':
@@ -147,7 +149,7 @@ def without_handoff(answer: bytes) -> bytes:
     """Return a whole answer as an engine writes it that was not asked for a handoff: where KV waits, and how
     engines reach each other, is nothing for clients.
     """
-    whole = _decoded(_fields, answer)
+    whole = decoded(_fields, answer, _ANSWER, param="data")
     choices = _choices_of(whole)
     for choice in choices:
         choice["disaggregated_params"] = _null
@@ -158,11 +160,4 @@ def without_handoff(answer: bytes) -> bytes:
 
 
 def _choices_of(whole: _Fields) -> list[_Fields]:
-    return _decoded(_choices, bytes(whole.get("choices", b"[]")))
-
-
-def _decoded(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the engine's answer: {error}", param="data") from error
+    return decoded(_choices, bytes(whole.get("choices", b"[]")), _ANSWER, param="data")

@@ -6,7 +6,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers
 from kvrouter.engines.openai.server import EngineServer, read_metrics
 from kvrouter.transports.requests.port import WorkerUnreachable
@@ -87,14 +88,6 @@ async def ask_fetched(server: EngineServer, before: KvTransfers | None) -> KvTra
         seconds=before.seconds
         + sum(max(0.0, each.kv_cache_transfer_end - each.kv_cache_transfer_start) for each in fetched),
     )
-
-
-def decoded(decoder: "msgspec.json.Decoder[T]", body: bytes, path: str) -> T:
-    """Decode the page at ``path``. Raises ProtocolError, which names it."""
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{path}: {error}", param=path) from error
 
 
 OWNER = "tensorrt_llm"

@@ -71,6 +71,41 @@ _CHAT_ONLY = (
 """Fields of a call that a completion of its tokens has no use for, or reads otherwise."""
 
 
+_ANSWER_ONLY = (
+    "stream_options",
+    "stream_interval",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "structural_tag",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "thinking_token_budget",
+    "repetition_detection",
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "return_tokens_as_token_ids",
+)
+"""What of a call shapes its answer, and neither the tokens of its prompt nor their KV: grammars, ends, log
+probabilities. An engine may fail over one of them in an answer of one token. Whatever is not known to be so
+stays in the prefill leg: sampling parameters too, which an engine refuses there before it has computed.
+"""
+
+
+_REQUIRED = b'"required"'
+
+
 def call_of(
     request: EngineRequest, *, model: str, n_ranks: int = 1, tells_where_kv_waits: bool = True
 ) -> EngineCall:
@@ -123,6 +158,9 @@ def _prefill(
 
     It is kept for one answer to one prompt, and freed once that has fetched it: of a call with several, the
     others would fetch what is no longer theirs. Such a call goes to its decode engine alone.
+
+    A tool that must be called becomes one that must not: the tools stay in the prompt, and no engine asks for
+    a parser. Without ``tool_choice`` it would be ``auto``, which needs one.
     """
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
@@ -140,7 +178,9 @@ def _prefill(
             drop(body, "max_completion_tokens")
     else:
         _put_prompt(body, request)
-    drop(body, "stream_options", "min_tokens", "n", "best_of")
+    drop(body, *_ANSWER_ONLY)
+    if _must_call_a_tool(body):
+        put(body, tool_choice="none")
     put(body, stream=False, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
     call = EngineCall(
         path=path,
@@ -152,9 +192,21 @@ def _prefill(
     return call if tells_where_kv_waits else dataclasses.replace(call, reader=_reads_kv_as_found)
 
 
+def _must_call_a_tool(body: Body) -> bool:
+    choice = bytes(memoryview(body.get("tool_choice", b""))[: len(_REQUIRED) + 1])
+    return choice == _REQUIRED or choice.startswith(b"{")
+
+
 def _is_for_one_engine(body: Body) -> bool:
+    """Whether KV of another engine is of no use: for several answers, log probabilities of the prompt, which
+    the decode engine would have to compute itself, and prompts that are cut to what the answer leaves free.
+    """
+    echoes = says_other_than(body, "echo", b"false") and says_other_than(body, "logprobs", b"false")
     return (
-        says_other_than(body, "use_beam_search", b"false")
+        echoes
+        or says_other_than(body, "prompt_logprobs")
+        or bytes(memoryview(body.get("truncate_prompt_tokens", b""))[:2]).lstrip(b'"').startswith(b"-")
+        or says_other_than(body, "use_beam_search", b"false")
         or says_other_than(body, "n", b"1")
         or says_other_than(body, "best_of", b"1")
         or says_other_than(body, "prompt_embeds", b"[]")

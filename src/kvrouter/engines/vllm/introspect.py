@@ -10,6 +10,7 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.server import EngineServer, Samples, read_metrics
@@ -107,10 +108,10 @@ async def ask_info(server: EngineServer) -> VllmInfo:
     version = await server.look("/version")
     sources = await server.look("/kv_event_sources")
     samples = read_metrics(page, (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC))
-    served, adapters = _served(_decoded(_models, models, "/v1/models"))
+    served, adapters = _served(decoded(_models, models, "/v1/models"))
     ranks, prefix_caching = _ranks(samples, server.url)
     return VllmInfo(
-        version="" if version is None else _decoded(_version, version, "/version").version,
+        version="" if version is None else decoded(_version, version, "/version").version,
         models=tuple(model.id for model in served),
         adapters=tuple(model.id for model in adapters),
         root=served[0].root or served[0].id,
@@ -119,7 +120,7 @@ async def ask_info(server: EngineServer) -> VllmInfo:
         ranks=ranks,
         events={}
         if sources is None
-        else _events(_decoded(_sources, sources, "/kv_event_sources"), server.url),
+        else _events(decoded(_sources, sources, "/kv_event_sources"), server.url),
         started_s=started_of(samples),
         uses_nixl=NIXL_METRIC in samples,
     )
@@ -187,13 +188,6 @@ def _events(sources: dict[str, _Source], url: str) -> dict[DpRank, EventsAt]:
             reachable(source.endpoint, url), None if replay is None else reachable(replay, url), source.topic
         )
     return found
-
-
-def _decoded(decoder: "msgspec.json.Decoder[T]", body: bytes, path: str) -> T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{path}: {error}", param=path) from error
 
 
 RUNNING = "vllm:num_requests_running"

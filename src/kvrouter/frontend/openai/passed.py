@@ -1,10 +1,10 @@
 """Calls of routes that pass as they are: what of them routing can know, and what no client may say."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
@@ -18,15 +18,7 @@ from kvrouter.frontend.openai.passthrough import (
     PassthroughCall,
     written_call,
 )
-
-Message = dict[str, object]
-
-
-class Chat(NamedTuple):
-    """A prompt as OpenAI's chats have it: what an engine makes of a call before it renders its template."""
-
-    messages: list[Message]
-    tools: list[object]
+from kvrouter.text.prompts.fields import PromptFields
 
 
 class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,82 +34,37 @@ class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
     system: object = None
     messages: object = None
     tools: object = None
+    tool_choice: object = None
+    chat_template_kwargs: object = None
+    reasoning: object = None
+    thinking: object = None
+    output_config: object = None
     previous_response_id: object = None
     prompt: object = None
 
 
 class PassedRoute(NamedTuple):
-    """How calls of one route are passed. ``chat_of`` returns the prompt, where one can be known: then the
-    worker is picked that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
+    """How calls of one route are passed. Where it ``is_chat`` its prompt is known, and the worker is picked
+    that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
     there, so that a tenant's KV would not be kept apart. Where it ``is_anthropic`` errors have their form.
     Calls of a route that ``is_form`` are forms with a file, and none of JSON.
     """
 
     route: CallRoute
     what: str
-    chat_of: Callable[[PassedBody], Chat | None] | None = None
+    is_chat: bool = False
     streams: bool = False
     takes_salt: bool = True
     is_anthropic: bool = False
     is_form: bool = False
 
 
-def _of_responses(body: PassedBody) -> Chat | None:
-    """The prompt of OpenAI's Responses; None where it goes on from what one engine keeps."""
-    if body.previous_response_id is not None or body.prompt is not None:
-        return None
-    messages: list[Message] = []
-    if isinstance(body.instructions, str):
-        messages.append({"role": "system", "content": body.instructions})
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    messages.extend(_messages(items))
-    return Chat(messages, [*_functions(body.tools, "parameters")]) if messages else None
-
-
-def _of_messages(body: PassedBody) -> Chat | None:
-    """The prompt of Anthropic's Messages."""
-    messages: list[Message] = []
-    system = _plain(body.system)
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages.extend(_messages(body.messages))
-    return Chat(messages, [*_functions(body.tools, "input_schema")]) if messages else None
-
-
-def _messages(items: object) -> Iterator[Message]:
-    """Yield the messages up to the first item that is none: what follows is not known here."""
-    for item in items if isinstance(items, list) else ():
-        if not isinstance(item, dict) or item.get("type", "message") != "message" or "role" not in item:
-            return
-        content = item.get("content")
-        plain = _plain(content)
-        yield {"role": item["role"], "content": content if plain is None else plain}
-
-
-def _plain(content: object) -> str | None:
-    """The text of a content, where it has nothing else."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    found = [text for text in texts if isinstance(text, str)]
-    return "".join(found) if found and len(found) == len(parts) else None
-
-
-def _functions(tools: object, parameters: str) -> Iterator[object]:
-    """Yield tools as chats have them, where they are functions."""
-    for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, dict) and "name" in tool:
-            function = {name: tool[name] for name in ("name", "description") if name in tool}
-            yield {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
-
-
 PASSED_ROUTES: Sequence[PassedRoute] = (
-    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", _of_responses, streams=True),
+    PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", is_chat=True, streams=True),
     PassedRoute(
         CallRoute.MESSAGES,
         "Anthropic's Messages",
-        _of_messages,
+        is_chat=True,
         streams=True,
         takes_salt=False,
         is_anthropic=True,
@@ -169,14 +116,12 @@ def parse_passed(
     _check_hints(route, nvext)
     if route.streams and body.stream is not None and not isinstance(body.stream, bool):
         raise InvalidRequest("stream: must be true or false", param="stream")
-    chat = None if route.chat_of is None else route.chat_of(body)
     stream = route.streams and body.stream is True
     wanted = body.max_output_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
-    messages: list[Message] | UnsetType = UNSET if chat is None else chat.messages
     return PassthroughCall(
         _call(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
-        PassthroughBody(model=model, messages=messages, tools=None if chat is None else chat.tools or None),
+        PassthroughBody(model=model),
         None,
         ClientCall(
             route.route,
@@ -184,6 +129,26 @@ def parse_passed(
             stream=stream,
             resumable=False,
         ),
+        _prompt_fields(route.route, body) if route.is_chat else None,
+    )
+
+
+def _prompt_fields(route: CallRoute, body: PassedBody) -> PromptFields | None:
+    """What the prompt is made from; None where it goes on from what one engine keeps."""
+    if body.previous_response_id is not None or body.prompt is not None:
+        return None
+    return PromptFields(
+        route=route,
+        messages=body.messages,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning=body.reasoning,
+        instructions=body.instructions,
+        input=body.input,
+        system=body.system,
+        thinking=body.thinking,
+        output_config=body.output_config,
     )
 
 

@@ -28,6 +28,7 @@ from kvrouter.frontend.openai.body import (
 )
 from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call, NvextReader
 from kvrouter.text.model import stops_fit
+from kvrouter.text.prompts.fields import PromptFields
 
 
 class PassthroughBody(MisplacedFields, frozen=True, kw_only=True):
@@ -42,13 +43,15 @@ class PassthroughBody(MisplacedFields, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     cache_salt: CacheSalt | None = None
     nvext: Raw = Raw(b"null")
-    tools: list[object] | None = None
+    tools: object = None
+    tool_choice: object = None
     chat_template: object = None
-    chat_template_kwargs: dict[str, object] | None = None
+    chat_template_kwargs: object = None
     documents: object = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
+    add_generation_prompt: object = None
+    continue_final_message: object = None
+    add_special_tokens: object = None
+    reasoning_effort: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class PassthroughCall:
     prompt: Prompt | None
     """The first prompt, None where there is no text and no token id."""
     client_call: ClientCall
+    chat: PromptFields | None = None
+    """What a chat's prompt is made from; None where it is no chat, or nobody knows how it goes on."""
 
 
 _BODY = msgspec.json.Decoder(PassthroughBody)
@@ -178,6 +183,20 @@ def parse_passthrough(
             stream=bool(body.stream),
             resumable=_is_resumable(written.fields) and stops_fit(stops) and wanted != 0,
         ),
+        None if body.messages is UNSET else _prompt_fields(body),
+    )
+
+
+def _prompt_fields(body: PassthroughBody) -> PromptFields:
+    return PromptFields(
+        messages=body.messages,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        chat_template_kwargs=body.chat_template_kwargs,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        reasoning_effort=body.reasoning_effort,
     )
 
 

@@ -12,6 +12,7 @@ from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.transports.background import go_on
 from kvrouter.transports.requests.port import (
+    EngineFailed,
     EngineStream,
     LegRepeated,
     RequestServer,
@@ -202,7 +203,9 @@ class LegServer(RunningLegs):
             self._stop(leg, CONNECTION_CLOSED)
         except KvrouterError as error:
             leg.cancel("its answer was lost")
-            is_lost = isinstance(error, WorkerUnreachable) and not isinstance(error, WorkerFull)
+            is_lost = isinstance(error, WorkerUnreachable) and not isinstance(
+                error, WorkerFull | EngineFailed
+            )
             await answer.end(leg.lost(error.message) if is_lost and leg.inner is not None else error)
         except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
             leg.cancel("its answer was lost")

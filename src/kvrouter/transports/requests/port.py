@@ -39,6 +39,18 @@ class StreamBroken(KvrouterError):
     code = "stream_broken"
 
 
+class EngineFailed(WorkerUnreachable):
+    """The worker's engine answers, and says that it failed this call."""
+
+    code = "engine_failed"
+
+
+class EngineFailedLater(StreamBroken):
+    """The engine had accepted the call when it said that it failed."""
+
+    code = "engine_failed_later"
+
+
 class ReaderTooSlow(KvrouterError):
     """The leg was cancelled because its reader took nothing for too long: sending it again helps nobody."""
 

@@ -24,6 +24,8 @@ from kvrouter.core.errors import (
 )
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks
 from kvrouter.transports.requests.port import (
+    EngineFailed,
+    EngineFailedLater,
     LegRepeated,
     ReaderTooSlow,
     StreamBroken,
@@ -54,6 +56,8 @@ _KINDS: dict[str, type[KvrouterError]] = {
         WorkerFull,
         LegRepeated,
         StreamBroken,
+        EngineFailed,
+        EngineFailedLater,
     )
 }
 

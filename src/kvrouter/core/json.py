@@ -1,0 +1,196 @@
+"""Decoding of what comes from outside: from a client, an engine, another process or a file.
+
+A few bytes of JSON become an object of a hundred. So before anything is built the native core counts what a
+long text would become, and refuses one that holds more than its bounds allow. A short text is not counted:
+its bytes alone keep the number of objects below the bounds.
+
+Every failure of a decoder is caught here and nowhere else.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+
+CONTAINERS_MAX = 16_384
+"""Lists and objects of one text. Each becomes an object of some hundred bytes."""
+
+VALUES_MAX = 262_144
+"""All values of one text, as many token ids among them as an answer may have."""
+
+DEPTH_MAX = 128
+TEXT_BYTES_MAX = 16 * 1024 * 1024
+"""Strings that are not plain ASCII: as they are written or as Python holds them, whichever is more."""
+
+BLANKS_MAX = 16 * 1024 * 1024
+"""Outside of strings: a frontend lets an indented body with millions of token ids pass."""
+
+UNSCANNED_BYTES = 3 * CONTAINERS_MAX
+"""A shorter text cannot hold more lists, objects or values than the bounds allow: ``[],`` has three bytes."""
+
+OFF_LOOP_BYTES = 1024 * 1024
+"""From so many bytes on a text takes milliseconds: an event loop has a thread decode it."""
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Data = bytes | memoryview | msgspec.Raw
+
+
+@lru_cache(maxsize=256)
+def bounds_of(kind: object) -> JsonBounds:
+    """Return the bounds of a text that is decoded as ``kind``: only what becomes objects counts."""
+    fields: dict[str, bool] = {}
+    depth, is_free = _read(msgspec.inspect.type_info(kind), fields, ())
+    return JsonBounds(
+        depth=DEPTH_MAX,
+        values=VALUES_MAX,
+        items=VALUES_MAX,
+        containers=CONTAINERS_MAX,
+        numbers=0,
+        text_bytes=TEXT_BYTES_MAX,
+        short_bytes=0,
+        key_bytes=4_096,
+        number_bytes=512,
+        blanks_in_row=BLANKS_MAX,
+        blanks=BLANKS_MAX,
+        number_fields=(),
+        short_fields=(),
+        read_fields=None if is_free else tuple(fields.items()),
+        read_depth=depth,
+    )
+
+
+_ANY_DEPTH = 2**32
+
+_OBJECTS = (
+    msgspec.inspect.StructType,
+    msgspec.inspect.TypedDictType,
+    msgspec.inspect.DataclassType,
+    msgspec.inspect.NamedTupleType,
+)
+_LISTS = (msgspec.inspect.CollectionType, msgspec.inspect.TupleType)
+
+
+def _read(kind: msgspec.inspect.Type, fields: dict[str, bool], around: tuple[type, ...]) -> tuple[int, bool]:
+    """Return how many containers deep a type reads, and whether it reads names that it does not say; add to
+    ``fields`` those that it says, each with whether others are read inside.
+    """
+    if isinstance(kind, _OBJECTS) and kind.cls not in around:
+        depth = 0
+        for field in kind.fields:
+            if _is_raw(field.type):
+                continue  # one object, whatever is in it
+            inner, is_free = _read(field.type, fields, (*around, kind.cls))
+            fields[field.encode_name] = is_free or fields.get(field.encode_name, False)
+            depth = max(depth, inner)
+        return depth + 1, False
+    if isinstance(kind, msgspec.inspect.DictType):
+        return 1 + _read(kind.value_type, fields, around)[0], True
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return _widest(kind.types, fields, around)
+    if isinstance(kind, _LISTS):
+        inside = kind.item_types if isinstance(kind, msgspec.inspect.TupleType) else (kind.item_type,)
+        depth, is_free = _widest(inside, fields, around)
+        return depth + 1, is_free
+    if isinstance(kind, (*_OBJECTS, msgspec.inspect.AnyType, msgspec.inspect.CustomType)):
+        return _ANY_DEPTH, True
+    return 0, False
+
+
+def _is_raw(kind: msgspec.inspect.Type) -> bool:
+    kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    return any(isinstance(each, msgspec.inspect.RawType) for each in kinds)
+
+
+def _widest(
+    kinds: Sequence[msgspec.inspect.Type], fields: dict[str, bool], around: tuple[type, ...]
+) -> tuple[int, bool]:
+    found = [_read(kind, fields, around) for kind in kinds]
+    return max((depth for depth, _ in found), default=0), any(is_free for _, is_free in found)
+
+
+_OVER = {
+    "depth": f"more than {DEPTH_MAX} lists and objects inside each other",
+    "values": "more values than are read",
+    "items": "more elements or fields than are read",
+    "containers": "more lists and objects than are read",
+    "text_bytes": "more text than is read",
+    "key_bytes": "a field's name is too long",
+    "number_bytes": "a number is too long",
+    "blanks": "more blanks than are read",
+    "not_finite": "must be a finite number",
+}
+
+
+class Unreadable(ValueError):
+    """Bytes that are not what they should be. ``has_wrong_shape``: they are well formed, and mean something
+    else.
+    """
+
+    def __init__(self, message: str, *, has_wrong_shape: bool = False) -> None:
+        super().__init__(message)
+        self.has_wrong_shape = has_wrong_shape
+
+
+class Decoder(Protocol[T_co]):
+    """What msgspec decodes one type with."""
+
+    @property
+    def type(self) -> object:
+        """The type."""
+
+    def decode(self, data: Data, /) -> T_co:
+        """Decode."""
+
+
+class MakesError(Protocol):
+    """A class of errors that name a field, or what makes one."""
+
+    def __call__(self, message: str, *, param: str | None) -> Exception:
+        """Return the error."""
+
+
+def decoded(
+    decoder: Decoder[T], data: Data, what: str, *, param: str | None = None, error: MakesError = ProtocolError
+) -> T:
+    """Return what JSON holds. Raises ``error``, whose message begins with ``what`` and whose ``param`` is
+    ``what`` unless it is given.
+    """
+    try:
+        return parsed(decoder, data)
+    except Unreadable as unreadable:
+        raise error(f"{what}: {unreadable}", param=param or what) from unreadable
+
+
+def parsed(decoder: Decoder[T], data: Data) -> T:
+    """Return what JSON holds; raise :class:`Unreadable`."""
+    try:
+        if len(data) > UNSCANNED_BYTES:
+            bounds_of(decoder.type).scan(bytes(data))
+        return decoder.decode(data)
+    except _FAILURES as error:
+        raise _unreadable(error) from error
+
+
+def converted(content: object, kind: type[T]) -> T:
+    """Return what was built of bytes before as another type; raise :class:`Unreadable`."""
+    try:
+        return msgspec.convert(content, kind)
+    except _FAILURES as error:
+        raise _unreadable(error) from error
+
+
+_FAILURES = (ValueError, RecursionError, OverflowError)
+"""msgspec's own errors, those of UTF-8 and :class:`JsonRefused` are ValueErrors."""
+
+
+def _unreadable(error: Exception) -> Unreadable:
+    if not isinstance(error, JsonRefused):
+        return Unreadable(str(error), has_wrong_shape=isinstance(error, msgspec.ValidationError))
+    what = _OVER.get(error.kind) or f"no JSON at byte {error.at}: {error.what}"
+    return Unreadable(f"{error.path}: {what}" if error.path else what)

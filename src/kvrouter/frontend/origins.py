@@ -1,0 +1,211 @@
+"""What browsers may do for pages of other origins: CORS, and who may change or see the fleet."""
+
+import ipaddress
+import re
+from typing import Any
+
+from starlette.routing import Route
+
+from kvrouter.config import FrontendSettings
+from kvrouter.config.sources import LOOPBACK_HOSTS
+from kvrouter.core.errors import ConfigError
+from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
+from kvrouter.frontend.http import BadRequest, Request
+from kvrouter.frontend.http.response import ResponseHeaders
+from kvrouter.frontend.openai.form import CONTENT_TYPE, UnsupportedMediaType
+
+ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
+LEGS = (b"prefill", b"decode")
+METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+EXPOSED_HEADERS = b", ".join(
+    (
+        b"x-request-id",
+        b"retry-after",
+        *(b"x-kvrouter-%b-%b" % (leg, what) for leg in LEGS for what in (b"worker", b"dp-rank", b"domain")),
+        b"x-kvrouter-overlap-blocks",
+    )
+)
+"""What of an answer's headers a page may read apart from those that any may."""
+
+JSON_TYPE = "application/json"
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+
+NO_CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""The policy of an answer that is no page for people: a browser loads and runs nothing of it."""
+
+
+class PublicRoute(Route):
+    """A route that changes nothing and shows nothing of the fleet: a page of any origin may ask it. Every
+    other route is guarded by :class:`FleetGuard`. ``policy`` is the Content-Security-Policy of its answers.
+    """
+
+    def __init__(self, path: str, endpoint: Any, *, policy: str = NO_CONTENT_POLICY, **more: Any) -> None:
+        super().__init__(path, endpoint, **more)
+        self.policy = policy
+
+
+def page_headers(route: Route | None) -> ResponseHeaders:
+    """Return the headers that protect a browser from the answers of a route; None for no route at all."""
+    policy = route.policy if isinstance(route, PublicRoute) else NO_CONTENT_POLICY
+    return ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", policy.encode()))
+
+
+class Cors:
+    """What browsers are answered about pages of other origins; ``origins`` as the setting has them.
+
+    Raises ConfigError for what is no origin: browsers compare them letter by letter.
+    """
+
+    def __init__(self, origins: str) -> None:
+        self._origins = frozenset(each.strip().encode() for each in origins.split(",") if each.strip())
+        for origin in self._origins - {b"*"}:
+            if ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    f"--cors-origins: {origin.decode()!r} is no origin: a scheme, a host and perhaps a port, "
+                    "as in https://chat.example.com",
+                    param="cors_origins",
+                )
+
+    def headers(self, request: Request) -> ResponseHeaders:
+        """The headers of any answer: a page of an origin that may call is shown it."""
+        return self._headers(self._admitted((request.header("origin") or "").encode("latin-1")))
+
+    def fault_headers(self, fault: BadRequest) -> ResponseHeaders:
+        """The same of what is refused before all of it was read. Where no origin was, and one alone may call,
+        the answer is for that one.
+        """
+        origin = fault.header(b"origin")
+        if not origin and len(self._origins) == 1:
+            (origin,) = self._origins
+        return self._headers(self._admitted(origin))
+
+    def _headers(self, origin: bytes | None) -> ResponseHeaders:
+        vary = () if b"*" in self._origins else ((b"vary", b"origin"),)
+        if origin is None:
+            return vary
+        exposed = (b"access-control-expose-headers", EXPOSED_HEADERS)
+        return ((b"access-control-allow-origin", origin), exposed, *vary)
+
+    def preflight(self, request: Request) -> ResponseHeaders:
+        """More headers of the answer to the question whether a page may send what it wants to."""
+        if self._admitted((request.header("origin") or "").encode("latin-1")) is None:
+            return ()
+        asked = (request.header("access-control-request-headers") or "").encode("latin-1")
+        headers = (b"access-control-allow-headers", asked) if asked else (b"vary", b"origin")
+        return ((b"access-control-allow-methods", METHODS), headers, (b"access-control-max-age", b"3600"))
+
+    def _admitted(self, origin: bytes) -> bytes | None:
+        if not origin:
+            return None
+        if b"*" in self._origins:
+            return b"*"
+        return origin if origin in self._origins else None
+
+    def names(self, origin: bytes) -> bool:
+        """Whether the setting names this very origin; ``*`` names none."""
+        return origin in self._origins - {b"*"}
+
+    @property
+    def admits_all(self) -> bool:
+        """Whether the setting is ``*``."""
+        return b"*" in self._origins
+
+
+class FleetGuard:
+    """Refuses what a page of another origin makes a browser send to routes that change or show the fleet.
+
+    A browser adds ``Origin`` or ``Sec-Fetch-Site``; clients, probes and scrapers send neither. Without an
+    admin token, on a loopback address, the name in ``Host`` is checked too: a page whose name leads to
+    127.0.0.1 (DNS rebinding) is of the router's own origin for its browser.
+    """
+
+    def __init__(self, settings: FrontendSettings, cors: Cors | None) -> None:
+        token = settings.admin_token
+        has_token = token is not None and bool(token.get_secret_value())
+        self._cors = cors
+        # Without a token any page could change the fleet, and "*" was said with clients' calls in mind.
+        self._admits_all = has_token and cors is not None and cors.admits_all
+        names = {_plain_name(name) for name in (settings.allowed_hosts or "").split(",") if name.strip()}
+        is_checked = settings.http_host in LOOPBACK_HOSTS and not has_token and "*" not in names
+        self._hosts = frozenset(names) if is_checked else None
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that a page of another origin may have made.
+
+        Raises :class:`CrossSiteRefused`, :class:`UnknownHost` and :class:`UnsupportedMediaType`.
+        """
+        self._check_host(request)
+        why = self._why_foreign(request)
+        if why is not None:
+            raise CrossSiteRefused(
+                f"{why}: pages of other origins may not ask this route; --cors-origins names those that may"
+            )
+        kind = _media_type(request)
+        if request.body and kind != JSON_TYPE:
+            sent = f"not {kind[:SHOWN_CHARS]}" if kind else "and it must be named"
+            raise UnsupportedMediaType(
+                f"content-type: this route takes {JSON_TYPE}, {sent}", param="content-type"
+            )
+
+    def check_call(self, request: Request) -> None:
+        """Raise :class:`CrossSiteRefused` for a client's call in JSON that a page of another origin sent as
+        another type: so no browser asks beforehand whether the page may.
+        """
+        kind = _media_type(request)
+        if kind in (JSON_TYPE, CONTENT_TYPE.decode()):
+            return
+        why = self._why_foreign(request)
+        if why is not None:
+            raise CrossSiteRefused(f"{why}: a page of another origin may send {JSON_TYPE} alone")
+
+    def _why_foreign(self, request: Request) -> str | None:
+        origin = (request.header("origin") or "").encode("latin-1")
+        site = request.header("sec-fetch-site")
+        if origin and self._cors is not None and (self._admits_all or self._cors.names(origin)):
+            return None
+        if site == "same-origin":
+            return None
+        if origin:
+            host = (request.header("host") or "").encode("latin-1").lower()
+            if not host or origin.lower().partition(b"://")[2] != host:
+                return f"origin: {origin.decode('latin-1')[:SHOWN_CHARS]!r} is not this router's"
+        elif site == "cross-site" or (site == "same-site" and request.method not in SAFE_METHODS):
+            return f"sec-fetch-site: {site}"
+        return None
+
+    def _check_host(self, request: Request) -> None:
+        if self._hosts is None:
+            return
+        name = _plain_name(request.header("host") or "")
+        if name in self._hosts or _is_local(name):
+            return
+        raise UnknownHost(
+            f"host: {name[:SHOWN_CHARS]!r} is no name of this router, which listens on a loopback address "
+            "and has no admin token: --allowed-hosts says by which names it may be called"
+        )
+
+
+SHOWN_CHARS = 100
+
+
+def _media_type(request: Request) -> str:
+    return (request.header("content-type") or "").partition(";")[0].strip().lower()
+
+
+def _plain_name(host: str) -> str:
+    """A host without its port and brackets, as names are compared."""
+    host = host.strip()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_local(name: str) -> bool:
+    """Whether no other machine's page can have this name: addresses, this machine's own name, or none."""
+    if name in ("", "localhost") or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

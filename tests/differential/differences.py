@@ -1,0 +1,273 @@
+"""What may differ between an engine alone and the same engine through kvrouter. The page *Differences* is
+written from this table, and the differential tests let nothing else differ.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.differential.calls import BLAMES_ENGINE, CHAT, COMPLETION, MESSAGES, Call
+from tests.differential.compare import Found, Seen
+from tests.differential.vllm_answers import MODEL, Asked, answer_of, dumps
+from tests.differential.wire import REQUEST_ID
+
+Holds = Callable[[Call, Seen, Found], bool]
+"""Whether a field may differ so, in this call that the engine alone answers so."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One row: a field, where it differs and how, and why it does."""
+
+    field: str
+    calls: str
+    through: str
+    reason: str
+    holds: Holds
+
+
+def equals(*values: object) -> Holds:
+    """The field is one of these values through kvrouter."""
+    return lambda call, alone, found: found.through in values
+
+
+def matches(pattern: str) -> Holds:
+    """The engine alone has no such field, and through kvrouter all of it is like ``pattern``."""
+    compiled = re.compile(pattern)
+    return lambda call, alone, found: (
+        found.alone is None and compiled.fullmatch(str(found.through)) is not None
+    )
+
+
+def own_error(
+    *messages: str,
+    code: str = "invalid_request",
+    param: str | None = None,
+    kind: str = "invalid_request_error",
+) -> Holds:
+    """The body is an error of kvrouter's own, with one of these messages; ``kind`` is Anthropic's type."""
+
+    def holds(call: Call, alone: Seen, found: Found) -> bool:
+        if call.path.startswith(MESSAGES):
+            errors = [
+                {"type": kind, "message": message, "code": code, "param": param} for message in messages
+            ]
+            return found.through in [dumps({"type": "error", "error": error}) for error in errors]
+        told = {"type": "invalid_request_error", "param": param, "code": code}
+        return found.through in [dumps({"error": {"message": message, **told}}) for message in messages]
+
+    return holds
+
+
+def where(condition: Callable[[Call, Seen], bool], holds: Holds) -> Holds:
+    """Only in these calls."""
+    return lambda call, alone, found: condition(call, alone) and holds(call, alone, found)
+
+
+def _status(alone: Seen) -> int:
+    return int(alone.answer.status.split(" ")[1])
+
+
+def _is_stream(call: Call, alone: Seen) -> bool:
+    return (alone.answer.header("content-type") or "").startswith("text/event-stream")
+
+
+def _from_engine(call: Call, alone: Seen) -> bool:
+    return bool(alone.asked) and call.method == "POST"
+
+
+def _is_json(call: Call) -> bool:
+    return bool(call.fields)
+
+
+def _asks_more(call: Call, alone: Seen, found: Found) -> bool:
+    """The engine is asked for tokens and for the count of them too, and for nothing else."""
+    assert isinstance(found.alone, bytes)
+    assert isinstance(found.through, bytes)
+    own, asked = json.loads(found.alone), json.loads(found.through)
+    options = asked.get("stream_options")
+    if not own.get("return_token_ids") and asked.get("return_token_ids") is True:
+        asked = {**asked, "return_token_ids": own.get("return_token_ids")}
+    if isinstance(options, dict) and options.get("include_usage") is True:
+        asked = {**asked, "stream_options": {**options, **_only(own.get("stream_options"), "include_usage")}}
+    present = {name: value for name, value in asked.items() if name in own}
+    added = {name: value for name, value in asked.items() if name not in own}
+    allowed: tuple[dict[str, Any], ...] = (
+        {},
+        {"return_token_ids": None},
+        {"stream_options": {"include_usage": True}},
+    )
+    return list(present.items()) == list(own.items()) and added in (
+        *allowed,
+        {"return_token_ids": None, "stream_options": {"include_usage": True}},
+    )
+
+
+def _only(options: object, name: str) -> dict[str, object]:
+    return {name: options[name]} if isinstance(options, dict) and name in options else {}
+
+
+def _inflated(call: Call, alone: Seen, found: Found) -> bool:
+    assert isinstance(found.alone, bytes)
+    return alone.answer.header("content-encoding") == "gzip" and found.through == gzip.decompress(found.alone)
+
+
+def _without_slash(call: Call, alone: Seen, found: Found) -> bool:
+    """It is what the engine answers to the same call without the slash."""
+    answer = answer_of(Asked(call.method, call.target.rstrip("/"), dict(call.headers), call.body))
+    told = {"status": "HTTP/1.1 200 OK", "body": answer.body, "header content-type": "application/json"}
+    return _status(alone) == 307 and found.through == told[found.field]
+
+
+def _is_redirected(call: Call, alone: Seen) -> bool:
+    return _status(alone) == 307
+
+
+NOT_JSON = (
+    "the body is not valid JSON: it ends too early (at the end)",
+    "expected `object`, got `array`",
+)
+_NO_JSON = "a body that is no object of JSON"
+_NO_JSON_WHY = "A router has to read a body to know its model and to bound what becomes of it."
+
+DIFFERENCES: tuple[Difference, ...] = (
+    Difference(
+        "header x-request-id",
+        "every call of an engine's route",
+        "the call's own, or one that is made for it",
+        "It names the call in the log and in `/v1/decisions/{request_id}`.",
+        matches(REQUEST_ID),
+    ),
+    Difference(
+        "header x-kvrouter-decode-worker",
+        "an answer of an engine",
+        "the worker that answered",
+        "It says where the call went.",
+        where(_from_engine, matches("[12]")),
+    ),
+    Difference(
+        "header x-kvrouter-decode-dp-rank",
+        "an answer of an engine",
+        "the worker's data-parallel rank",
+        "It says where the call went.",
+        where(_from_engine, matches("0")),
+    ),
+    Difference(
+        "header x-kvrouter-decode-domain",
+        "an answer of an engine",
+        "the worker's topology domains",
+        "It says where the call went.",
+        where(_from_engine, matches("")),
+    ),
+    Difference(
+        "header x-kvrouter-overlap-blocks",
+        "an answer of an engine",
+        "how many blocks of the prompt were taken to be cached",
+        "It says why the call went there.",
+        where(_from_engine, matches("0")),
+    ),
+    Difference(
+        "header cache-control",
+        "a stream",
+        "`no-cache`",
+        "A proxy must not keep a stream.",
+        where(_is_stream, matches("no-cache")),
+    ),
+    Difference(
+        "header x-accel-buffering",
+        "a stream",
+        "`no`",
+        "nginx would hold events back.",
+        where(_is_stream, matches("no")),
+    ),
+    Difference(
+        "asked body",
+        "a chat or completion that is streamed",
+        "also has `return_token_ids`, and `stream_options.include_usage`",
+        "Where an engine is lost in mid-answer another one goes on from the tokens. What the engine answers "
+        "to it is taken back.",
+        where(lambda call, alone: call.path in (CHAT, COMPLETION) and _is_stream(call, alone), _asks_more),
+    ),
+    Difference(
+        "asked route",
+        "a call with a query",
+        "the query does not reach the engine",
+        "No route of an engine reads one.",
+        where(
+            lambda call, alone: "?" in call.target,
+            lambda call, alone, found: found.through == f"POST {call.path}",
+        ),
+    ),
+    Difference(
+        "times asked",
+        "an error that blames the engine (408, 500, 502, 503, 504)",
+        "each engine is asked once",
+        "Another engine may be well. At the end the last one's answer passes.",
+        where(lambda call, alone: _status(alone) in BLAMES_ENGINE, equals("2")),
+    ),
+    Difference(
+        "header content-encoding",
+        "an answer that the engine compressed",
+        "absent",
+        "The end and the count of an answer are read in it.",
+        lambda call, alone, found: found.alone == "gzip" and found.through is None,
+    ),
+    Difference(
+        "body",
+        "an answer that the engine compressed",
+        "inflated",
+        "The end and the count of an answer are read in it.",
+        _inflated,
+    ),
+    Difference(
+        "header location",
+        "a slash behind a path",
+        "absent",
+        "The call is answered at once: vLLM answers 307, and many clients do not follow one with a body.",
+        where(_is_redirected, equals(None)),
+    ),
+    Difference("status", "a slash behind a path", "that of the answer", "As above.", _without_slash),
+    Difference("body", "a slash behind a path", "that of the answer", "As above.", _without_slash),
+    Difference(
+        "header content-type", "a slash behind a path", "that of the answer", "As above.", _without_slash
+    ),
+    Difference(
+        "body",
+        "a model that is not served",
+        "names the models that are, with the code `model_not_found`",
+        "Whether a model is served is for the router to say: no engine is asked.",
+        where(
+            lambda call, alone: call.fields.get("model") == "nobody's",
+            own_error(
+                f'model: "nobody\'s" is not served here; known: {MODEL}',
+                code="model_not_found",
+                param="model",
+                kind="not_found_error",
+            ),
+        ),
+    ),
+    Difference(
+        "times asked",
+        "a model that is not served",
+        "no engine is asked",
+        "Whether a model is served is for the router to say.",
+        where(lambda call, alone: call.fields.get("model") == "nobody's", equals("0")),
+    ),
+    Difference(
+        "body",
+        _NO_JSON,
+        "says where it is wrong, in other words than vLLM's",
+        _NO_JSON_WHY,
+        where(lambda call, alone: not _is_json(call), own_error(*NOT_JSON)),
+    ),
+    Difference(
+        "times asked",
+        _NO_JSON,
+        "no engine is asked",
+        _NO_JSON_WHY,
+        where(lambda call, alone: not _is_json(call), equals("0")),
+    ),
+)

@@ -1,0 +1,148 @@
+"""core.json: long texts are counted before anything is built of them, and one error comes out."""
+
+import tracemalloc
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from kvrouter.core.errors import InvalidRequest, ProtocolError
+from kvrouter.core.json import (
+    CONTAINERS_MAX,
+    TEXT_BYTES_MAX,
+    UNSCANNED_BYTES,
+    VALUES_MAX,
+    Unreadable,
+    bounds_of,
+    converted,
+    decoded,
+    parsed,
+)
+from kvrouter.engines.openai.events import AnswerEvent, read_event
+from kvrouter.engines.openai.server import said
+from kvrouter.engines.sglang.calls import GenerateReader
+
+MANY = 2_000_000
+
+
+class Part(msgspec.Struct):
+    a: int = 0
+    parts: "tuple[Part, ...]" = ()
+
+
+class Whole(msgspec.Struct, rename="camel"):
+    some_parts: tuple[Part, ...] = ()
+    free: dict[str, object] = {}
+    raw: msgspec.Raw = msgspec.Raw(b"null")
+    few: Annotated[tuple[int, ...], msgspec.Meta(max_length=2)] = ()
+
+
+WHOLE = msgspec.json.Decoder(Whole)
+
+OVER = {
+    "choices": b'{"choices":[' + b"{}," * MANY + b"{}]}",
+    "token ids": b'{"choices":[{"token_ids":[' + b"1," * MANY + b"1]}]}",
+    "params": b'{"kv_transfer_params":{"x":[' + b"[]," * MANY + b"[]]}}",
+    "fields of params": b'{"kv_transfer_params":{'
+    + b",".join(b'"%d":1' % number for number in range(1_000_000))
+    + b"}}",
+    "nested": b'{"x":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
+    "text": b'{"choices":[{"text":"\xf0\x9f\x98\x80' + b"x" * TEXT_BYTES_MAX + b'"}]}',
+}
+
+
+def peak_bytes(data: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="the engine's answer") as refused:
+            read_event(data)
+        assert refused.value.param == "data"
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("data", OVER.values(), ids=OVER.keys())
+def test_an_answer_that_would_become_too_much_is_refused_before_anything_is_built(data: bytes) -> None:
+    assert peak_bytes(data) < 100_000
+
+
+def test_sglangs_own_answers_and_errors_are_counted_too() -> None:
+    with pytest.raises(ProtocolError, match="more values"):
+        GenerateReader()(b'{"output_ids":[' + b"1," * MANY + b"1]}")
+    message, _ = said(b'{"detail":[' + b"{}," * MANY + b"{}]}")
+    assert message.startswith('{"detail":[{},{}')
+
+
+def test_what_a_decoder_skips_is_not_counted() -> None:
+    """Log probabilities of a long answer are millions of numbers of which nothing is built."""
+    logprobs = b'{"content":[' + b'{"token":"a","bytes":[97]},' * CONTAINERS_MAX + b"{}]}"
+    answer = b'{"choices":[{"text":"a","finish_reason":"stop","logprobs":%b}],"prompt_logprobs":%b}'
+    event = read_event(answer % (logprobs, logprobs))
+    assert event.choices[0].text == "a"
+    assert event.finish is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (b'{"someParts":[X]}', "someParts"),
+        (b'{"someParts":[{"parts":[X]}]}', "someParts"),
+        (b'{"free":{"y":[X]}}', "free"),
+        (b'{"some\\u0050arts":[X]}', "some\\u0050arts"),
+        (b'{"x":1,"free":{"raw":[X]}}', "free"),
+    ],
+)
+def test_what_is_built_is_counted_wherever_it_is(text: bytes, path: str) -> None:
+    with pytest.raises(Unreadable, match="more lists and objects") as refused:
+        parsed(WHOLE, text.replace(b"X", b"{}," * CONTAINERS_MAX + b"{}"))
+    assert str(refused.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("text", [b'{"some_parts":[X]}', b'{"raw":[X]}', b'{"x":{"free":[X]}}'])
+def test_what_is_not_built_is_not_counted(text: bytes) -> None:
+    parsed(WHOLE, text.replace(b"X", b"{}," * CONTAINERS_MAX + b"{}"))
+
+
+def test_raw_fields_of_an_object_are_counted_and_not_what_they_hold() -> None:
+    fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+    assert len(parsed(fields, b'{"a":[' + b"{}," * MANY + b"{}]}")) == 1
+    with pytest.raises(Unreadable, match="more values"):
+        parsed(fields, b"{" + b",".join(b'"%d":1' % number for number in range(VALUES_MAX + 1)) + b"}")
+
+
+@pytest.mark.parametrize("data", [b"{", b"[" * 40_000, b'{"few":[1,2,3]}', b'"\xff"', b"NaN", b"1e999"])
+def test_each_failure_is_the_callers_error_that_names_the_place(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match=r"^the page: ") as failed:
+        decoded(WHOLE, data, "the page")
+    assert failed.value.param == "the page"
+    with pytest.raises(InvalidRequest, match=r"^the page: ") as refused:
+        decoded(WHOLE, data, "the page", param="page", error=InvalidRequest)
+    assert refused.value.param == "page"
+
+
+def test_an_error_says_whether_the_shape_alone_is_wrong() -> None:
+    shapes = []
+    for data in (b'{"few":"x"}', b"{", b"x" * UNSCANNED_BYTES * 2):
+        with pytest.raises(Unreadable) as failed:
+            parsed(WHOLE, data)
+        shapes.append(failed.value.has_wrong_shape)
+    assert shapes == [True, False, False]
+
+
+def test_what_was_built_before_becomes_another_type_or_the_same_error() -> None:
+    assert converted({"few": [1]}, Whole) == Whole(few=(1,))
+    with pytest.raises(Unreadable, match="few"):
+        converted({"few": "x"}, Whole)
+
+
+def test_a_short_text_cannot_hold_more_than_a_long_one_may() -> None:
+    bounds = bounds_of(object)
+    for unit in (b"[],", b"1,", b'"",'):
+        text = b"[" + unit * ((UNSCANNED_BYTES - 3) // len(unit)) + b"1]"
+        assert len(text) <= UNSCANNED_BYTES
+        bounds.scan(text)
+
+
+def test_the_bounds_of_an_answer_are_made_once() -> None:
+    assert bounds_of(AnswerEvent) is bounds_of(AnswerEvent)
