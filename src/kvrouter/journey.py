@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
 
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RoutingRefused, WorkerFailed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, KvLoss, KvTransferParams, Leg, Sampling
@@ -91,7 +92,9 @@ class LegLost:
     repeated: bool = False
     """It had this very leg before: nothing is wrong with it, and the next attempt may go there."""
     blameless: bool = False
-    """Nothing is known against it: it is leaving, or was no longer to be had."""
+    """Nothing is known against it: it is leaving, was no longer to be had, or does not take this call."""
+    answer: EngineAnswer | None = None
+    """What its engine answered instead; the client gets the last one when the tries are used up."""
     answered: bool = False
     """Its engine itself said that it failed: it may be the request that does that to every engine."""
 
@@ -106,6 +109,7 @@ class KvLost:
     decode_worker_id: WorkerId
     loss: KvLoss
     why: str
+    answer: EngineAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,11 @@ class Journey:
         """Whether another worker could go on with the answer, once there are tokens to go on from."""
         return self.is_plain and self._sampling.resumable
 
+    @property
+    def _last_answer(self) -> EngineAnswer | None:
+        """What the last engine said that answered with an error; None when every one was lost in silence."""
+        return next((loss.answer for loss in reversed(self._losses) if loss.answer is not None), None)
+
     def begin(self) -> list[Command]:
         """The first command."""
         return [self._place()]
@@ -297,13 +306,15 @@ class Journey:
             return refused
         lost = self._losses[-1]
         kind = AllWorkersBusy if all(each.full for each in self._losses) else type(refused)
-        return kind(
+        error = kind(
             f"worker {lost.worker_id} failed ({lost.why}); after that, {refused.message}",
             refusals=refused.refusals,
             role=refused.role,
             domain=refused.domain,
             retry_after_s=refused.retry_after_s,
         )
+        error.answer = self._last_answer
+        return error
 
     def _prefill_done(self, event: PrefillDone) -> list[Command]:
         if event.params is None:
@@ -332,7 +343,7 @@ class Journey:
         """
         self._kv_losses.append(event.prefill_worker_id)
         why = f"worker {event.decode_worker_id} did not get its KV: {event.why}"
-        return self._again(LegLost(Leg.PREFILL, event.prefill_worker_id, why))
+        return self._again(LegLost(Leg.PREFILL, event.prefill_worker_id, why, answer=event.answer))
 
     def _again(self, event: LegLost) -> list[Command]:
         self._losses.append(event)
@@ -340,14 +351,16 @@ class Journey:
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed ({event.why}); "
-                    f"it was try {self.attempt + 1} of {self._redispatches_max + 1}"
+                    f"it was try {self.attempt + 1} of {self._redispatches_max + 1}",
+                    answer=self._last_answer,
                 )
             )
         if not self.can_be_sent:
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed ({event.why}); the request cannot be sent again: its "
-                    "body was dropped to keep the bodies of others (retry_bodies_full)"
+                    "body was dropped to keep the bodies of others (retry_bodies_full)",
+                    answer=self._last_answer,
                 )
             )
         self.attempt += 1
@@ -387,7 +400,8 @@ class Journey:
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed after {len(self.generated)} tokens ({event.why}), and "
-                    f"this request cannot go on elsewhere: {self._why_not_resumable()}"
+                    f"this request cannot go on elsewhere: {self._why_not_resumable()}",
+                    answer=event.answer,
                 )
             )
         self.resumes += 1

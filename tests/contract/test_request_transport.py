@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.transports.requests import legs
@@ -15,6 +16,7 @@ from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
     StreamBroken,
+    WorkerDeclined,
     WorkerFull,
     WorkerUnreachable,
 )
@@ -386,6 +388,36 @@ async def test_a_leg_whose_engine_is_full_after_all_says_so(wire: Wire) -> None:
     address, _ = await wire.serve(Worker())
     with pytest.raises(WorkerFull, match="takes no more"):
         await read_all(await wire.plane.open(address, leg()))
+
+
+ANSWER = EngineAnswer(
+    429, tuple((b"x-ratelimit-%d" % n, b"\xff" * 490) for n in range(16)), b"\x00\xff" * 22 * 1024
+)
+"""As long as an engine's answer may be."""
+
+
+@pytest.mark.parametrize("kind", [InvalidRequest, WorkerFull, WorkerDeclined, WorkerUnreachable])
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_what_an_engine_answered_travels_byte_for_byte(
+    wire: Wire, kind: type[KvrouterError], is_accepted: bool
+) -> None:
+    error = kind("w" * 530, param="p" * 500, answer=ANSWER)
+
+    class Failing(ScriptedStream):
+        async def __anext__(self) -> EngineChunk:
+            raise error
+
+    worker = ScriptedWorker()
+    worker.refusal = None if is_accepted else error
+    worker.next_stream = Failing
+    address, _ = await wire.serve(worker)
+    with pytest.raises(KvrouterError) as caught:
+        await read_all(await wire.plane.open(address, leg()))
+    assert caught.value.answer == ANSWER
+    assert isinstance(caught.value, (kind, StreamBroken) if is_accepted else kind)
+    assert wire.places[address].running_legs == 0
+    worker.refusal, worker.next_stream = None, ScriptedStream
+    await wire.plane.open(address, leg("y"))
 
 
 async def test_closing_the_plane_breaks_streams_and_tells_the_workers(wire: Wire) -> None:

@@ -498,7 +498,7 @@ def form_calls() -> Iterator[Call]:
 
 
 STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 500, 501, 502, 503, 504)
-BLAMES_ENGINE = frozenset({408, 500, 502, 503, 504})
+BLAMES_ENGINE = frozenset({401, 403, 408, 429, 500, 502, 503, 504})
 
 
 def _refusal(status: int, form: str) -> Script:

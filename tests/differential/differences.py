@@ -189,7 +189,10 @@ DIFFERENCES: tuple[Difference, ...] = (
         "also has `return_token_ids`, and `stream_options.include_usage`",
         "Where an engine is lost in mid-answer another one goes on from the tokens. What the engine answers "
         "to it is taken back.",
-        where(lambda call, alone: call.path in (CHAT, COMPLETION) and _is_stream(call, alone), _asks_more),
+        where(
+            lambda call, alone: call.path in (CHAT, COMPLETION) and call.fields.get("stream") is True,
+            _asks_more,
+        ),
     ),
     Difference(
         "asked route",
@@ -203,7 +206,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "times asked",
-        "an error that blames the engine (408, 500, 502, 503, 504)",
+        "an error that blames the engine, or one that it is full (401, 403, 408, 429, 500, 502, 503, 504)",
         "each engine is asked once",
         "Another engine may be well. At the end the last one's answer passes.",
         where(lambda call, alone: _status(alone) in BLAMES_ENGINE, equals("2")),

@@ -12,6 +12,7 @@ from kvrouter.commands.doctor.findings import Severity
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
 from tests.support.examined import examined, found, names_of, not_made, the_finding
@@ -29,7 +30,7 @@ async def before(*engines: ScriptedEngine, prefill: ScriptedEngine | None = None
     groups = [line.format(number, role, engine.url) for number, engine in enumerate(engines)]
     if prefill is not None:
         groups.append(line.format("p", "prefill", prefill.url))
-    text = f"version: 1\nmodels: [{{name: tiny, tokenizer: mock}}]\nworkers:\n{''.join(groups)}"
+    text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{''.join(groups)}"
     async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
         text_ids = await router_tokens(here, is_chat=False)
         chat_ids = await router_tokens(here, is_chat=True)
@@ -54,6 +55,21 @@ async def test_engines_that_agree_with_their_workers_and_the_router_get_no_compl
         assert [each.path for each in (*one.calls, *two.calls)] == ["/tokenize"] * 4
     assert report.findings == []
     assert [each for each in report.not_made if each.check != "replicas"] == []
+
+
+async def test_a_model_that_is_routed_by_load_for_want_of_its_tokenizer() -> None:
+    async with scripted_engine() as engine:
+        text = f"""
+version: 1
+models: [{{name: tiny}}]
+workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
+"""
+        async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
+            report = await examined(here)
+    finding = the_finding(report, "tokenizers", Severity.WARNING)
+    assert finding.subject == "model tiny"
+    assert finding.seen == "its calls are routed by load alone: tiny-model is no folder here"
+    assert "tokenizer in the fleet file" in finding.remedy
 
 
 async def test_an_engine_whose_blocks_are_not_what_its_worker_says() -> None:

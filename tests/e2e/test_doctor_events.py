@@ -13,6 +13,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.service import event_ingest
 from kvrouter.service.event_ingest import EventCacheView
+from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import scripted_engine
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding
 from tests.support.fleets import card
@@ -36,7 +37,7 @@ async def test_engines_without_kv_events() -> None:
 
 async def test_an_engine_that_was_started_without_kv_events_says_how_to_start_it() -> None:
     text = (
-        "version: 1\nmodels: [{name: tiny, tokenizer: mock}]\n"
+        f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\n"
         "workers: [{name: w, engine: {kind: vllm, url: '%s'}}]\n"
     )
     async with scripted_engine() as engine:

@@ -18,6 +18,7 @@ from kvrouter.service.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.telemetry import Telemetry
 from kvrouter.wiring.telemetry_hooks import SyncGauges, refusals_on
 from tests.oracles.sync import MemorySyncPlane
+from tests.support.engine_server import scripted_engine
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until
@@ -86,6 +87,7 @@ ASSERTED_HERE = {
     "kvrouter_bodies_refused_total",
     "kvrouter_prompts_refused_total",
     "kvrouter_tokenize_bytes",
+    "kvrouter_model_routed_by_load",
     "kvrouter_build_info",
 }
 
@@ -258,6 +260,16 @@ async def test_what_prompts_that_are_too_long_move() -> None:
         assert (await here.metrics()).value("tokenize_bytes") == pool.held_bytes > 10_000
         go_on.set()
         await encoding
+
+
+async def test_a_model_whose_prompts_cannot_be_read() -> None:
+    async with scripted_engine() as engine:
+        line = f"{{name: v, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}"
+        file = fleet_file(f"version: 1\nmodels: [{{name: tiny}}]\nworkers: [{line}]\n")
+        async with served(file) as here:
+            assert (await here.metrics()).value("model_routed_by_load", model="tiny") == 1
+    async with served(alike(replicas=1)) as here:
+        assert (await here.metrics()).value("model_routed_by_load", model=MODEL) == 0
 
 
 async def test_what_running_requests_hold() -> None:

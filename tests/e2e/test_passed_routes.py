@@ -11,6 +11,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import CostRule
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, event_of, scripted_engine
 from tests.support.mock_fleets import alike, fleet_file
 from tests.support.served import Served, served, user, words
@@ -39,7 +40,7 @@ async def before(*engines: ScriptedEngine, router: KvRouterConfig | None = None)
         f"  - {{name: w{number}, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}\n"
         for number, engine in enumerate(engines)
     )
-    text = f"version: 1\nmodels: [{{name: tiny, tokenizer: mock}}]\nworkers:\n{groups}"
+    text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{groups}"
     async with served(fleet_file(text), router=router) as here:
         yield here
 
@@ -149,7 +150,7 @@ async def test_what_an_engine_refuses_is_passed_on() -> None:
         for status in (400, 404):
             engine.answers.append(Answer((json.dumps(wrong).encode(),), status=status, content_type=JSON))
             response = await here.http.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+            assert (response.status_code, response.json()) == (status, wrong)
 
 
 async def test_a_call_without_a_model_is_for_the_only_one() -> None:

@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.metrics import Telemetry
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.wiring import tracing
 from tests.support.collector import Collector, collector, plain
 from tests.support.engine_server import Answer, ScriptedEngine, scripted_engine, sse
@@ -64,7 +65,7 @@ async def before(engine: ScriptedEngine) -> AsyncIterator[Served]:
     """The router before an engine that takes calls as they are written."""
     text = f"""
 version: 1
-models: [{{name: tiny, tokenizer: mock}}]
+models: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]
 workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
 """
     async with served(fleet_file(text)) as here:

@@ -16,7 +16,8 @@ from kvrouter.engines.openai.bodies import (
     put,
     put_inside,
 )
-from kvrouter.engines.openai.server import failure_of, read_metrics
+from kvrouter.engines.openai.failures import failure_of
+from kvrouter.engines.openai.metrics import read_metrics
 from kvrouter.engines.sglang.calls import GenerateReader
 
 SPACES = st.sampled_from(["", " ", "\n", "\t ", "\r\n"])

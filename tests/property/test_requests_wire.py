@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import (
@@ -101,6 +102,24 @@ def test_chunks_may_be_merged_in_any_portions(first: list[EngineChunk], later: l
 def test_an_error_is_raised_as_it_was(kind: type[KvrouterError], message: str, param: str | None) -> None:
     error = error_of(decode_refusal(encode_refusal(refusal_of(kind(message, param=param)))))
     assert (type(error), error.message, error.param) == (kind, message, param)
+
+
+class OldError(msgspec.Struct, frozen=True, array_like=True):
+    """An error as ends read and wrote it that know nothing of an engine's answer."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+def test_ends_of_before_read_and_write_an_error_without_the_engines_answer() -> None:
+    error = WorkerFull("full", param="p", answer=EngineAnswer(429, ((b"retry-after", b"7"),), b"\xff"))
+    written = encode_refusal(refusal_of(error))
+    old = msgspec.msgpack.decode(written, type=OldError)
+    assert old == OldError("worker_full", "full", "p")
+    again = error_of(decode_refusal(msgspec.msgpack.encode(old)))
+    assert (type(again), again.message, again.param, again.answer) == (WorkerFull, "full", "p", None)
+    assert error_of(decode_refusal(written)).answer == error.answer
 
 
 def test_a_mistake_travels_as_a_worker_that_did_not_take_the_request() -> None:

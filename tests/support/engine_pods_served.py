@@ -15,6 +15,7 @@ from kvrouter.config import Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EnginePod, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
@@ -23,7 +24,7 @@ from tests.support.engine_pods import pod
 from tests.support.engine_server import ScriptedEngine
 from tests.support.waits import until
 
-PLAIN = {"tokenizer": "mock", "kv-events": "false"}
+PLAIN = {"tokenizer": str(MOCK_FOLDER), "kv-events": "false"}
 
 
 @dataclass

@@ -64,6 +64,7 @@ class Answer:
     status: int = 200
     content_type: str = EVENT_STREAM
     ends: Ends = Ends.WHOLE
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def error(cls, status: int, name: str) -> "Answer":
@@ -192,7 +193,7 @@ class ScriptedEngine:
         if answer.ends is Ends.REFUSED:
             return self._lost(request)
         date = formatdate(time.time() + self.clock_ahead_s, usegmt=True)
-        headers = {"content-type": answer.content_type, "date": date}
+        headers = {"content-type": answer.content_type, "date": date, **answer.headers}
         response = web.StreamResponse(status=answer.status, headers=headers)
         await response.prepare(request)
         for piece in answer.pieces:

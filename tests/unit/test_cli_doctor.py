@@ -20,7 +20,7 @@ from kvrouter.commands.doctor.diagnosis import CHECKS, examine
 from kvrouter.commands.doctor.findings import Finding, Report, Severity, Unmade
 from kvrouter.commands.doctor.reading import Counts, Fleet, Reading
 from kvrouter.config import FrontendSettings
-from kvrouter.engines.openai.server import Sample
+from kvrouter.engines.openai.metrics import Sample
 from tests.support.examined import examined, url_of
 from tests.support.fleets import card
 from tests.support.front import open_house

@@ -19,7 +19,7 @@ from kvrouter.core.json import (
     parsed,
 )
 from kvrouter.engines.openai.events import AnswerEvent, read_event
-from kvrouter.engines.openai.server import said
+from kvrouter.engines.openai.failures import said
 from kvrouter.engines.sglang.calls import GenerateReader
 
 MANY = 2_000_000

@@ -382,6 +382,6 @@ async def test_the_card_says_what_the_engine_said() -> None:
         "backend",
         ModelType.Chat | ModelType.Completions,
     )
-    assert (card.takes_calls, card.publishes_kv_events, card.tokenizer) == (True, True, None)
+    assert (card.takes_calls, card.publishes_kv_events, card.tokenizer) == (True, True, "tiny-model")
     assert (card.engine, card.engine_silent) == ("vllm 0.32.0", False)
     assert (card.runtime_config.total_kv_blocks, card.runtime_config.enable_local_indexer) == (200, True)

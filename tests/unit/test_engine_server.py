@@ -1,13 +1,13 @@
 """What an engine's HTTP answers mean: the call's fault, a full engine, one that failed or is not there."""
 
-import json
-
 import pytest
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.engine_answer import BODY_MAX_BYTES
+from kvrouter.core.errors import ContextLengthExceeded, KvrouterError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai import server as server_module
-from kvrouter.engines.openai.server import SAID_MAX_CHARS, EngineServer, failure_of
+from kvrouter.engines.openai.failures import SAID_MAX_CHARS
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 
@@ -34,49 +34,6 @@ class Asked:
     async def __aexit__(self, *_exc: object) -> None:
         await self.server.close()
         await self.engine.stop()
-
-
-TRTLLM_TOO_LONG = (
-    b'{"object":"error","message":"The sum of prompt length (9351.0), query length (0) should not exceed '
-    b'max_num_tokens (8192)","type":"BadRequestError","param":null,"code":400}'
-)
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "kind", "says", "param"),
-    [
-        (400, page("vllm-0.32.0-error-context.json"), ContextLengthExceeded, "max_model_len=", "max_tokens"),
-        (404, page("vllm-0.32.0-error-model.json"), InvalidRequest, "`nope` does not exist", "model"),
-        (400, page("vllm-0.32.0-error-field.json"), InvalidRequest, "valid integer", "body.max_tokens"),
-        (400, page("sglang-0.5.23-error-context.json"), ContextLengthExceeded, "of 4096 tokens", None),
-        (400, page("trtllm-1.3.0-error-context.json"), ContextLengthExceeded, "max_seq_len", None),
-        (400, TRTLLM_TOO_LONG, ContextLengthExceeded, "prompt length", None),
-        (422, b'{"detail":[{"loc":["body","n"],"msg":"bad"}]}', InvalidRequest, "'msg': 'bad'", None),
-        (413, b"", InvalidRequest, "the engine answered 413", None),
-        (404, b'{"detail":"Not Found"}', InvalidRequest, "Not Found", None),
-        (400, b"no JSON", InvalidRequest, "no JSON", None),
-        (400, b'{"error":{"message":5}}', InvalidRequest, '{"error"', None),
-        (429, b'{"error":{"message":"queue"}}', WorkerFull, "answered 429: queue", None),
-        (503, b"", WorkerFull, "answered 503", None),
-        (401, b'{"error":"Unauthorized"}', WorkerUnreachable, "answered 401", None),
-        (500, b'{"error":{"message":"EngineCore died"}}', WorkerUnreachable, "EngineCore died", None),
-        (502, b"<html>", WorkerUnreachable, "answered 502", None),
-    ],
-)  # fmt: skip
-def test_every_status_has_a_meaning(
-    status: int, body: bytes, kind: type[KvrouterError], says: str, param: str | None
-) -> None:
-    failure = failure_of(status, body)
-    assert isinstance(failure, kind)
-    assert isinstance(failure, WorkerFull) is (kind is WorkerFull)
-    assert isinstance(failure, ContextLengthExceeded) is (kind is ContextLengthExceeded)
-    assert says in failure.message
-    assert failure.param == param
-
-
-def test_an_engine_that_talks_on_is_cut_short() -> None:
-    failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode())
-    assert len(failure.message) == SAID_MAX_CHARS
 
 
 async def test_a_question_is_answered_and_a_path_that_is_not_there_is_none() -> None:
@@ -116,13 +73,38 @@ async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
 
 async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "ANSWER_MAX_BYTES", 1000)
+    monkeypatch.setattr(server_module, "PAGE_MAX_BYTES", 1000)
     long = Answer((b"x" * 1001,), content_type=JSON)
     async with Asked(long) as asked:
-        asked.engine.pages["/metrics"] = long
+        asked.engine.pages["/v1/models"] = long
         with pytest.raises(WorkerUnreachable, match="over the 1000 bytes"):
-            await asked.server.look("/metrics")
+            await asked.server.look("/v1/models")
         with pytest.raises(StreamBroken, match="over the 1000 bytes"):
             await asked.server.ask(COMPLETIONS, b"{}")
+
+
+async def test_of_a_metrics_page_only_the_wanted_lines_come_and_reading_ends_at_a_limit() -> None:
+    async with Asked() as asked:
+        short = Answer(
+            (b"# TYPE a gauge\na 1\naa 2\n", b'a{b="c"} 3\nb 4\n', b"a 5"), content_type="text/plain"
+        )
+        asked.engine.pages["/metrics"] = short
+        assert await asked.server.metrics(("a",)) == b'a 1\na{b="c"} 3\na 5\n'
+        assert not asked.server.has_long_metrics
+        endless = Answer(
+            (b"a 1\n", *([b"x" * 2**20] * 9), b"\na 2\n"), ends=Ends.HELD, content_type="text/plain"
+        )
+        asked.engine.pages["/metrics"] = endless
+        assert await asked.server.metrics(("a",)) == b"a 1\n"
+        assert asked.server.has_long_metrics
+
+
+async def test_of_an_error_only_the_beginning_is_read() -> None:
+    async with Asked() as asked:
+        error = b'{"error":{"message":"' + b"x" * (BODY_MAX_BYTES + 1)
+        asked.engine.pages["/version"] = Answer((error,), status=500, ends=Ends.HELD)
+        with pytest.raises(WorkerUnreachable, match=f"answered 500: .{{{SAID_MAX_CHARS}}}$"):
+            await asked.server.look("/version")
 
 
 async def test_nobody_listens() -> None:

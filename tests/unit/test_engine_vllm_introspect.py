@@ -10,7 +10,8 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
-from kvrouter.engines.openai.server import EngineServer, Sample, read_metrics
+from kvrouter.engines.openai.metrics import Sample, read_metrics
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.introspect import (
     LOAD_METRICS,

@@ -16,6 +16,7 @@ from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_docume
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.worker import Worker
 from tests.support.engine_publisher import publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
@@ -25,7 +26,7 @@ from tests.support.waits import until
 
 VLLM = "{{kind: vllm, url: '{url}', kv_events: false}}"
 SGLANG = "{{kind: sglang, url: '{url}', kv_events: false}}"
-MODEL = "{name: tiny, tokenizer: mock}"
+MODEL = f"{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}"
 CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 
 
@@ -207,11 +208,6 @@ CONTRADICTIONS: Mapping[str, tuple[str, str, str]] = {
         "models[0].context_length: the engine's context holds 2048 tokens, not 4096",
     ),
     "dp_size": (MODEL, ", dp_size: 2", "workers[0].dp_size: the engine has 1 data-parallel ranks, not 2"),
-    "tokenizer": (
-        "{name: tiny}",
-        "",
-        "models[0].tokenizer: is required: the engine's own is 'tiny-model', which is no folder here",
-    ),
 }
 
 
@@ -252,11 +248,13 @@ async def test_a_mock_engine_with_it_says_the_block_size() -> None:
             assert {card.context_length for card in model.fleet} == {1024}
 
 
-async def test_a_tokenizer_folder_without_one_is_named(tmp_path: Path) -> None:
+async def test_a_tokenizer_that_is_no_folder_is_named(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
-        model = f"{{name: tiny, tokenizer: '{tmp_path}'}}"
+        model = f"{{name: tiny, tokenizer: '{tmp_path}/absent'}}"
         message = await refused(file_of(VLLM.format(url=engine.url), model=model))
-        assert message == f"models[0].tokenizer: {tmp_path} has no tokenizer.json here"
+        assert message == (
+            f"models[0].tokenizer: {tmp_path}/absent is no folder here, nor the name of a repository"
+        )
 
 
 async def down() -> ScriptedEngine:

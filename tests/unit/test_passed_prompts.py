@@ -32,7 +32,7 @@ async def test_what_follows_an_item_that_is_not_known_is_left_out(kind: str) -> 
     items = [*CHAT, {"type": "item_reference", "id": "x"}, {"role": "user", "content": "later"}]
     found = await passthrough_tokens(parsed(CallRoute.RESPONSES, input=items), text, kind)
     prompt = Prompt(CHAT, add_generation_prompt=False)
-    assert found == (await text.encode_made(prompt), False, False)
+    assert found == (await text.encode_made(prompt), False, False, 0)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def test_a_model_is_loaded_when_its_first_worker_is_announced() -> None:
 
 
 async def test_this_hosts_own_folder_wins_over_the_workers() -> None:
-    loader = TextModelLoader({ModelName("m"): MOCK_FOLDER}, EncodePool())
+    loader = TextModelLoader({ModelName("m"): str(MOCK_FOLDER)}, EncodePool())
     await announce(loader, serving("m", 1, tokenizer="/of/another/host"))
     assert list(loader.texts) == ["m"]
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -11,17 +11,16 @@ from typing import cast
 
 import msgspec
 
-from kvrouter.attach.spec import engine_card, tokenizer_of
+from kvrouter.attach.spec import engine_card
 from kvrouter.attach.transport_provider import TransportProvider
 from kvrouter.config import Settings
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
-from kvrouter.core.ids import ModelName, WorkerId
+from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import Attached, AttachEngine, AttachSpec, KeyRefused
 from kvrouter.engines.registry import ENGINES
 from kvrouter.telemetry import Event, log_event
-from kvrouter.text.source import tokenizer_folder
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.wiring.tls import advertised
 from kvrouter.worker import TopologyEnv, Worker, new_incarnation
@@ -120,8 +119,7 @@ class AttachedWorker:
 class EngineWorkers:
     """The workers of this process: their transports, and what their engines said of themselves.
 
-    ``folders`` has the models whose tokenizers are known here, whatever an engine says of its own; None where
-    only frontends elsewhere need them. What happens is logged to ``log``.
+    What happens is logged to ``log``.
     """
 
     def __init__(
@@ -129,12 +127,10 @@ class EngineWorkers:
         settings: Settings,
         transports: TransportProvider,
         *,
-        folders: Collection[ModelName] | None = (),
         log: logging.Logger = UP_LOG,
     ) -> None:
         self._settings = settings
         self._transports = transports
-        self._folders = folders
         self.log = log
         self._engines: dict[WorkerId, tuple[Attached, AttachSpec]] = {}
 
@@ -150,7 +146,7 @@ class EngineWorkers:
 
         Raises ConfigError where the engine contradicts what was said of it, or others of its model.
         """
-        await self._check(spec, attached)
+        self._check(spec, attached)
         self._engines[spec.worker_id] = attached, spec
         wires = AsyncExitStack()
         try:
@@ -192,23 +188,12 @@ class EngineWorkers:
             self._engines.pop(spec.worker_id, None)
             await standing.wires.aclose()
 
-    async def _check(self, spec: AttachSpec, attached: Attached) -> None:
+    def _check(self, spec: AttachSpec, attached: Attached) -> None:
         if spec.dp_size not in (None, attached.dp_size):
             raise spec.mistake(
                 f"the engine has {attached.dp_size} data-parallel ranks, not {spec.dp_size}: leave it out",
                 param="dp_size",
             )
-        if self._folders is not None and attached.model not in self._folders:
-            source = tokenizer_of(spec, attached)
-            if source is None:
-                raise spec.mistake(
-                    f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
-                    param="tokenizer",
-                )
-            try:
-                await asyncio.to_thread(tokenizer_folder, source)
-            except ConfigError as error:
-                raise spec.mistake(error.message, param="tokenizer") from error
         for other, its in self._engines.values():
             if other.model != attached.model or its.worker_id == spec.worker_id:
                 continue

@@ -20,7 +20,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
-from kvrouter.text.source import is_repository, settled_source
+from kvrouter.text.source import settled_source
 from kvrouter.wiring.fleet_build import said_context_length
 from kvrouter.wiring.tls import LOOPBACK
 from kvrouter.worker.topology_env import parse_topology_env
@@ -81,14 +81,14 @@ def without_credentials(url: str) -> str:
 
 
 def tokenizer_of(spec: AttachSpec, attached: Attached) -> str | None:
-    """What the model is tokenized with: what was said, else the engine's own, where that can be read here.
-
-    It is a folder of this host, or a Hugging Face repository.
+    """What the model is tokenized with: what was said, else the engine's own. It is a folder of this host, or
+    a Hugging Face repository; the engine's own may be a folder of its host alone. None where none is named.
     """
-    own = attached.tokenizer
-    can_be_read = Path(own).is_dir() or is_repository(own)
-    source = spec.tokenizer or (own if can_be_read else None)
-    return None if source is None else settled_source(source)
+    source = spec.tokenizer or attached.tokenizer
+    if not source:
+        return None
+    is_here = spec.tokenizer is not None or Path(source).is_dir()
+    return settled_source(source) if is_here else source
 
 
 def _reached_at(engine_host: str, here: str) -> str:

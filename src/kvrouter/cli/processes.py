@@ -83,7 +83,7 @@ def frontend(
     tells. Workers and frontends of one fleet share --namespace, --discovery and --request-plane.
     """
     document, loaded = begun(flags, config)
-    folders = model_folders(model_paths)
+    sources = model_sources(model_paths)
     from kvrouter.commands.frontend import serve_frontend  # noqa: PLC0415
     from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
     from kvrouter.config.static_endpoint import static_cards  # noqa: PLC0415
@@ -92,7 +92,7 @@ def frontend(
     links = None if document is None else links_of(document)
     warn(link_warnings(loaded.settings.router, links))
     static = static_cards(static_endpoints, loaded.settings.planes.request_plane)
-    sys.exit(serve_frontend(loaded.settings, folders, links, static))
+    sys.exit(serve_frontend(loaded.settings, sources, links, static))
 
 
 frontend.params.extend(setting_options("router", "frontend", "planes", "recording", "log"))
@@ -247,21 +247,21 @@ def described(flags: Mapping[str, object]) -> dict[str, object]:
             for name, value in flags.items() if value is not None and value != ()}  # fmt: skip
 
 
-def model_folders(pairs: tuple[str, ...]) -> "dict[ModelName, Path]":
+def model_sources(pairs: tuple[str, ...]) -> "dict[ModelName, str]":
     """What ``--model-path`` says; raise ConfigError that names it."""
     from kvrouter.core.ids import ModelName  # noqa: PLC0415
-    from kvrouter.text.source import tokenizer_folder  # noqa: PLC0415
+    from kvrouter.text.source import checked_source  # noqa: PLC0415
 
-    folders: dict[ModelName, Path] = {}
+    sources: dict[ModelName, str] = {}
     for pair in pairs:
         model, equals, folder = pair.partition("=")
         if not equals or not model or not folder:
             raise ConfigError(f"--model-path: must be MODEL=FOLDER, not {pair!r}", param="model_path")
         try:
-            folders[ModelName(model)] = tokenizer_folder(folder)
+            sources[ModelName(model)] = checked_source(folder)
         except ConfigError as error:
             raise ConfigError(f"--model-path: {error.message}", param="model_path") from error
-    return folders
+    return sources
 
 
 @click.command(
@@ -359,7 +359,7 @@ def router(
     It finds workers as a frontend does: they share --namespace, --discovery and --request-plane.
     """
     document, loaded = begun(flags, config)
-    folders = model_folders(model_paths)
+    sources = model_sources(model_paths)
     from kvrouter.commands.router import RouterComponent, StandaloneSpec, serve_standalone  # noqa: PLC0415
     from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
     from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
@@ -372,7 +372,7 @@ def router(
     )
     links = None if document is None else links_of(document)
     warn(link_warnings(loaded.settings.router, links))
-    sys.exit(serve_standalone(loaded.settings, spec, folders, links))
+    sys.exit(serve_standalone(loaded.settings, spec, sources, links))
 
 
 router.params.extend(setting_options("router", "frontend", "planes", "log"))

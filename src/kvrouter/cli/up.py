@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.cli.processes import begin, begun, model_folders, warn
+from kvrouter.cli.processes import begin, begun, model_sources, warn
 from kvrouter.config.setting_spec import SettingValue
 from kvrouter.config.variables import FLEET_VARIABLE
 
@@ -132,7 +132,7 @@ def _serve_engine_pods(
     _, loaded = begun(flags)
     refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
     pods = EnginePods(selector=selector, namespace=namespace)
-    sys.exit(serve_engine_pods(loaded.settings, pods, model_folders(model_paths), os.environ))
+    sys.exit(serve_engine_pods(loaded.settings, pods, model_sources(model_paths), os.environ))
 
 
 def _fleet_file(fleet: Path | None) -> Path | None:

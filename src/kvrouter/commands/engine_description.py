@@ -7,8 +7,9 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.engines.openai.request_times import CacheSize, read_cache_size
-from kvrouter.engines.openai.server import EngineServer, read_metrics
+from kvrouter.engines.openai.metrics import read_metrics
+from kvrouter.engines.openai.request_times import CACHE, CacheSize, read_cache_size
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.sim.measured_run import EngineFlags, RunHardware, RunMeta, read_hardware, read_json
 
 CONTEXT_TOKENS = 2_048
@@ -94,7 +95,7 @@ async def describe_engine(
     if page is None:
         raise ConfigError(f"{server.url} has no /v1/models: is it an OpenAI-compatible engine?", param="url")
     served = _served(_models(server, page), server.url, model)
-    metrics = await server.look("/metrics")
+    metrics = await server.metrics((WORKERS, CACHE))
     if metrics is not None:
         _check_one(server.url, metrics)
     version = await server.look("/version")

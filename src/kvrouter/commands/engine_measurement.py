@@ -11,7 +11,10 @@ import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
+from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
+    RUNNING,
+    TIMES,
     OwnTimes,
     RequestTimes,
     read_own_times,
@@ -19,7 +22,7 @@ from kvrouter.engines.openai.request_times import (
     read_running,
     times_between,
 )
-from kvrouter.engines.openai.server import EngineServer, failed_by, failure_inside, let_end
+from kvrouter.engines.openai.server import EngineServer, failed_by, let_end
 from kvrouter.engines.openai.streams import DONE, EventCutter
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
@@ -113,7 +116,7 @@ def _check_alone(server: EngineServer, times: RequestTimes, n_sent: int) -> None
 async def _check_idle(server: EngineServer) -> None:
     """Raise MeasurementFailed where requests run while none of those that were sent from here does."""
     for _ in range(SETTLE_TRIES):
-        page = await server.look("/metrics")
+        page = await server.metrics(RUNNING)
         n_running = None if page is None else read_running(page)
         if not n_running:
             return
@@ -169,7 +172,7 @@ def _with_times(requests: Sequence[ClientRequest], times: RequestTimes) -> list[
 async def _settled(server: EngineServer, before: RequestTimes | None, n_ended: int) -> RequestTimes:
     """Return the metrics once they count ``n_ended`` requests more than ``before``, or after a second."""
     for _ in range(SETTLE_TRIES):
-        page = await server.look("/metrics")
+        page = await server.metrics(TIMES)
         times = RequestTimes(None, None, None, None) if page is None else read_request_times(page)
         if before is None or before.queue is None or times.queue is None:
             return times
@@ -298,5 +301,5 @@ def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEv
             if isinstance(event, UnreadEvent):
                 raise ProtocolError(event.why, param="data")
             if event.error is not None:
-                raise failure_inside(event.error.code, event.error.message, event.error.param)
+                raise failure_inside(event.error)
             yield data, event

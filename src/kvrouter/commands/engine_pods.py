@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import uvloop
 
@@ -82,9 +81,9 @@ async def pods_served(
     account: Account,
     pods: EnginePods,
     policy: PodPolicy,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
 ) -> AsyncIterator[ServingApp]:
-    """Serve the engines of labelled pods behind one frontend, on this event loop; ``folders`` are those of
+    """Serve the engines of labelled pods behind one frontend, on this event loop; ``sources`` are those of
     tokenizers here, by model.
 
     Raises CannotListen, before anything is asked, when the frontend's address cannot be had.
@@ -113,10 +112,10 @@ async def pods_served(
         await stack.enter_async_context(following(place, service))
         await stack.enter_async_context(following_links(settings.router, service))
         await stack.enter_async_context(keeping(settings.router, service))
-        loader = TextModelLoader(folders, pool)
+        loader = TextModelLoader(sources, pool)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))
-        workers = EngineWorkers(settings, MemoryTransports(planes), folders=folders.keys())
+        workers = EngineWorkers(settings, MemoryTransports(planes))
         fleet = await stack.enter_async_context(
             pods_followed(
                 account,
@@ -140,7 +139,7 @@ async def pods_served(
 
 
 def serve_engine_pods(
-    settings: Settings, pods: EnginePods, folders: Mapping[ModelName, Path], environ: Mapping[str, str]
+    settings: Settings, pods: EnginePods, sources: Mapping[ModelName, str], environ: Mapping[str, str]
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
     policy, warnings = policy_of(environ)
@@ -148,7 +147,7 @@ def serve_engine_pods(
     for warning in warnings:
         log_event(_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
-    return uvloop.run(_serve(settings, account, pods, policy, folders))
+    return uvloop.run(_serve(settings, account, pods, policy, sources))
 
 
 async def _serve(
@@ -156,14 +155,14 @@ async def _serve(
     account: Account,
     pods: EnginePods,
     policy: PodPolicy,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
 ) -> int:
     log_event(_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(stop_on_signals())
         try:
             async with unless_stopping(stopping):
-                app = await stack.enter_async_context(pods_served(settings, account, pods, policy, folders))
+                app = await stack.enter_async_context(pods_served(settings, account, pods, policy, sources))
         except StopRequested:
             log_event(_log, Event.STOP)
             return 0
@@ -230,7 +229,7 @@ async def _announce(
                     account,
                     pods,
                     policy,
-                    EngineWorkers(settings, transports, folders=None),
+                    EngineWorkers(settings, transports),
                     drain_limit_s=drain_limit_s,
                     on_store=following.on_store,
                 )

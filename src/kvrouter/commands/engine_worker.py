@@ -92,7 +92,7 @@ async def engine_worker(
         spec = replace(spec, pod=settings.planes.pod_name)
     spec = replace(spec, node=spec.node or settings.planes.node)
     settings = settled(settings, kv_events=spec.publishes_kv_events)
-    workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), folders=None, log=logger)
+    workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), log=logger)
     serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_joined(_: Worker) -> None:

@@ -5,7 +5,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import uvloop
 
@@ -41,13 +40,13 @@ logger = logging.getLogger("kvrouter.frontend")
 @asynccontextmanager
 async def frontend(
     settings: Settings,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
     static: Sequence[WorkerCard] = (),
 ) -> AsyncIterator[ServingApp]:
     """Serve the workers of the namespace, or those of ``static`` alone, on this event loop.
 
-    ``folders`` are this host's tokenizers by model; other models are tokenized by the folder that their
+    ``sources`` are this host's tokenizers by model; other models are tokenized by the folder that their
     workers name. Raises CannotListen, NatsUnreachable, or ConfigError for ``static`` workers with KV routing.
     """
     if static and settings.router.router_mode is RouterMode.KV:
@@ -62,7 +61,7 @@ async def frontend(
     cluster = settings.planes.cluster if settings.planes.clusters else None
     place = await read_place(settings.router, os.environ, cluster=cluster)
     pool = encode_pool(front)
-    loader = TextModelLoader(folders, pool)
+    loader = TextModelLoader(sources, pool)
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
@@ -96,6 +95,7 @@ async def frontend(
                     telemetry=telemetry,
                     sockets=sockets,
                     tracing=spans,
+                    unread=loader.unread,
                 ) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
                 following(place, service),
@@ -143,24 +143,24 @@ async def saving(
 
 def serve_frontend(
     settings: Settings,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
     static: Sequence[WorkerCard] = (),
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
-    return uvloop.run(_serve(settings, folders, links, static))
+    return uvloop.run(_serve(settings, sources, links, static))
 
 
 async def _serve(
     settings: Settings,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
     links: LinkTable | None,
     static: Sequence[WorkerCard],
 ) -> int:
     allow_many_files()
-    log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
+    log_event(logger, Event.START, version=installed_version(), models=",".join(sources))
     with stop_on_signals() as stopping, joined_as_table() as show_joined:
-        async with frontend(settings, folders, links, static) as app:
+        async with frontend(settings, sources, links, static) as app:
             show_joined()
             await serve_until(stopping, app, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

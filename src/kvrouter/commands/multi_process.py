@@ -33,7 +33,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.processes.lifetime import claimed, explained, stop_on_signals
 from kvrouter.processes.supervisor import Supervisor
 from kvrouter.telemetry import Event, log_event
-from kvrouter.wiring.fleet_build import tokenizer_folders
+from kvrouter.wiring.fleet_build import tokenizer_sources
 from kvrouter.wiring.nats import nameable
 
 logger = logging.getLogger("kvrouter.up")
@@ -81,7 +81,7 @@ def serve_processes(
 
 
 async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
-    tokenizer_folders(fleet)  # a mistake is reported here, and not by each worker again and again
+    tokenizer_sources(fleet)  # a mistake is reported here, and not by each worker again and again
     workers = worker_commands(fleet, file)
     log_event(logger, Event.START, version=installed_version(), workers=len(workers))
     supervisor = Supervisor(prefix_lines=settings.log.log_format is LogFormat.TEXT)

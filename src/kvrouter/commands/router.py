@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import uvloop
 
@@ -76,7 +75,7 @@ class Standalone(ServingApp):
 async def standalone(
     settings: Settings,
     spec: StandaloneSpec,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
 ) -> AsyncIterator[Standalone]:
     """Serve decisions over the namespace's workers of the component, on this event loop.
@@ -87,7 +86,7 @@ async def standalone(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     pool = encode_pool(front)
-    loader = TextModelLoader(folders, pool)
+    loader = TextModelLoader(sources, pool)
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
@@ -133,6 +132,7 @@ async def standalone(
                 lease_ttl_s=spec.lease_ttl_s,
                 takes_prefills=spec.component is RouterComponent.PREFILL,
                 tracing=spans,
+                unread=loader.unread,
             )
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
             async with (
@@ -191,19 +191,19 @@ def _component_of(card: WorkerCard) -> RouterComponent:
 def serve_standalone(
     settings: Settings,
     spec: StandaloneSpec,
-    folders: Mapping[ModelName, Path],
+    sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
-    return uvloop.run(_serve(settings, spec, folders, links))
+    return uvloop.run(_serve(settings, spec, sources, links))
 
 
 async def _serve(
-    settings: Settings, spec: StandaloneSpec, folders: Mapping[ModelName, Path], links: LinkTable | None
+    settings: Settings, spec: StandaloneSpec, sources: Mapping[ModelName, str], links: LinkTable | None
 ) -> int:
     allow_many_files()
     log_event(logger, Event.START, version=installed_version(), role=spec.component.value)
     with stop_on_signals() as stopping:
-        async with standalone(settings, spec, folders, links) as router:
+        async with standalone(settings, spec, sources, links) as router:
             await serve_until(stopping, router, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

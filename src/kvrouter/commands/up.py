@@ -31,14 +31,14 @@ from kvrouter.processes.lifetime import (
 )
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
-from kvrouter.wiring.fleet_build import tokenizer_folders
+from kvrouter.wiring.fleet_build import tokenizer_sources
 from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.wiring.recording import recording
 from kvrouter.wiring.router import build_service
-from kvrouter.wiring.text_models import TextModelLoader
+from kvrouter.wiring.text_models import SAID_AFTER_S, TextModelLoader
 from kvrouter.wiring.tracing import tracing
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ async def embedded(
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
     telemetry.build_info.set(1, installed_version())
-    folders = tokenizer_folders(fleet)
+    sources = tokenizer_sources(fleet)
     place = await read_place(settings.router, os.environ)
     async with (
         claimed(front.http_host, front.http_port) as sockets,
@@ -87,11 +87,11 @@ async def embedded(
             traffic=traffic,
             place=place.domains,
         )
-        loader = TextModelLoader(folders, mock.encode_pool, mock.texts)
+        loader = TextModelLoader(sources, mock.encode_pool, mock.texts)
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
             async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
-                await loader.loaded()
+                await loader.loaded(limit_s=SAID_AFTER_S)
                 async with (
                     keeping(settings.router, service),
                     open_door(
@@ -102,6 +102,7 @@ async def embedded(
                         sockets=sockets,
                         awaited=nobody_awaited if attached is None else attached.awaited,
                         tracing=spans,
+                        unread=loader.unread,
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),

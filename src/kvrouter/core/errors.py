@@ -29,6 +29,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
+from kvrouter.core.engine_answer import EngineAnswer
+
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended: 128 and the number of the signal."""
 
@@ -55,16 +57,25 @@ class Reason(StrEnum):
 
 
 class KvrouterError(Exception):
-    """The root. ``status_hint`` is the HTTP status that fits, ``code`` a stable word for machines."""
+    """The root. ``status_hint`` is the HTTP status that fits, ``code`` a stable word for machines.
+
+    ``answer`` is what an engine answered, where the error is its own: the client gets that as it is.
+    """
 
     status_hint: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, answer: EngineAnswer | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.answer = answer
+
+    @property
+    def http_status(self) -> int:
+        """The status that a client gets. An error inside a stream has none of its own."""
+        return self.status_hint if self.answer is None or self.answer.is_events else self.answer.status
 
 
 class InvalidRequest(KvrouterError):

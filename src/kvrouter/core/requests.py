@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 
 if TYPE_CHECKING:
@@ -227,7 +228,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
     ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
     decode leg that failed for want of its prefill worker's KV, and for nothing else. ``kv_bytes`` comes once,
-    from an engine that reports it: how many bytes of KV it fetched for this leg.
+    from an engine that reports it: how many bytes of KV it fetched for this leg. ``failure`` comes with
+    ``kv_lost`` where the engine answered with an error.
 
     ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
     ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
@@ -250,6 +252,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     kv_bytes: int | None = None
+    failure: EngineAnswer | None = None
     comments: bytes = b""
     unread: str | None = None
 
@@ -276,6 +279,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         kv_transfer_params=last.kv_transfer_params,
         error=last.error,
         kv_lost=last.kv_lost,
+        failure=last.failure,
         raw=written if answers else b"",
         text_chars=sum(chars) if answers and len(chars) == len(answers) else None,
         prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),
@@ -291,6 +295,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
     With ``has_media`` some of ``token_ids`` stand for what is no text: no engine reports blocks with them.
+    Where the prompt's tokens are not known here ``token_ids`` is empty, and ``isl_tokens_estimate`` says how
+    many there may be: such a prompt shares no block with any other.
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
@@ -312,3 +318,14 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     whole: bool = False
     trace: TraceContext = NO_TRACE
+    isl_tokens_estimate: int = 0
+
+    @property
+    def is_prompt_unknown(self) -> bool:
+        """Whether the tokens of the prompt are not known here, and their number is estimated."""
+        return self.isl_tokens_estimate > 0
+
+    @property
+    def isl_tokens(self) -> int:
+        """How many tokens the prompt has, or may have."""
+        return self.isl_tokens_estimate or len(self.token_ids)

@@ -87,6 +87,10 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_max: int | None = None
 
 
+CONTEXT_TOKENS_UNKNOWN = 1_048_576
+"""A context whose length nobody tells counts as one of so many tokens."""
+
+
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker.
 

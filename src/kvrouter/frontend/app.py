@@ -47,7 +47,7 @@ from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.openapi import Described
 from kvrouter.frontend.origins import Cors, FleetGuard, PublicRoute, page_headers
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
-from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
+from kvrouter.frontend.prepare import BODY_BYTES_MAX, NO_REASONS, Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
@@ -336,9 +336,12 @@ class FrontendApp(HttpApp):
         awaited: Awaited = nobody_awaited,
         settle_s: float = SETTLE_S,
         tracing: "RequestTracing | None" = None,
+        unread: Mapping[ModelName, str] = NO_REASONS,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(service, texts, observed, unknown_nvext=settings.unknown_nvext)
+        preparer = RequestPreparer(
+            service, texts, observed, unknown_nvext=settings.unknown_nvext, unread=unread
+        )
         bodies = Bodies(service, texts, observed, settings)
         generate = GenerateRoutes(service, preparer, bodies, observed, tracing)
         admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
@@ -358,7 +361,7 @@ class FrontendApp(HttpApp):
             observed=observed,
             traffic=service.traffic,
         )
-        gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauge)
+        gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauges)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ def _candidate_row(
     decision: Decision | None,
     error: Mapping[str, object] | None,
 ) -> Json:
-    isl_tokens = len(request.token_ids)
+    isl_tokens = request.isl_tokens
     return {
         "request_id": request.request_id,
         "model": request.model,

@@ -1,14 +1,14 @@
 """One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from kvrouter.config.setting import installed_version
-from kvrouter.core.constraints import CostRule
+from kvrouter.core.constraints import CostRule, RouterMode
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
@@ -17,7 +17,7 @@ from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.frontend.cordons import cordon_json
 from kvrouter.frontend.decision_json import Json, policy_json
-from kvrouter.placement.cache_view import PredictedCacheView
+from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
 from kvrouter.placement.link_speeds import LinkReading
 from kvrouter.placement.speeds import SpeedReading
@@ -140,13 +140,17 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
-def fleet_json(service: RouterService) -> Json:
+WhyByLoad = Callable[[ModelRouter], str | None]
+"""Returns why calls of a model are routed by load alone, None where they are not."""
+
+
+def fleet_json(service: RouterService, why_by_load: WhyByLoad = lambda _: None) -> Json:
     """Every worker with its ranks, every model with its queue and index, and the requests that run."""
     models: list[Json] = []
     workers: list[Json] = []
     for model in service.models():
         of_model = list(read_workers(model))
-        models.append(_model_json(model, workers=len(of_model)))
+        models.append(_model_json(model, workers=len(of_model), why_by_load=why_by_load(model)))
         default = model.settings.topology_default
         workers.extend(
             {**_worker_json(worker, default), "lapsed": service.has_lapsed(worker.card.worker_id)}
@@ -196,7 +200,7 @@ def _refused_json(refused: RefusedCard) -> Json:
     }
 
 
-def _model_json(model: ModelRouter, *, workers: int) -> Json:
+def _model_json(model: ModelRouter, *, workers: int, why_by_load: str | None) -> Json:
     settings, index = model.settings, read_index(model)
     default = settings.topology_default
     return {
@@ -204,6 +208,8 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "block_size": model.fleet.block_size,
         "router_mode": settings.mode.value,
         "cache_view": _cache_view_of(model),
+        "routing": _routing_of(model, why_by_load),
+        "routing_reason": why_by_load,
         "prefill_near": None
         if settings.near is None
         else {
@@ -226,6 +232,15 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
         "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
     }
+
+
+def _routing_of(model: ModelRouter, why_by_load: str | None) -> str:
+    """By what workers are picked: what is cached there and load, load alone, or as the mode says."""
+    if why_by_load is not None:
+        return "load"
+    if model.settings.mode is not RouterMode.KV:
+        return model.settings.mode.value
+    return "load" if isinstance(model.cache, NoCacheView) else "cache"
 
 
 def _cache_view_of(model: ModelRouter) -> str:

@@ -97,7 +97,7 @@ async def answer_query(
 ) -> None:
     """Answer a call that only asked where it would go: no text, and an ``nvext`` with workers and tokens."""
     nvext = {"worker_id": query_workers(decision), "token_ids": list(request.token_ids)}
-    answer, usage = exchange.answer_of(call), Usage(len(request.token_ids), 0)
+    answer, usage = exchange.answer_of(call), Usage(request.isl_tokens, 0)
     if call.stream:
         body = answer.first_event() + answer.last_event(FinishReason.STOP, nvext=nvext)
         if call.stream_options.include_usage:
@@ -267,7 +267,7 @@ class GenerateRoutes:
             running = self._service.generate(generate, received_s=received_s, origin=origin, spans=spans)
         exchange.generation = running
         async with running as generation:
-            if matcher is None:
+            if matcher is None or text is None:
                 if call.stream and isinstance(exchange.kind, PassedRoute):
                     await pass_events(exchange, generation)
                 elif call.stream:
@@ -308,7 +308,7 @@ class GenerateRoutes:
         called = self._preparer.called_model(body)
         exchange.model = called.name
         if called.router.fleet.takes_calls:
-            text = self._preparer.text(called.name)
+            text = self._preparer.passthrough_text(called.name)
             passed = await self._bodies.parse(body, partial(parse_passthrough, _ROUTES[kind], reader=reader))
             generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
             return _Prepared(passed.call, generate, text)
@@ -325,7 +325,7 @@ class GenerateRoutes:
         called = self._preparer.called_or_only(body)
         exchange.model = called.name
         _check_takes_calls(route, called)
-        text = self._preparer.text(called.name)
+        text = self._preparer.passthrough_text(called.name)
         passed = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
         return _Prepared(passed.call, replace(generate, whole=True), text)
@@ -338,7 +338,7 @@ class GenerateRoutes:
         called = self._preparer.called_or_only_of(form)
         exchange.model = called.name
         _check_takes_calls(route, called)
-        text = self._preparer.text(called.name)
+        text = self._preparer.passthrough_text(called.name)
         passed = parse_form(route, called.name, form, reader)
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
         return _Prepared(passed.call, replace(generate, whole=True), text)
@@ -358,7 +358,7 @@ class _Prepared(NamedTuple):
 
     call: Call
     generate: GenerateRequest
-    text: TextModel
+    text: TextModel | None
     matcher: StopMatcher | None = None
 
 

@@ -1,7 +1,7 @@
 """The frontend's metrics and log events."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvrouter.core.errors import KvrouterError
@@ -93,6 +93,10 @@ class FrontendInstrumentation:
     def tokenizing(self, held_bytes: int) -> None:
         """What the prompts that are being tokenized are counted to hold."""
         self._telemetry.tokenize_bytes.set(held_bytes)
+
+    def by_load(self, models: Mapping[str, bool]) -> None:
+        """Which models are routed by load because their prompts cannot be read here."""
+        self._telemetry.routed_by_load.replace({(model,): float(is_so) for model, is_so in models.items()})
 
     def thresholds_set(self, *, model: str, decode_blocks: float | None, prefill_tokens: int | None) -> None:
         """A model's busy thresholds were set."""

@@ -220,6 +220,6 @@ class Pages:
             "object": "model",
             "created": self._created_s,
             "owned_by": OWNER,
-            "max_model_len": self._preparer.text(named.model).context_length_tokens,
+            "max_model_len": self._preparer.context_length_tokens(named.model),
             **parent,
         }

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, Rou
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId, Taint, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.errors import UnknownWorker
 from kvrouter.frontend.http import BodyLimit
@@ -32,7 +33,7 @@ from kvrouter.frontend.openai.body import (
 from kvrouter.frontend.openai.form import Form, read_form
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.passthrough import PassthroughCall
-from kvrouter.frontend.response_passthrough import passthrough_tokens
+from kvrouter.frontend.response_passthrough import estimated_tokens, passthrough_tokens
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.routing.cost import rules_of
 from kvrouter.routing.request import RoutingSettings
@@ -167,8 +168,16 @@ def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
     return dataclasses.replace(text, context_length_tokens=context_tokens)
 
 
+NO_REASONS: Mapping[ModelName, str] = {}
+
+TOKENIZER_ON_ITS_WAY = "its tokenizer is being loaded"
+
+
 class RequestPreparer:
-    """One way in, for requests that are sent and for those that are only explained."""
+    """One way in, for requests that are sent and for those that are only explained.
+
+    ``unread`` are the reasons why prompts of a model cannot be read here, in whole or in part.
+    """
 
     def __init__(
         self,
@@ -177,9 +186,11 @@ class RequestPreparer:
         observed: FrontendInstrumentation,
         *,
         unknown_nvext: UnknownNvext = UnknownNvext.REFUSE,
+        unread: Mapping[ModelName, str] = NO_REASONS,
     ) -> None:
         self._service = service
         self._texts = texts
+        self._unread = unread
         self._observed = observed
         refuses_unknown = unknown_nvext is UnknownNvext.REFUSE
         self._on_unknown = refuse_unknown if refuses_unknown else observed.routing_hint_ignored
@@ -204,11 +215,13 @@ class RequestPreparer:
         return {name: found[name] for name in sorted(found) if found[name].model in known}
 
     def models(self) -> list[ModelName]:
-        """The models that can be asked for: they have workers, and their tokenizer is here."""
+        """The models that can be asked for: they have workers, who take calls as they are written, or their
+        tokenizer is here.
+        """
         return sorted(
             model.fleet.model
             for model in self._service.models()
-            if len(model.fleet) and model.fleet.model in self._texts
+            if len(model.fleet) and (model.fleet.takes_calls or model.fleet.model in self._texts)
         )
 
     def called_model(self, body: ScannedBody) -> CalledModel:
@@ -237,12 +250,15 @@ class RequestPreparer:
             raise InvalidRequest(f"model: must be given: {len(models)} models are served", param="model")
         return CalledModel(models[0], None, self._service.model(models[0]))
 
-    def text_of(self, called: CalledModel, body: ScannedBody) -> TextModel:
+    def text_of(self, called: CalledModel, body: ScannedBody) -> TextModel | None:
         """Return what turns the model's text into tokens, once the prompt in ``body`` is known to be no
-        longer than any that it takes: of a longer one nothing is built.
+        longer than any that it takes: of a longer one nothing is built. None where engines tokenize, and it
+        is not here.
 
         Raises :class:`ModelNotReady`, and what :meth:`TextModel.refuse_chat_size` raises.
         """
+        if called.router.fleet.takes_calls and called.name not in self._texts:
+            return None
         text = self.text(called.name)
         with self._counting_refusals():
             for field, refuse in (("messages", text.refuse_chat_size), ("prompt", text.refuse_prompt_size)):
@@ -261,22 +277,51 @@ class RequestPreparer:
             raise ModelNotReady(f"model: the tokenizer of {model!r} is not loaded here", param="model")
         return served_text(text, self._service.find(model))
 
+    def passthrough_text(self, model: ModelName) -> TextModel | None:
+        """The same for a model whose engines tokenize: None where it is not here, and the call is routed by
+        load.
+        """
+        text = self._texts.get(model)
+        return None if text is None else served_text(text, self._service.find(model))
+
+    def context_length_tokens(self, model: ModelName) -> int | None:
+        """What prompt and answer of a model may have together; None where nobody tells."""
+        text, router = self._texts.get(model), self._service.find(model)
+        known = None if router is None else router.fleet.context_length_tokens
+        return known if text is None else served_text(text, router).context_length_tokens
+
+    def why_by_load(self, model: ModelRouter) -> str | None:
+        """Why calls of a model are routed by load alone; None where what is cached counts, as far as the
+        router's mode lets it.
+        """
+        if not model.fleet.takes_calls:
+            return None
+        name = model.fleet.model
+        return self._unread.get(name, None if name in self._texts else TOKENIZER_ON_ITS_WAY)
+
     async def prepare_passthrough(
-        self, passed: PassthroughCall, called: CalledModel, text: TextModel, request_id: RequestId
+        self, passed: PassthroughCall, called: CalledModel, text: TextModel | None, request_id: RequestId
     ) -> GenerateRequest:
         """Tokenize a call that goes to its engine as it was written, so far as it is known here.
 
         Where it is not (images, a template of the client's own), routing sees the part that is, and names
-        that stand for images; no other worker could go on with the answer.
+        that stand for images; no other worker could go on with the answer. Without a ``text`` only the length
+        of the prompt is estimated.
         """
         call, written = passed.call, passed.client_call
         model, adapter, router = called
         check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            token_ids, is_exact, has_media = await passthrough_tokens(passed, text, router.fleet.engine_kind)
-        self._observed.tokenized(time.perf_counter() - began_s, model)
-        room_tokens = max(1, text.context_length_tokens - len(token_ids))
+            token_ids, is_exact, has_media, estimate = await passthrough_tokens(
+                passed, text, router.fleet.engine_kind
+            )
+        if text is not None:
+            self._observed.tokenized(time.perf_counter() - began_s, model)
+        context_tokens = router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
+        if text is not None:
+            context_tokens = text.context_length_tokens
+        room_tokens = max(1, context_tokens - len(token_ids))
         wanted_tokens = len(token_ids) + (
             call.max_tokens or 1
         )  # more than anybody has is the engine's to judge
@@ -293,30 +338,38 @@ class RequestPreparer:
             cache_namespace=call.cache_namespace,
             call=written if is_exact else replace(written, resumable=False),
             has_media=has_media,
-            context_tokens=wanted_tokens if wanted_tokens <= text.context_length_tokens else 0,
+            context_tokens=0 if estimate or wanted_tokens > context_tokens else wanted_tokens,
+            isl_tokens_estimate=min(estimate, context_tokens),
         )
 
     async def prepare(
         self,
         parsed: ChatCall | CompletionCall,
         called: CalledModel,
-        text: TextModel,
+        text: TextModel | None,
         request_id: RequestId,
     ) -> GenerateRequest:
         """Check what can never be met, template, tokenize and check the lengths; long texts are tokenized off
-        the event loop.
+        the event loop. Without a ``text`` the length of the prompt is estimated.
         """
         check_pins(parsed.call, called.router)
+        if text is None:
+            return _estimated_request(parsed, called, request_id)
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
         self._observed.tokenized(time.perf_counter() - began_s, parsed.call.model)
         return _request(parsed.call, token_ids, text, request_id, field=field)
 
-    def refresh_gauge(self) -> None:
-        """Set the gauge of the memory that the prompts being tokenized are counted to hold."""
+    def refresh_gauges(self) -> None:
+        """Set the gauges of the memory that the prompts being tokenized are counted to hold, and of the
+        models that are routed by load.
+        """
         pools = {text.pool for text in self._texts.values()}
         self._observed.tokenizing(sum(pool.held_bytes for pool in pools))
+        self._observed.by_load(
+            {model.fleet.model: self.why_by_load(model) is not None for model in self._service.models()}
+        )
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -410,6 +463,32 @@ def _request(
         prefill_pin=call.prefill_pin,
         cache_namespace=call.cache_namespace,
         context_tokens=len(token_ids) + (call.max_tokens or 1),
+    )
+
+
+def _estimated_request(
+    parsed: ChatCall | CompletionCall, called: CalledModel, request_id: RequestId
+) -> GenerateRequest:
+    """A request whose prompt cannot be read here, unless it is in token ids."""
+    call = parsed.call
+    prompt = parsed.messages if isinstance(parsed, ChatCall) else parsed.prompt
+    token_ids, estimate = call.nvext.token_data or array("I"), 0
+    if isinstance(prompt, array):
+        token_ids = prompt
+    elif not token_ids:
+        estimate = estimated_tokens(prompt)
+    context_tokens = called.router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
+    return GenerateRequest(
+        request_id=request_id,
+        model=called.name,
+        token_ids=token_ids,
+        sampling=call.sampling(call.max_tokens or context_tokens),
+        constraints=call.constraints,
+        override=call.override,
+        pin=call.pin,
+        prefill_pin=call.prefill_pin,
+        cache_namespace=call.cache_namespace,
+        isl_tokens_estimate=min(estimate, context_tokens),
     )
 
 

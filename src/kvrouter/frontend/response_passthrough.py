@@ -21,9 +21,12 @@ from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
+from kvrouter.text.chat import text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 from kvrouter.text.prompts import prompt_maker
 from kvrouter.text.prompts.fields import PromptFields
+from kvrouter.text.template_budget import TemplateOverBounds
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, utf8_bytes
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
@@ -42,7 +45,9 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
     await exchange.send(generation, body)
 
 
-async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel) -> None:
+async def pass_stream(
+    exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel | None
+) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
     stream = await exchange.begin_stream(generation)
@@ -76,7 +81,7 @@ class _PassthroughStream:
     """One stream, and what is kept of it in case that somebody else must go on."""
 
     def __init__(
-        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel, stream: Stream
+        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: Stream
     ) -> None:
         self._kind = kind
         self._call = call
@@ -109,7 +114,7 @@ class _PassthroughStream:
         return True
 
     def _go_on(self, chunk: EngineChunk) -> "_Rest":
-        if not self._first_raw:
+        if not self._first_raw or self._text is None:
             raise _not_their_own()
         generated = self._generation.generated
         before = generated[: len(generated) - len(chunk.token_ids)]
@@ -223,17 +228,25 @@ LONG_BODY_BYTES = 256 * 1024
 
 class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
-    for what is no text, and nobody here knows what an engine makes of it.
+    for what is no text, and nobody here knows what an engine makes of it. Without any tokens
+    ``estimate`` is how many there may be, 0 where nothing is known.
     """
 
     token_ids: TokenBuffer
     is_exact: bool
     has_media: bool = False
+    estimate: int = 0
 
 
-async def passthrough_tokens(passed: PassthroughCall, text: TextModel, engine_kind: str) -> PassthroughTokens:
-    """Return what routing may know of the prompt that an engine of this kind makes."""
+async def passthrough_tokens(
+    passed: PassthroughCall, text: TextModel | None, engine_kind: str
+) -> PassthroughTokens:
+    """Return what routing may know of the prompt that an engine of this kind makes; without a ``text`` only a
+    prompt in token ids is known.
+    """
     body = passed.body
+    if text is None:
+        return _estimated(passed)
     if passed.chat is None:
         return await _prompt_tokens(passed, text)
     known: Sequence[object] = _said(passed.chat)
@@ -244,7 +257,7 @@ async def passthrough_tokens(passed: PassthroughCall, text: TextModel, engine_ki
         prompt = await asyncio.to_thread(make) if is_long else make()
         known, has_media = prompt.messages, prompt.has_media
         token_ids = await text.encode_made(prompt)
-    except InvalidRequest:
+    except (InvalidRequest, TemplateOverBounds):
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
@@ -257,6 +270,29 @@ async def passthrough_tokens(passed: PassthroughCall, text: TextModel, engine_ki
         and not body.add_special_tokens
     )
     return PassthroughTokens(token_ids, is_exact, has_media)
+
+
+def _estimated(passed: PassthroughCall) -> PassthroughTokens:
+    """A prompt that is counted by its text, and not read."""
+    if passed.chat is not None:
+        chat = passed.chat
+        said = chat.messages if chat.messages is not None else chat.input
+        tokens = estimated_tokens(said, chat.tools, chat.instructions, chat.system)
+    elif passed.prompt is None:
+        tokens = 0
+    elif not isinstance(passed.prompt.content, str):
+        return PassthroughTokens(passed.prompt.content, is_exact=False)
+    else:
+        tokens = estimated_tokens(passed.prompt.content)
+    return PassthroughTokens(array("I"), is_exact=False, estimate=tokens)
+
+
+def estimated_tokens(prompt: object, *more: object) -> int:
+    """Return how many tokens a text, or the messages of a chat, and what goes with them may have, by their
+    bytes.
+    """
+    texts = (prompt,) if isinstance(prompt, str) else _texts(prompt if isinstance(prompt, list) else ())
+    return -(-(sum(map(utf8_bytes, texts)) + text_chars(more)) // TOKEN_TEXT_BYTES)
 
 
 def _said(chat: PromptFields) -> Sequence[object]:

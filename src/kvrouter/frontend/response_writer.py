@@ -8,6 +8,7 @@ from functools import lru_cache
 from urllib.parse import quote
 from uuid import uuid4
 
+from kvrouter.core.engine_answer import passed_headers
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, RequestId, WorkerRank
 from kvrouter.frontend.errors import (
@@ -165,16 +166,25 @@ class ResponseWriter:
         self.status = 200
 
     def fail(self, error: KvrouterError) -> None:
-        """Answer with an error: as a status, or as the last event of a stream that has begun."""
-        self.status = error.status_hint
+        """Answer with an error: as a status, or as the last event of a stream that has begun. What an engine
+        answered passes as it is.
+        """
+        self.status = error.http_status
         self.error = error
         is_anthropic = isinstance(self.kind, PassedRoute) and self.kind.is_anthropic
+        answer = error.answer
         if self._stream is not None:
-            self._stream.write(anthropic_error_event(error) if is_anthropic else error_event(error))
+            event = anthropic_error_event(error) if is_anthropic else error_event(error)
+            self._stream.write(answer.body if answer is not None and answer.is_events else event)
             self._stream.end()
             return
-        headers = (*error_headers(error), (b"x-request-id", self.request_id.encode()))
-        self._responder.answer(error.status_hint, headers, failure_body(error, is_anthropic=is_anthropic))
+        request_id = (b"x-request-id", self.request_id.encode())
+        if answer is not None:
+            headers = (*passed_headers(answer.headers), request_id)
+            self._responder.answer(answer.status, headers, answer.body)
+            return
+        body = failure_body(error, is_anthropic=is_anthropic)
+        self._responder.answer(error.status_hint, (*error_headers(error), request_id), body)
 
     def answer_of(self, call: Call) -> AnswerFormat:
         """Return what writes an answer to ``call`` in OpenAI's form, on one of its two routes."""

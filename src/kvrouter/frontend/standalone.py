@@ -50,6 +50,7 @@ from kvrouter.frontend.openai.parse import (
 )
 from kvrouter.frontend.pages import Pages, json_page
 from kvrouter.frontend.prepare import (
+    NO_REASONS,
     Bodies,
     CalledModel,
     RequestPreparer,
@@ -89,7 +90,7 @@ def routed_json(
         "bootstrap": bootstrap_json(bootstrap),
         "constraint": obeyed_json(decision.constraint),
         "fallback_used": decision.fallback_used,
-        "isl_tokens": len(request.token_ids),
+        "isl_tokens": request.isl_tokens,
         "block_size": fleet.block_size,
         "booked": lease_ttl_s is not None,
         "lease_ttl_s": lease_ttl_s,
@@ -107,7 +108,7 @@ def prefilled_json(request: GenerateRequest, fleet: Fleet, prefilled: Prefilled)
         "kv_transfer_params": prefilled.kv_transfer_params,
         "bootstrap": bootstrap_json(prefilled.bootstrap),
         "constraint": obeyed_json(decision.constraint),
-        "isl_tokens": len(request.token_ids),
+        "isl_tokens": request.isl_tokens,
         "block_size": fleet.block_size,
     }
 
@@ -253,17 +254,15 @@ class TokenRequestParser:
         self, wanted: RoutedCall, called: CalledModel, text: TextModel | None, request_id: RequestId
     ) -> GenerateRequest:
         """Tokenize where that is needed, and check what can be checked before routing. ``text`` is None for a
-        request in token ids.
+        request in token ids, and where no text can be read here.
 
         Raises :class:`InvalidRequest` naming the field.
         """
         parsed = wanted.parsed
-        if text is not None:
-            request = await self._preparer.prepare(parsed, called, text, request_id)
-        elif isinstance(parsed, CompletionCall) and not isinstance(parsed.prompt, str):
+        if text is None and isinstance(parsed, CompletionCall) and not isinstance(parsed.prompt, str):
             request = self._of_tokens(parsed.call, parsed.prompt, called.router, request_id)
         else:
-            raise TypeError("a request without token ids needs a tokenizer")
+            request = await self._preparer.prepare(parsed, called, text, request_id)
         return replace(request, lora_name=wanted.lora_name, cache_namespace=wanted.cache_namespace)
 
     @staticmethod
@@ -535,9 +534,12 @@ class RouterApp(HttpApp):
         lease_ttl_s: float,
         takes_prefills: bool,
         tracing: "RequestTracing | None" = None,
+        unread: Mapping[ModelName, str] = NO_REASONS,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(service, texts, observed, unknown_nvext=settings.unknown_nvext)
+        preparer = RequestPreparer(
+            service, texts, observed, unknown_nvext=settings.unknown_nvext, unread=unread
+        )
         bodies = Bodies(service, texts, observed, settings)
         parser = TokenRequestParser(preparer)
         calls = Calls(
@@ -575,7 +577,7 @@ class RouterApp(HttpApp):
         self._ends = (
             telemetry.before_scrape(Gauges(telemetry, service).refresh),
             telemetry.before_scrape(self._refresh),
-            telemetry.before_scrape(preparer.refresh_gauge),
+            telemetry.before_scrape(preparer.refresh_gauges),
         )
 
     def close(self) -> None:

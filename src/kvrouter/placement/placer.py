@@ -4,6 +4,7 @@ of a placement, as engines receive them.
 No step waits between the reading and the booking. ``now_s`` is a moment of one monotonic clock, in seconds.
 """
 
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -97,6 +98,24 @@ def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerI
             return structs.replace(usual, whole=True)
 
 
+def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: int) -> Prompt:
+    """Hash the blocks of a request's prompt, which is ``token_ids``. One whose tokens are not known has as
+    many blocks as it may have, and shares none with another request.
+    """
+    if request.is_prompt_unknown:
+        return hash_prompt(
+            array("I", bytes(4 * request.isl_tokens_estimate)),
+            block_size=block_size,
+            cache_namespace=f"{request.intake} {request.request_id}",
+        )
+    return hash_prompt(
+        token_ids,
+        block_size=block_size,
+        lora_name=request.lora_name,
+        cache_namespace=request.cache_namespace,
+    )
+
+
 def route_request(
     request: GenerateRequest,
     prompt: Prompt,
@@ -123,6 +142,7 @@ def route_request(
         whole=request.whole,
         whole_if_broken=not has_lost_kv,
         has_media=request.has_media,
+        is_prompt_unknown=request.is_prompt_unknown,
         context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
     )
 
@@ -318,12 +338,7 @@ class Placer:
 
     def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing."""
-        prompt = hash_prompt(
-            request.token_ids,
-            block_size=self.fleet.block_size,
-            lora_name=request.lora_name,
-            cache_namespace=request.cache_namespace,
-        )
+        prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
         wanted = route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
         return route(wanted, view, explain=True)
@@ -451,7 +466,8 @@ class Placer:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
-        self.cache.decided(decision, prompt, now_s=now_s, has_media=wanted.has_media)
+        if not wanted.is_prompt_unknown:
+            self.cache.decided(decision, prompt, now_s=now_s, has_media=wanted.has_media)
         decode_card = self._card(decode)
         placement = Placement(
             wanted=wanted,

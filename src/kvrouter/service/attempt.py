@@ -35,6 +35,7 @@ from kvrouter.transports.requests.port import (
     RequestPlane,
     StreamBroken,
     TokenSink,
+    WorkerDeclined,
     WorkerFull,
 )
 
@@ -100,9 +101,10 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         pick.leg,
         pick.rank.worker_id,
         error.message,
+        answer=error.answer,
         full=isinstance(error, WorkerFull),
         repeated=isinstance(error, LegRepeated),
-        blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow),
+        blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
         answered=isinstance(error, EngineFailed | EngineFailedLater),
     )
 

@@ -24,7 +24,6 @@ from kvrouter.transports.requests.port import (
     RequestPlane,
     StreamBroken,
     TokenSink,
-    WorkerFull,
     WorkerUnreachable,
 )
 
@@ -115,7 +114,7 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far, counted once, however many workers served them."""
         return Usage(
-            prompt_tokens=len(self.request.token_ids),
+            prompt_tokens=self.request.isl_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=self._run.cached_tokens,
         )
@@ -147,23 +146,24 @@ class Generation:
             try:
                 chunk = await self._read(attempt.decode)
             except (StreamBroken, WorkerUnreachable) as error:
-                await run.lose(attempt, error.message, full=isinstance(error, WorkerFull))
+                await run.lose(attempt, error)
                 continue
             except InvalidRequest as error:
                 run.handle(LegRefused(error))
                 continue
             except StopAsyncIteration:
-                await run.lose(attempt, "the stream ended without a last chunk")
+                await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
                 continue
             self._brought_comment = chunk.is_comment
             if chunk.is_comment:
                 return chunk
             if chunk.kv_lost is not None:
-                await run.lose_kv(attempt, chunk.kv_lost, chunk.error or "it did not say why")
+                why = chunk.error or "it did not say why"
+                await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
                 continue
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
                 await run.prefill_worker_leaves(attempt)
-                await run.lose(attempt, chunk.error or "the engine cancelled the request")
+                await run.lose(attempt, StreamBroken(chunk.error or "the engine cancelled the request"))
                 continue
             if chunk.finish is not None and not await run.heard_prefill(attempt):
                 continue
@@ -245,11 +245,7 @@ class Generation:
             request,
             self._origin,
             trail=trail,
-            prompt=trail[0].placement.prompt
-            if trail
-            else self._model.hash_prompt(
-                request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
-            ),
+            prompt=trail[0].placement.prompt if trail else self._model.prompt_of(request, request.token_ids),
             error=self.error,
             finished=finished,
             begun_s=self.times.begun_s,

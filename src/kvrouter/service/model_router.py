@@ -26,7 +26,7 @@ from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
+from kvrouter.placement.placer import Placer, attempt_request, hash_prompt, prompt_of
 from kvrouter.routing.request import Candidate, Decision, RouteRequest, RoutingSettings, View
 from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports
@@ -218,6 +218,10 @@ class ModelRouter:
             cache_namespace=cache_namespace,
         )
 
+    def prompt_of(self, request: GenerateRequest, token_ids: TokenBuffer) -> Prompt:
+        """Hash the prompt of a request, which is ``token_ids`` as far as it is known here."""
+        return prompt_of(request, token_ids, block_size=self.fleet.block_size)
+
     def overlap(self, prompt: Prompt) -> npt.NDArray[np.uint32] | None:
         """Leading blocks of ``prompt`` that each slot holds; None when caches are not used. The array is
         reused by the next call.
@@ -257,9 +261,7 @@ class ModelRouter:
 
         Raises :class:`RoutingRefused` when waiting is not allowed or was in vain.
         """
-        prompt = self.hash_prompt(
-            token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
-        )
+        prompt = self.prompt_of(request, token_ids)
         asked = attempt_request(
             request,
             prompt,
@@ -497,7 +499,9 @@ class ModelRouter:
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
         self.observed.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
-        if card is None or slot is None or card.cache_is_partial or placement.wanted.has_media:
+        wanted = placement.wanted
+        is_guess = wanted.has_media or wanted.is_prompt_unknown
+        if card is None or slot is None or card.cache_is_partial or is_guess:
             return
         if self.cache.is_sure_of(slot) and self.accounts.answered(
             slot,

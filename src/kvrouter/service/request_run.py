@@ -162,33 +162,32 @@ class RequestRun:
             self._request.call.body = b""
             self.journey.can_be_sent = False
 
-    async def lose(self, attempt: Attempt, why: str, *, full: bool = False) -> None:
-        """The last leg is lost; the sibling's own failure, when there is one, is the better reason. ``full``:
-        its worker takes no more for now.
-        """
+    async def lose(self, attempt: Attempt, error: KvrouterError) -> None:
+        """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
         if attempt.refused is not None and self.journey.state is State.DECODING:
             self._perform_now(self.journey.handle(LegRefused(attempt.refused)))
             return
-        pick = attempt.placement.decision.decode
+        lost = lost_leg(attempt.placement.decision.decode, error)
         if self.journey.state is State.DECODING and self._model.prefill_worker_left(attempt.placement):
             pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
-            full = False
-        await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why, full=full)))
+            lost = LegLost(pick.leg, pick.rank.worker_id, error.message)
+        await self._perform(self._lost(attempt, lost))
 
-    async def lose_kv(self, attempt: Attempt, loss: KvLoss, why: str) -> None:
+    async def lose_kv(self, attempt: Attempt, loss: KvLoss, error: KvrouterError) -> None:
         """The decode worker did not get the prefill worker's KV; the prefill leg's own failure, when there is
         one, is the better reason.
         """
         decision = attempt.placement.decision
         if decision.prefill is None or self.journey.state is not State.DECODING:
-            await self.lose(attempt, why)  # it had all that it needed: no KV was due any more
+            await self.lose(attempt, error)  # it had all that it needed: no KV was due any more
             return
         sender, receiver = decision.prefill.rank.worker_id, decision.decode.rank.worker_id
-        lost = KvLost(sender, receiver, loss, attempt.placement.without_addresses(why))
+        why = attempt.placement.without_addresses(error.message)
+        lost = KvLost(sender, receiver, loss, why, error.answer)
         attempt.kv_loss = loss
         self._observed.kv_lost(self._request, lost)
         if self.error is not None or attempt.lost:
-            await self.lose(attempt, why)
+            await self.lose(attempt, error)
             return
         self._silence = None
         if not self._model.prefill_worker_left(attempt.placement):

@@ -98,7 +98,7 @@ class TrafficRecorder:
             RefusalRecord(
                 at_s=recorder.since_start(received_s),
                 code=error.code,
-                http_status=error.status_hint,
+                http_status=error.http_status,
                 route=route,
                 model=model,
             )
@@ -164,7 +164,7 @@ class TrafficRecorder:
             parent=None if parent is None else named(parent),
             constraints=recorder.salted(constraints),
             code=None if error is None else error.code,
-            http_status=None if error is None else error.status_hint,
+            http_status=None if error is None else error.http_status,
             refusals={reason.value: count for reason, count in refusals.items()},
         )
 

@@ -68,6 +68,8 @@ class Event(StrEnum):
     EVENTS_FOREIGN = "events_foreign"
     STATES_RESET = "states_reset"
     TOKENIZER_FAILED = "tokenizer_failed"
+    ROUTED_BY_LOAD = "routed_by_load"
+    ROUTED_BY_CACHE = "routed_by_cache"
     TOKENIZE_BUDGET_SMALL = "tokenize_budget_small"
     PROCESS_STARTED = "process_started"
     PROCESS_NOT_STARTED = "process_not_started"
@@ -344,6 +346,14 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.TOKENIZER_FAILED: EventSpec(
         logging.ERROR, "A model's tokenizer could not be loaded here: its requests are refused."
+    ),
+    Event.ROUTED_BY_LOAD: EventSpec(
+        logging.WARNING,
+        "A model's prompts cannot be read here, for this reason: its calls are served, and routed by load "
+        "alone. Logged once for each reason.",
+    ),
+    Event.ROUTED_BY_CACHE: EventSpec(
+        logging.INFO, "A model's prompts can be read here again: what its workers have cached counts."
     ),
     Event.TOKENIZE_BUDGET_SMALL: EventSpec(
         logging.WARNING,

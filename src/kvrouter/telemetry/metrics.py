@@ -265,6 +265,12 @@ class Telemetry(MetricsPage):
         "longer than the context can hold, prompt_over_budget, or encode_pool_full.",
         "code",
     )
+    routed_by_load = gauge(
+        "kvrouter_model_routed_by_load",
+        "1 for a model whose prompts cannot be read here, or not all of them, so that its calls are routed "
+        "by load alone; GET /v1/fleet has the reason.",
+        "model",
+    )
     tokenize_bytes = gauge(
         "kvrouter_tokenize_bytes",
         "What long prompts are counted to hold while they are tokenized, by --tokenize-max-bytes.",

@@ -255,6 +255,8 @@ class TextModel:
     template: ChatTemplate | None
     context_length_tokens: int
     pool: EncodePool
+    unread: str | None = None
+    """Why its chats cannot be made into prompts here; None where they can, or where it has no template."""
 
     @property
     def prompt_max_chars(self) -> int:
@@ -263,17 +265,29 @@ class TextModel:
         return per_token * self.context_length_tokens
 
     @classmethod
-    def load(cls, folder: Path, *, context_length_tokens: int, pool: EncodePool) -> "TextModel":
-        """Read a model's folder; a second for a large vocabulary. ``ConfigError`` says what is wrong."""
+    def load(
+        cls, folder: Path, *, context_length_tokens: int, pool: EncodePool, needs_template: bool = True
+    ) -> "TextModel":
+        """Read a model's folder; a second for a large vocabulary. ``ConfigError`` says what is wrong; with
+        the chat template nothing has to be right unless it is needed.
+        """
         if context_length_tokens < 1:
             raise ConfigError(
                 f"the context length is at least 1 token, not {context_length_tokens}", param="context_length"
             )
+        tokenizer, template, unread = Tokenizer.from_folder(folder), None, None
+        try:
+            template = ChatTemplate.from_folder(folder)
+        except (ConfigError, OSError, ValueError) as error:
+            if needs_template:
+                raise
+            unread = f"chats cannot be read here: {error}"
         return cls(
-            tokenizer=Tokenizer.from_folder(folder),
-            template=ChatTemplate.from_folder(folder),
+            tokenizer=tokenizer,
+            template=template,
             context_length_tokens=context_length_tokens,
             pool=pool,
+            unread=unread,
         )
 
     @classmethod

@@ -48,6 +48,15 @@ def settled_source(source: str) -> str:
     return str(Path(source).resolve())
 
 
+def checked_source(source: str) -> str:
+    """Return ``source`` as :func:`settled_source` does; raise :class:`ConfigError` for what is neither a
+    folder here nor the name of a repository. Nothing is read.
+    """
+    if source != MOCK_TOKENIZER and not is_repository(source) and not Path(source).is_dir():
+        raise ConfigError(f"{source} is no folder here, nor the name of a repository", param=source)
+    return settled_source(source)
+
+
 def tokenizer_folder(source: str) -> Path:
     """Return the folder that has the tokenizer of ``source``; a repository may be downloaded meanwhile.
 

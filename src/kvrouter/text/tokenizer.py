@@ -162,6 +162,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+TOKEN_TEXT_BYTES = 4
+"""The text of a token, on the average of English prose and code."""
+
+
 def utf8_bytes(text: str) -> int:
     """Return the bytes of UTF-8 that a text has, half surrogate pairs too."""
     return len(text.encode("utf-8", "surrogatepass"))

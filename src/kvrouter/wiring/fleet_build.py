@@ -1,6 +1,7 @@
 """From a fleet file to tokenizers, topology contracts and the engines that answer in a tokenizer's words."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.mock import MockConfig, Peer
 from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
-from kvrouter.text.source import MOCK_TOKENIZER, tokenizer_folder
+from kvrouter.text.source import MOCK_TOKENIZER, checked_source, tokenizer_folder
 from kvrouter.text.tokenizer import EncodePool
 from kvrouter.topology import LinkTable
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
@@ -30,15 +31,18 @@ def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
     return model.mock_context_length if fleet.has_mocks(model) else model.context_length
 
 
-def tokenizer_folders(fleet: FleetFile) -> dict[ModelName, Path]:
-    """The folders that the file names for models of engines that run already. Raises ConfigError."""
-    folders: dict[ModelName, Path] = {}
+def tokenizer_sources(fleet: FleetFile) -> dict[ModelName, str]:
+    """The tokenizers that the file names for models of engines that run already. Raises ConfigError for what
+    is neither a folder here nor the name of a repository.
+    """
+    sources: dict[ModelName, str] = {}
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
         said = fleet.said_tokenizer(model) if is_attached else None
         if said is not None:
-            folders[ModelName(model.name)] = _folder_of(said, position)
-    return folders
+            with _naming(position):
+                sources[ModelName(model.name)] = checked_source(said)
+    return sources
 
 
 def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]:
@@ -58,8 +62,15 @@ def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]
 
 
 def _folder_of(source: str, position: int) -> Path:
-    try:
+    with _naming(position):
         return tokenizer_folder(source)
+
+
+@contextmanager
+def _naming(position: int) -> Iterator[None]:
+    """Name the field of a model's tokenizer in an error."""
+    try:
+        yield
     except ConfigError as error:
         field = f"models[{position}].tokenizer"
         raise ConfigError(f"{field}: {error.message}", param=field) from error

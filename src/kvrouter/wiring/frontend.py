@@ -11,6 +11,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.pages import Awaited, nobody_awaited
+from kvrouter.frontend.prepare import NO_REASONS
 from kvrouter.processes.lifetime import descriptors_for, explained
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
@@ -57,12 +58,20 @@ async def open_door(
     sockets: list[socket],
     awaited: Awaited = nobody_awaited,
     tracing: "RequestTracing | None" = None,
+    unread: Mapping[ModelName, str] = NO_REASONS,
 ) -> AsyncIterator[ServingApp]:
     """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` returns the
-    engines that are to come; ``tracing`` begins the spans of requests. Raises CannotListen.
+    engines that are to come; ``tracing`` begins the spans of requests; ``unread`` has the reasons why prompts
+    of a model cannot be read here. Raises CannotListen.
     """
     app = FrontendApp(
-        service, texts, settings=settings, telemetry=telemetry, awaited=awaited, tracing=tracing
+        service,
+        texts,
+        settings=settings,
+        telemetry=telemetry,
+        awaited=awaited,
+        tracing=tracing,
+        unread=unread,
     )
     end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
     try:

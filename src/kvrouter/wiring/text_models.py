@@ -5,24 +5,34 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from kvrouter.config import FrontendSettings
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
-from kvrouter.core.workers import WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, WorkerCard
+from kvrouter.frontend.prepare import TOKENIZER_ON_ITS_WAY
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.model import TextModel
-from kvrouter.text.source import tokenizer_folder
-from kvrouter.text.tokenizer import EncodeLimits, EncodePool
+from kvrouter.text.source import MOCK_TOKENIZER, tokenizer_folder
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodeLimits, EncodePool
 from kvrouter.transports.discovery.port import Gone
 
 TEXTS_MAX = 256
 """How many models one frontend holds tokenizers of."""
 
-TOKEN_TEXT_BYTES = 4
-"""The text of a token, on the average of English prose and code."""
+SAID_AFTER_S = 5.0
+"""How long a tokenizer may take to load before it is logged that calls are routed by load meanwhile."""
+
+RETRY_S = 60.0
+"""How long after a tokenizer could not be loaded it is tried again: a hub may be back, a folder mounted."""
+
+NO_TOKENIZER = "its workers name no tokenizer that can be read here"
+
+REMEDY = (
+    "name the folder or the Hugging Face repository of the engine's tokenizer: tokenizer in the fleet file, "
+    "--model-path, or --tokenizer of its worker"
+)
 
 _log = logging.getLogger("kvrouter.frontend")
 
@@ -43,24 +53,28 @@ def encode_pool(front: FrontendSettings) -> EncodePool:
 class TextModelLoader:
     """Loads a model's tokenizer when its first worker is announced, off the event loop.
 
-    ``folders`` are this host's own, by model; without one what the cards name is read, a folder or a Hugging
+    ``sources`` are this host's own, by model; without one what the cards name is read, a folder or a Hugging
     Face repository: what most of the model's workers name of those that can be read, the one in use among
-    equals. ``given`` are loaded already. :attr:`texts` are those that are loaded.
+    equals. ``given`` are loaded already. :attr:`texts` are those that are loaded, :attr:`unread` the reasons
+    why prompts of a model cannot be read here, in whole or in part.
 
-    A model whose tokenizer cannot be loaded has workers and no text: its requests are refused, and the next
-    announcement tries again.
+    A model whose tokenizer cannot be loaded has workers and no text: its calls are routed by load where its
+    engines tokenize, and refused where they get tokens. The next announcement tries again, and so does
+    :data:`RETRY_S`.
     """
 
     def __init__(
         self,
-        folders: Mapping[ModelName, Path],
+        sources: Mapping[ModelName, str],
         pool: EncodePool,
         given: Mapping[ModelName, TextModel] | None = None,
     ) -> None:
-        self._folders = folders
+        self._sources = sources
         self._pool = pool
         self._texts: dict[ModelName, TextModel] = dict(given or {})
         self.texts: Mapping[ModelName, TextModel] = MappingProxyType(self._texts)
+        self._unread: dict[ModelName, str] = {}
+        self.unread: Mapping[ModelName, str] = MappingProxyType(self._unread)
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._loaded_from: dict[ModelName, str] = {}
@@ -83,7 +97,7 @@ class TextModelLoader:
             self._refuse(card, f"{TEXTS_MAX} models are loaded already")
             return
         if not named:
-            self._refuse(card, "its workers name no tokenizer: give its folder with --model-path")
+            self._refuse(card, NO_TOKENIZER)
             return
         task = asyncio.get_running_loop().create_task(self._load(card, named))
         self._loading[card.model] = task
@@ -93,7 +107,7 @@ class TextModelLoader:
         if model not in self._loaded_from:
             return
         text, of_model = self._texts[model], (each for each in self._cards.values() if each.model == model)
-        longest = max((card.context_length for card in of_model), default=text.context_length_tokens)
+        longest = max((_context_tokens(card) for card in of_model), default=text.context_length_tokens)
         if longest != text.context_length_tokens:
             self._texts[model] = dataclasses.replace(text, context_length_tokens=longest)
             self._check_budget(model)
@@ -118,9 +132,9 @@ class TextModelLoader:
         """Where the tokenizer of the card's model is: as this host says, else as most of its workers do; ""
         where none does.
         """
-        own = self._folders.get(card.model)
+        own = self._sources.get(card.model)
         if own is not None:
-            return str(own)
+            return own
         of_model = [each for each in self._cards.values() if each.model == card.model]
         said = Counter(each.tokenizer for each in of_model if each.tokenizer)
         in_use = self._loaded_from.get(card.model)
@@ -148,26 +162,67 @@ class TextModelLoader:
         return True
 
     async def _load(self, card: WorkerCard, named: str) -> None:
+        model, loop = card.model, asyncio.get_running_loop()
+        late = loop.call_later(SAID_AFTER_S, self._say_by_load, card, f"{named}: {TOKENIZER_ON_ITS_WAY}")
         try:
-            self._texts[card.model] = await asyncio.to_thread(self._read, card, named)
-            self._loaded_from[card.model] = named
-            self._failed.pop(card.model, None)
-            self._fit(card.model)
-            self._check_budget(card.model)
+            text = await asyncio.to_thread(self._read, card, named)
+            self._texts[model] = text
+            self._loaded_from[model] = named
+            self._failed.pop(model, None)
+            was_unread = self._unread.pop(model, None)
+            self._fit(model)
+            self._check_budget(model)
+            if text.unread is not None and card.takes_calls:
+                self._say_by_load(card, f"{named}: {text.unread}")
+            elif was_unread is not None:
+                log_event(_log, Event.ROUTED_BY_CACHE, model=model, detail=named)
         except (KvrouterError, OSError, ValueError) as error:
-            self._failed.setdefault(card.model, set()).add(named)
-            self._refuse(card, f"{named}: {error}")
+            self._failed.setdefault(model, set()).add(named)
+            self._refuse(card, str(error) if named in str(error) else f"{named}: {error}")
+            loop.call_later(RETRY_S, self._try_again, card)
         finally:
-            del self._loading[card.model]
+            late.cancel()
+            del self._loading[model]
+
+    def _try_again(self, card: WorkerCard) -> None:
+        if card.model not in self._texts and self._cards.get(card.worker_id) == card:
+            self.on_card(card)
 
     def _read(self, card: WorkerCard, source: str) -> TextModel:
+        if source == MOCK_TOKENIZER and card.takes_calls:
+            raise ConfigError("the token ids of tokenizer mock are not the engine's", param="tokenizer")
         folder = tokenizer_folder(source)
-        return TextModel.load(folder, context_length_tokens=card.context_length, pool=self._pool)
+        return TextModel.load(
+            folder,
+            context_length_tokens=_context_tokens(card),
+            pool=self._pool,
+            needs_template=not card.takes_calls,
+        )
 
-    async def loaded(self) -> None:
-        """Wait for what is being loaded."""
-        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+    async def loaded(self, limit_s: float | None = None) -> None:
+        """Wait for what is being loaded, for so long."""
+        if self._loading:
+            await asyncio.wait(self._loading.values(), timeout=limit_s)
 
-    @staticmethod
-    def _refuse(card: WorkerCard, why: str) -> None:
-        log_event(_log, Event.TOKENIZER_FAILED, model=card.model, worker=str(card.worker_id), reason=why)
+    def _refuse(self, card: WorkerCard, why: str) -> None:
+        if card.takes_calls:
+            self._say_by_load(card, why)
+        else:
+            log_event(_log, Event.TOKENIZER_FAILED, model=card.model, worker=str(card.worker_id), reason=why)
+
+    def _say_by_load(self, card: WorkerCard, why: str) -> None:
+        """Log a reason once for as long as it holds."""
+        if self._unread.get(card.model) != why:
+            self._unread[card.model] = why
+            log_event(
+                _log,
+                Event.ROUTED_BY_LOAD,
+                model=card.model,
+                worker=str(card.worker_id),
+                reason=why,
+                detail=REMEDY,
+            )
+
+
+def _context_tokens(card: WorkerCard) -> int:
+    return card.context_length or CONTEXT_TOKENS_UNKNOWN

@@ -40,7 +40,8 @@ from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachEngine, AttachSpec
-from kvrouter.engines.openai.server import EngineServer, Samples, failed_by, read_metrics
+from kvrouter.engines.openai.metrics import Samples, read_metrics
+from kvrouter.engines.openai.server import EngineServer, failed_by
 from kvrouter.engines.registry import ENGINES
 from kvrouter.transports.requests.port import WorkerUnreachable
 

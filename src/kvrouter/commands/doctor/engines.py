@@ -149,6 +149,17 @@ def _apart(ahead_s: float) -> str:
 def tokenizers(reading: Reading) -> Iterator[Outcome]:
     """Engines that make other tokens of a text than the router does."""
     for model in reading.fleet.models:
+        if model.routing_reason is not None:
+            yield Problem(
+                Severity.WARNING,
+                f"model {model.model}",
+                f"its calls are routed by load alone: {model.routing_reason}",
+                "what its workers have cached counts for nothing, and no answer goes on elsewhere when its "
+                "engine is lost",
+                "name the engine's own tokenizer: its folder or its hub name (tokenizer in the fleet file, "
+                "--model-path, or --tokenizer of its worker)",
+            )
+            continue
         workers = [worker for worker in reading.fleet.workers_of(model) if worker.takes_calls]
         if workers and not reading.engines_asked:
             yield NotMade(f"model {model.model}", "--no-engines: no engine was asked")

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.engines.openai.server import Samples
+from kvrouter.engines.openai.metrics import Samples
 
 COUNTERS = (
     "kvrouter_requests_total",
@@ -118,6 +118,8 @@ class Model(msgspec.Struct, frozen=True):
     active_decode_blocks_threshold: float | None
     active_prefill_tokens_threshold: int | None
     cache_view: str | None = None
+    routing_reason: str | None = None
+    """Why its calls are routed by load alone; None where they are not."""
     prefill_near: PrefillNear | None = None
 
     @property

@@ -75,6 +75,7 @@ class _Answer(msgspec.Struct, frozen=True):
     response: _Inner | None = None
     message: _Inner | None = None
     meta_info: _Meta | None = None
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _answer = msgspec.json.Decoder(_Answer)
@@ -124,6 +125,7 @@ def _read_event(data: bytes) -> AnswerEvent:
     said = _said(data)
     is_last = (
         said.type in _ENDS
+        or not isinstance(said.error, msgspec.UnsetType)
         or any(piece.finish_reason for piece in said.choices)
         or (said.meta_info is not None and said.meta_info.finish_reason is not None)
     )

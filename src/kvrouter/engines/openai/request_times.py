@@ -12,7 +12,7 @@ import msgspec
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json import Unreadable, parsed
-from kvrouter.engines.openai.server import Sample, Samples, read_metrics
+from kvrouter.engines.openai.metrics import Sample, Samples, read_metrics
 
 QUEUE = ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
 """From where the scheduler sees a request until it is in a step."""
@@ -39,6 +39,11 @@ RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 ago."""
 
 CACHE = "vllm:cache_config_info"
+
+_ENDS = ("_sum", "_count")
+
+TIMES = tuple(f"{name}{end}" for names in (QUEUE, PREFILL, TTFT, TOKEN) for name in names for end in _ENDS)
+"""The metrics that :func:`read_request_times` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +123,7 @@ def read_running(page: bytes) -> int | None:
 
 def read_request_times(page: bytes) -> RequestTimes:
     """Return the sums of a metrics page; raise ProtocolError for one that cannot be read."""
-    wanted = [f"{name}{end}" for names in (QUEUE, PREFILL, TTFT, TOKEN) for name in names for end in _ENDS]
-    samples = read_metrics(page, wanted)
+    samples = read_metrics(page, TIMES)
     return RequestTimes(*(_sum(samples, names) for names in (QUEUE, PREFILL, TTFT, TOKEN)))
 
 
@@ -142,9 +146,6 @@ def read_cache_size(page: bytes) -> CacheSize | None:
         _number(labels.get("num_gpu_blocks", ""), "num_gpu_blocks"),
         len(samples),
     )
-
-
-_ENDS = ("_sum", "_count")
 
 
 def _sum(samples: Samples, names: Sequence[str]) -> TimeSum | None:

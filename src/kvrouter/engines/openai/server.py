@@ -1,28 +1,19 @@
-"""An HTTP client for an engine's server, and its metrics page.
+"""An HTTP client for an engine's server.
 
 Clients may read what an error of a call says, so it omits the engine's address; an error of a probe has it.
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from weakref import WeakSet
 
 import aiohttp
-import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
-from kvrouter.core.json import Unreadable, parsed
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.transports.requests.port import (
-    EngineFailed,
-    EngineFailedLater,
-    StreamBroken,
-    WorkerFull,
-    WorkerUnreachable,
-)
+from kvrouter.engines.openai.failures import read_error, read_failure, said
+from kvrouter.engines.openai.metrics import MetricLines
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
@@ -41,43 +32,13 @@ READ_BYTES = 256 * 1024
 """How much of an answer is held here before the engine is made to wait."""
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
-"""The longest answer to a question, or to a call that is not streamed."""
+"""The longest answer to a call that is not streamed."""
 
-SAID_MAX_CHARS = 500
-"""What an error quotes of an engine's own words is cut here."""
+PAGE_MAX_BYTES = 4 * 1024 * 1024
+"""The longest answer to a small question, such as for the engine's models."""
 
-_FULL = frozenset({429, 503})
-"""The statuses with which an engine says that it takes no more for now."""
-
-_AT_FAULT = frozenset({400, 404, 413, 422, 431})
-"""The statuses that blame the call."""
-
-_CONTEXT_WORDS = (
-    "maximum context length",
-    "max_model_len",
-    "max_seq_len",
-    "should not exceed max_num_tokens",
-    "context length",
-    "maximum allowed length",
-    "too long",
-)
-
-
-class _Said(msgspec.Struct, frozen=True):
-    """What engines say of a mistake: OpenAI's form, or the older flat one."""
-
-    message: str = ""
-    param: str | None = None
-
-
-class _Failure(msgspec.Struct, frozen=True):
-    error: _Said | str | None = None
-    message: str = ""
-    detail: object = None
-    param: str | None = None
-
-
-_failure = msgspec.json.Decoder(_Failure)
+METRICS_PIECE_BYTES = 64 * 1024
+"""So much of a metrics page is looked through before others have a turn: 4 ms at most."""
 
 
 class EngineServer:
@@ -97,6 +58,8 @@ class EngineServer:
         self._look_limit_s = look_limit_s
         self._session: aiohttp.ClientSession | None = None
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
+        self.has_long_metrics = False
+        """Whether the metrics page was over a limit when it was read last."""
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
@@ -121,17 +84,39 @@ class EngineServer:
 
         Raises WorkerUnreachable when it does not answer, or with an error, KeyRefused for one about its key.
         """
+        return await self._looked(path, _page)
+
+    async def metrics(self, names: Iterable[str], path: str = "/metrics") -> bytes | None:
+        """Return the lines of the engine's metrics page that begin with ``names``, of as much of the page as
+        is read; None when it has none. Raises as :meth:`look` does.
+        """
+
+        async def lines_of(answer: aiohttp.ClientResponse) -> bytes:
+            lines = MetricLines(names)
+            async for piece in answer.content.iter_chunked(METRICS_PIECE_BYTES):
+                lines.push(piece)
+                if lines.is_full:
+                    break
+                await asyncio.sleep(0)
+            self.has_long_metrics = lines.is_full
+            return lines.page()
+
+        return await self._looked(path, lines_of)
+
+    async def _looked(
+        self, path: str, read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
+    ) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
             async with self._opened().get(f"{self.url}{path}", timeout=limit) as answer:
                 if answer.status in (404, 405):
                     return None
-                body = await _read_whole(answer)
+                if answer.status == 200:
+                    return await read(answer)
+                message = said(await read_error(answer))[0]
                 if answer.status in (401, 403):
-                    raise KeyRefused(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
-                if answer.status != 200:
-                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
-                return body
+                    raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
+                raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
         except StreamBroken as error:
             raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -142,20 +127,21 @@ class EngineServer:
     ) -> aiohttp.ClientResponse:
         """Send a call; return its answer, whose body is not read yet, once the engine accepted it.
 
-        Raises WorkerUnreachable when the engine cannot be reached or fails, WorkerFull when it takes no more,
-        InvalidRequest or ContextLengthExceeded when the call is at fault.
+        Raises WorkerUnreachable when the engine cannot be reached, and what :func:`read_failure` makes of any
+        other answer than 200.
         """
         try:
             answer = await self._opened().post(
                 f"{self.url}{path}",
                 data=body,
                 headers={"content-type": "application/json", **(headers or {})},
+                allow_redirects=False,
             )
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
             async with answer:
-                raise failure_of(answer.status, await _read_whole(answer))
+                raise await read_failure(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
 
@@ -166,7 +152,7 @@ class EngineServer:
         answer = await self.post(path, body, headers)
         try:
             async with answer:
-                return await _read_whole(answer)
+                return await _read_whole(answer, ANSWER_MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
 
@@ -191,81 +177,20 @@ def failed_by(error: Exception) -> str:
     return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
-def failure_of(status: int, body: bytes) -> KvrouterError:
-    """Return what an engine's error answer means: the call's fault, a full engine, or a failed one."""
-    message, param = said(body)
-    if status in _FULL:
-        return WorkerFull(f"the engine answered {status}: {message}")
-    if status in _AT_FAULT:
-        return _refused(status, message, param)
-    return EngineFailed(f"the engine answered {status}: {message}")
+async def _page(answer: aiohttp.ClientResponse) -> bytes:
+    return await _read_whole(answer, PAGE_MAX_BYTES)
 
 
-def failure_inside(code: int | str | None, message: str, param: str | None) -> KvrouterError:
-    """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
-    if isinstance(code, int) and code in _AT_FAULT:
-        return _refused(code, message, param)
-    return EngineFailedLater(f"the engine failed: {message}")
-
-
-def said(body: bytes) -> tuple[str, str | None]:
-    """Return the message of an error answer, and the field that it is about where the engine names it."""
-    try:
-        failure = parsed(_failure, body)
-    except Unreadable:
-        return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
-    if isinstance(failure.error, _Said):
-        return failure.error.message[:SAID_MAX_CHARS], failure.error.param
-    message = failure.message or failure.error or ("" if failure.detail is None else str(failure.detail))
-    return message[:SAID_MAX_CHARS], failure.param
-
-
-def _refused(status: int, message: str, param: str | None) -> InvalidRequest:
-    if any(words in message for words in _CONTEXT_WORDS):
-        return ContextLengthExceeded(message, param=param)
-    return InvalidRequest(message or f"the engine answered {status}", param=param)
-
-
-async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Read a body up to :data:`ANSWER_MAX_BYTES`. Raises StreamBroken for a longer one."""
+async def _read_whole(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+    """Read a body up to ``bytes_max``. Raises StreamBroken for a longer one."""
     pieces: list[bytes] = []
     size_bytes = 0
     async for piece in answer.content.iter_any():
         pieces.append(piece)
         size_bytes += len(piece)
-        if size_bytes > ANSWER_MAX_BYTES:
-            raise StreamBroken(f"the answer is over the {ANSWER_MAX_BYTES} bytes allowed")
+        if size_bytes > bytes_max:
+            raise StreamBroken(f"the answer is over the {bytes_max} bytes allowed")
     return b"".join(pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One value of one metric."""
-
-    labels: Mapping[str, str]
-    value: float
-
-
-Samples = Mapping[str, Sequence[Sample]]
-"""The samples of each metric that was found, by its name."""
-
-
-def read_metrics(page: bytes, names: Iterable[str]) -> Samples:
-    """Return the samples of ``names`` in a page of Prometheus's text format; raise ProtocolError.
-
-    A page has thousands of lines, and most are histograms that nobody here reads: those are not parsed.
-    """
-    wanted = tuple(names)
-    try:
-        lines = [line for line in page.decode().splitlines() if line.startswith(wanted)]
-        found: dict[str, list[Sample]] = {}
-        for metric in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in metric.samples:
-                if sample.name in wanted:
-                    found.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
-    except (ValueError, KeyError, IndexError) as error:
-        raise ProtocolError(f"the engine's metrics page cannot be read: {error}", param="metrics") from error
-    return found
 
 
 async def attach_server(

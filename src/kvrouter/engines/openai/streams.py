@@ -8,17 +8,20 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 from msgspec.structs import replace
 
+from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, KvTransferParams
 from kvrouter.engines.openai.events import (
     AnswerEvent,
     AnswerUsage,
+    Failure,
     ReadEvent,
     Unasked,
     UnreadEvent,
@@ -26,7 +29,8 @@ from kvrouter.engines.openai.events import (
     read_event,
     without_token_ids,
 )
-from kvrouter.engines.openai.server import END_LIMIT_S, failed_by, failure_inside
+from kvrouter.engines.openai.failures import failure_inside
+from kvrouter.engines.openai.server import END_LIMIT_S, failed_by
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
@@ -205,6 +209,9 @@ class SseStream:
         """Whether the engine wrote that it is done: nothing that comes now is read, nor can it break."""
         self._ready: deque[EngineChunk] = deque()
         self._failure: KvrouterError | None = None
+        self._error: Failure | None = None
+        self._error_raw = b""
+        """The event that says that the engine failed, and what came behind it."""
         self._gathered = _Gathered(reading)
         self._comments: list[bytes] = []
         self._raw = RawEvents(reading)
@@ -245,10 +252,19 @@ class SseStream:
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
+            if self._error is not None:
+                raise await self._failed(self._error)
             piece = await (self._read_behind_end() if self._is_done else self._answer.content.readany())
             if piece:
                 self._cut(piece)
-            else:
+                continue
+            raw, data = self._cutter.end()
+            if raw.strip() and not self._reading.passes_raw:
+                raise StreamBroken("the engine closed the connection in the middle of an event")
+            if raw:
+                self._take(raw, data)
+                self._send_comments()
+            if self._error is None:
                 self._ready.extend(self._last())
         return self._ready.popleft()
 
@@ -278,6 +294,25 @@ class SseStream:
         elif self._gathered.is_worth_sending and not self._raw.is_waiting:
             self._flush()
 
+    async def _failed(self, error: Failure) -> KvrouterError:
+        """Return what the engine's error event means, with all that the engine sends of it and behind it."""
+        is_whole = False
+        rest = self._cutter.end()[0]
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):  # then it ends here
+            async with asyncio.timeout(END_LIMIT_S):
+                while len(rest) <= BODY_MAX_BYTES and not is_whole:
+                    piece = await self._answer.content.readany()
+                    rest += piece
+                    is_whole = not piece
+        before = self._gathered.raw + self._raw.end()
+        body = before + self._error_raw + rest
+        answer = None
+        if self._reading.passes_raw and len(body) <= BODY_MAX_BYTES:
+            headers = passed_headers(tuple(self._answer.raw_headers))
+            answer = EngineAnswer(self._answer.status, headers, body, is_events=True)
+        # Once it began to answer, the call cannot be what was wrong.
+        return failure_inside(replace(error, code=None) if self._has_begun else error, answer)
+
     def _flush(self) -> None:
         self._ready.extend(_in_pieces(self._gathered.chunk(None, None)))
         self._gathered = _Gathered(self._reading)
@@ -290,7 +325,9 @@ class SseStream:
             self._comments.clear()
 
     def _take(self, raw: bytes, data: bytes | None) -> None:
-        if self._is_done:
+        if self._error is not None:
+            self._error_raw += raw
+        elif self._is_done:
             self._gathered.add_urgent(raw)
         elif data == DONE:
             self._is_done = True
@@ -311,10 +348,8 @@ class SseStream:
 
     def _take_event(self, event: AnswerEvent, raw: bytes) -> None:
         if event.error is not None:
-            failure = event.error
-            # Once it began to answer, the call cannot be what was wrong.
-            code = None if self._has_begun else failure.code
-            raise failure_inside(code, failure.message, failure.param)
+            self._error, self._error_raw = event.error, raw
+            return
         if isinstance(event, UnreadEvent) and not self._reading.passes_raw:
             raise ProtocolError(event.why, param="data")
         self._send_comments()
@@ -326,12 +361,6 @@ class SseStream:
 
     def _last(self) -> "deque[EngineChunk]":
         """The engine ended its answer, with or without its last words."""
-        raw, data = self._cutter.end()
-        if raw.strip() and not self._reading.passes_raw:
-            raise StreamBroken("the engine closed the connection in the middle of an event")
-        if raw:
-            self._take(raw, data)
-            self._send_comments()
         finish = self._reading.finish_of(self._finish)
         if finish is None:
             raise StreamBroken("the engine's answer ended without a finish reason")
@@ -386,7 +415,7 @@ class WholeStream:
         except ProtocolError as error:
             raise StreamBroken(error.message) from error
         if event.error is not None:
-            raise failure_inside(event.error.code, event.error.message, event.error.param)
+            raise failure_inside(event.error, self._answer_of(body))
         finish = self._reading.finish_of(event.finish)
         if finish is None:
             why = event.why if isinstance(event, UnreadEvent) else "the engine's answer has no finish reason"
@@ -395,6 +424,12 @@ class WholeStream:
         gathered.take(event)
         gathered.add_raw(self._reading.cleaned(body))
         return gathered.chunk(finish, event.kv_transfer_params)
+
+    def _answer_of(self, body: bytes) -> EngineAnswer | None:
+        """Return what passes to the client of an error that has the status of a good answer."""
+        if not self._reading.passes_raw or len(body) > BODY_MAX_BYTES:
+            return None
+        return EngineAnswer(200, ((b"content-type", b"application/json"),), body)
 
 
 def _in_pieces(chunk: EngineChunk) -> deque[EngineChunk]:
@@ -432,6 +467,11 @@ class _Gathered:
             return False
         waits_for_tokens = self._reading.added_token_ids and self._text_chars is not None
         return self._is_urgent or bool(self._token_ids) or not waits_for_tokens
+
+    @property
+    def raw(self) -> bytes:
+        """The engine's own bytes so far."""
+        return b"".join(self._raw)
 
     @property
     def is_full(self) -> bool:
@@ -481,7 +521,7 @@ class _Gathered:
             finish=finish,
             cached_tokens=self._cached_tokens,
             kv_transfer_params=params,
-            raw=b"".join(self._raw),
+            raw=self.raw,
             text_chars=self._text_chars if tells_text else None,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -565,7 +605,12 @@ class FetchingStream:
         except self._failures as error:
             if self._has_begun:
                 raise
-            return EngineChunk(finish=FinishReason.ERROR, error=error.message, kv_lost=KvLoss.BROKEN)
+            return EngineChunk(
+                finish=FinishReason.ERROR,
+                error=error.message,
+                kv_lost=KvLoss.BROKEN,
+                failure=error.answer,
+            )
         self._has_begun = self._has_begun or not chunk.is_comment
         return chunk
 

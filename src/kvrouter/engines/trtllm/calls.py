@@ -96,7 +96,8 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
         prompt = list(request.token_ids) if handoff.prompt_token_ids is None else handoff.prompt_token_ids
         if not streams:
             reading = replace(reading, cleaned=without_handoff)
-        put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
+        if prompt:  # without, the prompt is read again from the call: its tokens are known nowhere else
+            put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
     return EngineCall(
         path=path,
         body=bytes_of(body),

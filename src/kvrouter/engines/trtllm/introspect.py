@@ -9,7 +9,8 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers
-from kvrouter.engines.openai.server import EngineServer, read_metrics
+from kvrouter.engines.openai.metrics import read_metrics
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ async def _iteration_of(server: EngineServer, path: str | None = None) -> Iterat
 
 
 async def _context_length(server: EngineServer) -> int | None:
-    page = await server.look(METRICS)
+    page = await server.metrics((CONFIG_METRIC,), METRICS)
     samples = {} if page is None else read_metrics(page, (CONFIG_METRIC,))
     lengths = [sample.labels.get("max_model_len", "") for sample in samples.get(CONFIG_METRIC, ())]
     return next((int(each) for each in lengths if each.isdecimal()), None)

@@ -13,7 +13,8 @@ from kvrouter.engines.attach import (
     events_of,
 )
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
-from kvrouter.engines.openai.server import EngineServer, attach_server, read_metrics
+from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES, read_metrics
+from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.vllm.calls import call_of
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import (
@@ -25,6 +26,8 @@ from kvrouter.engines.vllm.introspect import (
     started_of,
 )
 from kvrouter.transports.requests.port import WorkerUnreachable
+
+_METRICS = (*LOAD_METRICS, STARTED_METRIC)
 
 
 class VllmClient:
@@ -49,10 +52,10 @@ class VllmClient:
 
     async def look(self, server: EngineServer) -> Probe:
         """Read its metrics page."""
-        page = await server.look("/metrics")
+        page = await server.metrics(_METRICS)
         if page is None:
             raise WorkerUnreachable(f"{server.url} has no /metrics any more: is it another server?")
-        samples = read_metrics(page, (*LOAD_METRICS, STARTED_METRIC))
+        samples = read_metrics(page, _METRICS)
         started_s = started_of(samples)
         if started_s is not None and started_s != self._started_s:
             now = await ask_info(server)
@@ -75,6 +78,11 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
     if spec.publishes_kv_events and not facts.prefix_caching:
         warnings += (
             f"the engine at {spec.url} keeps no prefix cache: start it with --enable-prefix-caching",
+        )
+    if server.has_long_metrics:
+        warnings += (
+            f"the engine at {spec.url} has a longer metrics page than is read: what lies behind "
+            f"{PAGE_MAX_BYTES} bytes or {PAGE_LINES_MAX} lines is not known",
         )
     if spec.role is Role.PREFILL and not facts.uses_nixl:
         warnings += (

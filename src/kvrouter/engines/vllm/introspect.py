@@ -13,7 +13,8 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
-from kvrouter.engines.openai.server import EngineServer, Samples, read_metrics
+from kvrouter.engines.openai.metrics import Samples, read_metrics
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 T = TypeVar("T")
@@ -94,6 +95,9 @@ _version = msgspec.json.Decoder(_Version)
 _sources: "msgspec.json.Decoder[dict[str, _Source]]" = msgspec.json.Decoder(dict[str, _Source])
 
 
+_METRICS = (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC)
+
+
 async def ask_info(server: EngineServer) -> VllmInfo:
     """Ask the engine behind ``server``.
 
@@ -101,13 +105,13 @@ async def ask_info(server: EngineServer) -> VllmInfo:
     ConfigError for an engine that is none of vLLM's.
     """
     models = await server.look("/v1/models")
-    page = await server.look("/metrics")
+    page = await server.metrics(_METRICS)
     if models is None or page is None:
         missing = "/v1/models" if models is None else "/metrics"
         raise ConfigError(f"{server.url} has no {missing}: is it vLLM's server?", param="url")
     version = await server.look("/version")
     sources = await server.look("/kv_event_sources")
-    samples = read_metrics(page, (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC))
+    samples = read_metrics(page, _METRICS)
     served, adapters = _served(decoded(_models, models, "/v1/models"))
     ranks, prefix_caching = _ranks(samples, server.url)
     return VllmInfo(

@@ -216,11 +216,13 @@ def response_head(
     ``connection`` is the Connection header's value, None for no such header. Neither ``content_bytes`` nor
     ``chunked``: the body lasts until the connection closes, or there is none. Raises ValueError for a header
     that would break the framing (a line break in a value, a name that is no token, one that is the server's
-    own) and for a status that HTTP does not know.
+    own) and for a number that is no status of an answer. One that HTTP has no words for gets none.
     """
     line = _STATUS_LINES.get(status)
     if line is None:
-        raise ValueError(f"unknown HTTP status {status}")
+        if not 200 <= status <= 599:
+            raise ValueError(f"unknown HTTP status {status}")
+        line = b"HTTP/1.1 %d \r\n" % status
     parts = [line, date_line]
     for name, value in headers:
         if not _NAME.fullmatch(name) or name.lower() in _SERVERS_OWN:

@@ -17,6 +17,7 @@ from kvrouter.transports.requests.port import (
     LegRepeated,
     RequestServer,
     StreamBroken,
+    WorkerDeclined,
     WorkerFull,
     WorkerUnreachable,
 )
@@ -204,9 +205,11 @@ class LegServer(RunningLegs):
         except KvrouterError as error:
             leg.cancel("its answer was lost")
             is_lost = isinstance(error, WorkerUnreachable) and not isinstance(
-                error, WorkerFull | EngineFailed
+                error, WorkerFull | WorkerDeclined | EngineFailed
             )
-            await answer.end(leg.lost(error.message) if is_lost and leg.inner is not None else error)
+            if is_lost and leg.inner is not None:
+                error = StreamBroken(error.message, answer=error.answer)
+            await answer.end(error)
         except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
             leg.cancel("its answer was lost")
             asyncio.get_running_loop().call_exception_handler(

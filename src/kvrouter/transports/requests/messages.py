@@ -22,6 +22,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
@@ -128,6 +129,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     code: str
     message: str
     param: str | None = None
+    answer: EngineAnswer | None = None
 
 
 class FrameReader:
@@ -201,7 +203,8 @@ def encode_refused(stream_id: int, error: Exception) -> bytes:
     """Return the body of a REFUSED or FAILED frame."""
     refusal = refusal_of(error)
     param = None if refusal.param is None else refusal.param[:REASON_MAX_CHARS]
-    return encoder.encode(Refused(stream_id, refusal.code, refusal.message[:MESSAGE_MAX_CHARS], param))
+    message = refusal.message[:MESSAGE_MAX_CHARS]
+    return encoder.encode(Refused(stream_id, refusal.code, message, param, refusal.answer))
 
 
 def encode_number(number: int) -> bytes:

@@ -26,6 +26,12 @@ class WorkerFull(WorkerUnreachable):
     code = "worker_full"
 
 
+class WorkerDeclined(WorkerUnreachable):
+    """The worker's engine does not take this leg, and nothing is known against it: another may take it."""
+
+    code = "worker_declined"
+
+
 class LegRepeated(WorkerUnreachable):
     """The worker runs this very leg, or ran it: it arrived twice. No fault of the worker's."""
 

@@ -480,7 +480,9 @@ class RouterSession(Session, Generic[Stream]):
         stream_id, error = _error(body)
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
-            stream.fail(StreamBroken(error.message) if type(error) is WorkerUnreachable else error)
+            if type(error) is WorkerUnreachable:
+                error = StreamBroken(error.message, answer=error.answer)
+            stream.fail(error)
 
     # Life
 
@@ -510,4 +512,6 @@ class RouterSession(Session, Generic[Stream]):
 
 def _error(body: bytes) -> tuple[int, KvrouterError]:
     refused = decode(refused_decoder, body, "refused")
-    return refused.stream_id, error_of(WireError(refused.code, refused.message, refused.param))
+    return refused.stream_id, error_of(
+        WireError(refused.code, refused.message, refused.param, refused.answer)
+    )

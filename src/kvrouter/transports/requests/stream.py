@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -30,6 +31,7 @@ from kvrouter.transports.requests.port import (
     ReaderTooSlow,
     StreamBroken,
     TokenSink,
+    WorkerDeclined,
     WorkerFull,
     WorkerUnreachable,
 )
@@ -54,6 +56,7 @@ _KINDS: dict[str, type[KvrouterError]] = {
         ProtocolError,
         WorkerUnreachable,
         WorkerFull,
+        WorkerDeclined,
         LegRepeated,
         StreamBroken,
         EngineFailed,
@@ -63,23 +66,28 @@ _KINDS: dict[str, type[KvrouterError]] = {
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
-    """An error as it travels: the stable code of its class, its words, and the field it is about."""
+    """An error as it travels: the stable code of its class, its words, the field it is about, and what the
+    engine answered where the error is an engine's. A router of before reads the first three.
+    """
 
     code: str
     message: str
     param: str | None = None
+    answer: EngineAnswer | None = None
 
 
 def refusal_of(error: Exception) -> WireError:
     """Return how ``error`` travels. One that is not of the core tree is a mistake at the worker."""
     if isinstance(error, KvrouterError) and error.code in _KINDS:
-        return WireError(error.code, error.message, error.param)
+        return WireError(error.code, error.message, error.param, error.answer)
     return WireError(WorkerUnreachable.code, f"the worker failed: {type(error).__name__}: {error}")
 
 
 def error_of(refusal: WireError) -> KvrouterError:
     """Return the error; a code that is not known here is a worker that did not take the request."""
-    return _KINDS.get(refusal.code, WorkerUnreachable)(refusal.message, param=refusal.param)
+    return _KINDS.get(refusal.code, WorkerUnreachable)(
+        refusal.message, param=refusal.param, answer=refusal.answer
+    )
 
 
 def encode_request(request: EngineRequest) -> bytes:
@@ -270,7 +278,8 @@ class LegStream:
         chunks = self._chunks
         while not chunks:
             if self._failure is not None:
-                raise type(self._failure)(self._failure.message, param=self._failure.param)
+                failure = self._failure
+                raise type(failure)(failure.message, param=failure.param, answer=failure.answer)
             if self.is_over:
                 raise StopAsyncIteration
             await self._wait()

@@ -1,0 +1,60 @@
+"""An engine's own error answer, as it travels from the worker to the client: status, headers, bytes."""
+
+import re
+from typing import Annotated
+
+import msgspec
+
+BODY_MAX_BYTES = 44 * 1024
+"""The longest body: with headers and words it fits into the 64 KiB that a router reads of a refusal."""
+
+HEADERS_MAX = 16
+HEADER_MAX_BYTES = 512
+"""How many headers travel, and the longest value of one: a longer value is left out."""
+
+PASSED_HEADERS = frozenset(
+    {
+        b"accept",
+        b"allow",
+        b"content-type",
+        b"retry-after",
+        b"retry-after-ms",
+        b"www-authenticate",
+        b"x-should-retry",
+    }
+)
+"""The headers of an error answer that clients act on; those that begin with ``x-ratelimit-`` pass too."""
+
+_RATES = b"x-ratelimit-"
+
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+_NAME = re.compile(rb"[a-z0-9-]+")
+
+
+class EngineAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine answered in place of a good answer; the client gets it as it is.
+
+    With ``is_events`` the body is the end of a stream: the error's own event, and what the engine sent with
+    it.
+    """
+
+    status: Annotated[int, msgspec.Meta(ge=200, le=599)]
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    is_events: bool = False
+
+
+def passed_headers(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[tuple[bytes, bytes], ...]:
+    """Return those of ``headers`` that a client gets, with names in lower case. A worker applies it to what
+    its engine sent, a frontend to what a worker sent: neither can set any other header here.
+    """
+    named = ((name.lower(), value) for name, value in headers)
+    passed = [
+        (name, value)
+        for name, value in named
+        if (name in PASSED_HEADERS or name.startswith(_RATES))
+        and len(name) + len(value) <= HEADER_MAX_BYTES
+        and _NAME.fullmatch(name)
+        and _VALUE.fullmatch(value)
+    ]
+    return tuple(passed[:HEADERS_MAX])

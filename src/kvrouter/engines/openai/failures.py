@@ -1,0 +1,163 @@
+"""What an engine's error answer means: the table of statuses, and the errors that are made of it.
+
+An answer that blames the call passes to the client as it is, and no other engine is asked. One that blames
+the engine has the call sent elsewhere, within the limits of retries; when none of them answers, the last such
+answer passes.
+"""
+
+from enum import Enum, auto
+
+import aiohttp
+import msgspec
+
+from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.json import Unreadable, parsed
+from kvrouter.engines.openai.events import Failure
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, WorkerDeclined, WorkerFull
+
+SAID_MAX_CHARS = 500
+"""What an error quotes of an engine's own words is cut here."""
+
+
+class Blame(Enum):
+    """What an error answer blames."""
+
+    CALL = auto()
+    """Every engine would say so: it passes at once. No circuit counts it."""
+    FULL = auto()
+    """The engine takes no more for now: another may. No circuit counts it."""
+    DECLINED = auto()
+    """This engine, or what is before it, does not take this call; another may. No circuit counts it: a client
+    could open circuits with it."""
+    ENGINE = auto()
+    """The engine failed: another may not. Circuits count it."""
+
+
+STATUSES: dict[int, Blame] = {
+    300: Blame.ENGINE, 301: Blame.ENGINE, 302: Blame.ENGINE, 303: Blame.ENGINE, 304: Blame.ENGINE,
+    307: Blame.ENGINE, 308: Blame.ENGINE,  # its address is wrong, or a login page is before it
+    401: Blame.ENGINE,    # it refuses the router's key: no client's key ever gets there
+    403: Blame.DECLINED,  # a key without the right to this, or a filter of content before the engine
+    408: Blame.DECLINED,  # it did not read the call in time: HTTP lets clients send it again
+    421: Blame.DECLINED,  # the wrong server for it, says HTTP: another connection may be right
+    425: Blame.DECLINED,  # too early for it, says HTTP: it may be sent again
+    429: Blame.FULL,
+    499: Blame.DECLINED,  # it took the client to have left, as when it aborts what runs
+    501: Blame.CALL,      # what the model or this release of the engine cannot do
+    503: Blame.FULL,
+    505: Blame.CALL,
+}  # fmt: skip
+"""What each status blames; see :func:`blame_of` for those that are not named."""
+
+
+def blame_of(status: int) -> Blame:
+    """Return what a status blames: below 500 the call, from 500 on the engine, unless the table says more."""
+    return STATUSES.get(status, Blame.CALL if status < 500 else Blame.ENGINE)
+
+
+async def read_failure(answer: aiohttp.ClientResponse) -> KvrouterError:
+    """Read an answer that is not 200, as far as it travels; return what it means."""
+    return failure_of(answer.status, await read_error(answer), tuple(answer.raw_headers))
+
+
+async def read_error(answer: aiohttp.ClientResponse) -> bytes:
+    """Read the body of such an answer, and hardly more of it than travels."""
+    body = b""
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > BODY_MAX_BYTES:
+            break
+    return body
+
+
+def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> KvrouterError:
+    """Return what an engine's error answer means. A body that is too long to travel is replaced by an error
+    in OpenAI's form, which quotes its beginning and says so. A redirect is never followed and does not pass:
+    it names the engine's own addresses.
+    """
+    message, param = said(body[:BODY_MAX_BYTES])
+    blame = blame_of(status)
+    answer = None
+    if status < 300 or 400 <= status < 600:
+        passed = passed_headers(headers)
+        if len(body) > BODY_MAX_BYTES:
+            body, passed = _cut(status, message), _as_json(passed)
+        answer = EngineAnswer(status, passed, body)
+    if blame is Blame.CALL:
+        return _refused(status, message, param, answer)
+    words = f"the engine answered {status}: {message}"
+    if blame is Blame.FULL:
+        return WorkerFull(words, answer=answer)
+    if blame is Blame.DECLINED:
+        return WorkerDeclined(words, answer=answer)
+    return EngineFailed(words, answer=answer)
+
+
+def failure_inside(error: Failure, answer: EngineAnswer | None = None) -> KvrouterError:
+    """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
+    code = error.code
+    if isinstance(code, int) and 400 <= code < 600 and blame_of(code) is Blame.CALL:
+        return _refused(code, error.message[:SAID_MAX_CHARS], _short(error.param), answer)
+    return EngineFailedLater(f"the engine failed: {error.message[:SAID_MAX_CHARS]}", answer=answer)
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What engines say of a mistake: OpenAI's form, or the older flat one."""
+
+    message: str = ""
+    param: str | None = None
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    error: _Said | str | None = None
+    message: str = ""
+    detail: object = None
+    param: str | None = None
+
+
+_failure = msgspec.json.Decoder(_Failure)
+
+
+def said(body: bytes) -> tuple[str, str | None]:
+    """Return the message of an error answer, and the field that it is about where the engine names it."""
+    try:
+        failure = parsed(_failure, body)
+    except Unreadable:
+        return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
+    if isinstance(failure.error, _Said):
+        return failure.error.message[:SAID_MAX_CHARS], _short(failure.error.param)
+    message = failure.message or failure.error or ("" if failure.detail is None else str(failure.detail))
+    return message[:SAID_MAX_CHARS], _short(failure.param)
+
+
+def _short(param: str | None) -> str | None:
+    return None if param is None else param[:SAID_MAX_CHARS]
+
+
+_CONTEXT_WORDS = (
+    "maximum context length",
+    "max_model_len",
+    "max_seq_len",
+    "should not exceed max_num_tokens",
+    "context length",
+    "maximum allowed length",
+    "too long",
+)
+
+
+def _refused(status: int, message: str, param: str | None, answer: EngineAnswer | None) -> InvalidRequest:
+    if any(words in message for words in _CONTEXT_WORDS):
+        return ContextLengthExceeded(message, param=param, answer=answer)
+    return InvalidRequest(message or f"the engine answered {status}", param=param, answer=answer)
+
+
+def _cut(status: int, message: str) -> bytes:
+    words = f"{message} ... (the engine's answer is over {BODY_MAX_BYTES} bytes: kvrouter cut it)"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return msgspec.json.encode({"error": {"message": words, "type": kind, "param": None, "code": status}})
+
+
+def _as_json(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[tuple[bytes, bytes], ...]:
+    others = [(name, value) for name, value in headers if name != b"content-type"]
+    return ((b"content-type", b"application/json"), *others)

@@ -1,0 +1,118 @@
+"""Errors of engines reach clients as the engines wrote them, on every route."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from kvrouter.config import KvRouterConfig
+from tests.e2e.test_passed_routes import before
+from tests.support.engine_server import JSON, Answer, ScriptedEngine, event_of, scripted_engine
+from tests.support.served import Served
+
+CHAT = "/v1/chat/completions"
+PATHS = (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings")
+BODIES: dict[str, dict[str, object]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+}
+BODY = b'{"error": {"message" :"no\\u00e9","type": "TheirType","code": "their_code","of_theirs":1.0}}\n'
+HEADERS = {
+    "Retry-After": "7",
+    "WWW-Authenticate": 'Basic realm="engine"',
+    "Allow": "POST",
+    "x-should-retry": "false",
+    "X-RateLimit-Reset-Requests": "1s",
+}
+OFTEN = KvRouterConfig(circuit_failures=1000)
+"""No circuit opens in these tests."""
+
+CALLS_FAULT = (201, 202, 400, 404, 405, 409, 413, 415, 422, 431, 451, 498, 501)
+ENGINES_FAULT = (401, 403, 408, 421, 429, 499, 500, 502, 503, 504, 507, 599)
+
+
+async def ask(here: Served, path: str, **more: object) -> httpx.Response:
+    return await here.http.post(path, json={"model": "tiny", **BODIES[path], **more})
+
+
+def refusal(status: int, body: bytes = BODY) -> Answer:
+    return Answer((body,), status=status, content_type="application/problem+json", headers=HEADERS)
+
+
+def asked(engines: Sequence[ScriptedEngine]) -> int:
+    return sum(len(engine.calls) for engine in engines)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_of_any_status_passes_as_it_is(path: str, stream: bool) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
+        here = await stack.enter_async_context(before(*engines, router=OFTEN))
+        for status in (*CALLS_FAULT, *ENGINES_FAULT):
+            for engine in engines:
+                engine.answers.clear()
+                engine.answers.append(refusal(status))
+            already = asked(engines)
+            response = await ask(here, path, stream=stream)
+            assert (response.status_code, response.content) == (status, BODY)
+            assert response.headers["content-type"] == "application/problem+json"
+            for name, value in HEADERS.items():
+                assert response.headers[name] == value
+            assert asked(engines) - already == (1 if status in CALLS_FAULT else 2), status
+
+
+async def test_a_client_that_streams_gets_the_error_event_of_its_engine_and_what_is_behind_it() -> None:
+    role = {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]}
+    said = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
+    failed = b'data: {"error" :{"message":"died","code":500}}\r\n\r\n: bye\n\ndata: [DONE]\n\n'
+    before_it = event_of(role) + event_of(said)
+    async with scripted_engine() as engine, before(engine) as here:
+        engine.answers.append(Answer((event_of(role), event_of(said), failed[:60], failed[60:])))
+        response = await ask(here, CHAT, stream=True, seed=1)
+        assert (response.status_code, response.content) == (200, before_it + failed)
+        engine.answers.append(Answer((event_of(role), failed)))  # before the first token
+        response = await ask(here, CHAT, stream=True)
+        assert (response.status_code, response.content) == (200, event_of(role) + failed)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        metrics = await here.metrics()
+        assert metrics.value("errors_total", model="tiny", code="worker_failed") == 1
+        assert metrics.value("errors_total", model="tiny", code="no_eligible_worker") == 1
+
+
+async def test_an_error_with_the_status_of_a_good_answer_passes_too() -> None:
+    body = b'{"error": {"message":"died","code":500, "of_theirs":1}}'
+    async with scripted_engine() as engine, before(engine) as here:
+        engine.answers.append(Answer((body,), content_type=JSON))
+        response = await ask(here, CHAT)
+        assert (response.status_code, response.content) == (200, body)
+
+
+async def test_what_one_engine_refuses_another_answers() -> None:
+    good = b'{"choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}]}'
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
+        here = await stack.enter_async_context(before(*engines, router=OFTEN))
+        for status in ENGINES_FAULT:
+            pair = [refusal(status), Answer((good,), content_type=JSON)]
+            for engine, answer in zip(engines, pair, strict=True):
+                engine.answers.clear()
+                engine.answers.extend([answer] * 2)
+            for _ in range(2):
+                response = await ask(here, CHAT)
+                assert (response.status_code, response.content) == (200, good), status
+
+
+async def test_a_redirect_is_not_followed_and_tells_no_address() -> None:
+    async with scripted_engine() as engine, before(engine) as here:
+        engine.answers.append(Answer((b"",), status=307, headers={"Location": engine.url + "/elsewhere"}))
+        response = await ask(here, CHAT)
+        assert response.status_code == 503
+        assert "answered 307" in response.json()["error"]["message"]
+        assert engine.url not in response.text
+        assert "location" not in response.headers
+        assert len(engine.calls) == 1

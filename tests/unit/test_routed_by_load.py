@@ -1,0 +1,171 @@
+"""A model whose prompts cannot be read here: its engines' calls are served, and routed by load."""
+
+import json
+import logging
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from kvrouter.core.ids import ModelName
+from kvrouter.text.source import MOCK_FOLDER
+from kvrouter.wiring import text_models
+from tests.support.engine_server import JSON, VLLM_PAGES, Answer, ScriptedEngine, page, scripted_engine
+from tests.support.logged import event_of
+from tests.support.processes import Metrics, eventually
+from tests.unit.test_fleet_engines import Up, up
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 400}]}
+COMPLETION = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
+WHOLE = Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+STREAM = Answer((page("vllm-0.32.0-chat.sse"),))
+
+
+def before(*engines: ScriptedEngine, tokenizer: str | Path | None = None, roles: tuple[str, ...] = ()) -> str:
+    said = "" if tokenizer is None else f", tokenizer: '{tokenizer}'"
+    groups = "".join(
+        f"  - {{name: w{at}, role: {roles[at] if roles else 'both'}, "
+        f"engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}\n"
+        for at, engine in enumerate(engines)
+    )
+    return f"models: [{{name: tiny{said}}}]\nworkers:\n{groups}"
+
+
+async def routing_of(here: Up) -> tuple[str, str | None]:
+    (model,) = (await here.http.get("/v1/fleet")).json()["models"]
+    return model["routing"], model["routing_reason"]
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [line for line in caplog.records if event_of(line) == "routed_by_load"]
+    return [vars(line)["kvrouter_fields"]["reason"] for line in lines]
+
+
+async def test_a_model_without_a_tokenizer_is_served_on_every_route_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with scripted_engine() as engine, up(before(engine)) as here:
+        assert await here.ready() == (200, '{"status":"ready"}')
+        (listed,) = (await here.http.get("/v1/models")).json()["data"]
+        assert (listed["id"], listed["max_model_len"]) == ("tiny", 2048)
+        engine.answers += [STREAM, WHOLE, WHOLE, WHOLE]
+        streamed = await here.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert (streamed.status_code, streamed.content) == (200, page("vllm-0.32.0-chat.sse"))
+        for path, call in {
+            "/v1/completions": COMPLETION,
+            "/v1/responses": {"model": "tiny", "input": "hi"},
+            "/v1/embeddings": {"model": "tiny", "input": ["hi"]},
+        }.items():
+            answer = await here.http.post(path, json=call)
+            assert (answer.status_code, answer.content) == (200, page("vllm-0.32.0-completion.json"))
+            assert engine.calls[-1].body == call
+        routing, reason = await routing_of(here)
+        assert (routing, reason) == ("load", "tiny-model is no folder here")
+        metrics = Metrics((await here.http.get("/metrics")).text)
+        assert metrics.total("model_routed_by_load", model="tiny") == 1
+    assert reasons(caplog) == ["tiny-model is no folder here"]
+
+
+async def test_it_is_routed_by_a_length_that_its_bytes_give_and_by_no_overlap() -> None:
+    async with scripted_engine() as engine, up(before(engine)) as here:
+        for _ in range(2):
+            engine.answers.append(WHOLE)
+            headers = {"x-request-id": "same"}
+            assert (await here.http.post("/v1/completions", json=COMPLETION, headers=headers)).is_success
+            explained = (await here.http.post("/v1/route/explain", json=COMPLETION)).json()
+            (row,) = explained["decode"]["candidates"]
+            assert (explained["isl_tokens"], explained["blocks"], row["overlap_blocks"]) == (100, 4, 0)
+        engine.answers.append(WHOLE)
+        ids = {**COMPLETION, "prompt": [1, 2, 3]}
+        assert (await here.http.post("/v1/completions", json=ids)).is_success
+        assert (await here.http.post("/v1/route/explain", json=ids)).json()["isl_tokens"] == 3
+
+
+async def test_a_pair_serves_it_too() -> None:
+    kept = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_engine_id": "e"}
+    prefilled = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": kept}
+    async with scripted_engine() as prefill, scripted_engine() as decode:
+        prefill.answers.append(Answer((json.dumps(prefilled).encode(),), content_type=JSON))
+        decode.answers.append(STREAM)
+        async with up(before(prefill, decode, roles=("prefill", "decode"))) as here:
+            answer = await here.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+            assert answer.content == page("vllm-0.32.0-chat.sse")
+        assert prefill.calls[0].body["messages"] == decode.calls[0].body["messages"] == CHAT["messages"]
+        assert decode.calls[0].body["kv_transfer_params"] == kept
+        assert "prompt" not in decode.calls[0].body
+
+
+UNREADABLE = {
+    "an empty folder": {},
+    "a broken tokenizer.json": {"tokenizer.json": "{"},
+    "tiktoken": {
+        "tiktoken.model": "YQ== 0",
+        "tokenizer_config.json": '{"tokenizer_class":"TikTokenTokenizer"}',
+    },
+    "a tokenizer.json of another world": {"tokenizer.json": '{"model":{"type":"Quantum"}}'},
+}
+
+
+@pytest.mark.parametrize("what", sorted(UNREADABLE))
+async def test_what_is_no_tokenizer_to_us_is_no_condition(what: str, tmp_path: Path) -> None:
+    for name, content in UNREADABLE[what].items():
+        (tmp_path / name).write_text(content)
+    async with scripted_engine() as engine:
+        engine.replace("/v1/models", VLLM_ROOT, str(tmp_path))
+        for tokenizer in (None, tmp_path):
+            engine.answers.append(WHOLE)
+            async with up(before(engine, tokenizer=tokenizer)) as here:
+                assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+                routing, reason = await routing_of(here)
+                assert routing == "load"
+                assert str(tmp_path) in str(reason)
+
+
+VLLM_ROOT = "tiny-model"
+assert f'"{VLLM_ROOT}"' in page(VLLM_PAGES["/v1/models"]).decode()
+
+
+async def test_the_mock_tokenizer_before_a_real_engine_is_not_believed() -> None:
+    async with scripted_engine() as engine, up(before(engine, tokenizer="mock")) as here:
+        engine.answers.append(WHOLE)
+        assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+        assert await routing_of(here) == ("load", "the token ids of tokenizer mock are not the engine's")
+
+
+TEMPLATES = {
+    "that does not compile": "{% if %}",
+    "that never ends": "{% for a in range(10**9) %}a{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("what", sorted(TEMPLATES))
+async def test_a_template_that_fails_is_no_condition_either(what: str, tmp_path: Path) -> None:
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATES[what])
+    async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
+        engine.answers += [STREAM, WHOLE]
+        assert (await here.http.post("/v1/chat/completions", json={**CHAT, "stream": True})).is_success
+        assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+        routing, reason = await routing_of(here)
+        assert routing == "load"
+        assert "chats cannot be read here: " in str(reason)
+
+
+async def test_it_is_served_while_the_tokenizer_is_loaded_and_by_cache_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(text_models, "RETRY_S", 0.01)
+    async with scripted_engine() as engine, up(before(engine, tokenizer=tmp_path)) as here:
+        engine.answers.append(WHOLE)
+        assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+        assert (await routing_of(here))[0] == "load"
+        copytree(MOCK_FOLDER, tmp_path, dirs_exist_ok=True)
+
+        async def by_cache() -> bool:
+            return await routing_of(here) == ("cache", None)
+
+        await eventually(by_cache)
+        assert here.system.service.find(ModelName("tiny")) is not None
+    assert len(reasons(caplog)) == 1
+    assert [event_of(line) for line in caplog.records].count("routed_by_cache") == 1
