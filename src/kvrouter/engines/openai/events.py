@@ -99,11 +99,6 @@ class AnswerEvent(msgspec.Struct, frozen=True):
     system_fingerprint: str | None = None
 
     @property
-    def is_first_choice_alone(self) -> bool:
-        """Whether it is of the one choice that an answer usually has."""
-        return len(self.choices) == 1 and self.choices[0].index == 0
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens of its one choice, where the engine sends them."""
         if len(self.choices) != 1:
@@ -238,7 +233,7 @@ def _read_fields(data: bytes, why: str) -> UnreadEvent:
 def _odd_choice(raw: Raw) -> Choice:
     fields = _read(_choice, raw, _ChoiceFields(index=raw))
     return Choice(
-        index=_read(_index, fields.index, -1), finish_reason=_read(_text, fields.finish_reason, "stop")
+        index=_read(_index, fields.index, -1), finish_reason=_read(_text, fields.finish_reason, None)
     )
 
 
@@ -253,7 +248,22 @@ def exists_for_tokens(event: AnswerEvent, raw: bytes) -> bool:
     """Whether an event of one answer is there for its tokens alone: vLLM skips it for who does not ask for
     tokens. Its parsers wait, such as for the rest of a character.
     """
-    return event.tells_tokens and event.finish is None and _EMPTY_DELTA.search(raw) is not None
+    return (
+        event.finish is None
+        and _EMPTY_DELTA.search(raw) is not None
+        and _TOKEN_FIELDS.search(raw) is not None
+    )
+
+
+def with_fingerprint(raw: bytes, fingerprint: str) -> bytes:
+    """Return a last event with its engine's fingerprint, behind its choices as vLLM writes it."""
+    begin, brace, end = raw.rpartition(b"}")
+    fields = _read(_fields, Raw(raw.partition(b"data:")[2]), _Fields())
+    choices = bytes(fields.choices)
+    before, found, behind = raw.partition(choices)
+    if choices != b"null" and found:
+        begin, brace, end = before + found, b"", behind
+    return b'%b,"system_fingerprint":%b%b%b' % (begin, msgspec.json.encode(fingerprint), brace, end)
 
 
 def without_token_ids(raw: bytes, unasked: Unasked = Unasked.NULL) -> bytes:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
-import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
@@ -27,6 +26,7 @@ from kvrouter.engines.openai.events import (
     UnreadEvent,
     exists_for_tokens,
     read_event,
+    with_fingerprint,
     without_token_ids,
 )
 from kvrouter.engines.openai.failures import failure_inside
@@ -55,7 +55,7 @@ class RawEvents:
 
     def take(self, event: AnswerEvent, raw: bytes) -> bytes:
         """Return what of ``raw``, and of what waits, goes to the client now."""
-        if self._takes_usage and event.choices and event.usage is not None:
+        if event.choices and event.usage is not None and not isinstance(event, UnreadEvent):
             self._takes_usage = False
         if self._takes_usage and event.is_usage_alone:
             return self._released(event.system_fingerprint)
@@ -63,7 +63,7 @@ class RawEvents:
             if exists_for_tokens(event, raw):
                 return self._released(None)
             raw = without_token_ids(raw, self._reading.unasked)
-        if self._takes_usage and event.finish is not None and event.is_first_choice_alone:
+        if self._takes_usage and event.finish is not None and len(event.choices) == 1:
             released, self._last = self._released(None), raw
             return released
         return self._released(None) + raw
@@ -79,8 +79,7 @@ class RawEvents:
     def _released(self, fingerprint: str | None) -> bytes:
         raw, self._last = self._last, b""
         if raw and fingerprint is not None:
-            body, brace, end = raw.rpartition(b"}")
-            raw = b'%b,"system_fingerprint":%b%b%b' % (body, msgspec.json.encode(fingerprint), brace, end)
+            raw = with_fingerprint(raw, fingerprint)
         if self._behind:
             raw += b"".join(self._behind)
             self._behind.clear()
