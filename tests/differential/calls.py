@@ -43,10 +43,10 @@ TOOL = {"name": "find", "description": "Finds KV.", "parameters": {"type": "obje
 TOOLS = [{"type": "function", "function": TOOL}]
 
 GENERATED: Mapping[str, dict[str, Any]] = {
-    CHAT: {"model": MODEL, "messages": USER, "max_tokens": 16},
-    COMPLETION: {"model": MODEL, "prompt": "Where is", "max_tokens": 16},
-    RESPONSES: {"model": MODEL, "input": "Where is my cache?", "max_output_tokens": 16},
-    MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 16},
+    CHAT: {"model": MODEL, "messages": USER, "max_tokens": 16, "temperature": 0},
+    COMPLETION: {"model": MODEL, "prompt": "Where is", "max_tokens": 16, "temperature": 0},
+    RESPONSES: {"model": MODEL, "input": "Where is my cache?", "max_output_tokens": 16, "temperature": 0},
+    MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 16, "temperature": 0},
 }
 """The calls of routes that stream."""
 
@@ -551,7 +551,7 @@ def odd_calls() -> Iterator[Call]:
     whole = dumps(GENERATED[CHAT])
     for path in (*GENERATED, "/v1/embeddings", "/tokenize"):
         yield Call(f"{path}: an empty body", path)
-        yield Call(f"{path}: cut off JSON", path, whole[:-3])
+        yield Call(f"{path}: cut off JSON", path, whole[:-1])
         yield Call(f"{path}: a list", path, b"[]")
         yield Call(f"{path}: GET", path, method="GET", headers=())
         yield Call(f"{path}: PUT", path, whole, method="PUT")

@@ -51,13 +51,13 @@ def own_error(
     """The body is an error of kvrouter's own, with one of these messages; ``kind`` is Anthropic's type."""
 
     def holds(call: Call, alone: Seen, found: Found) -> bool:
+        told = [message.format(path=call.path, method=call.method) for message in messages]
+        fields = {"code": code, "param": param}
         if call.path.startswith(MESSAGES):
-            errors = [
-                {"type": kind, "message": message, "code": code, "param": param} for message in messages
-            ]
+            errors = [{"type": kind, "message": message, **fields} for message in told]
             return found.through in [dumps({"type": "error", "error": error}) for error in errors]
-        told = {"type": "invalid_request_error", "param": param, "code": code}
-        return found.through in [dumps({"error": {"message": message, **told}}) for message in messages]
+        rest = {"type": "invalid_request_error", "param": param, "code": code}
+        return found.through in [dumps({"error": {"message": message, **rest}}) for message in told]
 
     return holds
 
@@ -76,7 +76,7 @@ def _is_stream(call: Call, alone: Seen) -> bool:
 
 
 def _from_engine(call: Call, alone: Seen) -> bool:
-    return bool(alone.asked) and call.method == "POST"
+    return call.method == "POST"
 
 
 def _is_json(call: Call) -> bool:
@@ -126,6 +126,24 @@ def _is_redirected(call: Call, alone: Seen) -> bool:
     return _status(alone) == 307
 
 
+def _is_page(call: Call, alone: Seen) -> bool:
+    """A page of kvrouter's, or a path or method that it does not have."""
+    return call.method != "POST" or _status(alone) in (404, 405) or call.path == "/ping"
+
+
+def _no_json_type(call: Call, alone: Seen) -> bool:
+    types = [value.lower().partition(";")[0] for name, value in call.headers if name == "content-type"]
+    return call.method == "POST" and types not in (["application/json"], ["multipart/form-data"])
+
+
+def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
+    """It is what the engine answers to the same call of the right type."""
+    answer = answer_of(Asked(call.method, call.target, {"content-type": "application/json"}, call.body))
+    return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
+
+
+_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
 NOT_JSON = (
     "the body is not valid JSON: it ends too early (at the end)",
     "expected `object`, got `array`",
@@ -272,5 +290,92 @@ DIFFERENCES: tuple[Difference, ...] = (
         "no engine is asked",
         _NO_JSON_WHY,
         where(lambda call, alone: not _is_json(call), equals("0")),
+    ),
+    Difference(
+        "header content-security-policy",
+        "a page of kvrouter's own, and a path or method that it does not have",
+        "a policy under which a browser runs nothing of it",
+        _OF_ITS_OWN,
+        where(_is_page, equals(_POLICY)),
+    ),
+    Difference(
+        "header x-content-type-options",
+        "a page of kvrouter's own, and a path or method that it does not have",
+        "`nosniff`",
+        _OF_ITS_OWN,
+        where(_is_page, equals("nosniff")),
+    ),
+    Difference(
+        "body",
+        "`/health`",
+        "how kvrouter is, and how many requests it has under way",
+        _OF_ITS_OWN,
+        where(lambda call, alone: call.path == "/health", equals(b'{"status":"ok","running_requests":0}')),
+    ),
+    Difference(
+        "header content-type",
+        "`/health`",
+        "`application/json`",
+        _OF_ITS_OWN,
+        where(lambda call, alone: call.path == "/health", equals("application/json")),
+    ),
+    Difference(
+        "body",
+        "a path that kvrouter does not have",
+        "an error in the form of the API that was called",
+        "Routes that change an engine, or read what one engine keeps, are not passed.",
+        where(
+            lambda call, alone: _status(alone) == 404,
+            own_error("nothing is at {path}", code="not_found", kind="not_found_error"),
+        ),
+    ),
+    Difference(
+        "body",
+        "a method that a path does not take",
+        "an error in the form of the API that was called",
+        "Clients of an API read its errors; vLLM's is FastAPI's.",
+        where(
+            lambda call, alone: _status(alone) == 405,
+            own_error(
+                "{path} takes POST, not {method}",
+                "{path} takes GET, HEAD, not {method}",
+                code="method_not_allowed",
+            ),
+        ),
+    ),
+    Difference(
+        "header allow",
+        "a page that takes GET",
+        "also names HEAD",
+        "Pages take HEAD where they take GET.",
+        lambda call, alone, found: (found.alone, found.through) == ("GET", "GET, HEAD"),
+    ),
+    Difference(
+        "times asked",
+        "a path or method that kvrouter does not have",
+        "no engine is asked",
+        "It is refused before it is read.",
+        where(lambda call, alone: _status(alone) in (404, 405), equals("0")),
+    ),
+    Difference(
+        "status",
+        "`GET /v1/models/{id}`",
+        "200",
+        "OpenAI's clients ask for one model; vLLM has no such route.",
+        where(lambda call, alone: call.path == f"/v1/models/{MODEL}", equals("HTTP/1.1 200 OK")),
+    ),
+    Difference(
+        "status",
+        "a body whose `content-type` is not that of JSON",
+        "that of the same call as JSON",
+        "kvrouter reads the body whatever its type is, and tells the engine that it is JSON.",
+        where(_no_json_type, _of_json_type),
+    ),
+    Difference(
+        "body",
+        "a body whose `content-type` is not that of JSON",
+        "that of the same call as JSON",
+        "As above.",
+        where(_no_json_type, _of_json_type),
     ),
 )

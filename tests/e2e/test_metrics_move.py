@@ -120,7 +120,11 @@ OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
 OF_CIRCUITS = {"kvrouter_worker_circuit", "kvrouter_circuits_opened_total", "kvrouter_pairs_parted"}
 """Asserted where workers fail again and again."""
 
-OF_CALLS_AS_WRITTEN = {"kvrouter_retry_body_bytes", "kvrouter_retry_bodies_dropped_total"}
+OF_CALLS_AS_WRITTEN = {
+    "kvrouter_prompt_shape_answers_total",
+    "kvrouter_retry_body_bytes",
+    "kvrouter_retry_bodies_dropped_total",
+}
 """Asserted where engines get calls as clients wrote them."""
 
 OF_THE_COST_OF_TIME = {

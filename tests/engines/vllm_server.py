@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from tests.engines.install import engines_dir
 from tests.engines.real_engine import MODEL, RealEngine
@@ -40,12 +41,15 @@ class VllmServer(RealEngine):
         kv_transfer: Mapping[str, object] | None = None,
         kv_host: str = "127.0.0.1",
         kv_device: str = "lo",
+        model: Path | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
-        """Start it and return once it answers. KV travels over ``kv_device``, which has ``kv_host``."""
+        """Start it and return once it answers. KV travels over ``kv_device``, which has ``kv_host``.
+        ``model``: the folder of another model than the tiny one.
+        """
         home = engines_dir()
         command = [
-            *(str(home / "venv" / "bin" / "vllm"), "serve", str(home / "model")),
+            *(str(home / "venv" / "bin" / "vllm"), "serve", str(model or home / "model")),
             *("--served-model-name", MODEL, "--host", self.host, "--port", str(self._ports[0])),
             *("--dtype", "bfloat16", "--max-model-len", str(context_length)),
             *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(n_blocks)),

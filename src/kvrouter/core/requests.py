@@ -300,6 +300,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
+    ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
     """
 
     request_id: RequestId
@@ -317,6 +318,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     has_media: bool = False
     context_tokens: int = 0
     whole: bool = False
+    shape: str = ""
     trace: TraceContext = NO_TRACE
     isl_tokens_estimate: int = 0
 

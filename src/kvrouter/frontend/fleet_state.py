@@ -228,6 +228,10 @@ def _model_json(model: ModelRouter, *, workers: int, why_by_load: str | None) ->
             for pair, state in model.broken_pairs()
         ],
         "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
+        "prompt_shapes": [
+            {"shape": seen.shape, "answers": seen.answers, "missed": seen.missed, "blind": seen.is_blind}
+            for seen in model.accounts.shapes.readings()
+        ],
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
         "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,

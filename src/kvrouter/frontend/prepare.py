@@ -40,6 +40,7 @@ from kvrouter.routing.request import RoutingSettings
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
+from kvrouter.text.prompts.shape import shape_of
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
 from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_domains
 
@@ -338,6 +339,7 @@ class RequestPreparer:
             cache_namespace=call.cache_namespace,
             call=written if is_exact else replace(written, resumable=False),
             has_media=has_media,
+            shape="" if passed.chat is None else shape_of(passed.chat),
             context_tokens=0 if estimate or wanted_tokens > context_tokens else wanted_tokens,
             isl_tokens_estimate=min(estimate, context_tokens),
         )

@@ -142,6 +142,7 @@ def route_request(
         whole=request.whole,
         whole_if_broken=not has_lost_kv,
         has_media=request.has_media,
+        shape=request.shape,
         is_prompt_unknown=request.is_prompt_unknown,
         context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
     )

@@ -97,6 +97,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``context_tokens``: what the context of a worker must hold that answers, 0 where that is not known.
     ``near``: the worker that prefills is near the frontend, or cheaper there.
     ``has_media``: what engines hold of it can only be predicted, beyond the text that it begins with.
+    ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
     ``is_prompt_unknown``: its tokens are not known here, ``isl_tokens`` is an estimate.
     """
 
@@ -113,6 +114,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     whole_if_broken: bool = False
     last_resort: bool = False
     has_media: bool = False
+    shape: str = ""
     is_prompt_unknown: bool = False
     context_tokens: int = 0
     near: NearFrontend | None = None

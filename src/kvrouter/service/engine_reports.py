@@ -10,6 +10,8 @@ from typing import NamedTuple
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.fleet.fleet import Fleet
+from kvrouter.service.prompt_shapes import Noted as NotedShape
+from kvrouter.service.prompt_shapes import PromptShapes
 from kvrouter.service.transfer_speed import Noted, SpeedVerdict, TransferReading, TransferSpeeds
 from kvrouter.telemetry import Event, Telemetry, log_event
 
@@ -57,11 +59,13 @@ class Compared(NamedTuple):
 class _Window:
     """The last answers: when each came, and by how many blocks its prediction was too high."""
 
-    __slots__ = ("answers", "n_since_verdict")
+    __slots__ = ("answers", "n_since_verdict", "was_asked_in_vain")
 
     def __init__(self) -> None:
         self.answers: deque[tuple[float, int]] = deque(maxlen=WINDOW_ANSWERS)
         self.n_since_verdict = 0
+        self.was_asked_in_vain = False
+        """Whether the rank was asked for what it holds though the prompt was another one: once is enough."""
 
     def summed(self) -> AnswerCounts:
         errors = [error for _, error in self.answers]
@@ -85,10 +89,12 @@ class IndexCheck:
         isl_tokens: int,
         prompt_tokens: int | None,
         now_s: float,
+        is_blind: bool = False,
     ) -> Compared | None:
         """An engine answered, and counts ``prompt_tokens`` where it reports them; ``isl_tokens`` were
         routed. None where there was nothing to predict. What is wrong is reported once a whole window is, and
-        then again after another one.
+        then again after another one. Of calls whose shape ``is_blind`` a rank is found wrong once, until an
+        answer is right: another prompt was made of them, and to ask what it holds helps no more.
         """
         if prompt_tokens is not None and prompt_tokens != isl_tokens:
             return Compared(Prediction.OTHER_PROMPT, None)
@@ -100,9 +106,16 @@ class IndexCheck:
         if window is None:
             window = self._windows[slot] = _Window()
         error = (predicted_tokens - cached_tokens) // self._block_size
+        prediction = _prediction(error)
+        if is_blind and window.was_asked_in_vain:
+            return Compared(prediction, None)
+        if prediction is Prediction.RIGHT:
+            window.was_asked_in_vain = False
         window.answers.append((now_s, error))
         window.n_since_verdict += 1
-        return Compared(_prediction(error), self._judged(window))
+        wrong = self._judged(window)
+        window.was_asked_in_vain |= is_blind and wrong is not None
+        return Compared(prediction, wrong)
 
     def last_answers(self, slot: Slot) -> AnswerCounts | None:
         """What the last answers of the slot's rank came to; None before the first."""
@@ -154,6 +167,21 @@ class EngineInstrumentation:
         if compared.wrong is not None:
             self._telemetry.index_wrong.inc(*labels)
             self._log(Event.INDEX_WRONG, rank, _answers_detail(compared.wrong))
+
+    def shape_noted(self, noted: NotedShape) -> None:
+        """A call of some shape was answered, with something in the engine's cache to find."""
+        seen = "missed" if noted.is_missed else "found"
+        self._telemetry.prompt_shape_answers.inc(self._model, noted.shape, seen)
+        if noted.turned_blind is not None:
+            reading = noted.turned_blind
+            log_event(
+                logger,
+                Event.PROMPT_SHAPE_BLIND,
+                model=self._model,
+                shape=reading.shape,
+                reason=f"of the last {reading.answers} such calls {reading.missed} were not found where the "
+                "engine had them cached: it makes another prompt of them than the router",
+            )
 
     def kv_carried(self, rank: WorkerRank, noted: Noted) -> None:
         """A rank's engine reported the KV that it has fetched since."""
@@ -223,6 +251,7 @@ class EngineReports:
         self._fleet = fleet
         self._observed = observed
         self._index_check = IndexCheck(block_size=fleet.block_size)
+        self.shapes = PromptShapes(block_size=fleet.block_size)
         self._transfers = TransferSpeeds()
         self._skipped: dict[Slot, Mapping[str, int]] = {}
         self._ranks: dict[Slot, WorkerRank] = {}
@@ -236,17 +265,32 @@ class EngineReports:
         cached_tokens: int,
         isl_tokens: int,
         prompt_tokens: int | None,
+        shape: str = "",
     ) -> bool:
-        """An engine reported how much of a prompt it had cached, and of how many tokens it made it; return
-        whether its last answers contradict the index.
+        """An engine reported how much of a prompt it had cached, and of how many tokens it made it, of a call
+        of this shape; return whether its last answers contradict the index.
         """
+        now_s = time.monotonic()
+        noted = None
+        if shape:
+            noted = self.shapes.note(
+                shape,
+                predicted_tokens=predicted_tokens,
+                cached_tokens=cached_tokens,
+                isl_tokens=isl_tokens,
+                prompt_tokens=prompt_tokens,
+                now_s=now_s,
+            )
+        if noted is not None:
+            self._observed.shape_noted(noted)
         compared = self._index_check.note(
             slot,
             predicted_tokens=predicted_tokens,
             cached_tokens=cached_tokens,
             isl_tokens=isl_tokens,
             prompt_tokens=prompt_tokens,
-            now_s=time.monotonic(),
+            now_s=now_s,
+            is_blind=noted is not None and noted.is_blind,
         )
         if compared is None:
             return False

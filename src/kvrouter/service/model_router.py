@@ -510,6 +510,7 @@ class ModelRouter:
             cached_tokens=cached_tokens,
             isl_tokens=placement.prompt.isl_tokens,
             prompt_tokens=prompt_tokens,
+            shape=placement.wanted.shape,
         ):
             self.cache.doubt(slot)
 

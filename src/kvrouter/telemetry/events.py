@@ -96,6 +96,7 @@ class Event(StrEnum):
     EVENTS_MISTAKEN = "events_mistaken"
     KV_EVENTS_OVER_LIMIT = "kv_events_over_limit"
     INDEX_WRONG = "index_wrong"
+    PROMPT_SHAPE_BLIND = "prompt_shape_blind"
     KV_TRANSFER_SLOW = "kv_transfer_slow"
     KV_TRANSFER_WELL = "kv_transfer_well"
     RANK_SLOW = "rank_slow"
@@ -435,6 +436,11 @@ EVENTS: dict[Event, EventSpec] = {
     Event.INDEX_WRONG: EventSpec(
         logging.WARNING,
         "An engine's own counts of cached tokens contradict the index: what it holds is asked for.",
+    ),
+    Event.PROMPT_SHAPE_BLIND: EventSpec(
+        logging.WARNING,
+        "Calls of one shape (route, roles, tools) are not found where their engine has them cached: it makes "
+        "another prompt of them than the router.",
     ),
     Event.KV_TRANSFER_SLOW: EventSpec(
         logging.WARNING,

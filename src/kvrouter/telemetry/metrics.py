@@ -106,6 +106,16 @@ class Telemetry(MetricsPage):
         "prediction",
     )
 
+    prompt_shape_answers = counter(
+        "kvrouter_prompt_shape_answers",
+        "Answers of which the engine had something cached, by the shape of the call (route, roles, tools) "
+        "and whether the router had found it there; missed where the engine makes another prompt of such "
+        "calls. At most 64 shapes a model are told apart.",
+        "model",
+        "shape",
+        "prediction",
+    )
+
     kv_transfers = counter(
         "kvrouter_kv_transfers",
         "Transfers by which a worker rank fetched KV from others, by its engine's own count.",

@@ -18,6 +18,7 @@ ANSWERS_COMPARED = 8
 """So many compared answers say something,"""
 
 OTHER_PROMPT_SHARE = 0.1
+BLIND_SHARE = 0.5
 """and if more than this share had another number of tokens, the router's tokens are not the engine's."""
 
 TOKENIZER_WHY = (
@@ -167,6 +168,7 @@ def tokenizers(reading: Reading) -> Iterator[Outcome]:
             model, workers, [probe for probe in reading.probes if probe.model == model.model]
         )
         yield from _other_prompts(reading, model)
+        yield from _blind_shapes(reading, model)
 
 
 def _differing(model: Model, workers: Iterable[Worker], probes: Sequence[TokenProbe]) -> Iterator[Outcome]:
@@ -210,6 +212,23 @@ def _other_prompts(reading: Reading, model: Model) -> Iterator[Outcome]:
                 TOKENIZER_WHY,
                 "give the router the engine's tokenizer and chat template (tokenizer in the fleet file, or "
                 "--model-path)",
+            )
+
+
+def _blind_shapes(reading: Reading, model: Model) -> Iterator[Outcome]:
+    name = "kvrouter_prompt_shape_answers_total"
+    for shape, missed in reading.counts.by(name, "shape", model=model.model, prediction="missed").items():
+        answers = reading.counts.total(name, model=model.model, shape=shape)
+        if answers >= ANSWERS_COMPARED and missed > BLIND_SHARE * answers:
+            yield Problem(
+                Severity.WARNING,
+                f"calls of the shape {shape!r} ({model.model})",
+                f"{missed:g} of {answers:g} were not found where their engine had them cached, "
+                f"{reading.period}",
+                "the engine makes another prompt of such calls than the router, which routes them by load",
+                "look for flags of the engine that change prompts (--chat-template, "
+                "--chat-template-content-format, defaults of template names), and give the router the "
+                "engine's own template; report the shape where there is none",
             )
 
 

@@ -18,6 +18,7 @@ COUNTERS = (
     "kvrouter_overlap_tokens_total",
     "kvrouter_time_to_first_token_by_cache_hit_seconds_count",
     "kvrouter_index_predictions_total",
+    "kvrouter_prompt_shape_answers_total",
     "kvrouter_events_dropped_total",
     "kvrouter_planes_refused_total",
     "kvrouter_feed_events_total",

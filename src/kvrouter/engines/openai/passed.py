@@ -35,15 +35,20 @@ class _Usage(AnswerUsage, frozen=True):
     input_tokens: int | None = None
     output_tokens: int | None = None
     input_tokens_details: CachedTokens | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
     @property
     def counted(self) -> AnswerUsage:
         prompt, answer = self.prompt_tokens, self.completion_tokens
-        return AnswerUsage(
-            self.input_tokens if prompt is None else prompt,
-            self.output_tokens if answer is None else answer,
-            self.prompt_tokens_details or self.input_tokens_details,
-        )
+        details = self.prompt_tokens_details or self.input_tokens_details
+        if prompt is None and self.input_tokens is not None:
+            # Anthropic counts what was read from a cache, or written into one, apart from the rest.
+            apart = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+            prompt = self.input_tokens + apart
+        if self.cache_read_input_tokens is not None:
+            details = CachedTokens(self.cache_read_input_tokens)
+        return AnswerUsage(prompt, self.output_tokens if answer is None else answer, details)
 
 
 class _Inner(msgspec.Struct, frozen=True):
