@@ -309,7 +309,7 @@ that goes unnoticed. Not compared are headers of one connection or one moment (`
 
 def differences_page() -> str:
     """Return the page of what differs between an engine alone and the same through kvrouter."""
-    rows = [(row.calls, _field_text(row.field), row.through, row.reason) for row in DIFFERENCES]
+    rows = [(row.calls, row.shown or _field_text(row.field), row.through, row.reason) for row in DIFFERENCES]
     return f"{DIFFERENCES_HEAD}\n{table(('calls', 'field', 'through kvrouter', 'why'), rows)}"
 
 

@@ -389,10 +389,15 @@ def answer_calls() -> Iterator[Call]:
 
 OWN_HEADERS: Headers = (
     ("endpoint-load-metrics", "named_metrics.kv_cache_usage_perc=0.5"),
-    ("x-of-tomorrow", "a"),
-    ("openai-processing-ms", "5"),
+    ("metadata", '{"data":[]}'),
+    ("x-ratelimit-remaining-requests", "5"),
     ("retry-after", "7"),
+    ("x-of-tomorrow", "a"),
+    ("set-cookie", "a=b"),
 )
+
+
+_BYTES: Headers = (("content-type", "application/octet-stream"), ("metadata", '{"data":[]}'))
 
 
 def _cut(data: bytes, size: int) -> Iterator[bytes]:
@@ -419,6 +424,7 @@ BODIES: Mapping[str, Script] = {
     "a name twice": lambda answer: replace(answer, pieces=(answer.body[:-1] + b',"usage":null,"usage":5}',)),
     "in chunks": lambda answer: replace(answer, pieces=tuple(_cut(answer.body, 7)), is_stream=True),
     "gzip": _gzipped,
+    "bytes": lambda answer: replace(answer, pieces=(bytes(range(256)) * 300,), headers=_BYTES),
     "another type": lambda answer: replace(answer, headers=(("content-type", "application/x-ndjson"),)),
     "no type": lambda answer: replace(answer, headers=()),
     "status 202": lambda answer: replace(answer, status=202),
@@ -493,7 +499,16 @@ def form_calls() -> Iterator[Call]:
     for name, script in STREAMS.items():
         yield _asked(CHAT, f"answer of {name}, n=2", stream=True, script=script, n=2)
     for path in ("/v1/embeddings", "/rerank", "/tokenize"):
-        for name in ("gzip", "no JSON", "a list", "nothing", "in chunks", "headers of its own", "status 202"):
+        for name in (
+            "gzip",
+            "no JSON",
+            "bytes",
+            "a list",
+            "nothing",
+            "in chunks",
+            "headers of its own",
+            "status 202",
+        ):
             yield _asked(path, f"answer of {name}", script=BODIES[name])
 
 

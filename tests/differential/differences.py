@@ -27,6 +27,8 @@ class Difference:
     through: str
     reason: str
     holds: Holds
+    shown: str = ""
+    """What the page calls the field, where the test has one for many."""
 
 
 def equals(*values: object) -> Holds:
@@ -200,6 +202,37 @@ DIFFERENCES: tuple[Difference, ...] = (
         "`no`",
         "nginx would hold events back.",
         where(_is_stream, matches("no")),
+    ),
+    Difference(
+        "header vary",
+        "every answer",
+        "absent, unless `--cors-allow-origins` names origins",
+        "Which web pages may call is for the router to say, and not for an engine behind it.",
+        lambda call, alone, found: (found.alone, found.through) == ("Origin", None),
+    ),
+    Difference(
+        "header set-cookie",
+        "an answer of an engine",
+        "absent",
+        "A cookie of one engine means nothing to the next.",
+        lambda call, alone, found: (found.alone, found.through) == ("a=b", None),
+    ),
+    Difference(
+        "header x-of-tomorrow",
+        "an answer of an engine",
+        "absent",
+        "Of an engine's headers pass `content-type`, `retry-after`, `retry-after-ms`, `x-should-retry`, "
+        "`www-authenticate`, `allow`, `accept`, `metadata`, `endpoint-load-metrics` and `x-ratelimit-*`: "
+        "others may tell of the fleet.",
+        lambda call, alone, found: (found.alone, found.through) == ("a", None),
+        shown="any other header",
+    ),
+    Difference(
+        "header content-type",
+        "a good answer of an engine without a type",
+        "`application/json`",
+        "No engine is known to leave it out, and clients read what is there.",
+        where(lambda call, alone: _status(alone) == 200 and bool(alone.asked), matches("application/json")),
     ),
     Difference(
         "asked body",

@@ -107,5 +107,9 @@ class Tally:
         return "\n".join(lines)
 
 
-HEADERS_OF_ALL = frozenset(row.field for row in DIFFERENCES if row.field.startswith("header x-"))
-"""Headers that every answer has more: with these alone it counts as the same."""
+HEADERS_OF_ALL = frozenset(
+    row.field
+    for row in DIFFERENCES
+    if row.field.startswith(("header x-request", "header x-kv", "header vary"))
+)
+"""Headers in which every answer differs: with these alone it counts as the same."""

@@ -62,6 +62,7 @@ def _head(answer: Answer, *, has_body: bool) -> bytes:
         f"HTTP/1.1 {status.value} {status.phrase}",
         f"date: {formatdate(usegmt=True)}",
         "server: uvicorn",
+        "vary: Origin",
     ]
     lines += [f"{name}: {value}" for name, value in answer.headers]
     if answer.is_stream:

@@ -1,4 +1,6 @@
-"""An engine's own error answer, as it travels from the worker to the client: status, headers, bytes."""
+"""An engine's own error answer, as it travels from the worker to the client: status, headers, bytes; and the
+headers that do so of any answer.
+"""
 
 import re
 from typing import Annotated
@@ -17,18 +19,25 @@ PASSED_HEADERS = frozenset(
         b"accept",
         b"allow",
         b"content-type",
+        b"endpoint-load-metrics",
+        b"metadata",
         b"retry-after",
         b"retry-after-ms",
         b"www-authenticate",
         b"x-should-retry",
     }
 )
-"""The headers of an error answer that clients act on; those that begin with ``x-ratelimit-`` pass too."""
+"""The headers of an answer that clients act on; those that begin with ``x-ratelimit-`` pass too. vLLM's
+``metadata`` says what embeddings in bytes are, and ``endpoint-load-metrics`` is what a client asked for.
+"""
 
 _RATES = b"x-ratelimit-"
 
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _NAME = re.compile(rb"[a-z0-9-]+")
+
+
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class EngineAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,12 +48,12 @@ class EngineAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     status: Annotated[int, msgspec.Meta(ge=200, le=599)]
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Headers = ()
     body: bytes = b""
     is_events: bool = False
 
 
-def passed_headers(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[tuple[bytes, bytes], ...]:
+def passed_headers(headers: Headers) -> Headers:
     """Return those of ``headers`` that a client gets, with names in lower case. A worker applies it to what
     its engine sent, a frontend to what a worker sent: neither can set any other header here.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
-from kvrouter.core.engine_answer import EngineAnswer
+from kvrouter.core.engine_answer import EngineAnswer, Headers
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     last.
     ``comments`` are an event stream's comments, ahead of ``raw``: the client gets them, and a chunk that has
     nothing else is no part of the answer. ``unread`` is why not everything in ``raw`` could be read.
+    ``headers`` come with the first of ``raw``: those of the engine's answer that the client gets.
     ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
     answer so far, where it reports that.
     """
@@ -253,6 +254,7 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int | None = None
     kv_bytes: int | None = None
     failure: EngineAnswer | None = None
+    headers: Headers = ()
     comments: bytes = b""
     unread: str | None = None
 
@@ -287,6 +289,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         kv_bytes=next((c.kv_bytes for c in chunks if c.kv_bytes is not None), None),
         comments=b"" if answers else written,
         unread=next((c.unread for c in chunks if c.unread is not None), None),
+        headers=next((chunk.headers for chunk in chunks if chunk.headers), ()),
     )
 
 

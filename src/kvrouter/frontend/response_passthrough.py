@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
@@ -32,8 +33,10 @@ from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, utf8_bytes
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
     """Answer with the engine's JSON object; of a form, perhaps with its text, which may be empty."""
     pieces: list[bytes] = []
+    headers: Headers = ()
     async for chunk in generation:
         pieces.append(chunk.raw)
+        headers = headers or chunk.headers
         if chunk.finish is not None:
             break
     body = b"".join(pieces)
@@ -42,7 +45,7 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
     nvext = routing_nvext(generation, call.nvext.extra_fields)
     if nvext and _FILLED_OBJECT.fullmatch(body):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
-    await exchange.send(generation, body)
+    await exchange.send(generation, body, headers)
 
 
 async def pass_stream(
@@ -50,7 +53,7 @@ async def pass_stream(
 ) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation)
+    stream = await exchange.begin_stream(generation, chunk.headers)
     passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
@@ -65,7 +68,7 @@ async def pass_stream(
 async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
     """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation)
+    stream = await exchange.begin_stream(generation, chunk.headers)
     while True:
         stream.write(chunk.comments + chunk.raw)
         if chunk.finish is not None:

@@ -137,12 +137,12 @@ class ResponseWriter:
         self._responder = responder
         self._stream: Stream | None = None
 
-    async def send(self, generation: Generation, body: bytes) -> None:
-        """Answer with one JSON object, or with the text that an engine writes instead."""
+    async def send(self, generation: Generation, body: bytes, headers: ResponseHeaders = ()) -> None:
+        """Answer with one JSON object, or what an engine writes instead; ``headers`` are the engine's."""
         self.status = 200
         is_text = isinstance(self.kind, PassedRoute) and self.kind.is_form and body[:1] != b"{"
         fixed = TEXT_HEADERS if is_text else JSON_HEADERS
-        await self._responder.send(200, self._headers(fixed, generation), body)
+        await self._responder.send(200, self._headers(fixed, generation, headers), body)
 
     async def send_query(self, call: Call, body: bytes) -> None:
         """Answer a call that only asked where it would go, with all of its answer."""
@@ -150,13 +150,13 @@ class ResponseWriter:
         fixed = EVENT_HEADERS if call.stream else JSON_HEADERS
         await self._responder.send(200, (*fixed, (b"x-request-id", self.request_id.encode())), body)
 
-    async def begin_stream(self, generation: Generation) -> Stream:
-        """Begin to answer with server-sent events.
+    async def begin_stream(self, generation: Generation, headers: ResponseHeaders = ()) -> Stream:
+        """Begin to answer with server-sent events; ``headers`` are the engine's.
 
         Not before the first of them is here, so that what fails until then has a status.
         """
         self._stream = await self._responder.start_stream(
-            200, self._headers(EVENT_HEADERS, generation), filler=SSE_FILLER
+            200, self._headers(EVENT_HEADERS, generation, headers), filler=SSE_FILLER
         )
         return self._stream
 
@@ -204,7 +204,13 @@ class ResponseWriter:
             return self.kind
         raise RuntimeError(f"answers of {self.kind.route} are their engines' own")
 
-    def _headers(self, fixed: ResponseHeaders, generation: Generation) -> ResponseHeaders:
+    def _headers(
+        self, fixed: ResponseHeaders, generation: Generation, engines: ResponseHeaders = ()
+    ) -> ResponseHeaders:
+        if engines:
+            passed = passed_headers(tuple(engines))
+            names = {name for name, _ in passed}
+            fixed = (*(header for header in fixed if header[0] not in names), *passed)
         return (*fixed, (b"x-request-id", self.request_id.encode()), *routing_headers(generation))
 
 

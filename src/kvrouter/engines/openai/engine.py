@@ -21,7 +21,7 @@ from kvrouter.engines.kv_events.listener import (
 )
 from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import JSON_TYPE, AnswerHeaders, EngineServer
 from kvrouter.engines.openai.streams import (
     KV_FAILURES,
     AnswerReading,
@@ -154,7 +154,9 @@ class ServedEngine:
         elif call.streams:
             stream = OpeningStream(self._open(call, headers, read))
         else:
-            stream = WholeStream(self._server.ask(call.path, call.body, headers), call.reading, read)
+            told = AnswerHeaders(JSON_TYPE)
+            asking = self._server.ask(call.path, call.body, headers, told)
+            stream = WholeStream(asking, call.reading, read, told)
         if request.leg is not Leg.DECODE:
             return stream
         if request.kv_transfer_params:

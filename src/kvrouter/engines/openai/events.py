@@ -158,7 +158,7 @@ class _Fields(msgspec.Struct, frozen=True):
     system_fingerprint: Raw = Raw(b"null")
 
 
-ODD_CHOICES_MAX = 128
+ODD_CHOICES_READ = 128
 """Of more choices, one of which cannot be read, no more than these are read one by one."""
 
 
@@ -221,7 +221,7 @@ def _read_fields(data: bytes, why: str) -> UnreadEvent:
         return UnreadEvent(why=why)
     choices = _read(_choices, fields.choices, [fields.choices]) or []
     return UnreadEvent(
-        choices=tuple(map(_odd_choice, choices[:ODD_CHOICES_MAX])),
+        choices=tuple(map(_odd_choice, choices[:ODD_CHOICES_READ])),
         usage=_read(_usage, fields.usage, AnswerUsage()),
         error=_read(_error, fields.error, None),
         kv_transfer_params=_read(_kv_params, fields.kv_transfer_params, None),

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import aiohttp
 
+from kvrouter.core.engine_answer import Headers, passed_headers
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
 from kvrouter.engines.openai.failures import read_error, read_failure, said
 from kvrouter.engines.openai.metrics import MetricLines
@@ -145,11 +146,19 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
 
-    async def ask(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-        """Send a call; return its whole answer. Raises as :meth:`post` does, StreamBroken once it was
-        accepted.
+    async def ask(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        told: "AnswerHeaders | None" = None,
+    ) -> bytes:
+        """Send a call; return its whole answer, and put into ``told`` which headers it has. Raises as
+        :meth:`post` does, StreamBroken once it was accepted.
         """
         answer = await self.post(path, body, headers)
+        if told is not None:
+            told.take(answer)
         try:
             async with answer:
                 return await _read_whole(answer, ANSWER_MAX_BYTES)
@@ -160,6 +169,23 @@ class EngineServer:
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         return self._session
+
+
+JSON_TYPE = b"application/json"
+EVENTS_TYPE = b"text/event-stream; charset=utf-8"
+
+
+class AnswerHeaders:
+    """The headers of an answer that its client gets. ``usual`` is the content type that it has anyway."""
+
+    def __init__(self, usual: bytes) -> None:
+        self._usual = (b"content-type", usual)
+        self.passed: Headers = ()
+
+    def take(self, answer: aiohttp.ClientResponse) -> None:
+        """Keep those of ``answer``."""
+        headers = passed_headers(tuple(answer.raw_headers))
+        self.passed = tuple(header for header in headers if header != self._usual)
 
 
 def let_end(answer: aiohttp.ClientResponse) -> None:

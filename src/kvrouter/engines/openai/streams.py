@@ -1,6 +1,6 @@
 """The answer to one leg, read from the engine's HTTP answer: server-sent events or one body.
 
-Whoever gets the engine's own bytes gets all of them, whatever they are: an answer is broken where the
+A client that gets the engine's own bytes gets all of them, whatever they are: an answer is broken where the
 connection broke, or where an error stands in its place.
 """
 
@@ -30,7 +30,12 @@ from kvrouter.engines.openai.events import (
     without_token_ids,
 )
 from kvrouter.engines.openai.failures import failure_inside
-from kvrouter.engines.openai.server import END_LIMIT_S, failed_by
+from kvrouter.engines.openai.server import (
+    END_LIMIT_S,
+    EVENTS_TYPE,
+    AnswerHeaders,
+    failed_by,
+)
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
@@ -39,7 +44,7 @@ class RawEvents:
 
     An engine that is asked for the usage writes its fingerprint next to that, and else into the last event of
     the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back. One
-    that writes a usage into every event was told to by its operator: then the last one is the client's too.
+    that writes a usage into every event does so for everybody: then the last one is the client's too.
     """
 
     def __init__(self, reading: "AnswerReading") -> None:
@@ -178,8 +183,8 @@ class AnswerReading:
     cleaned: Callable[[bytes], bytes] = bytes
 
     def finish_of(self, said: FinishReason | None) -> FinishReason | None:
-        """Return how an answer that came to its end ended. Whoever gets the engine's bytes has them whole,
-        whatever reason stands in them, or none.
+        """Return how an answer that came to its end ended. A client that gets the engine's bytes has them
+        whole, whatever reason stands in them, or none.
         """
         if not self.passes_raw:
             return said
@@ -213,6 +218,9 @@ class SseStream:
         """The event that says that the engine failed, and what came behind it."""
         self._gathered = _Gathered(reading)
         self._comments: list[bytes] = []
+        self._headers = AnswerHeaders(EVENTS_TYPE)
+        if reading.passes_raw:
+            self._headers.take(answer)
         self._raw = RawEvents(reading)
 
     def __aiter__(self) -> "SseStream":
@@ -265,7 +273,11 @@ class SseStream:
                 self._send_comments()
             if self._error is None:
                 self._ready.extend(self._last())
-        return self._ready.popleft()
+        chunk = self._ready.popleft()
+        if self._headers.passed:
+            chunk = replace(chunk, headers=self._headers.passed)
+            self._headers.passed = ()
+        return chunk
 
     async def _read_behind_end(self) -> bytes:
         """Return what comes behind the last event, empty once the engine ends its answer, or does not within
@@ -375,8 +387,13 @@ class WholeStream:
     """
 
     def __init__(
-        self, send: Coroutine[None, None, bytes], reading: AnswerReading, read: ReadEvent = read_event
+        self,
+        send: Coroutine[None, None, bytes],
+        reading: AnswerReading,
+        read: ReadEvent = read_event,
+        told: AnswerHeaders | None = None,
     ) -> None:
+        self._told = told
         self._reading = reading
         self._read = read
         self._cancelled: str | None = None
@@ -397,6 +414,8 @@ class WholeStream:
         if not self._pieces:
             self._is_over = True  # also where the answer is an error
             self._pieces = _in_pieces(self._chunk(self._answering.result()))
+            if self._told is not None and self._told.passed and self._reading.passes_raw:
+                self._pieces[0] = replace(self._pieces[0], headers=self._told.passed)
         piece = self._pieces.popleft()
         self._is_over = not self._pieces
         return piece
