@@ -391,9 +391,9 @@ class WholeStream:
         send: Coroutine[None, None, bytes],
         reading: AnswerReading,
         read: ReadEvent = read_event,
-        told: AnswerHeaders | None = None,
+        answer_headers: AnswerHeaders | None = None,
     ) -> None:
-        self._told = told
+        self._answer_headers = answer_headers
         self._reading = reading
         self._read = read
         self._cancelled: str | None = None
@@ -414,8 +414,8 @@ class WholeStream:
         if not self._pieces:
             self._is_over = True  # also where the answer is an error
             self._pieces = _in_pieces(self._chunk(self._answering.result()))
-            if self._told is not None and self._told.passed and self._reading.passes_raw:
-                self._pieces[0] = replace(self._pieces[0], headers=self._told.passed)
+            if self._answer_headers is not None and self._answer_headers.passed and self._reading.passes_raw:
+                self._pieces[0] = replace(self._pieces[0], headers=self._answer_headers.passed)
         piece = self._pieces.popleft()
         self._is_over = not self._pieces
         return piece
