@@ -15,8 +15,8 @@ _TAIL_BYTES = 4
 
 
 class KeepAliveStream:
-    """A :class:`Stream` that gets a comment where nothing was written for ``interval_s``. ``begin`` begins it:
-    with the first comment, or with :meth:`begin`.
+    """A :class:`Stream` that gets a comment where nothing was written for ``interval_s``. It begins, by what
+    ``begin`` returns, with the first comment or with :meth:`begin`.
     """
 
     def __init__(self, begin: Callable[[], Stream], interval_s: float) -> None:

@@ -167,8 +167,8 @@ class ResponseWriter:
         await self._responder.send(200, (*fixed, (b"x-request-id", self.request_id.encode())), body)
 
     def keep_alive(self, generation: Generation, interval_s: float) -> None:
-        """Write a comment wherever nothing else goes to the client for so long, also before its stream has begun:
-        then it begins with it, and what fails has no status any more.
+        """Write a comment wherever nothing else goes to the client for so long, also before its stream has
+        begun: then it begins with it, and what fails has no status any more.
         """
         self._keep_alive = KeepAliveStream(partial(self._start_stream, generation), interval_s)
 
