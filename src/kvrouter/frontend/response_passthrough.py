@@ -16,11 +16,11 @@ import msgspec
 from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
-from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
+from kvrouter.frontend.http import SSE_DONE, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passthrough import PassthroughCall
-from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
+from kvrouter.frontend.response_writer import EventStream, ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.text.chat import text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
@@ -53,7 +53,7 @@ async def pass_stream(
 ) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation, chunk.headers)
+    stream = exchange.begin_stream(generation, chunk.headers)
     passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
@@ -68,7 +68,7 @@ async def pass_stream(
 async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
     """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation, chunk.headers)
+    stream = exchange.begin_stream(generation, chunk.headers)
     while True:
         stream.write(chunk.comments + chunk.raw)
         if chunk.finish is not None:
@@ -84,7 +84,7 @@ class _PassthroughStream:
     """One stream, and what is kept of it in case that somebody else must go on."""
 
     def __init__(
-        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: Stream
+        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: EventStream
     ) -> None:
         self._kind = kind
         self._call = call
@@ -160,7 +160,7 @@ class _Rest:
     def __init__(
         self,
         answer: AnswerFormat,
-        stream: Stream,
+        stream: EventStream,
         text: TextModel,
         stops: Sequence[str],
         *,
