@@ -153,8 +153,8 @@ class EngineServer:
         headers: Mapping[str, str] | None = None,
         answer_headers: "AnswerHeaders | None" = None,
     ) -> bytes:
-        """Send a call; return its whole answer, and put into ``answer_headers`` which headers it has. Raises as
-        :meth:`post` does, StreamBroken once it was accepted.
+        """Send a call; return its whole answer, and put into ``answer_headers`` which headers it has. Raises
+        as :meth:`post` does, StreamBroken once it was accepted.
         """
         answer = await self.post(path, body, headers)
         if answer_headers is not None:
