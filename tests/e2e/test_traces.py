@@ -303,7 +303,13 @@ async def test_gen_ai_names_behind_their_switch(monkeypatch: pytest.MonkeyPatch)
     for name in ("time_to_first_token", "time_per_output_token"):
         assert f"gen_ai_server_{name}_seconds_count{{{labels}}} 1.0" in page
     assert f'gen_ai_server_request_duration_seconds_count{{error_type="",{labels}}} 1.0' in page
-    assert f'gen_ai_client_token_usage_sum{{{labels},gen_ai_token_type="output"}} 3.0' in page
+    tokens = "gen_ai_client_inference"
+    assert f"{tokens}_operation_output_tokens_sum{{{labels}}} 3.0" in page
+    assert f'{tokens}_usage_output_tokens_total{{{labels},gen_ai_token_modality="text"}} 3.0' in page
+    assert (
+        f'{tokens}_usage_cache_read_input_tokens_total{{{labels},gen_ai_token_modality="text"}} 0.0' in page
+    )
+    assert "gen_ai_client_token_usage" not in page
 
 
 async def test_a_key_in_a_mistaken_variable_is_in_no_line(

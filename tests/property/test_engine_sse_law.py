@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import ClassVar, cast
 
 import aiohttp
 import pytest
@@ -63,6 +63,8 @@ class Pieces:
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = [piece for piece in pieces if piece]
         self.is_closed = False
+
+    raw_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()
 
     @property
     def content(self) -> "Pieces":

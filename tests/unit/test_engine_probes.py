@@ -158,6 +158,21 @@ async def test_a_page_that_does_not_tell_the_start_is_no_new_start(started: floa
             assert watched.states == []
 
 
+async def test_an_engine_whose_hashes_cover_more_than_their_blocks_is_known_as_such() -> None:
+    engine = Publisher()
+    engine.start()
+    try:
+        async with scripted_engine() as scripted, attached(scripted, {R0: engine.at}) as watched:
+            await engine.subscribed.wait()
+            await engine.publish(vllm_batch(stored_event(1)))
+            await until(lambda: watched.heard.held == [1])
+            assert watched.states == []
+            await engine.publish(vllm_batch({**stored_event(2), "lookahead_token_ids": [[5, 6, 7]]}))
+            await watched.until(answers=True, lookahead_tokens=3)
+    finally:
+        engine.stop()
+
+
 async def test_events_that_are_gone_for_good_make_what_is_known_a_part() -> None:
     engine = Publisher(replays=False)
     engine.start()

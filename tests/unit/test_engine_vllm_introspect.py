@@ -253,6 +253,22 @@ def test_what_an_engine_fetched_is_reported_where_its_page_has_all_of_it(
     assert (first.kv_transfers, second.kv_transfers) == (reported, None)
 
 
+def test_what_connectors_fetched_is_one_sum() -> None:
+    tokens = [line for line in FETCHED.splitlines() if "by_source" in line]
+    by_nixl = [line for line in FETCHED.splitlines() if "nixl" in line]
+    by_mooncake = [line.replace("nixl", "mooncake") for line in by_nixl]
+
+    def fetched(*lines: str) -> KvTransfers | None:
+        page = "\n".join([USED.format(0, 0.25), *lines, *tokens, ""])
+        (report,) = reports(page, {R0: RankInfo(32, 200)})
+        return report.kv_transfers
+
+    once = KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1, tokens=768)
+    assert fetched(*by_nixl) == fetched(*by_mooncake) == once
+    twice = KvTransfers(transfers=6, bytes=786432, seconds=0.5, failed=2, tokens=768)
+    assert fetched(*by_nixl, *by_mooncake) == twice
+
+
 @pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
 def test_a_figure_that_cannot_be_counts_as_not_reported(value: str) -> None:
     text = USED.format(0, 0.25) + FETCHED.replace("393216.0", value)

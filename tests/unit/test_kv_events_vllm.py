@@ -184,6 +184,23 @@ def test_an_identifier_in_hexadecimal_digits_is_shortened_as_engines_do() -> Non
     assert all(0 <= value < 2**64 for value in others)
 
 
+@pytest.mark.parametrize(
+    ("behind", "tokens"),
+    [(None, 0), ([], 0), ([[]], 0), ([[7]], 1), ([[7, 8, 9]], 3), ([list(range(40))], 40)],
+)
+def test_a_hash_covers_as_many_tokens_behind_its_block_as_the_engine_says(
+    behind: object, tokens: int
+) -> None:
+    assert _stored(lookahead_token_ids=behind).lookahead_tokens == tokens
+
+
+@pytest.mark.parametrize("behind", [[7], ["a"], [{}], [[0] * 4097], [[0] * 70_000]])
+def test_a_list_behind_a_block_has_bounds(behind: object) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        _stored(lookahead_token_ids=behind)
+    assert caught.value.param == "events[0].lookahead_token_ids[0]"
+
+
 def _fields(**fields: object) -> dict[str, object]:
     first = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None}
     return {**first, "token_ids": [0] * 4, "block_size": 4, **fields}

@@ -4,6 +4,8 @@ from array import array
 from collections import Counter
 from random import Random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from msgspec import structs
 
@@ -88,6 +90,20 @@ def test_without_a_decode_worker_decode_is_refused(mode: RouterMode) -> None:
     leave(placer, 2)
     with pytest.raises(NoEligibleWorker):
         placer.pick_decode_again(placement, now_s=0.0)
+
+
+@pytest.mark.parametrize(("lookahead_tokens", "overlap_blocks"), [(0, 2), (1, 1), (BLOCK_SIZE, 1), (64, 0)])
+def test_a_block_counts_where_what_must_follow_it_is_known(
+    lookahead_tokens: int, overlap_blocks: int
+) -> None:
+    class TwoBlocks(NoCacheView):
+        def overlap(self, *_: object, **__: object) -> npt.NDArray[np.uint32]:
+            return np.array([2], np.uint32)
+
+    placer = placer_of((1, Role.BOTH))
+    placer.cache = TwoBlocks()
+    placer.fleet.join(structs.replace(card(1), lookahead_tokens=lookahead_tokens))
+    assert place(placer).decision.decode.overlap_blocks == overlap_blocks
 
 
 def test_the_bootstrap_room_is_drawn_and_belongs_to_its_rank() -> None:

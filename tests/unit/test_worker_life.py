@@ -101,10 +101,11 @@ async def test_a_worker_that_leaves_drains_whether_its_engine_answers_or_not(hou
     await house.cards.get()
     await house.worker.begin_drain()
     tell(EngineState(answers=False))
-    tell(EngineState(answers=True, knows_cache=False))
+    tell(EngineState(answers=True, knows_cache=False, lookahead_tokens=3))
     states = [await house.cards.get(), await house.cards.get()]
     assert [(card.draining, card.engine_silent) for card in states if card is not None] == [(True, False)] * 2
     assert [card.cache_is_partial for card in states if card is not None] == [False, True]
+    assert [card.lookahead_tokens for card in states if card is not None] == [0, 3]
     await house.worker.stop()
 
 

@@ -4,7 +4,6 @@ from enum import StrEnum
 from typing import Annotated
 
 from annotated_types import Interval
-from pydantic import SecretStr
 
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.recording import RecordingSettings
@@ -14,6 +13,7 @@ from kvrouter.config.setting import (
     NonNegative,
     Positive,
     PositiveCount,
+    Secret,
     Section,
     Setting,
     Whole,
@@ -67,7 +67,7 @@ class FrontendSettings(Section):
     """The port to listen on. At 0 the system picks a free one, which is logged."""
 
     admin_token: Annotated[
-        SecretStr | None,
+        Secret | None,
         Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=SettingGroup.FRONTEND),
     ] = None
     """The bearer token that the admin routes ask for. Unset: admin_routes says whether they are open. It has

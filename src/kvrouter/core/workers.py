@@ -98,8 +98,9 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``mock``; a frontend that was given none of its own for the model loads that. A worker that
     ``takes_calls`` gives its engine a client's call as it was written; the others serve what their frontend
     understands of it. With ``cache_is_partial`` some of its engine's KV events are lost for good: it holds
-    more than it reports. ``names`` are what else calls may ask it for: another name of the model (None), or
-    an adapter of it.
+    more than it reports. Its engine finds a block again only for a prompt that also has the
+    ``lookahead_tokens`` behind it. ``names`` are what else calls may ask it for: another name of the model
+    (None), or an adapter of it.
     One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
     that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
     ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, ``pod`` the Kubernetes pod that it is
@@ -129,6 +130,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     takes_calls: bool = False
     names: Mapping[str, str | None] = {}
     cache_is_partial: bool = False
+    lookahead_tokens: int = 0
     draining: bool = False
     engine: str = ""
     pod: str = ""

@@ -14,11 +14,13 @@ class EngineState(NamedTuple):
     """What a worker knows of the engine that it is attached to.
 
     ``answers``: its server does. ``knows_cache``: every store and removal since it began was heard; without
-    that what is known of its cache is a lower bound. ``why`` says what changed, for a log line.
+    that what is known of its cache is a lower bound. ``lookahead_tokens``: so many tokens behind a block must
+    a prompt have, too, for the engine to find it. ``why`` says what changed, for a log line.
     """
 
     answers: bool = True
     knows_cache: bool = True
+    lookahead_tokens: int = 0
     why: str = ""
 
 

@@ -179,6 +179,13 @@ class Fleet:
         return self.derived(_engine_kind, None)
 
     @property
+    def unsure_blocks(self) -> npt.NDArray[np.uint32] | None:
+        """How many blocks at the end of a match each slot's engine may not have, because what follows them
+        decides; None where there are none.
+        """
+        return self.derived(_unsure_blocks, None)
+
+    @property
     def shortest_context_tokens(self) -> int:
         """What fits into the context of every worker here."""
         return self.derived(_shortest_context_tokens, None)
@@ -547,6 +554,14 @@ def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
 def _engine_kind(fleet: Fleet, _: None) -> str:
     kinds = Counter(card.engine.partition(" ")[0] for card in fleet)
     return max(sorted(kinds), key=kinds.__getitem__, default="")
+
+
+def _unsure_blocks(fleet: Fleet, _: None) -> npt.NDArray[np.uint32] | None:
+    unsure = np.zeros(fleet.n_slots, np.uint32)
+    for card in fleet:
+        for slot in fleet.slots_of(card.worker_id):
+            unsure[slot] = -(-card.lookahead_tokens // fleet.block_size)
+    return unsure if unsure.any() else None
 
 
 def _shortest_context_tokens(fleet: Fleet, _: None) -> int:

@@ -71,8 +71,8 @@ class AdminRoutes:
         self._preparer = preparer
         self._bodies = bodies
         self._observed = observed
-        token = _secret(settings)
-        self._token = None if token is None else token.encode()
+        token = settings.admin_token
+        self._token = None if token is None else token.get_secret_value().encode()
         self._is_closed = settings.admin_routes is AdminAccess.CLOSED
         self._ids = RequestIds()
         self._cordons = CordonRoutes(service.cordons, bodies)
@@ -124,7 +124,7 @@ class AdminRoutes:
             request.state.model = called.name
             text = self._preparer.text_of(called, body)
             reader = self._preparer.nvext_reader(request.headers.raw)
-            parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader))
+            parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader, model=called.name))
             wanted = await self._preparer.prepare(parsed, called, text, request_id)
         finally:
             self._ids.give_back(request_id)
@@ -191,12 +191,6 @@ class AdminRoutes:
 async def closed(_: Request) -> Response:
     """Answer for a route that nobody may ask: no token could open it."""
     raise Unauthorized("the admin routes are closed: no admin token is set (KVROUTER_ADMIN_TOKEN)")
-
-
-def _secret(settings: FrontendSettings) -> str | None:
-    """The token that the admin routes ask for; None where there is none, or an empty one."""
-    token = settings.admin_token
-    return None if token is None else token.get_secret_value() or None
 
 
 def _limit_of(given: str | None) -> int:

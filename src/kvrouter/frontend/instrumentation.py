@@ -150,8 +150,12 @@ def _observe_gen_ai(
     if times.first_token_s is None:
         return
     metrics.time_to_first_token.observe(times.first_token_s - times.begun_s, *labels)
-    metrics.token_usage.observe(usage.prompt_tokens, *labels, "input")
-    metrics.token_usage.observe(usage.completion_tokens, *labels, "output")
+    metrics.operation_input_tokens.observe(usage.prompt_tokens, *labels)
+    metrics.operation_output_tokens.observe(usage.completion_tokens, *labels)
+    modality = "unknown" if generation.request.has_media else "text"
+    metrics.input_tokens.inc(*labels, modality, by=usage.prompt_tokens)
+    metrics.output_tokens.inc(*labels, "text", by=usage.completion_tokens)
+    metrics.cache_read_tokens.inc(*labels, modality, by=usage.cached_tokens)
     if times.ended_s is not None and usage.completion_tokens > 1:
         each_s = (times.ended_s - times.first_token_s) / (usage.completion_tokens - 1)
         metrics.time_per_output_token.observe(each_s, *labels)

@@ -275,6 +275,14 @@ class Placer:
             self._at_report.reported(slot, self.ledger.columns(), now_s=now_s)
         self.load_changed()
 
+    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
+        """Leading blocks held, by slot, as far as they are sure to be found again."""
+        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media)
+        unsure = self.fleet.unsure_blocks
+        if overlap is not None and unsure is not None:
+            overlap -= np.minimum(overlap, unsure)
+        return overlap
+
     def load_changed(self) -> None:
         """Some worker may be less busy: requests that wait for that may try again."""
         self.waiting.admission.pulse()
@@ -311,7 +319,7 @@ class Placer:
         replication = self._replication
         return View(
             fleet=self.fleet,
-            overlap_blocks=self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
+            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
             prefill_tokens=columns.prefill_tokens[:n_slots],
             active_blocks=columns.active_blocks[:n_slots],
             not_active=not_active,

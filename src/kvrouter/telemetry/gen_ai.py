@@ -1,9 +1,9 @@
-"""Metrics of requests under the names of OpenTelemetry's semantic conventions for generative AI."""
+"""Metrics of requests under the names of OpenTelemetry's semantic conventions for generative AI, v0.1.0."""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-from kvrouter.telemetry.families import MetricSpec, MetricTable, histogram, specs_of
+from kvrouter.telemetry.families import MetricSpec, MetricTable, counter, histogram, specs_of
 
 GEN_AI_SWITCH = "OTEL_SEMCONV_STABILITY_OPT_IN"
 GEN_AI_OPT_IN = "gen_ai_latest_experimental"
@@ -14,6 +14,7 @@ def wants_gen_ai(environ: Mapping[str, str]) -> bool:
     return GEN_AI_OPT_IN in map(str.strip, environ.get(GEN_AI_SWITCH, "").split(","))
 
 
+_TOKENS = tuple(float(4**power) for power in range(14))
 _GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 
 
@@ -41,12 +42,36 @@ class GenAiMetrics(MetricTable):
         *_GEN_AI,
         bounds=(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
     )
-    token_usage = histogram(
-        "gen_ai_client_token_usage",
-        "`gen_ai.client.token.usage`: tokens of a prompt (input) and of its answer (output).",
+    operation_input_tokens = histogram(
+        "gen_ai_client_inference_operation_input_tokens",
+        "`gen_ai.client.inference.operation.input_tokens`: tokens of a prompt.",
         *_GEN_AI,
-        "gen_ai_token_type",
-        bounds=tuple(float(4**power) for power in range(14)),
+        bounds=_TOKENS,
+    )
+    operation_output_tokens = histogram(
+        "gen_ai_client_inference_operation_output_tokens",
+        "`gen_ai.client.inference.operation.output_tokens`: tokens of an answer.",
+        *_GEN_AI,
+        bounds=_TOKENS,
+    )
+    input_tokens = counter(
+        "gen_ai_client_inference_usage_input_tokens",
+        "`gen_ai.client.inference.usage.input_tokens`: tokens of prompts, cached ones too.",
+        *_GEN_AI,
+        "gen_ai_token_modality",
+    )
+    output_tokens = counter(
+        "gen_ai_client_inference_usage_output_tokens",
+        "`gen_ai.client.inference.usage.output_tokens`: tokens of answers.",
+        *_GEN_AI,
+        "gen_ai_token_modality",
+    )
+    cache_read_tokens = counter(
+        "gen_ai_client_inference_usage_cache_read_input_tokens",
+        "`gen_ai.client.inference.usage.cache_read.input_tokens`: of the prompts' tokens those that an "
+        "engine had cached.",
+        *_GEN_AI,
+        "gen_ai_token_modality",
     )
 
     SPECS: ClassVar[tuple[MetricSpec, ...]]

@@ -250,6 +250,7 @@ class Worker:
                 self.card,
                 engine_silent=not state.answers,
                 cache_is_partial=not state.knows_cache,
+                lookahead_tokens=state.lookahead_tokens,
             )
             if card != self.card:
                 self.card = card

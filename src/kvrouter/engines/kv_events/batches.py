@@ -155,6 +155,15 @@ def _field(message: str, where: str, array_fields: Sequence[str]) -> str:
     return f"{where}{path}".removeprefix(".") or "payload"
 
 
+def array_length(value: memoryview) -> int | None:
+    """How many items a msgpack array has, by its head alone; None for what is no array."""
+    first = value[0]
+    if 0x90 <= first <= 0x9F:
+        return first & 0x0F
+    size = {0xDC: 2, 0xDD: 4}.get(first)
+    return None if size is None else int.from_bytes(value[1 : 1 + size], "big")
+
+
 def _is_array(first_byte: int) -> bool:
     """Whether a msgpack value is an array: fixarray, array 16 or array 32."""
     return 0x90 <= first_byte <= 0x9F or first_byte in (0xDC, 0xDD)
@@ -226,6 +235,7 @@ def stored_word(
     cache_salt: str | None,
     mm_hashes: MmHashes | None = None,
     group: CacheGroup | None = None,
+    lookahead_tokens: int = 0,
 ) -> EngineEvent:
     """The word for a store. Raises ProtocolError, which names the field."""
     names = names_of(wire.block_hashes, f"{where}.block_hashes")
@@ -244,6 +254,7 @@ def stored_word(
         lora_id=wire.lora_id,
         cache_salt=cache_salt or None,
         mm_hashes=mm_hashes,
+        lookahead_tokens=lookahead_tokens,
     )
 
 

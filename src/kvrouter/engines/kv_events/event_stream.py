@@ -120,6 +120,11 @@ class EngineEventStream:
         return tuple(rank for rank, ledger in self.ledgers.items() if ledger.is_partial)
 
     @property
+    def lookahead_tokens(self) -> int:
+        """How many tokens behind a block its name covers, the most of any rank."""
+        return max((ledger.lookahead_tokens for ledger in self.ledgers.values()), default=0)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether a replay is awaited."""
         return self._waiting is not None

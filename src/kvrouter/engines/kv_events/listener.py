@@ -64,6 +64,7 @@ class EngineListener:
         self._on_change = on_change
         self._replay_limit_s = replay_limit_s
         self._was_partial = False
+        self._lookahead_before = 0
         self._is_deaf = False
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,6 +74,11 @@ class EngineListener:
     def is_partial(self) -> bool:
         """Whether events were missed: more blocks may be held than are known."""
         return self._is_deaf or bool(self._follower.partial_ranks)
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """How many tokens behind a block a prompt must have, too, to find it."""
+        return self._follower.lookahead_tokens
 
     def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
         """Counts of what was not passed on of a rank; what was of no rank counts with the publisher's own."""
@@ -161,6 +167,9 @@ class EngineListener:
                     self._on_change("its publisher of KV events restarted")
                 case MalformedBatch():
                     self._on_change(f"a message of its KV events cannot be read: {command.error.message}")
+        if self.lookahead_tokens != self._lookahead_before:
+            self._lookahead_before = self.lookahead_tokens
+            self._on_change(f"its blocks' hashes cover {self.lookahead_tokens} tokens behind them")
         if self.is_partial is not self._was_partial:
             self._was_partial = self.is_partial
             self._on_change(
@@ -192,6 +201,10 @@ class EventListener(Protocol):
     @property
     def is_partial(self) -> bool:
         """Whether events were missed: more blocks may be held than are known."""
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """How many tokens behind a block a prompt must have, too, to find it."""
 
     def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
         """Counts of what was not passed on of a rank, since its engine began."""

@@ -57,11 +57,13 @@ class RankBlocks:
     """Turns what an engine says of one rank into the events that its routers get.
 
     ``skipped`` counts what is not passed on. ``is_partial``: events were missed, so more may be held.
+    ``lookahead_tokens``: how many tokens behind a block a prompt must have, too, to find it; the most so far.
     """
 
     def __init__(self, facts: EngineTraits, *, is_partial: bool = False) -> None:
         self.skipped: Counter[Skipped] = Counter()
         self.is_partial = is_partial
+        self.lookahead_tokens = 0
         self._facts = facts
         self._media: dict[Medium, dict[EngineHash, _Held]] = {medium: {} for medium in Medium}
         self._deciding: CacheGroup | None = None
@@ -115,6 +117,7 @@ class RankBlocks:
 
     def _store_new(self, event: EngineStored, out: list[KvEvent]) -> None:
         facts, n_blocks = self._facts, len(event.names)
+        self.lookahead_tokens = max(self.lookahead_tokens, event.lookahead_tokens)
         lora_name = event.lora_name
         if lora_name is None and event.lora_id is not None:
             lora_name = facts.lora_names.get(event.lora_id)

@@ -68,7 +68,8 @@ class EngineStored:
     """Consecutive blocks were stored, ``block_size`` of the ``token_ids`` in each of ``names``.
 
     ``mm_hashes[i]`` are the multimodal objects in block ``i``. A salt is named where a sequence begins and
-    holds for what follows. An empty ``token_ids`` means blocks that were stored elsewhere before.
+    holds for what follows. An empty ``token_ids`` means blocks that were stored elsewhere before. The names
+    cover so many ``lookahead_tokens`` behind each block, too: a prompt without them does not find it.
     """
 
     names: tuple[EngineHash, ...]
@@ -81,6 +82,7 @@ class EngineStored:
     lora_id: int | None = None
     cache_salt: str | None = None
     mm_hashes: MmHashes | None = None
+    lookahead_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

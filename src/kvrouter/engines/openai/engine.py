@@ -223,6 +223,7 @@ class ServedEngine:
             EngineState(
                 answers=not self._is_silent,
                 knows_cache=not any(listener.is_partial for listener in self._listeners),
+                lookahead_tokens=max((each.lookahead_tokens for each in self._listeners), default=0),
                 why=why,
             )
         )

@@ -34,8 +34,8 @@ from kvrouter.engines.openai.server import (
     END_LIMIT_S,
     EVENTS_TYPE,
     AnswerHeaders,
-    failed_by,
 )
+from kvrouter.http_client import connection_failure
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
 
@@ -239,7 +239,7 @@ class SseStream:
             except ProtocolError as error:
                 broken = StreamBroken(error.message)
             except (aiohttp.ClientError, OSError) as error:
-                broken = StreamBroken(f"the engine's answer broke off: {failed_by(error)}")
+                broken = StreamBroken(f"the engine's answer broke off: {connection_failure(error)}")
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:

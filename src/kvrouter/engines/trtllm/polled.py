@@ -85,6 +85,9 @@ class PollingListener:
         self._has_other_ranks = False
         self._task: asyncio.Task[None] | None = None
 
+    lookahead_tokens = 0
+    """Its hashes cover their own blocks alone."""
+
     @property
     def is_partial(self) -> bool:
         """Whether events were missed, or may have been."""

@@ -15,6 +15,7 @@ from kvrouter.engines.openai.bodies import (
     drop_inside,
     has_several_answers,
     has_several_prompts,
+    names_model,
     put,
     says_other_than,
 )
@@ -254,7 +255,8 @@ def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> E
 
 def _common(request: EngineRequest, model: str) -> Body:
     body = body_of(request.call.body) if request.call is not None else _sampled(request.sampling)
-    put(body, model=request.lora_name or model)
+    if request.call is None or request.resumed_tokens or names_model(body):
+        put(body, model=request.lora_name or model)
     if request.cache_namespace is not None:
         put(body, cache_salt=request.cache_namespace)
     drop(body, *_WHERE_KV_IS)

@@ -3,12 +3,16 @@
 Where a block's hash depends on more than tokens, vLLM says on what in ``extra_keys``, one entry a block, in
 this order: the adapter's name, the multimodal objects, the salt (in the first block of a sequence only),
 digests of prompt embeddings. Objects are ``(identifier, offset)``, and in early arrays the identifier alone.
+
+From 0.33 on, with a drafter such as EAGLE, a block's hash also covers the tokens right behind it, which are
+``lookahead_token_ids``, one list a block: the engine finds the block only for a prompt that has those too.
 """
 
 from typing import Annotated
 
 import msgspec
 
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.hashing import multimodal_hash
 from kvrouter.engines.kv_events.batches import (
     CLEARED,
@@ -18,6 +22,7 @@ from kvrouter.engines.kv_events.batches import (
     Name,
     RemovedFields,
     StoredFields,
+    array_length,
     read_batch,
     removed_word,
     stored_word,
@@ -41,6 +46,9 @@ _STANDING_OTHER = 0
 
 _DIGEST_DIGITS = 64
 
+LOOKAHEAD_TOKENS_MAX = 4096
+"""A drafter that looks further ahead than any is none."""
+
 
 class _Stored(StoredFields):
     lora_name: Name | None = None
@@ -55,6 +63,7 @@ class _StoredArray(_Stored, array_like=True, tag="BlockStored"):
 
 class _StoredMap(_Stored, tag_field="type", tag="BlockStored"):
     locality: Name | None = None
+    lookahead_token_ids: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=HASHES_MAX)] | None = None
 
 
 class _Removed(RemovedFields):
@@ -79,8 +88,26 @@ def _stored(wire: _Stored, where: str) -> EngineEvent:
         return EngineSkipped(Skipped.NOT_LOCAL, len(wire.block_hashes))
     salt, mm_hashes = _read_extra_keys(wire)
     return stored_word(
-        wire, where, lora_name=wire.lora_name, cache_salt=salt, mm_hashes=mm_hashes, group=_group(wire)
+        wire,
+        where,
+        lora_name=wire.lora_name,
+        cache_salt=salt,
+        mm_hashes=mm_hashes,
+        group=_group(wire),
+        lookahead_tokens=_lookahead_tokens(wire, where),
     )
+
+
+def _lookahead_tokens(wire: _Stored, where: str) -> int:
+    """How many tokens behind a block its hash covers, by the longest list. Raises ProtocolError."""
+    most = 0
+    for i, raw in enumerate((isinstance(wire, _StoredMap) and wire.lookahead_token_ids) or ()):
+        field = f"{where}.lookahead_token_ids[{i}]"
+        length = array_length(memoryview(raw))
+        if length is None or length > LOOKAHEAD_TOKENS_MAX:
+            raise ProtocolError(f"{field}: a list of at most {LOOKAHEAD_TOKENS_MAX} token ids", param=field)
+        most = max(most, length)
+    return most
 
 
 def _removed(wire: _Removed, where: str) -> EngineEvent:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -200,12 +201,10 @@ USED = "vllm:kv_cache_usage_perc"
 USED_BEFORE = "vllm:gpu_cache_usage_perc"
 """What versions before 0.11 call it."""
 
-FETCHED = NIXL_METRIC
-FETCHED_BYTES = "vllm:nixl_bytes_transferred_sum"
-FETCHED_SECONDS = "vllm:nixl_xfer_time_seconds_sum"
-FETCHED_FAILED = "vllm:nixl_num_failed_transfers_total"
-"""What NixlConnector reports from the engine's start on, also where it never fetched. Each tensor-parallel
-rank of an engine counts its own part; handshakes and notifications that failed count as failed transfers.
+FETCHED_BY = ("nixl", "mooncake")
+"""The connectors that count what an engine has fetched, from its start on, also where it never did:
+MooncakeConnector does from 0.33 on. Each tensor-parallel rank of an engine counts its own part; handshakes
+and notifications that failed count as failed transfers.
 """
 
 TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -215,8 +214,21 @@ FETCHED_TOKENS = "external_kv_transfer"
 FIGURE_MAX = float(2**53)
 """What is larger is no count, and would not be exact."""
 
-TRANSFER_METRICS = (FETCHED, FETCHED_BYTES, FETCHED_SECONDS, FETCHED_FAILED)
-LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *TRANSFER_METRICS, TOKENS_BY_SOURCE)
+TRANSFER_METRICS = tuple(
+    tuple(
+        f"vllm:{connector}_{name}"
+        for name in (
+            "bytes_transferred_count",
+            "bytes_transferred_sum",
+            "xfer_time_seconds_sum",
+            "num_failed_transfers_total",
+        )
+    )
+    for connector in FETCHED_BY
+)
+"""Transfers, their bytes and seconds, and those that failed, by connector."""
+
+LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *chain(*TRANSFER_METRICS), TOKENS_BY_SOURCE)
 
 
 def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: WorkerId) -> list[LoadReport]:
@@ -239,21 +251,25 @@ def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: 
 
 
 def _transfers(samples: Samples) -> dict[DpRank, KvTransfers]:
-    """What each rank has fetched; a rank whose page lacks one of the three sums is left out."""
-    counts, sizes, times, failed = (_by_rank(samples, name) for name in TRANSFER_METRICS)
+    """What each rank has fetched, by whichever connectors; a rank is left out of those whose page lacks one
+    of the three sums.
+    """
     by_source = samples.get(TOKENS_BY_SOURCE, ())
     fetched = [sample for sample in by_source if sample.labels.get("source") == FETCHED_TOKENS]
     tokens = _by_rank({TOKENS_BY_SOURCE: fetched}, TOKENS_BY_SOURCE)
-    return {
-        rank: KvTransfers(
-            transfers=int(counts[rank]),
-            bytes=int(sizes[rank]),
-            seconds=times[rank],
-            failed=int(failed.get(rank, 0)),
-            tokens=int(tokens.get(rank, 0)),
-        )
-        for rank in counts.keys() & sizes.keys() & times.keys()
-    }
+    fetched_by: dict[DpRank, KvTransfers] = {}
+    for names in TRANSFER_METRICS:
+        counts, sizes, times, failed = (_by_rank(samples, name) for name in names)
+        for rank in counts.keys() & sizes.keys() & times.keys():
+            before = fetched_by.get(rank, KvTransfers(0, 0, 0.0, tokens=int(tokens.get(rank, 0))))
+            fetched_by[rank] = msgspec.structs.replace(
+                before,
+                transfers=before.transfers + int(counts[rank]),
+                bytes=before.bytes + int(sizes[rank]),
+                seconds=before.seconds + times[rank],
+                failed=before.failed + int(failed.get(rank, 0)),
+            )
+    return fetched_by
 
 
 def _by_rank(samples: Samples, name: str) -> dict[DpRank, float]:
