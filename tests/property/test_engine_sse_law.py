@@ -58,7 +58,6 @@ class Pieces:
     """Stands for an HTTP answer whose body comes in these pieces."""
 
     url = "http://engine"
-    raw_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = [piece for piece in pieces if piece]
