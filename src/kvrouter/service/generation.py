@@ -155,8 +155,6 @@ class Generation:
                 await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
                 continue
             self._brought_comment = chunk.is_comment
-            if chunk.is_comment:
-                return chunk
             if chunk.kv_lost is not None:
                 why = chunk.error or "it did not say why"
                 await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
