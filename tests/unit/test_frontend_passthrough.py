@@ -232,7 +232,11 @@ async def test_another_engine_goes_on_behind_comments() -> None:
 
 async def test_an_engine_that_writes_comments_alone_counts_as_silent() -> None:
     config = KvRouterConfig(stall_timeout_s=0.2)
-    async with open_house(taking(1), taking(2), config=config) as house, asyncio.TaskGroup() as tasks:
+    async with (
+        asyncio.timeout(10),
+        open_house(taking(1), taking(2), config=config) as house,
+        asyncio.TaskGroup() as tasks,
+    ):
         answer = tasks.create_task(streamed(house))
         first = await house.plane.wait_for(Leg.AGGREGATED)
         first.feed(ROLE, piece("Par"))
