@@ -140,6 +140,19 @@ def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
     return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
 
 
+def _lists_models(call: Call, alone: Seen, found: Found) -> bool:
+    """It is the model, or the list of it, with the fields that vLLM's own has, and values of kvrouter's."""
+    if call.method != "GET" or not isinstance(found.through, bytes):
+        return False
+    said = json.loads(found.through)
+    if call.path.rstrip("/") == "/v1/models":
+        [said] = said["data"]
+    elif call.path != f"/v1/models/{MODEL}":
+        return False
+    fields = {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
+    return said.keys() == fields and (said["id"], said["owned_by"]) == (MODEL, "kvrouter")
+
+
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
 DIFFERENCES: tuple[Difference, ...] = (
@@ -298,6 +311,27 @@ DIFFERENCES: tuple[Difference, ...] = (
         "no engine is asked",
         "Whether a model is served is for the router to say.",
         where(lambda call, alone: call.fields.get("model") == "nobody's", equals("0")),
+    ),
+    Difference(
+        "asked route",
+        "a slash behind a path",
+        "without the slash",
+        "The engine would answer 307 again.",
+        where(_is_redirected, lambda call, alone, found: found.through == str(found.alone).removesuffix("/")),
+    ),
+    Difference(
+        "body",
+        "`GET /v1/models`, `GET /v1/models/{id}`",
+        "`created`, `owned_by`, `root` and the id of a permission are kvrouter's",
+        "A model is that of all its engines. vLLM has no page of one model.",
+        _lists_models,
+    ),
+    Difference(
+        "times asked",
+        "a page of kvrouter's own",
+        "no engine is asked",
+        _OF_ITS_OWN,
+        where(lambda call, alone: call.method == "GET" or call.path == "/ping", equals("0")),
     ),
     Difference(
         "header content-security-policy",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -200,17 +201,35 @@ class HttpApp:
 
     def _route_of(self, path: str) -> str:
         """The route at a path: one of few, so that it is a label."""
+        path = self._without_slash(path)
         if path in self._calls:
             return path
         return next((route.path for route in _routes_at(self.pages, path)), UNKNOWN_ROUTE)
 
+    def _without_slash(self, path: str) -> str:
+        """The path of a route, which is answered with a slash behind it as well. An id may end in one."""
+        if not path.endswith("/"):
+            return path
+        bare = path.rstrip("/") or "/"
+        if bare in self._calls:
+            return bare
+        for route in _routes_at(self.pages, path):
+            found = route.path_regex.match(path)
+            if route.path.endswith("/") or (found is not None and found.groupdict().get("request_id")):
+                return path
+        return bare
+
     def _body_limit(self, path: str) -> BodyLimit:
+        path = self._without_slash(path)
         if path in self._calls or path in PAGES_WITH_PROMPTS:
             return self._bodies.prompt_limit()
         return self._bodies.page_limit()
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Answer one request."""
+        path = self._without_slash(request.path)
+        if path != request.path:
+            request.head = replace(request.head, path=path)
         if self._cors is not None:
             responder.more_headers = self._cors.headers(request)
         encoding = request.header("content-encoding")

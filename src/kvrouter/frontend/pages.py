@@ -1,6 +1,7 @@
 """Pages: models, health, readiness, metrics."""
 
 import asyncio
+import hashlib
 import math
 import time
 from array import array
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
@@ -129,6 +131,9 @@ class Pages:
             PublicRoute("/health", self.health),
             PublicRoute("/ready", self.ready),
             PublicRoute("/accepting", self.accepting),
+            PublicRoute("/ping", self.ping, methods=["GET", "POST"]),
+            PublicRoute("/load", self.load),
+            PublicRoute("/version", self.version),
             Route("/metrics", self.metrics),
         ]
 
@@ -188,6 +193,21 @@ class Pages:
             self._settled_at = -math.inf
         return json_page({"status": "accepting"})
 
+    async def ping(self, request: Request) -> Response:
+        """``GET`` and ``POST /ping``, which SageMaker asks: as ``/accepting``, without a body."""
+        await self.accepting(request)
+        return Response()
+
+    async def load(self, _: Request) -> Response:
+        """``GET /load``: how many requests run, as vLLM says it."""
+        return json_page({"server_load": self._service.running})
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``: the version of the engines where all say the same, else this router's."""
+        engines = {card.engine for model in self._service.models() for card in model.fleet}
+        version = engines.pop().partition(" ")[2] if len(engines) == 1 else ""
+        return json_page({"version": version or installed_version()})
+
     def _refuse_draining(self) -> None:
         if self._service.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -214,12 +234,27 @@ class Pages:
         return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
 
     def _model_json(self, name: str, named: Named) -> dict[str, object]:
-        parent = {} if named.adapter is None else {"parent": named.model}
+        permission = {
+            "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}",
+            "object": "model_permission",
+            "created": self._created_s,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
         return {
             "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": OWNER,
+            "root": name,
+            "parent": None if named.adapter is None else named.model,
             "max_model_len": self._preparer.context_length_tokens(named.model),
-            **parent,
+            "permission": [permission],
         }

@@ -59,6 +59,7 @@ async def pass_stream(
         if passing.pass_on(chunk):
             break
         if not stream.ready:
+            generation.reader_waits()
             await stream.wait_ready()
         chunk = await anext(generation)
     generation.close(ANSWERED)
@@ -74,6 +75,7 @@ async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
         if chunk.finish is not None:
             break
         if not stream.ready:
+            generation.reader_waits()
             await stream.wait_ready()
         chunk = await anext(generation)
     generation.close(ANSWERED)

@@ -190,6 +190,10 @@ class Generation:
         finally:
             watch.is_reading = False
 
+    def reader_waits(self) -> None:
+        """The client reads more slowly than its engine answers: what the answer takes is the client's."""
+        self._run.is_held_back = True
+
     def keep_call(self) -> None:
         """Count the body of the client's call in the budget, for as long as a leg may be made of it."""
         if self.request.call is not None:
