@@ -26,7 +26,7 @@ from kvrouter.core.requests import (
     Sampling,
     TokenBuffer,
 )
-from kvrouter.core.workers import LoadReport, WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.port import Ledger, LedgerColumns
@@ -406,7 +406,7 @@ class Placer:
             if began_s is not None:
                 self.learned.moves(placement, now_s=now_s)
         placement.decode_address = card.address
-        placement.decode_context_tokens = card.context_length
+        placement.decode_context_tokens = card.context_length or CONTEXT_TOKENS_UNKNOWN
         placement.decode_domains = card.runtime_config.topology_domains
         return decision.decode.rank != old.decode.rank
 
@@ -491,7 +491,7 @@ class Placer:
             shape=Shape.AGGREGATED,
             draw=draw,
             decode_address=decode_card.address,
-            decode_context_tokens=decode_card.context_length,
+            decode_context_tokens=decode_card.context_length or CONTEXT_TOKENS_UNKNOWN,
             decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,
             bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is Leg.PREFILL else None,
