@@ -15,6 +15,7 @@ import msgspec
 
 from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
@@ -215,8 +216,8 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     """Return what writes on an answer that began with ``first_raw``."""
     line = _DATA_LINE.search(first_raw)
     try:
-        head = _head.decode(b"" if line is None else line[1])
-    except msgspec.MsgspecError as error:
+        head = parsed(_head, b"" if line is None else line[1])
+    except Unreadable as error:
         raise InternalError(f"the lost engine's answer has no id, created and model: {error}") from error
     return AnswerFormat(
         kind,
