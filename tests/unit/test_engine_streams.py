@@ -165,7 +165,7 @@ async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -
 @pytest.mark.parametrize(
     ("answer", "n_tokens", "says"),
     [
-        (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.CUT), 1, "ClientPayloadError"),
+        (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.CUT), 1, "its answer broke off"),
         (Answer((event_of(token(1)), b'data: {"choices"')), 1, "in the middle of an event"),
         (Answer((event_of(token(1)),)), 1, "without a finish reason"),
         (Answer((sse(token(1)),)), 1, "without a finish reason"),
@@ -260,7 +260,12 @@ async def test_a_whole_answer_is_one_chunk() -> None:
 
 
 async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
-    params = {"remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}
+    params = {
+        "remote_engine_id": "e",
+        "remote_block_ids": [1, 2],
+        "remote_port": 5600,
+        "transfer_mode": "push",
+    }
     body = WHOLE.replace(b'"kv_transfer_params":null', b'"kv_transfer_params":' + _json(params))
     async with asked(Answer((body,), content_type=JSON)) as at:
         (chunk,) = await read(at.whole())

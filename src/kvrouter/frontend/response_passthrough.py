@@ -14,6 +14,7 @@ import msgspec
 
 from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
@@ -200,8 +201,8 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     """Return what writes on an answer that began with ``first_raw``."""
     line = first_raw.partition(b"data:")[2].partition(b"\n")[0]
     try:
-        head = _head.decode(line)
-    except msgspec.MsgspecError as error:
+        head = parsed(_head, line)
+    except Unreadable as error:
         raise InternalError(f"the lost engine's answer has no id, created and model: {error}") from error
     return AnswerFormat(
         kind,
@@ -212,7 +213,7 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     )
 
 
-LONG_BODY_BYTES = 256 * 1024
+LONG_BODY_BYTES = 64 * 1024
 """The prompt of a longer call is made in a thread: images in it are hashed, and take a while to read."""
 
 
@@ -250,7 +251,8 @@ async def passthrough_tokens(
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
-    is_exact = prompt.is_whole and not has_media and not prompt.continues and not passed.is_partial
+    goes_on = prompt.continues or bool(prompt.continuation)
+    is_exact = prompt.is_whole and not has_media and not goes_on and not passed.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json import Unreadable, attempted
 from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused
 from kvrouter.core.requests import CallRoute
 
@@ -39,10 +40,12 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompt(NamedTuple):
-    """What a template is given. ``names`` are further names for it, such as ``enable_thinking``. With
-    ``continues`` the answer goes on with the last message. With ``has_media`` some texts stand for what is
-    none. It ``is_whole`` unless something follows that is not known here. Where ``flat_tools`` a template
-    that fails is tried once more with bare functions as tools.
+    """What a template is given.
+
+    ``names`` are further names for it, such as ``enable_thinking``. With ``continues`` the answer goes on
+    with the last message; with a ``continuation`` it begins with that text. With ``has_media`` some texts
+    stand for what is none. It ``is_whole`` unless something follows that is not known here. Where
+    ``flat_tools`` a template that fails is tried once more with bare functions as tools.
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -50,6 +53,7 @@ class Prompt(NamedTuple):
     names: Mapping[str, object] = {}
     add_generation_prompt: bool = True
     continues: bool = False
+    continuation: str = ""
     has_media: bool = False
     is_whole: bool = True
     flat_tools: bool = False
@@ -103,11 +107,11 @@ class Arguments:
             _, values = _BOUNDS.scan(data)
             self._values_left -= values
             if self._values_left >= 0:
-                return msgspec.json.decode(data)
+                return attempted(msgspec.json.decode, data)
         except JsonRefused as error:
             if error.kind in ("syntax", "not_finite"):
                 raise wrong(path, "must be a JSON object in a string") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except Unreadable as error:
             raise wrong(path, "must be a JSON object in a string") from error
         raise wrong(path, f"all together at most {ARGUMENT_VALUES_MAX} values, {DEPTH_MAX} levels deep")
 
