@@ -22,7 +22,8 @@ def other_formats(folder: Path) -> list[str]:
 
 def converted_backend(folder: Path) -> Backend:
     """Return the tokenizer of a folder that has none in ``tokenizer.json``: what an engine that reads it by
-    the same library makes of it. Takes seconds. Raises ConfigError that says what to install, or what is wrong.
+    the same library makes of it. Takes seconds. Raises ConfigError that says what to install, or what is
+    wrong.
     """
     names = ", ".join(other_formats(folder))
     try:
