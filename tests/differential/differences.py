@@ -81,10 +81,6 @@ def _from_engine(call: Call, alone: Seen) -> bool:
     return call.method == "POST"
 
 
-def _is_json(call: Call) -> bool:
-    return bool(call.fields)
-
-
 def _asks_more(call: Call, alone: Seen, found: Found) -> bool:
     """The engine is asked for tokens and for the count of them too, and for nothing else."""
     assert isinstance(found.alone, bytes)
@@ -146,13 +142,6 @@ def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
 
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
-NOT_JSON = (
-    "the body is not valid JSON: it ends too early (at the end)",
-    "expected `object`, got `array`",
-)
-_NO_JSON = "a body that is no object of JSON"
-_NO_JSON_WHY = "A router has to read a body to know its model and to bound what becomes of it."
-
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "header x-request-id",
@@ -309,20 +298,6 @@ DIFFERENCES: tuple[Difference, ...] = (
         "no engine is asked",
         "Whether a model is served is for the router to say.",
         where(lambda call, alone: call.fields.get("model") == "nobody's", equals("0")),
-    ),
-    Difference(
-        "body",
-        _NO_JSON,
-        "says where it is wrong, in other words than vLLM's",
-        _NO_JSON_WHY,
-        where(lambda call, alone: not _is_json(call), own_error(*NOT_JSON)),
-    ),
-    Difference(
-        "times asked",
-        _NO_JSON,
-        "no engine is asked",
-        _NO_JSON_WHY,
-        where(lambda call, alone: not _is_json(call), equals("0")),
     ),
     Difference(
         "header content-security-policy",

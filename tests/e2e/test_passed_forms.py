@@ -127,7 +127,6 @@ async def test_a_model_has_its_engines_own_name_there_or_none() -> None:
         ("vllm_xargs", "{}"),
         ("nvext", "{}"),
         ("cache_salt", "a"),
-        ("stream", "perhaps"),
     ],
 )
 async def test_what_no_form_may_say(field: str, value: str) -> None:

@@ -28,7 +28,7 @@ def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | Complet
 
 
 def parse_passthrough(route: CallRoute, data: bytes, nvext: NvextReader = READER) -> PassthroughCall:
-    return passthrough.parse_passthrough(route, scanned(data, BOUNDS), nvext)
+    return passthrough.parse_passthrough(route, ModelName("m"), scanned(data, BOUNDS), nvext)
 
 
 def parse_passed_chat(route: CallRoute, body: dict[str, Any]) -> PromptFields:

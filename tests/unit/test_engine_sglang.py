@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
+from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import (
     Bootstrap,
@@ -192,10 +192,10 @@ def test_no_call_joins_anything_to_its_tenant(kind: Leg, tenant: str | None) -> 
     assert ("extra_key" in body, body.get("cache_salt")) == (False, tenant)
 
 
-def test_what_is_no_object_is_the_clients_mistake() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(leg(client({**CHAT, "stream_options": 1})))
-    assert caught.value.param == "stream_options"
+@pytest.mark.parametrize("options", [1, "a", [1], {"include_usage": "maybe"}, {"include_usage": "yes"}])
+def test_options_that_are_no_options_or_ask_for_usage_stay(options: object) -> None:
+    call, body = asked(leg(client({**CHAT, "stream": True, "stream_options": options})))
+    assert (body["stream_options"], call.reading.added_usage) == (options, False)
 
 
 def reported(output_ids: list[int], completion_tokens: int, finish: object = None) -> bytes:

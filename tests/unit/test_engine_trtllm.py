@@ -85,10 +85,10 @@ def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:
     assert (body, call.streams, call.reading) == (COMPLETION, False, AnswerReading(passes_raw=True))
 
 
-def test_what_is_no_object_is_the_clients_mistake() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(leg(call=client_call({**CHAT, "stream_options": 1})))
-    assert caught.value.param == "stream_options"
+@pytest.mark.parametrize("options", [1, "a", [USAGE], {"include_usage": "maybe"}])
+def test_options_that_cannot_be_read_go_to_the_engine_as_they_are(options: object) -> None:
+    call, body = asked(leg(call=client_call({**CHAT, "stream": True, "stream_options": options})))
+    assert (body["stream_options"], call.reading.added_usage) == (options, False)
 
 
 def test_tokens_go_as_a_completion_that_answers_in_tokens() -> None:

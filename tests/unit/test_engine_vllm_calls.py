@@ -332,10 +332,31 @@ def test_no_call_makes_the_engine_repeat_its_stores(kind: Leg) -> None:
 
 
 @pytest.mark.parametrize("field", ["vllm_xargs", "stream_options"])
-def test_what_is_no_object_is_the_clients_mistake(field: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(leg(client({**CHAT, field: "text"})))
-    assert caught.value.param == field
+@pytest.mark.parametrize("value", ["text", 1, [{"include_usage": True}]])
+def test_what_is_no_object_is_the_engines_to_judge(field: str, value: object) -> None:
+    call, body = asked(leg(client({**CHAT, "stream": True, field: value})))
+    assert body[field] == value
+    assert call.reading.added_usage == (field == "vllm_xargs")
+
+
+@pytest.mark.parametrize(
+    ("said", "adds"),
+    [
+        ({}, True), ({"include_usage": None}, True), ({"include_usage": "off"}, True),
+        ({"include_usage": 0.0}, True), ({"include_usage": "yes"}, False), ({"include_usage": 1}, False),
+        ({"include_usage": "maybe"}, False), ({"include_usage": []}, False),
+    ],
+)  # fmt: skip
+def test_usage_is_added_where_the_engine_would_not_send_it(said: dict[str, object], adds: bool) -> None:
+    call, body = asked(leg(client({**CHAT, "stream": True, "stream_options": said})))
+    assert call.reading.added_usage == adds
+    assert body["stream_options"] == ({**said, "include_usage": True} if adds else said)
+
+
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}, {"model": 5}, {"model": ["m"]}])
+def test_a_model_that_is_none_is_the_engines_to_judge(named: dict[str, object]) -> None:
+    body = {name: value for name, value in CHAT.items() if name != "model"}
+    assert asked(leg(client({**body, **named})))[1].get("model", "absent") == named.get("model", "absent")
 
 
 def test_an_object_that_is_no_utf_8_is_the_clients_mistake() -> None:

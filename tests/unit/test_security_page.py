@@ -144,7 +144,7 @@ NO_LIMITS = {
         placement.transfers.LOOKED_AT_MAX routing.links.NAMES_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
         routing.cost.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
-        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
+        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._NAME_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_BYTES_MAX
     """,
@@ -177,6 +177,7 @@ WHERE = {
     "body of a request": "frontend.prepare.BODY",
     "body of an operators' route": "frontend.prepare.PAGE",
     "a form with a file": "frontend.openai.form",
+    "a `cache_salt`": "frontend.openai",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
     "JSON of an engine": "core.json.",

@@ -124,7 +124,7 @@ class AdminRoutes:
             request.state.model = called.name
             text = self._preparer.text_of(called, body)
             reader = self._preparer.nvext_reader(request.headers.raw)
-            parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader))
+            parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader, model=called.name))
             wanted = await self._preparer.prepare(parsed, called, text, request_id)
         finally:
             self._ids.give_back(request_id)

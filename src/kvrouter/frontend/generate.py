@@ -23,7 +23,7 @@ from kvrouter.frontend.errors import RouteNotServed
 from kvrouter.frontend.http import SSE_DONE, Disconnected, Handler, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
-from kvrouter.frontend.openai.body import ScannedBody
+from kvrouter.frontend.openai.body import NotJson, ScannedBody
 from kvrouter.frontend.openai.parse import (
     Call,
     ChatCall,
@@ -33,7 +33,7 @@ from kvrouter.frontend.openai.parse import (
     parse_completion,
 )
 from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_form, parse_passed
-from kvrouter.frontend.openai.passthrough import parse_passthrough
+from kvrouter.frontend.openai.passthrough import is_surely_unreadable, parse_passthrough, parse_unread
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_events, pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
@@ -302,27 +302,51 @@ class GenerateRoutes:
         reader = self._preparer.nvext_reader(request.headers)
         if isinstance(kind, PassedRoute) and kind.is_form:
             return await self._prepared_form(exchange, kind, request, reader)
-        body = await self._bodies.scan(request.take_body())
+        data = request.take_body()
+        try:
+            body = await self._bodies.scan(data)
+        except NotJson as error:
+            return await self._prepared_unread(exchange, data, error, reader)
         if isinstance(kind, PassedRoute):
             return await self._prepared_passed(exchange, kind, body, reader)
         called = self._preparer.called_model(body)
         exchange.model = called.name
         if called.router.fleet.takes_calls:
             text = self._preparer.passthrough_text(called.name)
-            passed = await self._bodies.parse(body, partial(parse_passthrough, _ROUTES[kind], reader=reader))
+            parse = partial(parse_passthrough, _ROUTES[kind], called.name, reader=reader)
+            passed = await self._bodies.parse(body, parse)
             generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
             return _Prepared(passed.call, generate, text)
         text = self._preparer.text_of(called, body)
-        parsed = await self._bodies.parse(body, partial(_PARSERS[kind], nvext=reader))
+        parsed = await self._bodies.parse(body, partial(_PARSERS[kind], nvext=reader, model=called.name))
         matcher = StopMatcher(parsed.call.stops)
         generate = await self._preparer.prepare(parsed, called, text, exchange.request_id)
         return _Prepared(parsed.call, generate, text, matcher)
+
+    async def _prepared_unread(
+        self, exchange: ResponseWriter, data: bytes, error: NotJson, reader: NvextReader
+    ) -> "_Prepared":
+        """Return a call whose body is no JSON object: the engine of the only model says what is wrong with
+        it. Raises ``error`` where no engine is to be asked.
+        """
+        try:
+            called = self._preparer.only_model()
+        except KvrouterError:
+            raise error from None
+        if not called.router.fleet.takes_calls or not is_surely_unreadable(data):
+            raise error
+        exchange.model, kind = called.name, exchange.kind
+        route = kind.route if isinstance(kind, PassedRoute) else _ROUTES[kind]
+        text = self._preparer.passthrough_text(called.name)
+        passed = parse_unread(route, called.name, data, reader)
+        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
+        return _Prepared(passed.call, replace(generate, whole=True), text)
 
     async def _prepared_passed(
         self, exchange: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
     ) -> "_Prepared":
         """Return a call of another route; one worker serves it, because nobody here knows its parts."""
-        called = self._preparer.called_or_only(body)
+        called = self._preparer.called_model(body)
         exchange.model = called.name
         _check_takes_calls(route, called)
         text = self._preparer.passthrough_text(called.name)
@@ -335,7 +359,7 @@ class GenerateRoutes:
     ) -> "_Prepared":
         """The same of a call that is a form."""
         form = await self._bodies.form(request.header("content-type") or "", request.take_body())
-        called = self._preparer.called_or_only_of(form)
+        called = self._preparer.called_model_of(form)
         exchange.model = called.name
         _check_takes_calls(route, called)
         text = self._preparer.passthrough_text(called.name)

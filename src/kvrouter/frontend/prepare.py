@@ -27,7 +27,7 @@ from kvrouter.frontend.openai.body import (
     BodyBounds,
     BodyOverBounds,
     ScannedBody,
-    model_of,
+    named_model,
     scanned,
 )
 from kvrouter.frontend.openai.form import Form, read_form
@@ -226,28 +226,32 @@ class RequestPreparer:
         )
 
     def called_model(self, body: ScannedBody) -> CalledModel:
-        """Return the model of the call in ``body``. Raises :class:`InvalidRequest` where it names none,
-        :class:`UnknownModel`, and :class:`ModelNotReady` while its workers may be on their way: engines may
-        take what is refused without them.
+        """Return the model of the call in ``body``, the only one that is served where it names none.
+
+        Raises :class:`InvalidRequest` where there are several then, :class:`UnknownModel`, and
+        :class:`ModelNotReady` while its workers may be on their way: engines may take what is refused without
+        them.
         """
-        return self._called(model_of(body))
+        name = named_model(body)
+        return self.only_model() if name is None else self._called(name)
 
     def _called(self, model: str) -> CalledModel:
         name, adapter = self.named(model)
         return CalledModel(name, adapter, self._service.model(name))
 
-    def called_or_only(self, body: ScannedBody) -> CalledModel:
-        """The same, where a call need not name a model: without one it is the only one here."""
-        return self.called_model(body) if "model" in body.fields else self._only_model()
-
-    def called_or_only_of(self, form: Form) -> CalledModel:
+    def called_model_of(self, form: Form) -> CalledModel:
         """The same of a form; engines take an empty field for none."""
         model = form.text("model", "")
-        return self._called(model) if model else self._only_model()
+        return self._called(model) if model else self.only_model()
 
-    def _only_model(self) -> CalledModel:
+    def only_model(self) -> CalledModel:
+        """Return the only model that is served. Raises :class:`InvalidRequest` where there are several,
+        :class:`ModelNotReady` where there is none.
+        """
         models = self.models()
-        if len(models) != 1:
+        if not models:
+            raise ModelNotReady("model: none is served here yet", param="model")
+        if len(models) > 1:
             raise InvalidRequest(f"model: must be given: {len(models)} models are served", param="model")
         return CalledModel(models[0], None, self._service.model(models[0]))
 
@@ -360,8 +364,8 @@ class RequestPreparer:
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
-        self._observed.tokenized(time.perf_counter() - began_s, parsed.call.model)
-        return _request(parsed.call, token_ids, text, request_id, field=field)
+        self._observed.tokenized(time.perf_counter() - began_s, called.name)
+        return _request(parsed.call, called.name, token_ids, text, request_id, field=field)
 
     def refresh_gauges(self) -> None:
         """Set the gauges of the memory that the prompts being tokenized are counted to hold, and of the
@@ -445,7 +449,13 @@ def _checked_ids(token_ids: TokenBuffer, vocab_size: int, *, field: str) -> Toke
 
 
 def _request(
-    call: Call, token_ids: TokenBuffer, text: TextModel, request_id: RequestId, *, field: str
+    call: Call,
+    model: ModelName,
+    token_ids: TokenBuffer,
+    text: TextModel,
+    request_id: RequestId,
+    *,
+    field: str,
 ) -> GenerateRequest:
     max_tokens = answer_tokens(
         len(token_ids),
@@ -456,7 +466,7 @@ def _request(
     )
     return GenerateRequest(
         request_id=request_id,
-        model=call.model,
+        model=model,
         token_ids=token_ids,
         sampling=call.sampling(max_tokens),
         constraints=call.constraints,

@@ -232,7 +232,6 @@ async def passthrough_tokens(
     """Return what routing may know of the prompt that an engine of this kind makes; without a ``text`` only a
     prompt in token ids is known.
     """
-    body = passed.body
     if text is None:
         return _estimated(passed)
     if passed.chat is None:
@@ -249,14 +248,7 @@ async def passthrough_tokens(
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
-    is_exact = (
-        prompt.is_whole
-        and not has_media
-        and not prompt.continues
-        and body.chat_template is None
-        and body.documents is None
-        and not body.add_special_tokens
-    )
+    is_exact = prompt.is_whole and not has_media and not prompt.continues and not passed.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)
 
 
@@ -292,7 +284,7 @@ async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> Passthroug
     if passed.prompt is None:
         return PassthroughTokens(array("I"), is_exact=False)
     content, is_only = passed.prompt
-    is_exact = is_only and passed.body.add_special_tokens is not False
+    is_exact = is_only and not passed.is_partial
     if not isinstance(content, str):
         return PassthroughTokens(content, is_exact)
     try:

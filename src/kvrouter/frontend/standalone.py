@@ -61,7 +61,6 @@ from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
@@ -260,17 +259,17 @@ class TokenRequestParser:
         """
         parsed = wanted.parsed
         if text is None and isinstance(parsed, CompletionCall) and not isinstance(parsed.prompt, str):
-            request = self._of_tokens(parsed.call, parsed.prompt, called.router, request_id)
+            request = self._of_tokens(parsed.call, parsed.prompt, called, request_id)
         else:
             request = await self._preparer.prepare(parsed, called, text, request_id)
         return replace(request, lora_name=wanted.lora_name, cache_namespace=wanted.cache_namespace)
 
     @staticmethod
     def _of_tokens(
-        call: Call, token_ids: TokenBuffer, router: ModelRouter, request_id: RequestId
+        call: Call, token_ids: TokenBuffer, called: CalledModel, request_id: RequestId
     ) -> GenerateRequest:
-        check_pins(call, router)
-        context_tokens = router.fleet.context_length_tokens
+        check_pins(call, called.router)
+        context_tokens = called.router.fleet.context_length_tokens
         max_tokens = answer_tokens(
             len(token_ids),
             call.max_tokens,
@@ -280,7 +279,7 @@ class TokenRequestParser:
         )
         return GenerateRequest(
             request_id=request_id,
-            model=call.model,
+            model=called.name,
             token_ids=token_ids,
             sampling=call.sampling(max_tokens),
             constraints=call.constraints,

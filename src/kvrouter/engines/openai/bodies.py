@@ -6,7 +6,9 @@ from collections.abc import Mapping
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.json import Unreadable, parsed
+from kvrouter.core.json import Unreadable, bounds_of, parsed
+from kvrouter.core.json_bounds import JsonRefused
+from kvrouter.core.lax import UNKNOWN, Unknown, lax_bool, lax_json
 
 Body = dict[str, msgspec.Raw]
 
@@ -27,8 +29,17 @@ def body_of(data: bytes) -> Body:
     """Return the fields of a call, each as it was written; raise InvalidRequest for no JSON object."""
     try:
         return parsed(_decoder, data)
-    except Unreadable as error:
+    except Unreadable:
+        return _scanned(data)
+
+
+def _scanned(data: bytes) -> Body:
+    """The same of a body with half a surrogate pair in it, which no decoder takes and engines judge."""
+    try:
+        fields, _ = bounds_of(Body).scan(data)
+    except JsonRefused as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from error
+    return {name: msgspec.Raw(data[begin:end]) for name, (begin, end, _, _) in fields.items()}
 
 
 def put(body: Body, **fields: object) -> None:
@@ -45,17 +56,27 @@ def put_inside(body: Body, name: str, **fields: object) -> None:
 
 
 def drop_inside(body: Body, name: str, *fields: str) -> None:
-    """Take fields out of the object that ``body`` holds under ``name``, where they are."""
-    if name in body:
+    """Take fields out of the object that ``body`` holds under ``name``, where it is one and they are."""
+    if _is_object(body, name):
         inner = _inner(body, name)
         if not inner.keys().isdisjoint(fields):
             drop(inner, *fields)
             body[name] = msgspec.Raw(_encoder.encode(inner))
 
 
-def is_set_inside(body: Body, name: str, field: str) -> bool:
-    """Whether the object that ``body`` holds under ``name`` says ``true`` for ``field``."""
-    return name in body and bytes(_inner(body, name).get(field, b"")) == b"true"
+def flag_inside(body: Body, name: str, field: str, *, default: bool | None = None) -> bool | Unknown | None:
+    """Return what the object that ``body`` holds under ``name`` says for ``field``, ``default`` where it has
+    no such field; None where it is null or there is none, ``UNKNOWN`` for what is no flag, or no object.
+    """
+    if not _is_object(body, name):
+        return None if is_null(body, name) else UNKNOWN
+    inner = _inner(body, name)
+    return lax_bool(lax_json(inner[field])) if field in inner else default
+
+
+def is_null(body: Body, name: str) -> bool:
+    """Whether a field is absent or null."""
+    return name not in body or bytes(memoryview(body[name])[:_SHORT_BYTES]) == b"null"
 
 
 def has_several_answers(body: Body) -> bool:
@@ -90,6 +111,16 @@ def drop(body: Body, *names: str) -> None:
 def bytes_of(body: Mapping[str, msgspec.Raw]) -> bytes:
     """Return the JSON of a body."""
     return _encoder.encode(body)
+
+
+def names_model(body: Body) -> bool:
+    """Whether a call names its model: what is no text, or empty, is for its engine to judge."""
+    begins = bytes(memoryview(body.get("model", b""))[:2])
+    return begins[:1] == b'"' and begins != b'""'
+
+
+def _is_object(body: Body, name: str) -> bool:
+    return bytes(memoryview(body.get(name, b""))[:1]) == b"{"
 
 
 def _inner(body: Body, name: str) -> Body:

@@ -11,7 +11,7 @@ import msgspec
 from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
-from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, is_set_inside, put, put_inside
+from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, flag_inside, put, put_inside
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import (
     AnswerEvent,
@@ -88,7 +88,7 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         adds_tokens = is_completion and call.resumable and "return_token_ids" not in body
         if adds_tokens:
             put(body, return_token_ids=True)
-        adds_usage = not is_set_inside(body, "stream_options", "include_usage")
+        adds_usage = flag_inside(body, "stream_options", "include_usage") in (None, False)
         if adds_usage:
             put_inside(body, "stream_options", include_usage=True)
     return EngineCall(

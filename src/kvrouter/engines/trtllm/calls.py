@@ -5,21 +5,18 @@ A prefill leg is ``context_only``: its answer says where the KV waits, and the f
 engine said of it is not sent to the client. The server refuses fields that it does not know.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-import msgspec
-
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
 from kvrouter.engines.openai.bodies import (
     Body,
     body_of,
     bytes_of,
     drop,
+    flag_inside,
     has_several_prompts,
     put,
     put_inside,
@@ -57,13 +54,6 @@ LOST_KV = (EngineFailed, EngineFailedLater, InvalidRequest)
 """How a decode engine says that it got no KV. It answers 400 whatever failed, and a call that was at fault
 would have been refused by the prefill engine.
 """
-
-
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = True
-
-
-_options = msgspec.json.Decoder(_StreamOptions | None)
 
 
 def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
@@ -193,13 +183,9 @@ def _tokens(request: EngineRequest) -> Body:
     return body
 
 
-def _has_usage(body: Mapping[str, msgspec.Raw]) -> bool:
+def _has_usage(body: Body) -> bool:
     """Whether the client gets the usage at the end of its stream: so it does by any ``stream_options``."""
-    raw = body.get("stream_options")
-    if raw is None:
-        return False
-    options = decoded(_options, raw, "stream_options", error=InvalidRequest)
-    return options is not None and bool(options.include_usage)
+    return flag_inside(body, "stream_options", "include_usage", default=True) not in (None, False)
 
 
 def _shared_id(engine_key: str) -> int:

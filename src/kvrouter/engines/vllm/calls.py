@@ -12,9 +12,10 @@ from kvrouter.engines.openai.bodies import (
     bytes_of,
     drop,
     drop_inside,
+    flag_inside,
     has_several_answers,
     has_several_prompts,
-    is_set_inside,
+    names_model,
     put,
     put_inside,
     says_other_than,
@@ -140,8 +141,8 @@ def _as_written(
     adds_tokens = call.resumable and call.stream and "return_token_ids" not in body
     if adds_tokens:
         put(body, return_token_ids=True)
-    asks_usage = is_set_inside(body, "stream_options", "include_usage")
-    adds_usage = call.stream and not asks_usage and not has_several_answers(body)
+    has_no_usage = flag_inside(body, "stream_options", "include_usage") in (None, False)
+    adds_usage = call.stream and has_no_usage and not has_several_answers(body)
     if adds_usage:
         put_inside(body, "stream_options", include_usage=True)
     if request.kv_transfer_params:
@@ -258,7 +259,8 @@ def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> E
 
 def _common(request: EngineRequest, model: str) -> Body:
     body = body_of(request.call.body) if request.call is not None else _sampled(request.sampling)
-    put(body, model=request.lora_name or model)
+    if request.call is None or request.resumed_tokens or names_model(body):
+        put(body, model=request.lora_name or model)
     if request.cache_namespace is not None:
         put(body, cache_salt=request.cache_namespace)
     drop(body, *_WHERE_KV_IS)

@@ -21,8 +21,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
-from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.errors import InvalidRequest, UnknownModel
 from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused, token_ids
+from kvrouter.core.lax import lax_json
 from kvrouter.core.requests import TokenBuffer
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -32,8 +33,10 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 WorkerNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1, lt=2**31)]
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-CacheSalt = Annotated[str, Meta(max_length=1024)]
+NAME_CHARS_MAX = 256
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+SALT_CHARS_MAX = 1024
+CacheSalt = Annotated[str, Meta(max_length=SALT_CHARS_MAX)]
 
 
 WORDS_MAX = 64
@@ -120,7 +123,8 @@ class RefusedFields(MisplacedFields, frozen=True, kw_only=True):
 class GenerateBody(RefusedFields, frozen=True, kw_only=True):
     """What both routes share."""
 
-    model: Name
+    model: Annotated[str, Meta(max_length=NAME_CHARS_MAX)] | None = None
+    """Without one, or with an empty one, the call is for the only model that is served."""
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -179,6 +183,10 @@ SHORT_FIELDS = ("nvext",)
 """What an error about them quotes is short."""
 
 _NAME = msgspec.json.Decoder(str)
+
+
+class NotJson(InvalidRequest):
+    """The body is no JSON, or no object."""
 
 
 class BodyOverBounds(InvalidRequest):
@@ -240,6 +248,8 @@ def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
         fields, _ = _native(bounds).scan(data)
     except JsonRefused as refused:
         raise _refusal(refused, bounds, data) from None
+    if not fields and data.lstrip()[:1] != b"{":
+        raise NotJson("the body must be a JSON object")
     if any("\\" in name for name in fields):
         # Of a name that is written in two ways the last field counts, as for the engine that gets the body.
         in_order = sorted(fields.items(), key=itemgetter(1))
@@ -278,7 +288,7 @@ def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRe
     if refused.kind == "syntax":
         found = data[refused.at : refused.at + SHOWN_BYTES_MAX].decode("utf-8", "replace")
         where = f"at byte {refused.at}, {found!r}" if found else "at the end"
-        return InvalidRequest(f"the body is not valid JSON: {refused.what} ({where})")
+        return NotJson(f"the body is not valid JSON: {refused.what} ({where})")
     if refused.kind == "not_finite":
         what = "must be a finite number"
         return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
@@ -375,10 +385,15 @@ def refuse_fields(body: GenerateBody) -> None:
 def refuse_misplaced(body: MisplacedFields) -> None:
     """Raise :class:`InvalidRequest` naming the first field that belongs into ``nvext``."""
     for field in MisplacedFields.__struct_fields__:
-        if getattr(body, field) is not None:
-            raise InvalidRequest(
-                f"{field}: belongs into nvext, as nvext.{field}; elsewhere nothing reads it", param=field
-            )
+        refuse_misplaced_field(field, getattr(body, field))
+
+
+def refuse_misplaced_field(field: str, value: object) -> None:
+    """Raise :class:`InvalidRequest` for a field that belongs into ``nvext`` and is set outside of it."""
+    if value is not None:
+        raise InvalidRequest(
+            f"{field}: belongs into nvext, as nvext.{field}; elsewhere nothing reads it", param=field
+        )
 
 
 def _refuse(body: GenerateBody, harmless: Mapping[str, Sequence[object]]) -> None:
@@ -461,19 +476,20 @@ def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str
         raise named_error(str(error), at=at) from None
 
 
-_MODEL = msgspec.json.Decoder(Name)
-_MODEL_BYTES_MAX = 4_096
+_NAME_BYTES_MAX = 4_096
 """Far more than the longest name, whatever its characters are written as."""
 
 
-def model_of(scanned: ScannedBody) -> str:
-    """Return the model that a body names; raise :class:`InvalidRequest` naming the field."""
+def named_model(scanned: ScannedBody) -> str | None:
+    """Return the model that a body names, None where it names none: engines take null and an empty text for
+    none too, and refuse what is no text. Raises :class:`UnknownModel` for what is too long for a name.
+    """
     raw = scanned.raw("model")
-    if raw is None:
-        raise InvalidRequest("model: must be given", param="model")
-    if len(raw) > _MODEL_BYTES_MAX:
-        raise InvalidRequest("model: far too long for a name", param="model")
-    try:
-        return _MODEL.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"model: {error}", param="model") from None
+    if raw is not None and len(raw) > _NAME_BYTES_MAX:
+        raise UnknownModel("model: far too long for a name", param="model")
+    name = lax_json(raw)
+    if not isinstance(name, str) or not name:
+        return None
+    if len(name) > NAME_CHARS_MAX:
+        raise UnknownModel(f"model: no name has more than {NAME_CHARS_MAX} characters", param="model")
+    return name

@@ -227,7 +227,7 @@ class NvextReader:
             nvext = _NVEXT.decode(msgspec.json.encode(fields))
         except msgspec.ValidationError as error:
             raise named_error(str(error), at="nvext") from None
-        except UnicodeDecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"nvext: is not valid JSON: {error}", param="nvext") from None
         return replace(
             nvext,
@@ -376,8 +376,10 @@ class CompletionCall:
     prompt: str | TokenBuffer
 
 
-def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall:
-    """Return the chat call in a body; raise :class:`InvalidRequest` naming the field."""
+def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER, *, model: str = "") -> ChatCall:
+    """Return the chat call in a body, for ``model`` where it names none; raise :class:`InvalidRequest` naming
+    the field.
+    """
     body = decode_body(_CHAT, scanned)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidRequest(
@@ -385,24 +387,26 @@ def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall:
         )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_completion_tokens or body.max_tokens
-    call = call_of(body, nvext, max_tokens=max_tokens, field=field)
+    call = call_of(body, nvext, max_tokens=max_tokens, field=field, model=model)
     return ChatCall(call, read_messages(scanned))
 
 
-def parse_either(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall | CompletionCall:
+def parse_either(
+    scanned: ScannedBody, nvext: NvextReader = READER, *, model: str = ""
+) -> ChatCall | CompletionCall:
     """Return the call in a body of either route: ``messages`` make it a chat, ``prompt`` a completion."""
     if "prompt" not in scanned.fields:
-        return parse_chat(scanned, nvext)
+        return parse_chat(scanned, nvext, model=model)
     if "messages" in scanned.fields:
         raise InvalidRequest("prompt: give this or messages, not both", param="prompt")
-    return parse_completion(scanned, nvext)
+    return parse_completion(scanned, nvext, model=model)
 
 
-def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER) -> CompletionCall:
-    """Return the completion call in a body; raise :class:`InvalidRequest` naming the field."""
+def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER, *, model: str = "") -> CompletionCall:
+    """The same of a completion."""
     body = decode_body(_COMPLETION, scanned)
     max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
-    call = call_of(body, nvext, max_tokens=max_tokens, field="max_tokens")
+    call = call_of(body, nvext, max_tokens=max_tokens, field="max_tokens", model=model)
     return CompletionCall(call, one_prompt(scanned))
 
 
@@ -417,8 +421,12 @@ def one_prompt(scanned: ScannedBody) -> str | TokenBuffer:
     return prompt.content
 
 
-def call_of(body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, field: str) -> Call:
-    """Return what a body asks for, whatever its route; raise :class:`InvalidRequest` naming the field."""
+def call_of(
+    body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, field: str, model: str = ""
+) -> Call:
+    """Return what a body asks for, whatever its route, of ``model`` where it names none; raise
+    :class:`InvalidRequest` naming the field.
+    """
     refuse_fields(body)
     if body.n is not None and body.n > 1:
         raise InvalidRequest(f"n: one answer a request, not {body.n}", param="n")
@@ -434,7 +442,7 @@ def call_of(body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, f
         raise InvalidRequest(f"stop_token_ids: at most {STOP_TOKENS_MAX}", param="stop_token_ids")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Call(
-        model=ModelName(body.model),
+        model=ModelName(body.model or model),
         stream=bool(body.stream),
         max_tokens=max_tokens,
         max_tokens_field=field,

@@ -3,44 +3,24 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Raw
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import CallRoute, ClientCall, ClientForm, Sampling
-from kvrouter.frontend.openai.body import CacheSalt, NvExt, ScannedBody, StreamOptions, decode_body
+from kvrouter.core.lax import lax_bool, lax_int
+from kvrouter.core.requests import CallRoute, ClientCall, ClientForm
+from kvrouter.frontend.openai.body import NvExt, ScannedBody
 from kvrouter.frontend.openai.form import Form
-from kvrouter.frontend.openai.parse import READER, Call, NvextReader
+from kvrouter.frontend.openai.parse import READER, NvextReader
 from kvrouter.frontend.openai.passthrough import (
     ROUTERS_FIELDS,
-    PassthroughBody,
+    LaxFields,
     PassthroughCall,
+    chat_of,
+    passed_call_of,
     written_call,
 )
 from kvrouter.text.prompts.fields import PromptFields
-
-
-class PassedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a call, whatever its route. The engine judges all else."""
-
-    stream: object = None
-    cache_salt: CacheSalt | None = None
-    nvext: Raw = Raw(b"null")
-    max_tokens: object = None
-    max_output_tokens: object = None
-    instructions: object = None
-    input: object = None
-    system: object = None
-    messages: object = None
-    tools: object = None
-    tool_choice: object = None
-    chat_template_kwargs: object = None
-    reasoning: object = None
-    thinking: object = None
-    output_config: object = None
-    previous_response_id: object = None
-    prompt: object = None
 
 
 class PassedRoute(NamedTuple):
@@ -104,52 +84,38 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
 )
 """Every route that passes, and the only place where one is named."""
 
-_BODY = msgspec.json.Decoder(PassedBody)
-
 
 def parse_passed(
     route: PassedRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
 ) -> PassthroughCall:
     """Return the call for ``model`` in a body; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_BODY, scanned)
-    nvext = reader.read(body.nvext, body.cache_salt)
+    fields = LaxFields(scanned)
+    salt = fields.salt()
+    nvext = reader.read(fields.raw("nvext"), salt)
     _check_hints(route, nvext)
-    if route.streams and body.stream is not None and not isinstance(body.stream, bool):
-        raise InvalidRequest("stream: must be true or false", param="stream")
-    stream = route.streams and body.stream is True
-    wanted = body.max_output_tokens if body.max_tokens is None else body.max_tokens
+    stream = route.streams and lax_bool(fields.value("stream")) is True
+    wanted = fields.value("max_tokens")
+    wanted = lax_int(fields.value("max_output_tokens") if wanted is None else wanted)
     max_tokens = wanted if isinstance(wanted, int) and wanted > 0 else None
     return PassthroughCall(
-        _call(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
-        PassthroughBody(model=model),
+        passed_call_of(model, nvext, stream=stream, max_tokens=max_tokens if route.streams else 1),
         None,
         ClientCall(
             route.route,
-            written_call(scanned, salt=body.cache_salt, nvext=nvext).data,
+            written_call(scanned, salt=salt, nvext=nvext).data,
             stream=stream,
             resumable=False,
         ),
-        _prompt_fields(route.route, body) if route.is_chat else None,
+        _chat_of(route, fields, nvext),
     )
 
 
-def _prompt_fields(route: CallRoute, body: PassedBody) -> PromptFields | None:
+def _chat_of(route: PassedRoute, fields: LaxFields, nvext: NvExt) -> PromptFields | None:
     """What the prompt is made from; None where it goes on from what one engine keeps."""
-    if body.previous_response_id is not None or body.prompt is not None:
+    goes_on = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
+    if not route.is_chat or goes_on or fields.has_unknown_salt(nvext):
         return None
-    return PromptFields(
-        route=route,
-        messages=body.messages,
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        chat_template_kwargs=body.chat_template_kwargs,
-        reasoning=body.reasoning,
-        instructions=body.instructions,
-        input=body.input,
-        system=body.system,
-        thinking=body.thinking,
-        output_config=body.output_config,
-    )
+    return chat_of(fields, route.route)
 
 
 def parse_form(
@@ -164,13 +130,9 @@ def parse_form(
             )
     nvext = reader.read(Raw(b"null"), None)
     _check_hints(route, nvext)
-    written = form.text("stream", "false").lower()
-    if written not in _TRUE and written not in _FALSE:
-        raise InvalidRequest("stream: must be true or false", param="stream")
-    stream = written in _TRUE
+    stream = lax_bool(form.text("stream", "false")) is True
     return PassthroughCall(
-        _call(model, nvext, stream=stream, max_tokens=None),
-        PassthroughBody(model=model),
+        passed_call_of(model, nvext, stream=stream, max_tokens=None),
         None,
         ClientCall(
             route.route,
@@ -181,10 +143,6 @@ def parse_form(
         ),
     )
 
-
-_TRUE = frozenset({"true", "t", "1", "on", "y", "yes"})
-_FALSE = frozenset({"false", "f", "0", "off", "n", "no", ""})
-"""How a form may write a boolean, as pydantic reads it for engines."""
 
 _NOT_IN_FORMS = frozenset({"nvext", "cache_salt", "vllm_xargs"})
 """What is read, or changed, of bodies in JSON."""
@@ -199,16 +157,3 @@ def _check_hints(route: PassedRoute, nvext: NvExt) -> None:
             f"cache_salt: engines read none on {route.route}, and would share what it keeps apart",
             param="cache_salt",
         )
-
-
-def _call(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:
-    return Call(
-        model=model,
-        stream=stream,
-        max_tokens=max_tokens,
-        max_tokens_field="max_tokens",
-        stops=(),
-        nvext=nvext,
-        stream_options=StreamOptions(),
-        unbounded_sampling=Sampling(max_tokens=0),
-    )

@@ -3,55 +3,31 @@
 The engine is the judge of everything else, fields that nobody here has heard of included.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import CallRoute, ClientCall, Sampling
+from kvrouter.core.lax import UNKNOWN, Unknown, lax_bool, lax_int, lax_json, lax_texts
+from kvrouter.core.requests import CallRoute, ClientCall, ClientForm, Sampling
 from kvrouter.frontend.openai.body import (
-    CacheSalt,
+    SALT_CHARS_MAX,
     MisplacedFields,
-    Name,
-    NonNegativeInt,
     NvExt,
     Prompt,
     ScannedBody,
     StreamOptions,
-    decode_body,
     read_prompt,
-    refuse_misplaced,
+    refuse_misplaced_field,
 )
 from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call, NvextReader
 from kvrouter.text.model import stops_fit
 from kvrouter.text.prompts.fields import PromptFields
-
-
-class PassthroughBody(MisplacedFields, frozen=True, kw_only=True):
-    """What is read of a call."""
-
-    model: Name
-    messages: list[dict[str, object]] | UnsetType = UNSET
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: NonNegativeInt | None = None
-    max_completion_tokens: NonNegativeInt | None = None
-    stop: str | list[str] | None = None
-    cache_salt: CacheSalt | None = None
-    nvext: Raw = Raw(b"null")
-    tools: object = None
-    tool_choice: object = None
-    chat_template: object = None
-    chat_template_kwargs: object = None
-    documents: object = None
-    add_generation_prompt: object = None
-    continue_final_message: object = None
-    add_special_tokens: object = None
-    reasoning_effort: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +35,14 @@ class PassthroughCall:
     """A call and its bytes. ``call`` holds the routing hints; its sampling is the engine's business."""
 
     call: Call
-    body: PassthroughBody
     prompt: Prompt | None
     """The first prompt, None where there is no text and no token id."""
     client_call: ClientCall
     chat: PromptFields | None = None
     """What a chat's prompt is made from; None where it is no chat, or nobody knows how it goes on."""
+    is_partial: bool = False
+    """Whether a field changes the prompt in a way that is not known here."""
 
-
-_BODY = msgspec.json.Decoder(PassthroughBody)
 
 _PLAIN = frozenset(
     {
@@ -145,59 +120,157 @@ _EXTRA = "vllm_xargs"
 
 _OBJECT: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 
+_NULL = Raw(b"null")
+
+UNREAD_BYTES_MAX = 64 * 1024
+"""The longest body that is no JSON and goes to an engine, which says so in its own words."""
+
 
 def parse_passthrough(
-    route: CallRoute, scanned: ScannedBody, reader: NvextReader = READER
+    route: CallRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
 ) -> PassthroughCall:
-    """Return the call in a body; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_BODY, scanned)
-    refuse_misplaced(body)
-    if route is CallRoute.CHAT and not body.messages:
-        raise InvalidRequest("messages: must not be empty", param="messages")
-    nvext = reader.read(body.nvext, body.cache_salt)
+    """Return the call for ``model`` in a body, whose fields are read as leniently as engines read them.
+
+    Raises :class:`InvalidRequest` naming a field that is the router's to judge.
+    """
+    fields = LaxFields(scanned)
+    for name in MisplacedFields.__struct_fields__:
+        refuse_misplaced_field(name, fields.value(name))
+    salt = fields.salt()
+    nvext = reader.read(fields.raw("nvext"), salt)
     if nvext.token_data is not None:
         raise InvalidRequest(
             "nvext.token_data: the engines of this model take calls as clients wrote them, and tokenize them",
             param="nvext.token_data",
         )
-    written = written_call(scanned, salt=body.cache_salt, nvext=nvext)
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    written = written_call(scanned, salt=salt, nvext=nvext)
+    stops = lax_texts(fields.value("stop"))
+    wanted = lax_int(fields.value("max_completion_tokens"))
+    if wanted is None:
+        wanted = lax_int(fields.value("max_tokens"))
+    stream = lax_bool(fields.value("stream"))
+    options = fields.stream_options()
+    is_read = UNKNOWN not in (stops, wanted, stream, options)
+    if wanted is None and route is CallRoute.COMPLETION:
+        wanted = COMPLETION_TOKENS_DEFAULT
+    stops = () if stops is UNKNOWN else stops
+    is_placed_by_load = fields.has_unknown_salt(nvext)
+    is_chat = route is CallRoute.CHAT
+    special = lax_bool(fields.value("add_special_tokens"))
+    changes = special not in (None, not is_chat) or any(
+        fields.value(name) is not None for name in ("chat_template", "documents")
+    )
     return PassthroughCall(
         Call(
-            model=ModelName(body.model),
-            stream=bool(body.stream),
-            max_tokens=default if wanted is None else max(1, wanted),
+            model=model,
+            stream=stream is True,
+            max_tokens=max(1, wanted) if isinstance(wanted, int) else None,
             max_tokens_field="max_tokens",
             stops=stops,
             nvext=nvext,
-            stream_options=body.stream_options or StreamOptions(),
+            stream_options=StreamOptions() if options is UNKNOWN else options,
             unbounded_sampling=Sampling(max_tokens=0),
         ),
-        body,
-        _first_prompt(scanned) if body.messages is UNSET else None,
+        None if is_chat or is_placed_by_load else _first_prompt(scanned),
         ClientCall(
             route,
             written.data,
-            stream=bool(body.stream),
-            resumable=_is_resumable(written.fields) and stops_fit(stops) and wanted != 0,
+            stream=stream is True,
+            resumable=is_read and _is_resumable(written.fields) and stops_fit(stops) and wanted != 0,
         ),
-        None if body.messages is UNSET else _prompt_fields(body),
+        chat_of(fields, route) if is_chat and not is_placed_by_load else None,
+        is_partial=changes,
     )
 
 
-def _prompt_fields(body: PassthroughBody) -> PromptFields:
-    return PromptFields(
-        messages=body.messages,
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        chat_template_kwargs=body.chat_template_kwargs,
-        documents=body.documents,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        reasoning_effort=body.reasoning_effort,
+def parse_unread(
+    route: CallRoute, model: ModelName, data: bytes, reader: NvextReader = READER
+) -> PassthroughCall:
+    """Return a call whose body is no JSON object: its engine says so, and gets it byte for byte."""
+    return PassthroughCall(
+        passed_call_of(model, reader.read(_NULL, None), stream=False, max_tokens=1),
+        None,
+        ClientCall(
+            route, data, stream=False, resumable=False, form=ClientForm("application/json", model_at=None)
+        ),
     )
+
+
+def is_surely_unreadable(data: bytes) -> bool:
+    """Whether no engine finds a field in a body that is no JSON object here. Engines read with Python's own
+    parser, which also takes NaN and UTF-16: there they could find fields that are the router's to say.
+    """
+    if len(data) > UNREAD_BYTES_MAX:
+        return False
+    try:
+        return not isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def passed_call_of(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:
+    """Return what is known of a call of which no more is known."""
+    return Call(
+        model=model,
+        stream=stream,
+        max_tokens=max_tokens,
+        max_tokens_field="max_tokens",
+        stops=(),
+        nvext=nvext,
+        stream_options=StreamOptions(),
+        unbounded_sampling=Sampling(max_tokens=0),
+    )
+
+
+class LaxFields:
+    """The fields of a body; one that cannot be read is unknown, and wrong is what its engine says."""
+
+    def __init__(self, scanned: ScannedBody) -> None:
+        self._scanned = scanned
+
+    def raw(self, name: str) -> Raw:
+        """The JSON of a field; null where it is absent."""
+        raw = self._scanned.raw(name)
+        return _NULL if raw is None else Raw(raw)
+
+    def value(self, name: str) -> object:
+        """The value of a field; None where it is absent or null."""
+        return lax_json(self._scanned.raw(name))
+
+    def salt(self) -> str | None:
+        """``cache_salt``, None where it is absent, or no text. Raises :class:`InvalidRequest` for a text that
+        is over our limit.
+        """
+        salt = self.value("cache_salt")
+        if not isinstance(salt, str):
+            return None
+        if len(salt) > SALT_CHARS_MAX:
+            raise InvalidRequest(f"cache_salt: at most {SALT_CHARS_MAX} characters", param="cache_salt")
+        return salt
+
+    def has_unknown_salt(self, nvext: NvExt) -> bool:
+        """Whether the call names a salt that cannot be read, and ``nvext`` puts none in its place: then
+        nothing can be known to be cached for it.
+        """
+        return not nvext.cache_salt and not isinstance(self.value("cache_salt"), str | None)
+
+    def stream_options(self) -> StreamOptions | Unknown:
+        """``stream_options``."""
+        options = self.value("stream_options")
+        if options is None:
+            return StreamOptions()
+        if not isinstance(options, dict):
+            return UNKNOWN
+        usage, each = (lax_bool(options.get(name)) for name in ("include_usage", "continuous_usage_stats"))
+        if usage is UNKNOWN or each is UNKNOWN:
+            return UNKNOWN
+        return StreamOptions(include_usage=bool(usage), continuous_usage_stats=bool(each))
+
+
+def chat_of(fields: LaxFields, route: CallRoute) -> PromptFields | None:
+    """Return what a chat's prompt is made from; None where a part of it cannot be read."""
+    values = {name: fields.value(name) for name in PromptFields.__struct_fields__ if name != "route"}
+    return None if UNKNOWN in values.values() else PromptFields(route=route, **values)
 
 
 class WrittenCall(NamedTuple):
@@ -224,11 +297,14 @@ def written_call(scanned: ScannedBody, *, salt: str | None, nvext: NvExt) -> Wri
 
 
 def _first_prompt(scanned: ScannedBody) -> Prompt | None:
-    """Of several prompts the first one is where the request goes."""
+    """Of several prompts the first one is where the request goes; None where it cannot be read."""
     begin, end, _, _ = scanned.fields.get("prompt", (0, 0, 0, 0))
     if scanned.data[begin : begin + 1] not in (b'"', b"["):
         return None
-    return read_prompt(scanned.data, begin, end, at="prompt")
+    try:
+        return read_prompt(scanned.data, begin, end, at="prompt")
+    except InvalidRequest:
+        return None  # the engine says what is wrong with it
 
 
 def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:
