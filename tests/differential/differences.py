@@ -5,13 +5,14 @@ written from this table, and the differential tests let nothing else differ.
 import gzip
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from kvrouter.config.setting import installed_version
 from tests.differential.calls import BLAMES_ENGINE, CHAT, COMPLETION, MESSAGES, Call
 from tests.differential.compare import Found, Seen
-from tests.differential.vllm_answers import MODEL, Asked, answer_of, dumps
+from tests.differential.vllm_answers import MODEL, PAGES, Asked, answer_of, dumps
 from tests.differential.wire import REQUEST_ID
 
 Holds = Callable[[Call, Seen, Found], bool]
@@ -74,7 +75,10 @@ def _status(alone: Seen) -> int:
 
 
 def _is_stream(call: Call, alone: Seen) -> bool:
-    return (alone.answer.header("content-type") or "").startswith("text/event-stream")
+    """Whether it is streamed, or was to be."""
+    return bool(call.fields.get("stream")) or (alone.answer.header("content-type") or "").startswith(
+        "text/event-stream"
+    )
 
 
 def _from_engine(call: Call, alone: Seen) -> bool:
@@ -86,26 +90,22 @@ def _asks_more(call: Call, alone: Seen, found: Found) -> bool:
     assert isinstance(found.alone, bytes)
     assert isinstance(found.through, bytes)
     own, asked = json.loads(found.alone), json.loads(found.through)
-    options = asked.get("stream_options")
-    if not own.get("return_token_ids") and asked.get("return_token_ids") is True:
-        asked = {**asked, "return_token_ids": own.get("return_token_ids")}
-    if isinstance(options, dict) and options.get("include_usage") is True:
-        asked = {**asked, "stream_options": {**options, **_only(own.get("stream_options"), "include_usage")}}
-    present = {name: value for name, value in asked.items() if name in own}
-    added = {name: value for name, value in asked.items() if name not in own}
-    allowed: tuple[dict[str, Any], ...] = (
-        {},
-        {"return_token_ids": None},
-        {"stream_options": {"include_usage": True}},
-    )
-    return list(present.items()) == list(own.items()) and added in (
-        *allowed,
-        {"return_token_ids": None, "stream_options": {"include_usage": True}},
-    )
+    more = {**own, "return_token_ids": True}
+    usage = {"stream_options": {**(own.get("stream_options") or {}), "include_usage": True}}
+    return asked in (own, {**more, **usage}, {**own, **usage}, more)
 
 
-def _only(options: object, name: str) -> dict[str, object]:
-    return {name: options[name]} if isinstance(options, dict) and name in options else {}
+def _without_nvext(call: Call, alone: Seen, found: Found) -> bool:
+    assert isinstance(found.alone, bytes)
+    assert isinstance(found.through, bytes)
+    own = json.loads(found.alone)
+    without = {name: value for name, value in own.items() if name != "nvext"}
+    return "nvext" in own and _asks_more(call, alone, Found("", json.dumps(without).encode(), found.through))
+
+
+def _without_fingerprint(call: Call, alone: Seen, found: Found) -> bool:
+    assert isinstance(found.alone, bytes)
+    return found.through == found.alone.replace(b',"system_fingerprint":"vllm-0.32.0"', b"")
 
 
 def _inflated(call: Call, alone: Seen, found: Found) -> bool:
@@ -116,7 +116,12 @@ def _inflated(call: Call, alone: Seen, found: Found) -> bool:
 def _without_slash(call: Call, alone: Seen, found: Found) -> bool:
     """It is what the engine answers to the same call without the slash."""
     answer = answer_of(Asked(call.method, call.target.rstrip("/"), dict(call.headers), call.body))
-    told = {"status": "HTTP/1.1 200 OK", "body": answer.body, "header content-type": "application/json"}
+    status = "405 Method Not Allowed" if answer.status == 405 else "200 OK"
+    told: dict[str, object] = {
+        "status": f"HTTP/1.1 {status}",
+        "body": answer.body,
+        "header content-type": dict(answer.headers).get("content-type"),
+    }
     return _status(alone) == 307 and found.through == told[found.field]
 
 
@@ -127,6 +132,32 @@ def _is_redirected(call: Call, alone: Seen) -> bool:
 def _is_page(call: Call, alone: Seen) -> bool:
     """A page of kvrouter's, or a path or method that it does not have."""
     return call.method != "POST" or _status(alone) in (404, 405) or call.path == "/ping"
+
+
+def _lists_models(call: Call, alone: Seen, found: Found) -> bool:
+    """It is a list of the one model."""
+    head, tail = b'{"object":"list","data":[', b"]}"
+    body = found.through
+    if not isinstance(body, bytes) or not (body.startswith(head) and body.endswith(tail)):
+        return False
+    return _is_model(call, alone, Found(found.field, found.alone, body[len(head) : -len(tail)]))
+
+
+_MODEL = re.compile(
+    rb'\{"id":"tiny","object":"model","created":(\d{10}),"owned_by":"kvrouter","root":"tiny","parent":null,'
+    rb'"max_model_len":2048,"permission":\[\{"object":"model_permission","allow_create_engine":false,'
+    rb'"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,'
+    rb'"allow_fine_tuning":false,"organization":"\*","group":null,"is_blocking":false,'
+    rb'"id":"modelperm-tiny","created":\1\}\]\}'
+)
+
+
+def _is_model(call: Call, alone: Seen, found: Found) -> bool:
+    """It is the one model; when it came is the same in both places, and not in the future."""
+    if not isinstance(found.through, bytes):
+        return False
+    told = _MODEL.fullmatch(found.through)
+    return told is not None and abs(time.time() - int(told[1])) < CREATED_WITHIN_S
 
 
 def _no_json_type(call: Call, alone: Seen) -> bool:
@@ -140,6 +171,7 @@ def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
     return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
 
 
+CREATED_WITHIN_S = 3600.0
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
 DIFFERENCES: tuple[Difference, ...] = (
@@ -235,6 +267,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         ),
     ),
     Difference(
+        "asked body",
+        "a call with `nvext`",
+        "`nvext` is taken out",
+        "It is for the router. One that is streamed also has what the row above says.",
+        _without_nvext,
+    ),
+    Difference(
         "asked route",
         "a call with a query",
         "the query does not reach the engine",
@@ -242,6 +281,16 @@ DIFFERENCES: tuple[Difference, ...] = (
         where(
             lambda call, alone: "?" in call.target,
             lambda call, alone, found: found.through == f"POST {call.path}",
+        ),
+    ),
+    Difference(
+        "asked route",
+        "a slash behind a path",
+        "the engine is asked without it",
+        "The call is answered at once: vLLM answers 307, and many clients do not follow one with a body.",
+        where(
+            _is_redirected,
+            lambda call, alone, found: found.through == f"POST {call.path.rstrip('/')}",
         ),
     ),
     Difference(
@@ -264,6 +313,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         "inflated",
         "The end and the count of an answer are read in it.",
         _inflated,
+    ),
+    Difference(
+        "body",
+        "a stream of a chat or completion that ends without a `finish_reason` that can be read",
+        "`system_fingerprint` is absent",
+        "An engine that is asked for the usage writes it next to that, and not into the last event. From "
+        "there it is put back where that event is known.",
+        where(lambda call, alone: call.path in (CHAT, COMPLETION), _without_fingerprint),
     ),
     Difference(
         "header location",
@@ -360,10 +417,37 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "times asked",
-        "a path or method that kvrouter does not have",
+        "a page, and a path or method that kvrouter does not have",
         "no engine is asked",
-        "It is refused before it is read.",
-        where(lambda call, alone: _status(alone) in (404, 405), equals("0")),
+        "It is kvrouter's to answer.",
+        where(
+            lambda call, alone: _status(alone) in (404, 405) or call.path.rstrip("/") in PAGES,
+            equals("0"),
+        ),
+    ),
+    Difference(
+        "body",
+        "`GET /version`",
+        "that of kvrouter",
+        "Engines of one fleet may have several.",
+        where(
+            lambda call, alone: call.path.rstrip("/") == "/version",
+            equals(dumps({"version": installed_version()})),
+        ),
+    ),
+    Difference(
+        "body",
+        "`GET /v1/models`",
+        "`created`, `owned_by`, `root` and `permission` are kvrouter's",
+        "A model is what a fleet serves, and not one engine's folder.",
+        where(lambda call, alone: call.path.rstrip("/") == "/v1/models", _lists_models),
+    ),
+    Difference(
+        "body",
+        "`GET /v1/models/{id}`",
+        "the model, as it is listed",
+        "OpenAI's clients ask for one model; vLLM has no such route.",
+        where(lambda call, alone: call.path == f"/v1/models/{MODEL}", _is_model),
     ),
     Difference(
         "status",

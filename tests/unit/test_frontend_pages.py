@@ -10,14 +10,19 @@ from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, SECRET, error_of, open_house, says
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/health/", "/v1/models/", "/v1/chat/completions/", "/V1/models", "/v1/fleet/x"]
-)
+@pytest.mark.parametrize("path", ["/", "/v1", "/health//", "/v1/models/x/", "/V1/models", "/v1/fleet/x"])
 async def test_an_unknown_path_is_a_404(path: str) -> None:
     async with open_house(card(1)) as house:
         response = await house.http.get(path)
     assert response.status_code == 404
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/load", "/ping"])
+async def test_a_slash_behind_a_path_changes_nothing(path: str) -> None:
+    async with open_house(card(1)) as house:
+        bare, slashed = await house.http.get(path), await house.http.get(f"{path}/")
+    assert (slashed.status_code, slashed.content) == (200, bare.content)
 
 
 @pytest.mark.parametrize(

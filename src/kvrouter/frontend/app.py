@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -97,6 +98,7 @@ class HttpApp:
         self._settings = settings
         self._bodies = bodies
         self._calls = calls
+        self._paths = frozenset((*calls, *(route.path for route in routes)))
         self._traffic = traffic
         self._bridge = AsgiBridge(self.pages)
         self._compressed = CompressedBodies(settings.uploads_max_bytes)
@@ -152,8 +154,9 @@ class HttpApp:
         connections that are refused and bytes that are no HTTP may be anybody's, and as many as they like.
         """
         is_unread = fault.status in UNREAD_STATUSES or fault.code in UNREAD_CODES
-        if self._traffic is not None and is_unread and fault.path in (None, *self._calls):
-            self._traffic.unread_call_refused(fault.code, http_status=fault.status, route=fault.path)
+        path = None if fault.path is None else self._without_slash(fault.path)
+        if self._traffic is not None and is_unread and path in (None, *self._calls):
+            self._traffic.unread_call_refused(fault.code, http_status=fault.status, route=path)
         answer = self._failure_answered(fault)
         headers = (
             answer.headers if self._cors is None else (*answer.headers, *self._cors.fault_headers(fault))
@@ -200,11 +203,20 @@ class HttpApp:
 
     def _route_of(self, path: str) -> str:
         """The route at a path: one of few, so that it is a label."""
+        path = self._without_slash(path)
         if path in self._calls:
             return path
         return next((route.path for route in _routes_at(self.pages, path)), UNKNOWN_ROUTE)
 
+    def _without_slash(self, path: str) -> str:
+        """Return the path of a call or a page where ``path`` has only a slash behind it, else ``path``.
+        Engines redirect to it, and many clients follow no redirect of a call with a body.
+        """
+        bare = path.removesuffix("/")
+        return bare if bare in self._paths and path not in self._paths else path
+
     def _body_limit(self, path: str) -> BodyLimit:
+        path = self._without_slash(path)
         if path in self._calls or path in PAGES_WITH_PROMPTS:
             return self._bodies.prompt_limit()
         return self._bodies.page_limit()
@@ -213,6 +225,9 @@ class HttpApp:
         """Answer one request."""
         if self._cors is not None:
             responder.more_headers = self._cors.headers(request)
+        path = self._without_slash(request.path)
+        if path != request.path:
+            request.head = replace(request.head, path=path)
         encoding = request.header("content-encoding")
         if encoding is None or encoding == "identity":
             await self._handle(request, responder)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
@@ -50,6 +51,20 @@ def why_not_ready(model: ModelRouter) -> str | None:
 
 
 OWNER = "kvrouter"
+
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+"""What OpenAI's list of models said of each model, and what engines still say."""
 
 SETTLE_S = 10.0
 """How long an HTTP app may wait for a first worker or a tokenizer before it takes requests without."""
@@ -129,6 +144,9 @@ class Pages:
             PublicRoute("/health", self.health),
             PublicRoute("/ready", self.ready),
             PublicRoute("/accepting", self.accepting),
+            PublicRoute("/ping", self.ping, methods=["GET", "POST"]),
+            PublicRoute("/version", self.version),
+            PublicRoute("/load", self.load),
             Route("/metrics", self.metrics),
         ]
 
@@ -155,6 +173,18 @@ class Pages:
         if self._service.is_draining:
             status = "draining"
         return json_page({"status": status, "running_requests": self._service.running})
+
+    async def ping(self, _: Request) -> Response:
+        """``GET`` and ``POST /ping``: the process answers, as ``/health`` says in more words."""
+        return Response()
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``: that of the router. Its engines may have several."""
+        return json_page({"version": installed_version()})
+
+    async def load(self, _: Request) -> Response:
+        """``GET /load``: how many requests the router has under way."""
+        return json_page({"server_load": self._service.running})
 
     async def ready(self, _: Request) -> Response:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
@@ -214,12 +244,13 @@ class Pages:
         return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
 
     def _model_json(self, name: str, named: Named) -> dict[str, object]:
-        parent = {} if named.adapter is None else {"parent": named.model}
         return {
             "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": OWNER,
+            "root": named.model,
+            "parent": None if named.adapter is None else named.model,
             "max_model_len": self._preparer.context_length_tokens(named.model),
-            **parent,
+            "permission": [{**_PERMISSION, "id": f"modelperm-{name}", "created": self._created_s}],
         }
