@@ -41,7 +41,7 @@ async def by_file(kind: str, engine: ScriptedEngine, _folder: Path) -> AsyncIter
     )
     fleet = load_fleet(parse_document(text, "fleet.yaml")).fleet
     settings = Settings(frontend=FrontendSettings(http_port=0))
-    async with embedded(settings, fleet, engine_key=None) as system:
+    async with embedded(settings, fleet, environ={}) as system:
         attached = system.attached
         assert attached is not None
 

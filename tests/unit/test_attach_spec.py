@@ -85,7 +85,8 @@ def test_the_workers_as_processes_are_those_that_the_file_describes(path: Path, 
     for command in commands[2:]:
         assert main(command.arguments) == 0
     assert [run.spec for run in runs] == [
-        engine.spec for engine in file_engines(fleet, engine_key="k", wait_s=float(ENGINE_WAIT_S))
+        engine.with_key({"KVROUTER_ENGINE_API_KEY": "k"})
+        for engine in file_engines(fleet, wait_s=float(ENGINE_WAIT_S))
     ]
     p, d0, d1, q = (run.spec for run in runs)
     assert (p.worker_id, p.url, p.role, p.api_key) == (3, "http://p:8000", Role.PREFILL, "k")

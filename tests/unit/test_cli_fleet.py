@@ -232,6 +232,27 @@ async def test_engines_are_asked_and_compared_with_the_file(folder: Path) -> Non
     assert [each["is_unreachable"] for each in found["mistakes"]] == [True, True]
 
 
+async def test_an_engines_own_key_is_used_and_one_that_is_not_there_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scripted_engine() as one, scripted_engine() as two:
+        (folder / "f.yaml").write_text(
+            "version: 1\nmodels: [{name: tiny}]\nworkers:\n"
+            f"  - {{name: a, engine: {{kind: vllm, url: '{one.url}', api_key_env: KEY_OF_A}}}}\n"
+            f"  - {{name: b, engine: {{kind: vllm, url: '{two.url}',\n"
+            f"      api_key_file: {folder}/absent}}}}\n"
+        )
+        monkeypatch.setenv("KEY_OF_A", "of a\n")
+        assert (await asyncio.to_thread(check, "f.yaml"))[0] == 0, "another host may have the key"
+        code, found = await asyncio.to_thread(check, "f.yaml", "--connect")
+        assert {each["Authorization"] for each in one.question_headers} == {"Bearer of a"}
+        assert not two.question_headers
+    assert code == 2
+    (mistake,) = found["mistakes"]
+    assert (mistake["line"], mistake["field"]) == (6, "workers[1].engine.api_key_file")
+    assert mistake["message"] == f"{folder}/absent: is not there"
+
+
 async def test_engines_of_one_model_whose_blocks_differ_are_named(folder: Path) -> None:
     async with scripted_engine() as one, scripted_engine() as two, scripted_engine() as three:
         three.replace("/metrics", 'block_size="32"', 'block_size="16"')

@@ -331,12 +331,14 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
             "DYN_KV_TRANSFER_PREFERRED_WEIGHT": "0.5",
             "DYN_TOPOLOGY_LEVELS": "zone,rack",
             "KVROUTER_ENGINE_API_KEY": "secret",
+            "KVROUTER_ENGINE_API_KEY_A": "another",
+            "KVROUTER_PLANE_TOKEN": "none of the engines' business",
         }
     )
     assert policy == PodPolicy(
         transfer=KvTransferSpec(domain="rack", enforcement=Enforcement.PREFERRED, preferred_weight=0.5),
         levels=("zone", "rack"),
-        engine_key="secret",
+        keys={"KVROUTER_ENGINE_API_KEY": "secret", "KVROUTER_ENGINE_API_KEY_A": "another"},
     )
     with pytest.raises(ConfigError, match="DYN_KV_TRANSFER_ENFORCEMENT"):
         policy_of({"DYN_KV_TRANSFER_DOMAIN": "zone", "DYN_KV_TRANSFER_ENFORCEMENT": "hard"})

@@ -64,10 +64,10 @@ async def test_a_key_that_is_wanted_is_reported_apart(status: int) -> None:
 async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
     async with Asked(look_limit_s=0.05) as asked:
         asked.engine.pages["/metrics"] = Answer(ends=Ends.NO_HEADERS)
-        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+        with pytest.raises(WorkerUnreachable, match="did not answer in time"):
             await asked.server.look("/metrics")
         asked.engine.pages["/metrics"] = Answer((b"vllm:",), ends=Ends.HELD)
-        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+        with pytest.raises(WorkerUnreachable, match="did not answer in time"):
             await asked.server.look("/metrics")
 
 
@@ -111,7 +111,7 @@ async def test_nobody_listens() -> None:
     async with Asked() as asked:
         await asked.engine.stop()
         for asking in (asked.server.look("/metrics"), asked.server.ask(COMPLETIONS, b"{}")):
-            with pytest.raises(WorkerUnreachable, match="ClientConnectorError"):
+            with pytest.raises(WorkerUnreachable, match="nothing listens at its host and port"):
                 await asking
         await asked.engine.start()
         assert await asked.server.look("/version") is not None
@@ -142,9 +142,9 @@ async def test_errors_of_calls_are_what_their_status_means() -> None:
 async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_is_broken() -> None:
     refused, cut = Answer(ends=Ends.REFUSED), Answer((b'{"id":',), content_type=JSON, ends=Ends.CUT)
     async with Asked(refused, cut) as asked:
-        with pytest.raises(WorkerUnreachable, match="ServerDisconnectedError"):
+        with pytest.raises(WorkerUnreachable, match="closed the connection before it answered"):
             await asked.server.ask(COMPLETIONS, b"{}")
-        with pytest.raises(StreamBroken, match="ClientPayloadError"):
+        with pytest.raises(StreamBroken, match="its answer broke off"):
             await asked.server.ask(COMPLETIONS, b"{}")
 
 
@@ -162,10 +162,10 @@ async def test_what_a_client_may_read_does_not_tell_where_the_engine_is() -> Non
                 await asked.server.ask(COMPLETIONS, b"{}")
             assert host not in failed.value.message
         await asked.engine.stop()
-        with pytest.raises(WorkerUnreachable, match="ClientConnectorError: Connection refused") as gone:
+        with pytest.raises(WorkerUnreachable, match="nothing listens") as gone:
             await asked.server.ask(COMPLETIONS, b"{}")
         assert port not in gone.value.message
-        with pytest.raises(WorkerUnreachable, match=rf"{asked.engine.url}/metrics: ClientConnectorError"):
+        with pytest.raises(WorkerUnreachable, match=rf"{asked.engine.url}/metrics: nothing listens"):
             await asked.server.look("/metrics")
 
 

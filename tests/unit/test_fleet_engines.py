@@ -66,10 +66,10 @@ class Up:
 
 
 @asynccontextmanager
-async def up(file: str, *, engine_key: str | None = None) -> AsyncIterator[Up]:
+async def up(file: str, *, environ: Mapping[str, str] | None = None) -> AsyncIterator[Up]:
     fleet = load_fleet(parse_document(f"version: 1\n{file}", "fleet.yaml")).fleet
     settings = Settings(frontend=FrontendSettings(http_port=0))
-    async with embedded(settings, fleet, engine_key=engine_key) as system:
+    async with embedded(settings, fleet, environ=environ or {}) as system:
         host, port = system.address
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60.0) as http:
             yield Up(system, http)
@@ -133,9 +133,43 @@ async def test_its_kv_events_are_known_to_the_router() -> None:
 
 async def test_the_key_that_it_asks_for_is_given() -> None:
     async with scripted_engine() as engine:
-        async with up(file_of(VLLM.format(url=engine.url)), engine_key="secret"):
+        async with up(file_of(VLLM.format(url=engine.url)), environ={"KVROUTER_ENGINE_API_KEY": "secret"}):
             pass
         assert {each["Authorization"] for each in engine.question_headers} == {"Bearer secret"}
+
+
+async def test_each_engine_is_given_its_own_key_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("of b\n")
+    keys = {"KVROUTER_ENGINE_API_KEY": "of all", "KVROUTER_ENGINE_API_KEY_A": "of a\n"}
+    async with scripted_engine() as a, scripted_engine() as b, scripted_engine() as c:
+        own = {a.url: "api_key_env: KVROUTER_ENGINE_API_KEY_A", b.url: f"api_key_file: {tmp_path / 'b'}"}
+        lines = (
+            f"{{kind: vllm, url: '{each.url}', kv_events: false, {own.get(each.url, '')}}}"
+            for each in (a, b, c)
+        )
+        async with up(file_of(*lines), environ=keys):
+            pass
+        for engine, key in ((a, "of a"), (b, "of b"), (c, "of all")):
+            assert {each["Authorization"] for each in engine.question_headers} == {f"Bearer {key}"}
+
+
+async def test_an_engine_that_takes_another_key_is_named_with_where_that_is_read() -> None:
+    async with scripted_engine() as engine:
+        for path in engine.pages:
+            engine.set_page(path, '{"error":"Unauthorized"}', status=401)
+        line = f"{{kind: vllm, url: '{engine.url}', api_key_env: OURS}}"
+        with pytest.raises(ConfigError, match="takes another key than that of OURS") as refused:
+            async with up(file_of(line), environ={"OURS": "wrong"}):
+                pass
+        assert "wrong" not in refused.value.message
+
+
+@pytest.mark.parametrize("key", ["api_key_env: OURS", "api_key_file: /there/is/no/such/file"])
+async def test_a_key_that_is_not_there_ends_the_start_with_its_field(key: str) -> None:
+    line = f"{{kind: vllm, url: 'http://127.0.0.1:1', {key}}}"
+    with pytest.raises(ConfigError, match=rf"^workers\[0\].engine.{key.partition(':')[0]}: "):
+        async with up(file_of(line), environ={"OURS": " "}):
+            pass
 
 
 async def test_place_taints_and_policy_are_those_of_every_worker() -> None:

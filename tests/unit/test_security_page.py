@@ -199,6 +199,7 @@ WHERE = {
     "decisions kept of one": "service.model_router frontend.instrumentation telemetry",
     "records of traffic": "recording",
     "values of taints": "fleet.columns frontend.response_writer",
+    "a key, token": "core.secret",
     "connections to a worker": "transports.listener",
     "routers at one listener": "transports.requests.tcp.acceptor transports.requests.session.STREAMS",
     "blocks of a rank": "service.event_ingest.RANK",

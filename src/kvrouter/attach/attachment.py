@@ -63,9 +63,7 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
         try:
             return await attach_engine(spec)
         except KeyRefused as error:
-            raise ConfigError(
-                f"{error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
-            ) from error
+            raise ConfigError(f"{error.message}: {_about_key(spec)}", param="url") from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
                 raise NotAnswered(
@@ -76,6 +74,11 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
                 said_s = loop.time()
                 log_event(logger, Event.ENGINE_AWAITED, worker=str(spec.worker_id), reason=error.message)
         await asyncio.sleep(ASK_AGAIN_S)
+
+
+def _about_key(spec: AttachSpec) -> str:
+    at = spec.key_at or ENGINE_KEY_VARIABLE
+    return f"give its key in {at}" if spec.api_key is None else f"it takes another key than that of {at}"
 
 
 def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Attached) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Self
 
 from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
@@ -28,7 +29,7 @@ class AttachedFleet:
     """
 
     def __init__(
-        self, fleet: FleetFile, settings: Settings, planes: MemoryPlanes, *, engine_key: str | None
+        self, fleet: FleetFile, settings: Settings, planes: MemoryPlanes, *, environ: Mapping[str, str]
     ) -> None:
         self._fleet = fleet
         self._all_heard = asyncio.Event()
@@ -38,8 +39,8 @@ class AttachedFleet:
         self._tasks: list[asyncio.Task[None]] = []
         workers = EngineWorkers(settings, MemoryTransports(planes))
         self._engines = [
-            (engine.group, self._attachment_of(engine, workers))
-            for engine in file_engines(fleet, engine_key=engine_key)
+            (engine.group, self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers))
+            for engine in file_engines(fleet)
         ]
         self._unheard = {each.spec.worker_id for _, each in self._engines}
 

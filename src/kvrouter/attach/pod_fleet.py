@@ -5,17 +5,17 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self
 
 from msgspec import structs
 
 from kvrouter.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWorkers
-from kvrouter.attach.spec import attach_spec
+from kvrouter.attach.spec import attach_spec, with_key
 from kvrouter.config import KvTransferSpec, Settings
 from kvrouter.config.engine_pods import KIND_LABEL, PLACES, engine_of
-from kvrouter.config.variables import ENGINE_KEY_VARIABLE
+from kvrouter.config.variables import ENGINE_KEYS_PREFIX
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
@@ -45,11 +45,12 @@ class PodEventWriter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPolicy:
-    """What holds for all pods: the policy of KV transfers, the order of the domains, and the engines' key."""
+    """What holds for all pods: the policy of KV transfers, the order of the domains, the engines' keys."""
 
     transfer: KvTransferSpec | None = None
     levels: tuple[str, ...] = ()
-    engine_key: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The variables that hold keys of engines, by name: no pod can name another one."""
 
 
 def worker_id_of(uid: str) -> WorkerId:
@@ -268,10 +269,10 @@ class PodFleet:
             described.engine,
             worker_id=worker_id_of(pod.uid),
             url=described.url,
-            engine_key=self._policy.engine_key,
             written_at=f"pod {pod.name}",
             fields_at=PLACES,
         )
+        spec = with_key(spec, described.engine, self._policy.keys)
         return replace(spec, model=described.model, start=described.start, pod=pod.name, node=pod.node)
 
 
@@ -344,8 +345,8 @@ def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
             enforcement=env.enforcement or Enforcement.REQUIRED,
             preferred_weight=env.preferred_weight,
         )
-    key = environ.get(ENGINE_KEY_VARIABLE) or None
-    return PodPolicy(transfer=transfer, levels=env.levels, engine_key=key), env.warnings
+    keys = {name: key for name, key in environ.items() if f"{name}_".startswith(ENGINE_KEYS_PREFIX)}
+    return PodPolicy(transfer=transfer, levels=env.levels, keys=keys), env.warnings
 
 
 def account_of(settings: Settings, wanted_by: str) -> Account:

@@ -15,9 +15,11 @@ from kvrouter.config.fleet_checks import url_path
 from kvrouter.config.fleet_workers import numbered_workers, placed_config
 from kvrouter.config.problems import dotted
 from kvrouter.config.setting import installed_version
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.secret import secret_file, secret_variable
 from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.text.source import settled_source
@@ -97,15 +99,36 @@ def _reached_at(engine_host: str, here: str) -> str:
 
 
 class FileEngine(NamedTuple):
-    """One engine of a fleet file, and the group that it is in."""
+    """One engine of a fleet file, without its key, and the group that it is in."""
 
     group: WorkerGroup
     spec: AttachSpec
 
+    def with_key(self, environ: Mapping[str, str]) -> AttachSpec:
+        """Return its spec with the key that it asks for. Raises ConfigError for one that cannot be read."""
+        engine = self.group.engine
+        if not isinstance(engine, AttachedEngineSpec):
+            raise TypeError("a mock engine asks for no key")
+        return with_key(self.spec, engine, environ)
 
-def file_engines(
-    fleet: FleetFile, *, engine_key: str | None, wait_s: float = math.inf
-) -> Iterator[FileEngine]:
+
+def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str, str]) -> AttachSpec:
+    """Return ``spec`` with the engine's key: its own where it has one, else that of all engines, if any.
+
+    Raises ConfigError that names the field, or the variable.
+    """
+    if engine.api_key_file is not None:
+        key = secret_file(Path(engine.api_key_file), spec.fields_at["api_key_file"])
+        return dataclasses.replace(spec, api_key=key, key_at=engine.api_key_file)
+    variable = engine.api_key_env or ENGINE_KEY_VARIABLE
+    found = secret_variable(environ, variable)
+    if found is None and engine.api_key_env is not None:
+        must = f"the variable {variable} is unset or empty"
+        raise ConfigError(f"{spec.fields_at['api_key_env']}: {must}", param="api_key_env")
+    return dataclasses.replace(spec, api_key=found, key_at=variable)
+
+
+def file_engines(fleet: FleetFile, *, wait_s: float = math.inf) -> Iterator[FileEngine]:
     """Every engine of the file that runs already; each may take ``wait_s`` seconds to answer at first."""
     seen = Counter[str]()
     for worker_id, group in numbered_workers(fleet):
@@ -122,7 +145,6 @@ def file_engines(
             group.engine,
             worker_id=worker_id,
             url=group.engine.all_urls[number],
-            engine_key=engine_key,
             written_at=dotted(url_path(position, group.engine, number)),
             fields_at={
                 "model": f"{model}.name",
@@ -132,6 +154,8 @@ def file_engines(
                 "role": f"{line}.role",
                 "dp_size": f"{line}.dp_size",
                 "kind": f"{line}.engine.kind",
+                "api_key_env": f"{line}.engine.api_key_env",
+                "api_key_file": f"{line}.engine.api_key_file",
                 "kv_events": f"{line}.engine.kv_events_endpoint",
                 "kv_events_replay": f"{line}.engine.kv_events_replay_endpoint",
             },
@@ -146,7 +170,6 @@ def attach_spec(
     *,
     worker_id: WorkerId,
     url: str,
-    engine_key: str | None,
     written_at: str,
     fields_at: Mapping[str, str],
 ) -> AttachSpec:
@@ -165,7 +188,6 @@ def attach_spec(
         kv_events=engine.kv_events_endpoint,
         kv_events_replay=engine.kv_events_replay_endpoint,
         publishes_kv_events=engine.kv_events,
-        api_key=engine_key,
         runtime_config=placed_config(fleet, group),
         written_at=written_at,
         fields_at=fields_at,

@@ -115,5 +115,6 @@ def plain_console() -> "Console":
 def router_at(url: str) -> "RouterClient":
     """Return a client of the router there, with the token of the environment. Raises AskFailed."""
     from kvrouter.cli.client import RouterClient  # noqa: PLC0415
+    from kvrouter.core.secret import secret_variable  # noqa: PLC0415
 
-    return RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
+    return RouterClient(url, token=secret_variable(os.environ, "KVROUTER_ADMIN_TOKEN"))

@@ -8,6 +8,7 @@ import click
 from kvrouter.cli.flags import output_option
 from kvrouter.commands.output import Output
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
+from kvrouter.core.secret import secret_variable
 
 FILE = click.Path(path_type=Path)
 
@@ -103,7 +104,7 @@ def calibrate(
                 model=model,
                 folder=engine,
                 model_config=model_config,
-                api_key=os.environ.get(ENGINE_KEY_VARIABLE) or None,
+                api_key=secret_variable(os.environ, ENGINE_KEY_VARIABLE),
             ),
             console,
         )

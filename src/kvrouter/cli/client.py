@@ -119,7 +119,9 @@ class RouterClient:
             response = connection.getresponse()
             answer = response.read(ANSWER_MAX_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise AskFailed(f"{self._url}: no answer: {str(error) or type(error).__name__}") from error
+            from kvrouter.http_client import connection_failure  # noqa: PLC0415 - of failures alone
+
+            raise AskFailed(f"{self._url}: no answer: {connection_failure(error)}") from error
         finally:
             connection.close()
         if len(answer) > ANSWER_MAX_BYTES:

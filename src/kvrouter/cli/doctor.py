@@ -80,12 +80,13 @@ def doctor(
     from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose  # noqa: PLC0415
     from kvrouter.commands.hit_rate import hit_rate_of, show_hit_rate  # noqa: PLC0415
     from kvrouter.core.errors import KvrouterError  # noqa: PLC0415
+    from kvrouter.core.secret import secret_variable  # noqa: PLC0415
 
-    token = os.environ.get("KVROUTER_ADMIN_TOKEN")
     options = DoctorOptions(over_s=over_s, asks_engines=engines, timeout_s=timeout_s)
     console = plain_console()
     try:
         output.check()
+        token = secret_variable(os.environ, "KVROUTER_ADMIN_TOKEN")
         router, *others = (RouterClient(each, token=token, timeout_s=timeout_s) for each in (url, *replicas))
         hits = None if recording is None else hit_rate_of(recording, model)
         report = asyncio.run(diagnose(router, others, options))

@@ -171,9 +171,9 @@ def _serve(
     from kvrouter.commands.engine_worker import serve_engine_worker  # noqa: PLC0415
     from kvrouter.config.fleet_checks import load_fleet  # noqa: PLC0415
     from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of  # noqa: PLC0415
+    from kvrouter.core.secret import secret_variable  # noqa: PLC0415
 
     environ: Mapping[str, str] = os.environ
-    engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if document is None:
         if group is not None or index:
             raise click.UsageError("--group and --index are about the engines of --fleet")
@@ -182,7 +182,7 @@ def _serve(
             kind,
             engine,
             fleet_of_one(said),
-            engine_key=engine_key,
+            engine_key=secret_variable(os.environ, ENGINE_KEY_VARIABLE),
             worker_id=worker_id_of(worker_id),
         )
     else:
@@ -190,9 +190,9 @@ def _serve(
             given = ", ".join(flag_of(name) for name in said)
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_file = load_fleet(document).fleet
-        engines = file_engines(of_file, engine_key=engine_key)
+        engines = file_engines(of_file)
         picked = pick_engine(engines, kind, group=group, index=index)
-        spec = picked.spec
+        spec = picked.with_key(os.environ)
         if worker_id is not None:
             spec = replace(spec, worker_id=worker_id_of(worker_id))
         environ = worker_environ(picked.group, os.environ)
@@ -231,6 +231,7 @@ def _spec_of_flags(
         kv_events_replay=engine.kv_events_replay,
         publishes_kv_events=not engine.no_kv_events,
         api_key=engine_key,
+        key_at=ENGINE_KEY_VARIABLE,
         runtime_config=placed_config(place, group),
         fields_at=_FLAGS_AT,
     )

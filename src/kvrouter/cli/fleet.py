@@ -119,7 +119,7 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
     "--connect",
     is_flag=True,
     help="Ask every engine that runs already what it is, and compare: model, block size, context length, "
-    f"ranks. A key that they ask for is read from {ENGINE_KEY_VARIABLE}.",
+    f"ranks. A key that they ask for is read from {ENGINE_KEY_VARIABLE}, or from where FILE says.",
 )
 @output_option
 def fleet_check(file: Path, *, strict: bool, connect: bool, output: Output) -> None:
@@ -131,8 +131,7 @@ def fleet_check(file: Path, *, strict: bool, connect: bool, output: Output) -> N
     """
     from kvrouter.commands.fleet_check import check_fleet  # noqa: PLC0415
 
-    key = os.environ.get(ENGINE_KEY_VARIABLE) or None
-    found = check_fleet(file, strict=strict, connect=connect, engine_key=key)
+    found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
     output.show(lambda: json_text(found), lambda: _show_check(found, strict=strict))
     if found.is_good:
         sys.exit(GOOD)

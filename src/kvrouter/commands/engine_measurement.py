@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
     RUNNING,
@@ -22,8 +22,9 @@ from kvrouter.engines.openai.request_times import (
     read_running,
     times_between,
 )
-from kvrouter.engines.openai.server import EngineServer, failed_by, let_end
+from kvrouter.engines.openai.server import EngineServer, let_end
 from kvrouter.engines.openai.streams import DONE, EventCutter
+from kvrouter.http_client import connection_failure
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
 from kvrouter.text.model import mock_words
@@ -284,7 +285,7 @@ async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stre
         answer.close()
         raise
     except (aiohttp.ClientError, OSError) as error:
-        raise MeasurementFailed(f"the answer broke off: {failed_by(error)}") from error
+        raise MeasurementFailed(f"the answer broke off: {connection_failure(error)}") from error
     except BaseException:
         answer.close()  # the engine stops to work for a client that has left
         raise
@@ -298,6 +299,8 @@ def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEv
             yield data, None
         elif data:
             event = read_event(data)
+            if isinstance(event, UnreadEvent):
+                raise ProtocolError(event.why, param="data")
             if event.error is not None:
                 raise failure_inside(event.error)
             yield data, event

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,12 @@ from kvrouter.config.problems import Document, Problem, dotted, read_document, w
 from kvrouter.config.problems import Path as FieldPath
 from kvrouter.config.sources import conflicts, settings_warnings
 from kvrouter.core.errors import KvrouterError
-from kvrouter.engines.attach import Attached, AttachSpec
+from kvrouter.engines.attach import Attached
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems
+
+KEY_FIELDS = ("api_key_env", "api_key_file")
+"""Of an engine: where its own key is."""
 
 
 class Mistake(msgspec.Struct, frozen=True):
@@ -46,12 +50,12 @@ class FleetCheck(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-def check_fleet(path: Path, *, strict: bool, connect: bool, engine_key: str | None) -> FleetCheck:
+def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str, str]) -> FleetCheck:
     """Validate a fleet file as ``kvrouter up`` does, read its tokenizers, and start nothing.
 
     ``strict`` looks for more, and a file with a warning is not good then; ``connect`` asks every engine that
-    runs already what it is, with ``engine_key``, and compares. Raises ConfigError for a file that cannot be
-    read.
+    runs already what it is, with its key of ``environ``, and compares. Raises ConfigError for a file that
+    cannot be read.
     """
     document = read_document(path)
     examined = examine_fleet(document, (_setting_problems, contract_problems, tokenizer_problems))
@@ -63,7 +67,7 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, engine_key: str | No
         if strict:
             mistakes += [_mistake(document, problem) for problem in strict_problems(fleet)]
         if connect:
-            heard = asyncio.run(_connected(fleet, engine_key))
+            heard = asyncio.run(_connected(fleet, environ))
             mistakes += [
                 _mistake(document, problem, is_unreachable=number in heard.unreachable)
                 for number, problem in enumerate(heard.problems)
@@ -101,11 +105,11 @@ class _Heard(msgspec.Struct):
     warnings: list[str] = []
 
 
-async def _connected(fleet: FleetFile, engine_key: str | None) -> _Heard:
+async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _Heard:
     """Ask every engine of the file, all at once."""
-    engines = list(file_engines(fleet, engine_key=engine_key, wait_s=0.0))
+    engines = list(file_engines(fleet, wait_s=0.0))
     paths = list(_url_paths(fleet))
-    answers = await asyncio.gather(*(_asked(engine.spec) for engine in engines), return_exceptions=True)
+    answers = await asyncio.gather(*(_asked(engine, environ) for engine in engines), return_exceptions=True)
     heard = _Heard()
     attached: list[tuple[FieldPath, FileEngine, Attached]] = []
     for path, engine, answer in zip(paths, engines, answers, strict=True):
@@ -117,6 +121,11 @@ async def _connected(fleet: FleetFile, engine_key: str | None) -> _Heard:
             heard.problems.append(Problem(path, without_password(answer.__cause__.message)))
         elif isinstance(answer, KvrouterError):
             field = engine.spec.fields_at.get(answer.param or "")
+            if answer.param in KEY_FIELDS:
+                heard.problems.append(
+                    Problem((*path[:3], answer.param), answer.message.removeprefix(f"{field}: "))
+                )
+                continue
             must = f"{engine.spec.url}: {answer.message}" if field is None else f"{field}: {answer.message}"
             heard.problems.append(Problem(path, must))
         elif isinstance(answer, BaseException):
@@ -125,9 +134,9 @@ async def _connected(fleet: FleetFile, engine_key: str | None) -> _Heard:
     return heard
 
 
-async def _asked(spec: AttachSpec) -> Attached:
+async def _asked(engine: FileEngine, environ: Mapping[str, str]) -> Attached:
     """Ask one engine once, and leave it as it is."""
-    attached = await attach(spec)
+    attached = await attach(engine.with_key(environ))
     await attached.engine.stop()
     return attached
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from kvrouter.commands.link_events import LinkStep, happening, read_link_events
 from kvrouter.config import AttachedEngineSpec, FleetFile, LogFormat, Settings
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
-from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.frontend.pages import nobody_awaited
 from kvrouter.processes.lifetime import (
     StopRequested,
@@ -58,10 +57,10 @@ class Embedded(ServingApp):
 
 @asynccontextmanager
 async def embedded(
-    settings: Settings, fleet: FleetFile, *, engine_key: str | None = None
+    settings: Settings, fleet: FleetFile, *, environ: Mapping[str, str] = os.environ
 ) -> AsyncIterator[Embedded]:
     """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process,
-    and a worker for each engine that runs already, which is given ``engine_key`` where it asks for one.
+    and a worker for each engine that runs already, which is given its key of ``environ`` where it has one.
 
     Raises CannotListen, before any worker starts, when the frontend's address cannot be had, and
     ConfigError for engines that contradict the file.
@@ -90,7 +89,7 @@ async def embedded(
         loader = TextModelLoader(sources, mock.encode_pool, mock.texts)
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
-            async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
+            async with _attached(settings, fleet, mock.planes, environ) as attached:
                 await loader.loaded(limit_s=SAID_AFTER_S)
                 async with (
                     keeping(settings.router, service),
@@ -115,7 +114,7 @@ async def embedded(
 
 @asynccontextmanager
 async def _attached(
-    settings: Settings, fleet: FleetFile, planes: MemoryPlanes, *, engine_key: str | None
+    settings: Settings, fleet: FleetFile, planes: MemoryPlanes, environ: Mapping[str, str]
 ) -> AsyncIterator["AttachedFleet | None"]:
     """The workers of engines that run already. What they need is imported where there are any."""
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
@@ -123,7 +122,7 @@ async def _attached(
         return
     from kvrouter.attach.fleet_engines import AttachedFleet  # noqa: PLC0415
 
-    async with AttachedFleet(fleet, settings, planes, engine_key=engine_key) as attached:
+    async with AttachedFleet(fleet, settings, planes, environ=environ) as attached:
         yield attached
 
 
@@ -143,13 +142,12 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
         models=",".join(model.name for model in fleet.models),
         workers=sum(group.n_workers for group in fleet.workers),
     )
-    engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(stop_on_signals())
         show_joined = stack.enter_context(joined_as_table())
         try:
             async with unless_stopping(stopping):
-                system = await stack.enter_async_context(embedded(settings, fleet, engine_key=engine_key))
+                system = await stack.enter_async_context(embedded(settings, fleet))
         except StopRequested:
             log_event(logger, Event.STOP)
             return 0

@@ -68,6 +68,7 @@ ANNOTATIONS: Mapping[str, _Word] = {
     "taints": _Word(("workers", 0, "taints"), _list),
     "prompt-tokens-min": _Word(("workers", 0, "prompt_tokens", "min"), _whole),
     "prompt-tokens-max": _Word(("workers", 0, "prompt_tokens", "max"), _whole),
+    "api-key-env": _Word((*_ENGINE, "api_key_env"), _text),
     "kv-events": _Word((*_ENGINE, "kv_events"), _switch),
     "kv-events-endpoint": _Word((*_ENGINE, "kv_events_endpoint"), _text),
     "kv-events-replay-endpoint": _Word((*_ENGINE, "kv_events_replay_endpoint"), _text),
@@ -82,6 +83,7 @@ PLACES: Mapping[str, str] = {
     "context_length": f"annotation {PREFIX}context-length",
     "role": f"annotation {PREFIX}role",
     "dp_size": f"annotation {PREFIX}dp-size",
+    "api_key_env": f"annotation {PREFIX}api-key-env",
     "kv_events": f"annotation {PREFIX}kv-events-endpoint",
     "kv_events_replay": f"annotation {PREFIX}kv-events-replay-endpoint",
 }

@@ -139,6 +139,8 @@ def _place_problems(engine: AttachedEngineSpec, path: Path) -> Iterator[Problem]
         yield Problem((*path, "url"), "is required: where the engine's server is, as http://HOST:PORT")
     if engine.url is not None and engine.urls is not None:
         yield Problem((*path, "urls"), "contradicts url: give one of the two")
+    if engine.api_key_env is not None and engine.api_key_file is not None:
+        yield Problem((*path, "api_key_file"), "contradicts api_key_env: give one of the two")
 
 
 def _event_problems(engine: AttachedEngineSpec, path: Path) -> Iterator[Problem]:

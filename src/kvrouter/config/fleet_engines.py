@@ -1,5 +1,6 @@
 """The engines of the fleet file: mock engines, and those that run already."""
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -9,7 +10,16 @@ from annotated_types import MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.setting import Finite, FleetPart, NonNegative, Positive, PositiveCount, Switch
+from kvrouter.config.setting import (
+    HIDDEN_VALUE,
+    Finite,
+    FleetPart,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Switch,
+)
+from kvrouter.config.variables import ENGINE_KEY_VARIABLE, ENGINE_KEYS_PREFIX, OUR_PREFIX
 from kvrouter.engines.registry import ENGINES
 from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
 
@@ -148,7 +158,7 @@ def url_mistake(url: str) -> str | None:
     if not has_place or parts.scheme not in {"http", "https"}:
         return "must be http://HOST:PORT, or https"
     if "@" in parts.netloc:
-        return "must name no user: a key goes into KVROUTER_ENGINE_API_KEY"
+        return f"must name no user: a key goes into {ENGINE_KEY_VARIABLE}"
     if parts.path.rstrip("/").endswith("/v1"):
         return "must be the server's own URL, without /v1"
     return None
@@ -169,6 +179,17 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _check_variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        raise PydanticCustomError(HIDDEN_VALUE, "must be the name of a variable, and not the key itself")
+    if name.startswith(OUR_PREFIX) and not f"{name}_".startswith(ENGINE_KEYS_PREFIX):
+        must = f"{ENGINE_KEYS_PREFIX}NAME, or a name without {OUR_PREFIX}, which settings have"
+        raise PydanticCustomError("variable", f"must be {must}")
+    return name
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
 EngineUrl = Annotated[str, MaxLen(2048), AfterValidator(_check_url)]
 EventEndpoint = Annotated[str, MaxLen(2048), AfterValidator(_check_endpoint)]
 
@@ -176,7 +197,8 @@ EventEndpoint = Annotated[str, MaxLen(2048), AfterValidator(_check_endpoint)]
 class AttachedEngineSpec(FleetPart):
     """An engine that runs already: its image and its command stay as they are. Its model, block size,
     context length, ranks and event sources are asked of it; what the file says of these is checked. The key
-    that it asks for is read from the environment alone: ``KVROUTER_ENGINE_API_KEY``.
+    that it asks for is never in the file: it is in ``KVROUTER_ENGINE_API_KEY``, or, for engines with keys of
+    their own, where ``api_key_env`` or ``api_key_file`` says.
     """
 
     kind: AttachedKind
@@ -197,6 +219,13 @@ class AttachedEngineSpec(FleetPart):
 
     kv_events_replay_endpoint: EventEndpoint | None = None
     """Where rank 0 replays them; together with ``kv_events_endpoint``."""
+
+    api_key_env: Annotated[str, MaxLen(256), AfterValidator(_check_variable)] | None = None
+    """The environment variable with the key of these engines, such as ``KVROUTER_ENGINE_API_KEY_A``; of the
+    process that runs their workers. Unset: ``KVROUTER_ENGINE_API_KEY``."""
+
+    api_key_file: Annotated[str, MinLen(1), MaxLen(4096)] | None = None
+    """The file with that key, one line, on the host of that process; instead of ``api_key_env``."""
 
     @property
     def all_urls(self) -> tuple[str, ...]:

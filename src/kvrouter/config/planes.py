@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from annotated_types import Interval, MaxLen
-from pydantic import AfterValidator, SecretStr
+from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from kvrouter.config.foreign import FOREIGN_DISCOVERY
-from kvrouter.config.setting import Positive, Section, Setting, Whole, refusing
+from kvrouter.config.setting import Positive, Secret, Section, Setting, Whole, refusing
 from kvrouter.config.setting_spec import Aliases, SettingGroup
 from kvrouter.core.errors import ConfigError
 
@@ -217,12 +217,12 @@ class PlaneSettings(Section):
     """The user at NATS."""
 
     nats_password: Annotated[
-        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_PASSWORD", group=SettingGroup.PLANES)
+        Secret | None, Setting(flag=None, variable="NATS_AUTH_PASSWORD", group=SettingGroup.PLANES)
     ] = None
     """The user's password at NATS."""
 
     nats_token: Annotated[
-        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_TOKEN", group=SettingGroup.PLANES)
+        Secret | None, Setting(flag=None, variable="NATS_AUTH_TOKEN", group=SettingGroup.PLANES)
     ] = None
     """The token that NATS asks for."""
 
@@ -233,7 +233,7 @@ class PlaneSettings(Section):
     """A NATS credentials file."""
 
     plane_token: Annotated[
-        SecretStr | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=SettingGroup.PLANES)
+        Secret | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=SettingGroup.PLANES)
     ] = None
     """The secret that frontends and workers share. Over tcp, http, ZeroMQ and NATS, who does not know it is
     refused before anything that it sent is read; who may listen and delete on NATS, NATS itself decides. It

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvrouter.config.setting import model_in, model_tagged
+from kvrouter.config.setting import HIDDEN_VALUE, model_in, model_tagged
 from kvrouter.config.variables import without_prefix
 from kvrouter.core.errors import ConfigError
 
@@ -189,8 +189,8 @@ def without_password(text: str) -> str:
 
 def _but_is(error: ErrorDetails) -> str:
     value = error["input"]
-    if error["type"] == "foreign":
-        return ""  # its message has the value
+    if error["type"] in ("foreign", HIDDEN_VALUE):
+        return ""  # its message has the value, or nobody may read it
     if isinstance(value, bool):
         return f", not {str(value).lower()}"
     if isinstance(value, int | float | str) and value != "":

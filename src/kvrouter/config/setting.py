@@ -14,11 +14,20 @@ from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen
-from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, SecretStr, Strict, model_validator
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    SecretStr,
+    Strict,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from kvrouter.config.setting_spec import Aliases, SettingGroup, SettingKind, SettingSpec
+from kvrouter.core.secret import secret_mistake, trimmed
 
 
 def plain_type(annotation: object) -> tuple[object, list[object]]:
@@ -105,6 +114,23 @@ NonNegative = Annotated[Finite, Ge(0)]
 Positive = Annotated[Finite, Gt(0)]
 Fraction = Annotated[Finite, Interval(ge=0, le=1)]
 Switch = Annotated[bool, Strict()]
+
+
+HIDDEN_VALUE = "hidden_value"
+"""The type of an error whose value no message shows."""
+
+
+def _secret(value: object) -> str:
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    secret = trimmed(text) if isinstance(text, str) else None
+    mistake = "must be text" if secret is None else secret_mistake(secret)
+    if mistake is not None:
+        raise PydanticCustomError(HIDDEN_VALUE, mistake)
+    return str(secret)
+
+
+Secret = Annotated[SecretStr, BeforeValidator(_secret)]
+"""A key, a token or a password: one line of text, without the white space behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from kvrouter.config.setting_spec import SettingKind, SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS, AdminAccess, Settings
 from kvrouter.config.variables import (
     ENGINE_KEY_VARIABLE,
+    ENGINE_KEYS_PREFIX,
     FLEET_VARIABLE,
     OUR_PREFIX,
     SHARED_PREFIX,
@@ -189,7 +190,7 @@ def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     problems = [
         Problem((name,), _unknown(name))
         for name in sorted(environ)
-        if name.startswith(OUR_PREFIX) and name not in _KNOWN
+        if name.startswith(OUR_PREFIX) and name not in _KNOWN and not name.startswith(ENGINE_KEYS_PREFIX)
     ]
     raise_problems(problems, dotted)
 

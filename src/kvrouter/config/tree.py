@@ -4,7 +4,6 @@ from enum import StrEnum
 from typing import Annotated
 
 from annotated_types import Interval
-from pydantic import SecretStr
 
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.recording import RecordingSettings
@@ -14,6 +13,7 @@ from kvrouter.config.setting import (
     NonNegative,
     Positive,
     PositiveCount,
+    Secret,
     Section,
     Setting,
     Whole,
@@ -67,7 +67,7 @@ class FrontendSettings(Section):
     """The port to listen on. At 0 the system picks a free one, which is logged."""
 
     admin_token: Annotated[
-        SecretStr | None,
+        Secret | None,
         Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=SettingGroup.FRONTEND),
     ] = None
     """The bearer token that the admin routes ask for. Unset: admin_routes says whether they are open. It has
@@ -268,6 +268,19 @@ class FrontendSettings(Section):
         ),
     ] = 75.0
     """How long a kept-alive connection may stay without a request."""
+
+    sse_keep_alive_s: Annotated[
+        NonNegative,
+        Setting(
+            flag="--sse-keep-alive-s",
+            variable="KVROUTER_SSE_KEEP_ALIVE_S",
+            group=SettingGroup.FRONTEND,
+            unit="seconds",
+        ),
+    ] = 0.0
+    """How long a stream may stay without a byte before a comment is written to it, which clients skip and
+    proxies count, also while its request waits for a worker. What fails behind a comment is the stream's last
+    event, and no status. At 0 none is written; those of engines pass always."""
 
     write_stall_s: Annotated[
         Positive,

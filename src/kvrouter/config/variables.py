@@ -23,8 +23,11 @@ FLEET_VARIABLE = "KVROUTER_FLEET"
 """The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
 
 ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
-"""The variable with the key that engines' servers ask for. Nothing else holds it: neither a flag, which
-every process list shows, nor a file that is diffed."""
+"""The variable with the key that engines' servers ask for, unless an engine has its own. No flag holds one,
+which every process list shows, nor a file that is diffed: such a file names a variable or another file."""
+
+ENGINE_KEYS_PREFIX = f"{ENGINE_KEY_VARIABLE}_"
+"""Variables with this prefix hold keys of single engines, under any name."""
 
 OUR_PREFIX = "KVROUTER_"
 SHARED_PREFIX = "DYN_"

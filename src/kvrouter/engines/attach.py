@@ -46,7 +46,7 @@ class AttachSpec:
     kv_events: str | None = None
     kv_events_replay: str | None = None
     publishes_kv_events: bool = True
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     runtime_config: ModelRuntimeConfig = field(default_factory=ModelRuntimeConfig)
     enable_local_indexer: bool = False
     is_standby: bool = False
@@ -56,6 +56,8 @@ class AttachSpec:
     """That pod's node, or the host, where that is known."""
     start: str = ""
     """Differs from one start of the engine to the next, where its operator knows which one this is."""
+    key_at: str = ""
+    """Where its key is read, or would be: a variable, or a field that names one or a file."""
     written_at: str = ""
     """Where all this is written, as ``workers[0].engine.url``; empty for flags."""
     fields_at: Mapping[str, str] = field(default_factory=dict)

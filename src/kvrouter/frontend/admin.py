@@ -71,8 +71,8 @@ class AdminRoutes:
         self._preparer = preparer
         self._bodies = bodies
         self._observed = observed
-        token = _secret(settings)
-        self._token = None if token is None else token.encode()
+        token = settings.admin_token
+        self._token = None if token is None else token.get_secret_value().encode()
         self._is_closed = settings.admin_routes is AdminAccess.CLOSED
         self._ids = RequestIds()
         self._cordons = CordonRoutes(service.cordons, bodies)
@@ -191,12 +191,6 @@ class AdminRoutes:
 async def closed(_: Request) -> Response:
     """Answer for a route that nobody may ask: no token could open it."""
     raise Unauthorized("the admin routes are closed: no admin token is set (KVROUTER_ADMIN_TOKEN)")
-
-
-def _secret(settings: FrontendSettings) -> str | None:
-    """The token that the admin routes ask for; None where there is none, or an empty one."""
-    token = settings.admin_token
-    return None if token is None else token.get_secret_value() or None
 
 
 def _limit_of(given: str | None) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 import aiohttp
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.kube.client import Query
+from kvrouter.core.secret import secret_file
+from kvrouter.http_client import HttpClient
+from kvrouter.kube.client import ClusterLost, Query
 
 TOKEN_GOOD_S = 60.0
 """For how long a token that was read is used: the kubelet writes a new one long before it runs out."""
@@ -41,7 +43,7 @@ class Account:
 
 
 class Token:
-    """The token of an account, read again now and then."""
+    """The token of an account, read again once in a while."""
 
     def __init__(self, account: Account) -> None:
         self._path = account.folder / TOKEN
@@ -49,10 +51,10 @@ class Token:
         self._good_until = 0.0
 
     def read(self) -> str:
-        """Return the token. Raises OSError when the file cannot be read."""
+        """Return the token. Raises ConfigError when the file cannot be read."""
         now = time.monotonic()
         if now >= self._good_until:
-            self._text = self._path.read_text("ascii").strip()
+            self._text = secret_file(self._path, "the service account's token")
             self._good_until = now + TOKEN_GOOD_S
         return self._text
 
@@ -99,7 +101,7 @@ class AccountConnection:
     def __init__(self, account: Account) -> None:
         self._account = account
         self._token = Token(account)
-        self._session: aiohttp.ClientSession | None = None
+        self._session: HttpClient | None = None
 
     async def send(
         self,
@@ -111,19 +113,28 @@ class AccountConnection:
         body: bytes | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        """Send a request. Raises OSError where the account's files cannot be read."""
+        """Send a request. Raises ClusterLost where the account's files cannot be read."""
+        try:
+            token = self._token.read()
+            trust = None if self._session is not None else self._account.trust()
+        except ConfigError as error:
+            raise ClusterLost(error.message) from error
+        except OSError as error:
+            authority = self._account.folder / AUTHORITY
+            why = error.strerror or "holds no certificate"
+            raise ClusterLost(f"the service account's authority: {authority}: {why}") from error
         if self._session is None:
             connector = aiohttp.TCPConnector(
-                ssl=self._account.trust(), limit=0, keepalive_timeout=KEPT_OPEN_S
+                ssl=trust if trust is not None else True, limit=0, keepalive_timeout=KEPT_OPEN_S
             )
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = HttpClient(connector=connector)
         return await self._session.request(
             method,
             f"{self._account.url}{path}",
-            params=list(query),
+            params=query,
             data=body,
-            headers={**headers, "Authorization": f"Bearer {self._token.read()}"},
-            timeout=limits,
+            headers={**headers, "Authorization": f"Bearer {token}"},
+            limits=limits,
         )
 
     def refused(self) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.http_client import connection_failure
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
 
 ANSWER_S = 10.0
@@ -499,10 +500,7 @@ def _hang_up(response: aiohttp.ClientResponse) -> None:
 
 
 def _lost(what: str, error: Exception) -> ClusterLost:
-    """Errors of a connection often say nothing."""
-    if isinstance(error, TimeoutError):
-        return ClusterLost(f"{what}: the API server did not answer in time")
-    return ClusterLost(f"{what}: {str(error) or type(error).__name__}")
+    return ClusterLost(f"{what}: the API server: {connection_failure(error)}")
 
 
 def _refusal(response: aiohttp.ClientResponse, what: str, body: bytes) -> RequestRefused:

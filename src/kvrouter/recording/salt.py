@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.secret import secret_bytes
 
 SALT_BYTES = 32
 SALT_FILE_MAX_BYTES = 4096
@@ -35,15 +36,8 @@ class Salt:
 
         Raises ConfigError.
         """
-        try:
-            with path.open("rb") as file:
-                secret = file.read(SALT_FILE_MAX_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(
-                f"recording.salt: {path}: cannot be read: {error.strerror or error}",
-                param="salt",
-            ) from error
-        if not SALT_BYTES <= len(secret) <= SALT_FILE_MAX_BYTES:
+        secret = secret_bytes(path, "recording.salt", max_bytes=SALT_FILE_MAX_BYTES)
+        if len(secret) < SALT_BYTES:
             raise ConfigError(
                 f"recording.salt: {path}: must hold {SALT_BYTES} to {SALT_FILE_MAX_BYTES} random "
                 "bytes, as `head -c 32 /dev/urandom` writes them",

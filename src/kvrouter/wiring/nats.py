@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.secret import SECRET_MAX_BYTES, secret_bytes
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
 from kvrouter.transports.nats_client import reason
@@ -174,12 +175,7 @@ def _check_credentials(path: str | None) -> None:
     """See that a credentials file can be read and holds what it should. Raises ConfigError."""
     if path is None:
         return
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"planes.nats_credentials: {path}: {error.strerror}", param="nats_credentials"
-        ) from error
+    text = secret_bytes(Path(path), "planes.nats_credentials", max_bytes=SECRET_MAX_BYTES)
     if b"BEGIN NATS USER JWT" not in text or b"BEGIN USER NKEY SEED" not in text:
         raise ConfigError(
             f"planes.nats_credentials: {path} holds no user JWT and seed of NATS", param="nats_credentials"

@@ -41,8 +41,9 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachEngine, AttachSpec
 from kvrouter.engines.openai.metrics import Samples, read_metrics
-from kvrouter.engines.openai.server import EngineServer, failed_by
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.registry import ENGINES
+from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 CHECKS: Sequence[Check] = (
@@ -226,7 +227,7 @@ async def _engine(
     except TimeoutError:
         return replace(reading, why=f"{url}: no answer in {timeout_s:g} s")
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        return replace(reading, why=f"{url}: {failed_by(error)}")
+        return replace(reading, why=f"{url}: {connection_failure(error)}")
 
 
 async def _described(worker: Worker, url: str, reading: EngineReading) -> EngineReading:
@@ -255,9 +256,9 @@ async def _clock_ahead_s(url: str) -> float | None:
     None where it sends none that can be read, or where its answer took so long that nobody knows when it was
     written.
     """
-    async with aiohttp.ClientSession() as session:
+    async with HttpClient() as client:
         asked_s = time.time()
-        async with session.get(f"{url}/version", allow_redirects=False) as answer:
+        async with await client.request("GET", f"{url}/version") as answer:
             date = answer.headers.get("date")
             answered_s = time.time()
     if date is None or answered_s - asked_s > CLOCK_ASKED_WITHIN_S:

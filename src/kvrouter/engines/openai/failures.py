@@ -20,6 +20,10 @@ SAID_MAX_CHARS = 500
 """What an error quotes of an engine's own words is cut here."""
 
 
+REDIRECTS = range(300, 400)
+REDIRECTED = "it redirects, and no redirect is followed: give the URL at which the engine itself answers"
+
+
 class Blame(Enum):
     """What an error answer blames."""
 
@@ -86,7 +90,7 @@ def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...
         answer = EngineAnswer(status, passed, body)
     if blame is Blame.CALL:
         return _refused(status, message, param, answer)
-    words = f"the engine answered {status}: {message}"
+    words = f"the engine answered {status}: {REDIRECTED if status in REDIRECTS else message}"
     if blame is Blame.FULL:
         return WorkerFull(words, answer=answer)
     if blame is Blame.DECLINED:

@@ -4,7 +4,6 @@ Clients may read what an error of a call says, so it omits the engine's address;
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from weakref import WeakSet
 
@@ -12,8 +11,9 @@ import aiohttp
 
 from kvrouter.core.engine_answer import Headers, passed_headers
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.engines.openai.failures import read_error, read_failure, said
+from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, read_error, read_failure, said
 from kvrouter.engines.openai.metrics import MetricLines
+from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
@@ -57,19 +57,18 @@ class EngineServer:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
-        self._session: aiohttp.ClientSession | None = None
+        self._session: HttpClient | None = None
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
         self.has_long_metrics = False
         """Whether the metrics page was over a limit when it was read last."""
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
-        self._session = aiohttp.ClientSession(
+        self._session = HttpClient(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, keepalive_timeout=KEEP_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
+            limits=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
             read_bufsize=READ_BYTES,
-            auto_decompress=True,
         )
 
     async def close(self) -> None:
@@ -109,19 +108,21 @@ class EngineServer:
     ) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
-            async with self._opened().get(f"{self.url}{path}", timeout=limit) as answer:
+            async with await self._opened().request("GET", f"{self.url}{path}", limits=limit) as answer:
                 if answer.status in (404, 405):
                     return None
                 if answer.status == 200:
                     return await read(answer)
                 message = said(await read_error(answer))[0]
+                if answer.status in REDIRECTS:
+                    message = REDIRECTED
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
                 raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
         except StreamBroken as error:
             raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {failed_by(error)}") from error
+            raise WorkerUnreachable(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
@@ -132,11 +133,11 @@ class EngineServer:
         other answer than 200.
         """
         try:
-            answer = await self._opened().post(
+            answer = await self._opened().request(
+                "POST",
                 f"{self.url}{path}",
                 data=body,
                 headers={"content-type": "application/json", **(headers or {})},
-                allow_redirects=False,
             )
             self._answers.add(answer)
             if answer.status == 200:
@@ -144,28 +145,28 @@ class EngineServer:
             async with answer:
                 raise await read_failure(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
+            raise WorkerUnreachable(f"the engine is not reached: {connection_failure(error)}") from error
 
     async def ask(
         self,
         path: str,
         body: bytes,
         headers: Mapping[str, str] | None = None,
-        told: "AnswerHeaders | None" = None,
+        answer_headers: "AnswerHeaders | None" = None,
     ) -> bytes:
-        """Send a call; return its whole answer, and put into ``told`` which headers it has. Raises as
-        :meth:`post` does, StreamBroken once it was accepted.
+        """Send a call; return its whole answer, and put into ``answer_headers`` which headers it has. Raises
+        as :meth:`post` does, StreamBroken once it was accepted.
         """
         answer = await self.post(path, body, headers)
-        if told is not None:
-            told.take(answer)
+        if answer_headers is not None:
+            answer_headers.take(answer)
         try:
             async with answer:
                 return await _read_whole(answer, ANSWER_MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
+            raise StreamBroken(f"the engine's answer broke off: {connection_failure(error)}") from error
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _opened(self) -> HttpClient:
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         return self._session
@@ -194,13 +195,6 @@ def let_end(answer: aiohttp.ClientResponse) -> None:
     """
     late = asyncio.get_running_loop().call_later(END_LIMIT_S, answer.close)
     answer.content.on_eof(late.cancel)
-
-
-def failed_by(error: Exception) -> str:
-    """Return what failed on the way, without the address: an error's own words have it."""
-    name = type(error).__name__
-    number = error.errno if isinstance(error, OSError) else None
-    return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
 async def _page(answer: aiohttp.ClientResponse) -> bytes:

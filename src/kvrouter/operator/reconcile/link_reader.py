@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from kvrouter.http_client import HttpClient
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api import DeploymentStatus, LinkStatus
 from kvrouter.operator.status import LINK_SERIES, Door, read_links, steadied
@@ -35,13 +36,12 @@ async def read_page(door: Door) -> tuple[LinkStatus, ...] | None:
     """Return the links on the page of metrics of a frontend; None when it cannot be read whole in time."""
     try:
         async with (
-            aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=READ_LIMIT_S),
+            HttpClient(
+                limits=aiohttp.ClientTimeout(total=READ_LIMIT_S),
                 headers={"Accept-Encoding": "identity", "Connection": "close"},
-                cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-            ) as session,
-            session.get(door.metrics, allow_redirects=False) as answer,
+            ) as client,
+            await client.request("GET", door.metrics) as answer,
         ):
             if answer.status != 200:
                 return None

@@ -16,6 +16,7 @@ import aiohttp
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineRequest, Leg
+from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.background import go_on, tick
 from kvrouter.transports.requests.http.frames import (
     LEG_HEADER,
@@ -102,8 +103,10 @@ class _HttpLeg:
             if not self._plane.is_cancelling(self):
                 async with asyncio.timeout(self._plane.heartbeat_s):
                     await response.content.readany()
-        except (aiohttp.ClientError, OSError, ProtocolError) as error:
-            self.stream.break_off(f"{self.address}: {type(error).__name__}: {error}")
+        except ProtocolError as error:
+            self.stream.break_off(f"{self.address}: {error.message}")
+        except (aiohttp.ClientError, OSError) as error:
+            self.stream.break_off(f"{self.address}: {connection_failure(error)}")
         finally:
             if not self._plane.is_cancelling(self):
                 response.close()
@@ -143,8 +146,8 @@ class _HttpLeg:
 class _Sessions(NamedTuple):
     """Connections of legs, and others to ask and notify workers: neither waits for the other."""
 
-    legs: aiohttp.ClientSession
-    control: aiohttp.ClientSession
+    legs: HttpClient
+    control: HttpClient
 
 
 class _Watch:
@@ -218,7 +221,7 @@ class HttpRequestPlane:
             raise WorkerUnreachable(f"{address} did not answer in {self._open_timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             self._let_go(address)
-            raise WorkerUnreachable(f"{address}: {error}") from error
+            raise WorkerUnreachable(f"{address}: {connection_failure(error)}") from error
         except BaseException:
             self._let_go(address)
             raise
@@ -287,7 +290,7 @@ class HttpRequestPlane:
         body = reason.encode()[:REASON_MAX_BYTES]
         try:
             async with asyncio.timeout(self._open_timeout_s):
-                async with self._session().control.delete(url, data=body):
+                async with await self._session().control.request("DELETE", url, data=body):
                     pass
         except (aiohttp.ClientError, OSError):
             return  # closing the connection says the same, without the reason
@@ -300,7 +303,7 @@ class HttpRequestPlane:
         """Return the answer of a worker that accepted; raise what it refused with."""
         headers = {LEG_HEADER: str(number), "content-type": MSGPACK}
         data = body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
-        response = await self._session().legs.post(url, data=data, headers=headers, allow_redirects=False)
+        response = await self._session().legs.request("POST", url, data=data, headers=headers)
         if response.status == 200:
             return response
         async with response:
@@ -319,7 +322,7 @@ class HttpRequestPlane:
             try:
                 url = self._url(address, "/health")
                 async with asyncio.timeout(self._dead_after_s):
-                    async with self._session().control.get(url, allow_redirects=False) as response:
+                    async with await self._session().control.request("GET", url) as response:
                         if response.status == 401:
                             self._on_refused(f"{address}: has another token")
                         return response.status == 204
@@ -327,7 +330,7 @@ class HttpRequestPlane:
                 if self.clock.now_s - began_s > self._dead_after_s / 2:
                     return False  # else it was this loop that stood still: ask again
             except aiohttp.ClientSSLError as error:
-                self._on_refused(f"{address}: {error}")
+                self._on_refused(f"{address}: {connection_failure(error)}")
                 return False
             except (aiohttp.ClientError, OSError, WorkerUnreachable):
                 return False
@@ -366,17 +369,15 @@ class HttpRequestPlane:
             self._checking = go_on(self._check(), name="requests: look after legs")
         return self._sessions
 
-    def _new_session(self, connections_max: int) -> aiohttp.ClientSession:
+    def _new_session(self, connections_max: int) -> HttpClient:
         connector = aiohttp.TCPConnector(
             limit=connections_max,
             ssl=self._ssl if self._ssl is not None else True,
             socket_factory=_small_socket,
         )
-        return aiohttp.ClientSession(
+        return HttpClient(
             connector=connector,
             headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=RECEIVE_BUFFER_BYTES,
             auto_decompress=False,
         )

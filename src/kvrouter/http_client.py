@@ -1,0 +1,126 @@
+"""The one HTTP client with which other programs are asked, and what failed of a connection in plain words."""
+
+import asyncio
+import errno
+import http.client
+import os
+import socket
+import ssl
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+
+import aiohttp
+
+DEFAULT_LIMITS = aiohttp.ClientTimeout(total=None)
+"""No limit: callers set one, by their own clock or for a request."""
+
+Body = bytes | BytesIO
+
+
+class HttpClient:
+    """Asks other programs over HTTP. An answer is what the asked program itself says: no redirect is
+    followed, no cookie is kept, and neither a proxy nor a password of the environment is used. The caller
+    closes the answer.
+
+    Raises what aiohttp raises; :func:`connection_failure` says what that means.
+    """
+
+    def __init__(
+        self,
+        *,
+        connector: aiohttp.TCPConnector | None = None,
+        headers: Mapping[str, str] | None = None,
+        limits: aiohttp.ClientTimeout = DEFAULT_LIMITS,
+        read_bufsize: int = 2**16,
+        auto_decompress: bool = True,
+    ) -> None:
+        self._session = aiohttp.ClientSession(  # noqa: TID251 - the one place that makes one
+            connector=connector,
+            headers=headers,
+            timeout=limits,
+            read_bufsize=read_bufsize,
+            auto_decompress=auto_decompress,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> "HttpClient":
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        params: Sequence[tuple[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+        data: Body | None = None,
+        limits: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Send a request; return its answer once the head of that has come."""
+        return await self._session.request(
+            method,
+            url,
+            params=list(params) or None,
+            headers=headers,
+            data=data,
+            timeout=limits or self._session.timeout,
+            allow_redirects=False,
+        )
+
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+        await self._session.close()
+
+
+_ADDRESS = "is the address right, and does a firewall let it through?"
+
+_PLAIN_WORDS: Mapping[int, str] = {
+    errno.ECONNREFUSED: "nothing listens at its host and port: is it running, and is the URL right?",
+    errno.ECONNRESET: "it closed the connection",
+    errno.EPIPE: "it closed the connection",
+    errno.ECONNABORTED: "it closed the connection",
+    errno.ETIMEDOUT: f"its host does not answer: {_ADDRESS}",
+    errno.EHOSTUNREACH: f"no route leads to its host: {_ADDRESS}",
+    errno.ENETUNREACH: "no route leads to its network: is the address right?",
+}
+
+
+_TRUST = "set SSL_CERT_FILE to the file of the authority that signed it, or give the URL the name it is for"
+
+
+def connection_failure(error: Exception) -> str:  # noqa: PLR0911 - one line for each thing that can be wrong
+    """Return what is wrong with a connection, and what to set, in plain words. It omits the address, which
+    clients must not read and the error's own words contain.
+    """
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        error = error.certificate_error
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        error = error.os_error
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its TLS certificate is not trusted here ({error.verify_message}): {_TRUST}"
+    if isinstance(error, ssl.SSLError):
+        return f"it does not speak TLS as expected ({_reason(error)}): is the URL http:// and not https://?"
+    if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
+        return "its host name is not known here (DNS): is the name in the URL right?"
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return "it did not answer in time"
+    if isinstance(error, aiohttp.ServerDisconnectedError | http.client.RemoteDisconnected):
+        return "it closed the connection before it answered"
+    if isinstance(error, aiohttp.ClientPayloadError | http.client.IncompleteRead):
+        return "its answer broke off"
+    if isinstance(error, aiohttp.ClientResponseError | http.client.HTTPException):
+        return "what it answered is not HTTP: is the port right, and is the URL https:// and not http://?"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its URL is none"
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None or number <= 0:
+        return "the connection failed"
+    return _PLAIN_WORDS.get(number) or f"the connection failed: {os.strerror(number)}"
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or "no reason given").lower().replace("_", " ")
