@@ -98,7 +98,6 @@ class HttpApp:
         self._settings = settings
         self._bodies = bodies
         self._calls = calls
-        self._paths = frozenset((*calls, *(route.path for route in routes)))
         self._traffic = traffic
         self._bridge = AsgiBridge(self.pages)
         self._compressed = CompressedBodies(settings.uploads_max_bytes)
@@ -154,9 +153,8 @@ class HttpApp:
         connections that are refused and bytes that are no HTTP may be anybody's, and as many as they like.
         """
         is_unread = fault.status in UNREAD_STATUSES or fault.code in UNREAD_CODES
-        path = None if fault.path is None else self._without_slash(fault.path)
-        if self._traffic is not None and is_unread and path in (None, *self._calls):
-            self._traffic.unread_call_refused(fault.code, http_status=fault.status, route=path)
+        if self._traffic is not None and is_unread and fault.path in (None, *self._calls):
+            self._traffic.unread_call_refused(fault.code, http_status=fault.status, route=fault.path)
         answer = self._failure_answered(fault)
         headers = (
             answer.headers if self._cors is None else (*answer.headers, *self._cors.fault_headers(fault))
@@ -209,11 +207,17 @@ class HttpApp:
         return next((route.path for route in _routes_at(self.pages, path)), UNKNOWN_ROUTE)
 
     def _without_slash(self, path: str) -> str:
-        """Return the path of a call or a page where ``path`` has only a slash behind it, else ``path``.
-        Engines redirect to it, and many clients follow no redirect of a call with a body.
-        """
-        bare = path.removesuffix("/")
-        return bare if bare in self._paths and path not in self._paths else path
+        """The path of a route, which is answered with a slash behind it as well. An id may end in one."""
+        if not path.endswith("/"):
+            return path
+        bare = path.rstrip("/") or "/"
+        if bare in self._calls:
+            return bare
+        for route in _routes_at(self.pages, path):
+            found = route.path_regex.match(path)
+            if route.path.endswith("/") or (found is not None and found.groupdict().get("request_id")):
+                return path
+        return bare
 
     def _body_limit(self, path: str) -> BodyLimit:
         path = self._without_slash(path)
@@ -223,11 +227,11 @@ class HttpApp:
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Answer one request."""
-        if self._cors is not None:
-            responder.more_headers = self._cors.headers(request)
         path = self._without_slash(request.path)
         if path != request.path:
             request.head = replace(request.head, path=path)
+        if self._cors is not None:
+            responder.more_headers = self._cors.headers(request)
         encoding = request.header("content-encoding")
         if encoding is None or encoding == "identity":
             await self._handle(request, responder)
@@ -358,7 +362,9 @@ class FrontendApp(HttpApp):
             service, texts, observed, unknown_nvext=settings.unknown_nvext, unread=unread
         )
         bodies = Bodies(service, texts, observed, settings)
-        generate = GenerateRoutes(service, preparer, bodies, observed, tracing)
+        generate = GenerateRoutes(
+            service, preparer, bodies, observed, tracing, keep_alive_s=settings.sse_keep_alive_s
+        )
         admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
         super().__init__(
             {

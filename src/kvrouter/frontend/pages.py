@@ -1,6 +1,7 @@
 """Pages: models, health, readiness, metrics."""
 
 import asyncio
+import hashlib
 import math
 import time
 from array import array
@@ -51,20 +52,6 @@ def why_not_ready(model: ModelRouter) -> str | None:
 
 
 OWNER = "kvrouter"
-
-_PERMISSION = {
-    "object": "model_permission",
-    "allow_create_engine": False,
-    "allow_sampling": True,
-    "allow_logprobs": True,
-    "allow_search_indices": False,
-    "allow_view": True,
-    "allow_fine_tuning": False,
-    "organization": "*",
-    "group": None,
-    "is_blocking": False,
-}
-"""What OpenAI's list of models said of each model, and what engines still say."""
 
 SETTLE_S = 10.0
 """How long an HTTP app may wait for a first worker or a tokenizer before it takes requests without."""
@@ -145,8 +132,8 @@ class Pages:
             PublicRoute("/ready", self.ready),
             PublicRoute("/accepting", self.accepting),
             PublicRoute("/ping", self.ping, methods=["GET", "POST"]),
-            PublicRoute("/version", self.version),
             PublicRoute("/load", self.load),
+            PublicRoute("/version", self.version),
             Route("/metrics", self.metrics),
         ]
 
@@ -173,18 +160,6 @@ class Pages:
         if self._service.is_draining:
             status = "draining"
         return json_page({"status": status, "running_requests": self._service.running})
-
-    async def ping(self, _: Request) -> Response:
-        """``GET`` and ``POST /ping``: the process answers, as ``/health`` says in more words."""
-        return Response()
-
-    async def version(self, _: Request) -> Response:
-        """``GET /version``: that of the router. Its engines may have several."""
-        return json_page({"version": installed_version()})
-
-    async def load(self, _: Request) -> Response:
-        """``GET /load``: how many requests the router has under way."""
-        return json_page({"server_load": self._service.running})
 
     async def ready(self, _: Request) -> Response:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
@@ -218,6 +193,21 @@ class Pages:
             self._settled_at = -math.inf
         return json_page({"status": "accepting"})
 
+    async def ping(self, request: Request) -> Response:
+        """``GET`` and ``POST /ping``, which SageMaker asks: as ``/accepting``, without a body."""
+        await self.accepting(request)
+        return Response()
+
+    async def load(self, _: Request) -> Response:
+        """``GET /load``: how many requests run, as vLLM says it."""
+        return json_page({"server_load": self._service.running})
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``: the version of the engines where all say the same, else this router's."""
+        engines = {card.engine for model in self._service.models() for card in model.fleet}
+        version = engines.pop().partition(" ")[2] if len(engines) == 1 else ""
+        return json_page({"version": version or installed_version()})
+
     def _refuse_draining(self) -> None:
         if self._service.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -244,13 +234,27 @@ class Pages:
         return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
 
     def _model_json(self, name: str, named: Named) -> dict[str, object]:
+        permission = {
+            "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}",
+            "object": "model_permission",
+            "created": self._created_s,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
         return {
             "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": OWNER,
-            "root": named.model,
+            "root": name,
             "parent": None if named.adapter is None else named.model,
             "max_model_len": self._preparer.context_length_tokens(named.model),
-            "permission": [{**_PERMISSION, "id": f"modelperm-{name}", "created": self._created_s}],
+            "permission": [permission],
         }

@@ -154,9 +154,9 @@ class ServedEngine:
         elif call.streams:
             stream = OpeningStream(self._open(call, headers, read))
         else:
-            told = AnswerHeaders(JSON_TYPE)
-            asking = self._server.ask(call.path, call.body, headers, told)
-            stream = WholeStream(asking, call.reading, read, told)
+            answer_headers = AnswerHeaders(JSON_TYPE)
+            asking = self._server.ask(call.path, call.body, headers, answer_headers)
+            stream = WholeStream(asking, call.reading, read, answer_headers)
         if request.leg is not Leg.DECODE:
             return stream
         if request.kv_transfer_params:

@@ -18,7 +18,8 @@ from kvrouter.engines.openai.server import EngineServer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangInfo:
     """One engine. ``role`` is what its mode of disaggregation allows; ``bootstrap_port`` where its prefill
-    handoffs meet. ``started`` distinguishes two starts.
+    handoffs meet. With ``tells_usage`` it writes the usage into streams of clients who ask for none.
+    ``started`` distinguishes two starts.
     """
 
     version: str
@@ -30,6 +31,7 @@ class SglangInfo:
     dp_size: int
     prefix_caching: bool
     tells_cached_tokens: bool
+    tells_usage: bool
     role: Role
     bootstrap_port: int | None
     events: Mapping[DpRank, EventsAt]
@@ -65,6 +67,7 @@ class _Server(msgspec.Struct, frozen=True):
     dp_size: int = 1
     disable_radix_cache: bool = False
     enable_cache_report: bool = False
+    stream_response_default_include_usage: bool = False
     disaggregation_mode: str = "null"
     disaggregation_bootstrap_port: int | None = None
     kv_events: _Events | None = None
@@ -125,6 +128,7 @@ async def ask_info(server: EngineServer) -> SglangInfo:
         dp_size=said.dp_size,
         prefix_caching=not said.disable_radix_cache,
         tells_cached_tokens=said.enable_cache_report,
+        tells_usage=said.stream_response_default_include_usage,
         role=_ROLES.get(said.disaggregation_mode, Role.BOTH),
         bootstrap_port=said.disaggregation_bootstrap_port,
         events=_events_at(said.kv_events, server.url),
