@@ -127,7 +127,7 @@ class Load:
         self._client = client
         self._asked = 0
 
-    async def ask(self, **nvext: int) -> None:
+    async def ask(self, **nvext: object) -> None:
         """Send one request, whose prompt no other has; anything but a whole answer is raised."""
         self._asked += 1
         sent_s = asyncio.get_running_loop().time()
@@ -186,8 +186,8 @@ async def test_traffic_leaves_a_link_that_falls_and_the_log_says_that_it_is_slow
             await until(lambda: len(up.said("mock_link_changed")) == 2)
             mended_s = up.said("mock_link_changed")[-1]
             while not any(at_s > mended_s for at_s in up.said("link_well", LINK)):
-                # traffic has left the link: somebody must try it
-                await load.ask(prefill_worker_id=1, decode_worker_id=3)
+                # traffic has left the link: somebody must try it, and pins teach nothing
+                await load.ask(routing_constraints={"required_taints": ["dynamo.topology/zone=a"]})
             await until_metric_is(http, False)
         await up.stop()
 

@@ -98,7 +98,7 @@ def test_a_worker_that_joins_later_is_cordoned_too(seed: int, cost: CostRule) ->
     scene = next(scenes(rng, 1))
     scene = scene._replace(settings=structs.replace(scene.settings, cost=cost))
     rules = some_rules(rng, scene)
-    here, later = fleet_of(scene, scene.cards), Fleet(scene.cards[0].model, scene.cards[0].block_size)
+    here, later = fleet_of(scene, scene.cards), Fleet(scene.cards[0].model, scene.cards[0].block_size or 0)
     here.set_cordons(rules)
     later.set_cordons(rules)
     for card in scene.cards:

@@ -43,6 +43,17 @@ async def test_a_first_card_that_is_wrong_does_not_keep_the_right_ones_out() -> 
     assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {2, 3}), "two against two"
 
 
+async def test_workers_that_do_not_say_theirs_join_any_and_count_for_none() -> None:
+    unknown = [structs.replace(card(worker_id), block_size=None, context_length=None) for worker_id in (1, 2)]
+    bench = bench_of_streams()
+    await bench.start(*unknown)
+    assert (bench.model.fleet.block_size, bench.model.fleet.context_length_tokens) == (16, None)
+    assert await read_all(bench) == [1]
+    bench.discovery.put(structs.replace(card(3), block_size=64))
+    assert (bench.model.fleet.block_size, ids(bench)) == (64, {1, 2, 3})
+    assert await read_all(bench) == [1]
+
+
 async def test_those_who_are_refused_take_over_when_they_are_more_than_who_is_left() -> None:
     bench = bench_of_streams()
     await bench.start(card(1), card(2), odd(3), odd(4))

@@ -89,6 +89,8 @@ Attach = Callable[[EngineServer], Awaitable[tuple[ServedEngine, int, int]]]
 
 async def attach_vllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
     facts = await ask_vllm(server)
+    assert facts.block_size is not None
+    assert facts.context_length is not None
     engine = ServedEngine(
         server,
         VllmClient(W, facts, model=facts.models[0]),
@@ -101,6 +103,8 @@ async def attach_vllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
 
 async def attach_sglang(server: EngineServer) -> tuple[ServedEngine, int, int]:
     facts = await ask_sglang(server)
+    assert facts.block_size is not None
+    assert facts.context_length is not None
     engine = ServedEngine(
         server,
         SglangClient(W, facts),

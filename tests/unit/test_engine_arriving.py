@@ -33,7 +33,7 @@ async def attached(engine: ScriptedEngine) -> AsyncIterator[ServedEngine]:
     await asking.close()
     await server.open()  # with no connection yet: a call takes its time
     at = ServedEngine(
-        server, VllmClient(WorkerId(7), facts, model="tiny"), ZmqEvents({}, decode, facts.block_size)
+        server, VllmClient(WorkerId(7), facts, model="tiny"), ZmqEvents({}, decode, facts.block_size or 0)
     )
     try:
         yield at

@@ -7,7 +7,7 @@ from kvrouter.core.errors import ContextLengthExceeded, KvrouterError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai import server as server_module
 from kvrouter.engines.openai.failures import SAID_MAX_CHARS
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import EngineServer, PageFailed
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 
@@ -64,10 +64,10 @@ async def test_a_key_that_is_wanted_is_reported_apart(status: int) -> None:
 async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
     async with Asked(look_limit_s=0.05) as asked:
         asked.engine.pages["/metrics"] = Answer(ends=Ends.NO_HEADERS)
-        with pytest.raises(WorkerUnreachable, match="did not answer in time"):
+        with pytest.raises(PageFailed, match="did not answer in time"):
             await asked.server.look("/metrics")
         asked.engine.pages["/metrics"] = Answer((b"vllm:",), ends=Ends.HELD)
-        with pytest.raises(WorkerUnreachable, match="did not answer in time"):
+        with pytest.raises(PageFailed, match="did not answer in time"):
             await asked.server.look("/metrics")
 
 

@@ -1,7 +1,7 @@
 """How SGLang is asked, and what its server tells of itself."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -322,31 +322,36 @@ async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client
     assert sent.items() >= MET.items()
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/server_info"])
-async def test_no_page_no_sglang(engine: ScriptedEngine, server: EngineServer, path: str) -> None:
-    del engine.pages[path]
-    with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it SGLang's server\?"):
+async def test_no_models_no_sglang(engine: ScriptedEngine, server: EngineServer) -> None:
+    del engine.pages["/v1/models"]
+    with pytest.raises(ConfigError, match=r"^http://.* has no /v1/models: is it SGLang's server\?"):
         await ask_info(server)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda e: change(e, page_size=0),
-        lambda e: change(e, page_size=None),
-        lambda e: e.set_page("/server_info", "<html>"),
-        lambda e: e.set_page("/server_info", b"\xff"),
-        lambda e: e.set_json("/v1/models", {"data": []}),
+UNKNOWN: Mapping[str, tuple[Callable[[ScriptedEngine], object], str, str]] = {
+    "no size": (lambda e: change(e, page_size=0), "page_size", "block_size"),
+    "an odd size": (lambda e: change(e, page_size=None), "page_size", "block_size"),
+    "an odd count": (lambda e: change(e, max_total_num_tokens="x"), "max_total_num_tokens", "total_blocks"),
+    "no page": (lambda e: e.set_page("/server_info", "<html>"), "/server_info", "block_size"),
+    "no text": (lambda e: e.set_page("/server_info", b"\xff"), "/server_info", "block_size"),
+    "nothing": (lambda e: e.pages.pop("/server_info"), "/server_info", "block_size"),
+    "no length": (
         lambda e: e.set_json("/v1/models", {"data": [{"id": "tiny"}]}),
-    ],
-)
-async def test_what_cannot_be_read_is_refused(
-    engine: ScriptedEngine, server: EngineServer, spoil: Callable[[ScriptedEngine], None]
+        "max_model_len",
+        "context_length",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+async def test_what_cannot_be_read_is_unknown_and_named(
+    engine: ScriptedEngine, server: EngineServer, what: str
 ) -> None:
+    spoil, says, name = UNKNOWN[what]
     spoil(engine)
-    with pytest.raises(ProtocolError) as caught:
-        await ask_info(server)
-    assert caught.value.param in ("server_info", "models")
+    facts = await ask_info(server)
+    (missing,) = facts.missing
+    assert (says in missing, getattr(facts, name)) == (True, None)
 
 
 async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: EngineServer) -> None:
@@ -354,7 +359,7 @@ async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: 
     busy = {"dp_rank": 1, "num_running_reqs": 3, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 40,
             "num_used_tokens": 17}  # fmt: skip
     engine.set_json("/v1/loads", {"loads": [load, {**load, **busy}]})
-    assert await ask_loads(server, W, 16) == (
+    assert await ask_loads(server, W, 16, model="tiny") == (
         LoadReport(rank=WorkerRank(W, R0), active_blocks=0, total_blocks=64, active_prefill_tokens=0),
         LoadReport(
             rank=WorkerRank(W, R1),
@@ -366,11 +371,11 @@ async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: 
         ),
     )
     engine.set_page("/v1/loads", "[]")
-    with pytest.raises(ProtocolError) as caught:
-        await ask_loads(server, W, 16)
-    assert caught.value.param == "loads"
+    assert await ask_loads(server, W, 16, model="tiny") == ()
+    with pytest.raises(WorkerUnreachable, match="with other models"):
+        await ask_loads(server, W, 16, model="big")
     del engine.pages["/v1/loads"]
-    assert await ask_loads(server, W, 16) == ()
+    assert await ask_loads(server, W, 16, model="tiny") == ()
 
 
 async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
@@ -380,12 +385,14 @@ async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
     ways = SglangClient(W, facts)
     assert [(await ways.look(server)).started for _ in range(2)] == [facts.started] * 2
     assert engine.asked["/server_info"] == 1
-    loads = engine.pages["/v1/loads"]
-    engine.set_page("/v1/loads", "", status=500)
+    pages = dict(engine.pages)
+    for path in ("/v1/loads", "/v1/models"):
+        engine.set_page(path, "", status=500)
     change(engine, startup_time={"load_weight": 9.0})
     with pytest.raises(WorkerUnreachable):
         await ways.look(server)
-    engine.pages["/v1/loads"] = loads
+    for path in ("/v1/loads", "/v1/models"):
+        engine.pages[path] = pages[path]
     assert (await ways.look(server)).started == "{'load_weight': 9.0}"
     assert (await ways.look(server)).loads
     assert engine.asked["/server_info"] == 2

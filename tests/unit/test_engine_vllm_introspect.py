@@ -1,19 +1,22 @@
 """What vLLM's server tells of itself: the recorded pages, and pages that contradict them."""
 
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 import pytest_asyncio
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.engines.openai.engine import Probe
 from kvrouter.engines.openai.metrics import Sample, read_metrics
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.introspect import (
+    CACHE_METRIC,
     LOAD_METRICS,
     RankInfo,
     VllmInfo,
@@ -127,17 +130,16 @@ async def test_older_servers_lack_some_pages(engine: ScriptedEngine) -> None:
     assert (facts.version, facts.events, facts.started_s) == ("", {}, None)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", METRICS])
-async def test_no_page_no_vllm(engine: ScriptedEngine, path: str) -> None:
-    del engine.pages[path]
-    with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it vLLM's server\?") as caught:
+async def test_no_models_no_vllm(engine: ScriptedEngine) -> None:
+    del engine.pages["/v1/models"]
+    with pytest.raises(ConfigError, match=r"^http://.* has no /v1/models: is it vLLM's server\?") as caught:
         await ask(engine)
     assert caught.value.param == "url"
 
 
-async def test_another_engine_has_other_metrics(engine: ScriptedEngine) -> None:
-    without(engine, METRICS, "vllm:cache_config_info")
-    with pytest.raises(ConfigError, match="has no vllm:cache_config_info"):
+async def test_another_engines_models_are_known_by_their_owner(engine: ScriptedEngine) -> None:
+    engine.replace("/v1/models", '"owned_by":"vllm"', '"owned_by":"sglang"')
+    with pytest.raises(ConfigError, match="owned by 'sglang', not 'vllm': is it vLLM's server"):
         await ask(engine)
 
 
@@ -151,29 +153,40 @@ def _two_sizes(engine: ScriptedEngine) -> None:
     two_ranks(engine, block_size=16)
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "says"),
-    [
-        (_two_sizes, "block_size", r"\[16, 32\]"),
-        (lambda e: e.replace(METRICS, 'num_gpu_blocks="200"', 'num_gpu_blocks="None"'), "num_gpu_blocks",
-         "not 'None'"),
-        (lambda e: e.replace(METRICS, ',block_size="32"', ',block_size="-1"'), "block_size", "not '-1'"),
-        (lambda e: e.replace("/v1/models", '"max_model_len":2048', '"max_model_len":null'), "max_model_len",
-         "missing"),
-        (lambda e: e.set_page("/v1/models", "<html>"), "/v1/models", "/v1/models"),
-        (lambda e: e.set_page("/v1/models", b"\xff"), "/v1/models", "/v1/models"),
-        (lambda e: e.set_page("/kv_event_sources", "[]"), "/kv_event_sources", "/kv_event_sources"),
-        (lambda e: e.set_page("/version", "{"), "/version", "/version"),
-        (lambda e: e.set_page(METRICS, 'vllm:cache_config_info{engine="0} 1\n'), "metrics", "cannot be read"),
-    ],
-)  # fmt: skip
-async def test_what_cannot_be_read_is_named(
-    engine: ScriptedEngine, change: Callable[[ScriptedEngine], None], param: str, says: str
-) -> None:
+R = RankInfo
+UNKNOWN: Mapping[str, tuple[Callable[[ScriptedEngine], object], str, str, object]] = {
+    "two sizes": (_two_sizes, r"\{16, 32\}|\{32, 16\}", "ranks", {R0: R(None, 200), R1: R(None, 200)}),
+    "a count": (lambda e: e.replace(METRICS, 'num_gpu_blocks="200"', 'num_gpu_blocks="None"'),
+                "num_gpu_blocks", "ranks", {R0: R(32, None)}),
+    "a size": (lambda e: e.replace(METRICS, ',block_size="32"', ',block_size="-1"'),
+               "block_size", "ranks", {R0: R(None, 200)}),
+    "no cache": (lambda e: without(e, METRICS, CACHE_METRIC), "--disable-log-stats", "ranks", {R0: R()}),
+    "no metrics": (lambda e: e.pages.pop(METRICS), "has no /metrics", "ranks", {R0: R()}),
+    "ill metrics": (lambda e: e.set_page(METRICS, "no", status=500), "answered 500", "ranks", {R0: R()}),
+    "odd metrics": (lambda e: e.set_page(METRICS, 'vllm:cache_config_info{engine="0} 1\n'),
+                    "cannot be read", "ranks", {R0: R()}),
+    "no length": (lambda e: e.replace("/v1/models", '"max_model_len":2048', '"max_model_len":null'),
+                  "max_model_len", "context_length", None),
+    "an odd length": (lambda e: e.replace("/v1/models", '"max_model_len":2048', '"max_model_len":"long"'),
+                      "max_model_len", "context_length", None),
+    "a length as text": (lambda e: e.replace("/v1/models", '"max_model_len":2048', '"max_model_len":"2048"'),
+                         "", "context_length", 2048),
+    "an odd root": (lambda e: e.replace("/v1/models", '"root":"tiny-model"', '"root":[1]'),
+                    "", "root", "tiny"),
+    "odd sources": (lambda e: e.set_page("/kv_event_sources", "[]"), "/kv_event_sources", "events", {}),
+    "an odd version": (lambda e: e.set_page("/version", "{"), "/version", "version", ""),
+    "another version": (lambda e: e.set_page("/version", "[1]"), "/version", "version", ""),
+    "no version": (lambda e: e.pages.pop("/version"), "/version", "version", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+async def test_what_cannot_be_read_is_unknown_and_named(engine: ScriptedEngine, what: str) -> None:
+    change, says, name, value = UNKNOWN[what]
     change(engine)
-    with pytest.raises(ProtocolError, match=says) as caught:
-        await ask(engine)
-    assert caught.value.param == param
+    facts = await ask(engine)
+    assert getattr(facts, name) == value
+    assert (len(facts.missing), re.search(says, " ".join(facts.missing)) is not None) == (bool(says), True)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +314,15 @@ async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> Non
         look = await ways.look(server)
         assert [report.total_blocks for report in look.loads] == [200]
         assert look.started == 1.79528047303e09
-        del engine.pages[METRICS]
-        with pytest.raises(WorkerUnreachable, match="no /metrics any more"):
+        metrics = engine.pages.pop(METRICS)
+        assert await ways.look(server) == Probe(())
+        engine.set_page(METRICS, "no", status=500)
+        assert await ways.look(server) == Probe(())
+        engine.replace("/v1/models", '"id":"tiny"', '"id":"big"')
+        with pytest.raises(WorkerUnreachable, match="with other models: big, not tiny"):
             await ways.look(server)
+        engine.pages[METRICS] = metrics
+        assert (await ways.look(server)).loads == look.loads
     finally:
         await server.close()
 

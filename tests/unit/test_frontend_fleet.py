@@ -169,10 +169,11 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = KvRouterConfig(router_cost=CostRule.TIME)
-    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
+    async with open_house(card(1, taints=("own",)), card(2), config=config, script=says("ok")) as house:
         before = (await house.http.get("/v1/fleet")).json()
         for _ in range(3):
-            await house.complete([5] * 40, nvext={"worker_id": 1})
+            await house.complete([5] * 40, nvext={"routing_constraints": {"required_taints": ["own"]}})
+        await house.complete([5] * 40, nvext={"worker_id": 2})
         fleet = (await house.http.get("/v1/fleet")).json()
         metrics = await metrics_of(house)
         speeds = next(iter(house.bench.service.models())).observed.speeds

@@ -230,6 +230,23 @@ async def test_another_engine_goes_on_behind_comments() -> None:
     assert text_of(answer.removeprefix(begin)) == "is"
 
 
+async def test_an_engine_that_writes_comments_alone_counts_as_silent() -> None:
+    config = KvRouterConfig(stall_timeout_s=0.2)
+    async with (
+        asyncio.timeout(10),
+        open_house(taking(1), taking(2), config=config) as house,
+        asyncio.TaskGroup() as tasks,
+    ):
+        answer = tasks.create_task(streamed(house))
+        first = await house.plane.wait_for(Leg.AGGREGATED)
+        first.feed(ROLE, piece("Par"))
+        while first.cancelled_for is None:
+            first.feed(PING)
+            await asyncio.sleep(0.02)
+        goes_on("is")(await house.plane.wait_for(Leg.AGGREGATED, nth=1))
+        assert text_of((await answer).replace(PING.comments, b"")) == "Paris"
+
+
 @pytest.mark.parametrize("whole", [b"", b"no JSON", b"{}", b"[{}]"])
 async def test_an_answer_passes_whatever_it_is(whole: bytes) -> None:
     def script(stream: ScriptedStream) -> None:

@@ -112,3 +112,26 @@ def test_imports_for_types_alone_hide_no_cycle() -> None:
                 reached.add(each)
                 todo += imports[each]
         assert module not in reached, f"{module} imports {found} for its types, which imports it"
+
+
+def test_bytes_from_outside_are_decoded_in_one_place() -> None:
+    """core/json.py counts what long texts would become, and catches whatever a decoder may raise."""
+    caught = {"MsgspecError", "DecodeError", "ValidationError"}
+    found: set[str] = set()
+    for name, text in sources().items():
+        if name == "core/json.py":
+            continue
+        made = set(re.findall(r"^\s*(_?\w+)(?::[^=\n]+)? = msgspec\.(?:json|msgpack)\.Decoder\(", text, re.M))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                named = {each.attr for each in ast.walk(node.type) if isinstance(each, ast.Attribute)}
+                if caught & named:
+                    found.add(f"{name}:{node.lineno}: catches {', '.join(sorted(caught & named))}")
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = ast.unparse(node.func)
+            if called in ("msgspec.json.decode", "msgspec.msgpack.decode", "msgspec.convert") or (
+                node.func.attr == "decode" and called.removesuffix(".decode").removeprefix("self.") in made
+            ):
+                found.add(f"{name}:{node.lineno}: {called}")
+    assert found == set()

@@ -10,6 +10,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import Fleet
 from kvrouter.placement.speeds import (
+    CLIENT_WAITS_S,
     FORGET_S,
     SLOW,
     SLOWNESS_MIN,
@@ -48,6 +49,7 @@ class Ranks:
         memory_s: float = 0.0,
         queue_s: float = 0.0,
         steps_s: float = 0.0,
+        client: int = 0,
     ) -> None:
         """One request, that takes so many times as long as it would a rank of slowness 1."""
         slowness = self.slowness()[slot]
@@ -58,7 +60,7 @@ class Ranks:
         expected = self.learned.placed(pick, 1000, steps_s=steps_s, now_s=self.now_s)
         assert expected is not None
         self.now_s += takes * plain_s + queue_s + steps_s
-        self.learned.came(expected, now_s=self.now_s)
+        self.learned.came(expected, client=client, now_s=self.now_s)
 
     def serve_all(self, takes: list[float], n: int = 30) -> None:
         for _ in range(n):
@@ -75,6 +77,33 @@ def test_each_rank_is_as_slow_as_its_requests_are() -> None:
     assert ranks.slowness() == [1.0] * 4
     ranks.serve_all([1.0, 1.0, 2.0, 5.0])
     assert ranks.slowness() == pytest.approx([1.0, 1.0, 2.0, 5.0], rel=0.02)
+
+
+def test_one_client_among_others_has_a_share_in_what_is_learned_and_alone_it_has_all() -> None:
+    """Three of four requests at rank 0 are one client's, and take four times as long."""
+    ranks, alone = Ranks(2), Ranks(2)
+    for n in range(120):
+        for slot in (0, 1):
+            ranks.serve(slot, 1.0, client=1 + n % 5, plain_s=0.05)
+        for _ in range(3):
+            alone.serve(0, 4.0, client=9, plain_s=0.05)
+            if n % 2:
+                ranks.serve(0, 4.0, client=9, plain_s=0.05)
+    assert ranks.slowness()[0] < 3.0
+    assert alone.slowness()[0] == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_rank_that_one_client_alone_uses_is_seen_as_it_is_after_a_while() -> None:
+    ranks = Ranks(2)
+    for _ in range(20):
+        ranks.serve(0, 1.0, client=1)
+        ranks.serve(1, 1.0, client=2)
+    for _ in range(24):
+        ranks.now_s += CLIENT_WAITS_S
+        ranks.serve(0, 4.0, client=9)
+        for _ in range(4):
+            ranks.serve(1, 1.0, client=2, plain_s=0.01)
+    assert ranks.slowness()[0] > 2.5
 
 
 def test_long_prompts_say_more_than_short_ones_whose_delay_is_another() -> None:

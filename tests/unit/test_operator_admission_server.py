@@ -2,9 +2,11 @@
 
 import asyncio
 import base64
+import io
 import json
 import os
 import ssl
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from pydantic import JsonValue
 from kvrouter.config.problems import Problem
 from kvrouter.core.errors import ConfigError
 from kvrouter.operator.admission import Review, Verdict
+from kvrouter.operator.admission import server as server_module
 from kvrouter.operator.admission.certificates import (
     AUTHORITY_CERT,
     SERVING_CERT,
@@ -25,9 +28,19 @@ from kvrouter.operator.admission.certificates import (
     ServingCertificate,
     renewed,
 )
-from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionServer, Facts, Labels, Tried
+from kvrouter.operator.admission.review import judged
+from kvrouter.operator.admission.server import (
+    BINDING_BYTES_MAX,
+    BODY_BYTES_MAX,
+    AdmissionServer,
+    Facts,
+    Labels,
+    Tried,
+)
+from kvrouter.operator.api.deployment import UNKNOWN_MAX
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import BindingTarget
+from kvrouter.operator.plan import PlanDefaults
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, Document, deployment
 
@@ -291,6 +304,36 @@ async def test_what_is_no_question_is_reported_so(tmp_path: Path, body: bytes, r
             assert answer.status == 400
             assert reason in await answer.text()
         assert reason in door.heard.reasons[0]
+
+
+def body_of(document: JsonValue) -> io.BytesIO:
+    return io.BytesIO(json.dumps(review(document)).encode())
+
+
+async def test_a_large_object_is_read_and_judged_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    judge = judged
+
+    def noted(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
+        threads.append(threading.get_ident())
+        return judge(review, facts, defaults)
+
+    monkeypatch.setattr(server_module, "judged", noted)
+    document = deployment(graph=POLICY)
+    document.update({f"x{n}": n for n in range(200_000)})
+    async with opened(tmp_path, body_bytes_max=BODY_BYTES_MAX) as door, door.client() as client:
+        async with client.post("/validate", data=body_of(document)) as answer:
+            response = (await answer.json())["response"]
+        assert response["allowed"]
+        assert len(response["warnings"]) <= UNKNOWN_MAX + 1
+        too_many: JsonValue = {f"x{n}": 1 for n in range(600_000)}
+        async with client.post("/validate", data=body_of(too_many)) as answer:
+            assert answer.status == 400
+            assert "more values than are read" in await answer.text()
+    assert threading.get_ident() not in threads
+    assert threads
 
 
 async def test_a_body_has_a_limit(tmp_path: Path) -> None:

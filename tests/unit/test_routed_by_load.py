@@ -10,9 +10,19 @@ import pytest
 from kvrouter.core.ids import ModelName
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.wiring import text_models
-from tests.support.engine_server import JSON, VLLM_PAGES, Answer, ScriptedEngine, page, scripted_engine
+from tests.support.engine_server import (
+    JSON,
+    SGLANG_PAGES,
+    VLLM_PAGES,
+    Answer,
+    ScriptedEngine,
+    page,
+    scripted_engine,
+)
 from tests.support.logged import event_of
 from tests.support.processes import Metrics, eventually
+from tests.support.trtllm_answers import TRTLLM_PAGES
+from tests.support.waits import until
 from tests.unit.test_fleet_engines import Up, up
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 400}]}
@@ -169,3 +179,39 @@ async def test_it_is_served_while_the_tokenizer_is_loaded_and_by_cache_from_then
         assert here.system.service.find(ModelName("tiny")) is not None
     assert len(reasons(caplog)) == 1
     assert [event_of(line) for line in caplog.records].count("routed_by_cache") == 1
+
+
+KINDS = {"vllm": VLLM_PAGES, "sglang": SGLANG_PAGES, "trtllm": TRTLLM_PAGES}
+ODD = {"absent": None, "ill": ("no", 500), "no JSON": ("<html>", 200), "of another shape": ("[1]", 200)}
+
+
+@pytest.mark.parametrize("odd", sorted(ODD))
+@pytest.mark.parametrize("kind", sorted(KINDS))
+async def test_an_engine_of_which_nothing_but_its_model_can_be_read_serves(
+    kind: str, odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted_engine(KINDS[kind]) as engine:
+        answer = ODD[odd]
+        for path in set(engine.pages) - {"/v1/models", "/health"}:
+            if answer is None:
+                del engine.pages[path]
+            else:
+                engine.set_page(path, *answer)
+        engine.set_json("/v1/models", {"data": [{"id": "tiny"}]})
+        engine.answers += [WHOLE, WHOLE]
+        file = before(engine, tokenizer=MOCK_FOLDER).replace("kind: vllm", f"kind: {kind}")
+        async with up(file) as here:
+            assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+            (worker,) = (await here.http.get("/v1/fleet")).json()["workers"]
+            assert (worker["block_size"], worker["context_length"]) == (None, None)
+            assert worker["ranks"][0]["total_blocks"] is None
+            (listed,) = (await here.http.get("/v1/models")).json()["data"]
+            assert listed["max_model_len"] is None
+            probed = [path for path in engine.pages if path != "/server_info"]
+            asked = sum(engine.asked[path] for path in probed)
+            await until(lambda: sum(engine.asked[path] for path in probed) >= asked + 5)
+            assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+    warnings = [line for line in caplog.records if event_of(line) == "config_warning"]
+    said = " ".join(vars(line)["kvrouter_fields"]["detail"] for line in warnings)
+    assert "context" in said
+    assert ("--disable-log-stats" in said) is (kind == "vllm")

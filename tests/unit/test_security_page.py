@@ -150,6 +150,7 @@ NO_LIMITS = {
     """,
     "`kvrouter replay`, which reads its own user's files and serves nobody": """
         sim.rules.affinity.SESSIONS_MAX sim.rules.registry.GRID_MAX sim.simulation.CEILING_BLOCKS_MAX
+        sim.measured_run.RUN_FILE_BYTES_MAX recording.records.WORKERS_MAX recording.records.RANKS_MAX
         sim.traces.lines.LINE_BYTES_MAX sim.traces.mooncake_delta.PIECES_MAX
         sim.traces.mooncake_row.TOKENS_MAX sim.traces.read.GENERATOR_BYTES_MAX
         sim.variant.VARIANTS_MAX
@@ -245,7 +246,7 @@ WHERE = {
     "a leg in a worker": "worker.worker",
     "words of the API server": "operator.reconcile.dry_run operator.status",
     "bodies at admission": "operator.admission.server",
-    "a warning at admission": "operator.admission",
+    "a warning at admission": "operator.admission operator.api.deployment",
     "components of a deployment": "operator.api",
     "`tracestate` or `baggage`": "frontend.generate.TRACE",
     "links in a status": "operator.reconcile.link_reader operator.api.status.LINKS",

@@ -195,3 +195,43 @@ def test_folders_without_requests_are_refused(tmp_path: Path) -> None:
         open_trace(tmp_path)
     with pytest.raises(ConfigError, match="no request is recorded"):
         open_trace(folder_of(tmp_path, packed(header(), FLEET)))
+
+
+WORKER: Line = {
+    "worker": "1", "model": "m", "role": "both", "block_size": 4, "context_length": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        (FLEET | {"at_s": 1e10}, "at_s"),
+        (FLEET | {"at_s": -1.0}, "at_s"),
+        (REFUSAL | {"at_s": 1e300}, "at_s"),
+        (request(1e12), "at_s"),
+        (request(1.0, took_s=1e300), "ended_s"),
+        (request(1.0, first_token_s=1e10), "first_token_s"),
+        (request(1.0) | {"max_tokens": 1 << 60}, "max_tokens"),
+        (FLEET | {"workers": [WORKER | {"dp_size": 1 << 40}]}, "workers[0].dp_size"),
+        (FLEET | {"workers": [WORKER | {"dp_size": 0}]}, "workers[0].dp_size"),
+        (FLEET | {"workers": [WORKER | {"block_size": 0}]}, "workers[0].block_size"),
+        (FLEET | {"workers": [WORKER | {"kv_blocks": 1 << 60}]}, "workers[0].kv_blocks"),
+        (FLEET | {"workers": [WORKER] * 16_385}, "workers"),
+    ],
+)
+def test_figures_that_do_not_add_up_are_named(tmp_path: Path, line: Line, field: str) -> None:
+    folder = folder_of(tmp_path, packed(header(), line, request(1.0)))
+    with pytest.raises(ConfigError) as wrong:
+        open_trace(folder)
+    assert ":2: " in wrong.value.message
+    assert f"$.{field}`" in wrong.value.message
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_time_that_is_no_finite_number_is_refused(tmp_path: Path, constant: str) -> None:
+    text = json.dumps(request(1.0)).replace('"at_s": 1.0', f'"at_s": {constant}').encode() + b"\n"
+    lines = b"".join(json.dumps(each).encode() + b"\n" for each in (header(), FLEET))
+    with pytest.raises(ConfigError, match=":3: "):
+        open_trace(folder_of(tmp_path, gzip.compress(lines + text)))
+    with pytest.raises(ConfigError, match="started_s"):
+        open_trace(folder_of(tmp_path, packed(header(started_s=1e12), FLEET, request(1.0))))

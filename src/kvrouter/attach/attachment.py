@@ -206,18 +206,23 @@ class EngineWorkers:
                     f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
                     param="kind",
                 )
-            if other.block_size != attached.block_size:
+            if _differ(other.block_size, attached.block_size):
                 raise spec.mistake(
                     f"the engine's blocks have {attached.block_size} tokens, and those of "
                     f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
                     param="block_size",
                 )
-            if other.context_length != attached.context_length:
+            if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
                     f"{its.written_at} {other.context_length}: say the smaller one, for both",
                     param="context_length",
                 )
+
+
+def _differ(one: int | None, other: int | None) -> bool:
+    """Whether two figures of engines contradict each other: what is not known contradicts nothing."""
+    return one is not None and other is not None and one != other
 
 
 Heard = Callable[[], None]

@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import click
 
 from kvrouter.cli.commands import kvrouter
+from kvrouter.commands.output import echo
 from kvrouter.core.errors import INTERRUPTED, ConfigError, KvrouterError, TopologyUnavailable
 
 RUNTIME_ERROR = 1
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        echo(error.format_message(), err=True)
         return USAGE_ERROR
     except click.ClickException as error:
         return _report(error.format_message(), USAGE_ERROR)
@@ -43,5 +44,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(message: str, code: int) -> int:
     for line in message.splitlines():
-        click.echo(f"kvrouter: {line}", err=True)
+        echo(f"kvrouter: {line}", err=True)
     return code

@@ -9,9 +9,8 @@ from kvrouter.cli.flags import output_option
 from kvrouter.commands.output import TABLE, Output, json_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvrouter.cli.client import RouterClient
+    from kvrouter.commands.console import TextConsole
 
 
 url_option = click.option(
@@ -104,12 +103,12 @@ def top(url: str, *, interval_s: float, once: bool, output: Output) -> None:
         show_live(client, url, console, interval_s=interval_s)
 
 
-def plain_console() -> "Console":
+def plain_console(*, line_chars: int = 140) -> "TextConsole":
     """The terminal; what is no terminal gets wide lines without colour."""
-    from rich.console import Console  # noqa: PLC0415
+    from kvrouter.commands.console import TextConsole  # noqa: PLC0415
 
-    console = Console()
-    return console if console.is_terminal else Console(width=140, no_color=True)
+    console = TextConsole()
+    return console if console.is_terminal else TextConsole(width=line_chars, no_color=True)
 
 
 def router_at(url: str) -> "RouterClient":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvrouter.cli.ask import plain_console
 from kvrouter.cli.flags import output_option
 from kvrouter.commands.output import Output
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
@@ -78,14 +79,12 @@ def calibrate(
         raise click.UsageError("give either RUN or --url")
     if url is None and (model is not None or engine is not None):
         raise click.UsageError("--model and --engine: only with --url")
-    from rich.console import Console  # noqa: PLC0415
 
     from kvrouter.commands.calibrate import CalibrateOptions  # noqa: PLC0415
     from kvrouter.commands.calibrate import calibrate as fit  # noqa: PLC0415
     from kvrouter.commands.calibrate_engine import CalibrateEngineOptions, calibrate_engine  # noqa: PLC0415
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=140, no_color=True)
+    console = plain_console()
     if run is not None:
         fit(
             CalibrateOptions(

@@ -9,6 +9,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
 """A longer answer is not one of a router."""
@@ -148,15 +149,18 @@ T = TypeVar("T")
 def decode_answer(answer: bytes, kind: type[T]) -> T:
     """Return a router's answer; raise AskFailed when it is another program's."""
     try:
-        return msgspec.json.decode(answer, type=kind)
-    except msgspec.MsgspecError as error:
+        return parsed(msgspec.json.Decoder(kind), answer, times=FLEET_TIMES)
+    except Unreadable as error:
         raise AskFailed(f"the answer is not a router's: {error}") from error
+
+
+_error_bodies = msgspec.json.Decoder(_ErrorBody)
 
 
 def _error(answer: bytes) -> _ApiError:
     try:
-        return msgspec.json.decode(answer, type=_ErrorBody).error
-    except msgspec.MsgspecError:
+        return parsed(_error_bodies, answer).error
+    except Unreadable:
         return _ApiError("")
 
 

@@ -4,7 +4,7 @@ import click
 
 from kvrouter.cli.ask import router_at, url_option
 from kvrouter.cli.flags import output_option
-from kvrouter.commands.output import TABLE, Output
+from kvrouter.commands.output import TABLE, Output, echo
 
 _reason = click.option("--reason", default="", metavar="TEXT", help="Why: it is shown with the cordon.")
 _by = click.option("--by", metavar="WHO", help="Who asks for it.  [default: this user at this host]")
@@ -114,4 +114,4 @@ def drain(
     show_change(answer, "is cordoned", "was cordoned already", TABLE)
     change = decode_answer(answer, Change)
     wait_empty(client, change, timeout_s=timeout_s)
-    click.echo(f"{change.place}: nothing runs there any more")
+    echo(f"{change.place}: nothing runs there any more")

@@ -5,14 +5,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import click
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from kvrouter.cli.ask import plain_console
 from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
-from kvrouter.commands.output import Output
+from kvrouter.commands.output import Output, echo
 
 READ_AGAIN_S = 1.0
 """How often ``drain`` asks what still runs."""
@@ -106,7 +105,7 @@ def wait_empty(
         if n_empty >= EMPTY_READINGS and clock() >= settled_s:
             return
         if said != shown:
-            click.echo(f"{cordoned.place}: {said}", err=True)
+            echo(f"{cordoned.place}: {said}", err=True)
             shown = said
         left_s = None if timeout_s is None else began_s + timeout_s - clock()
         if left_s is not None and left_s <= 0.0:
@@ -162,15 +161,15 @@ def show_change(answer: bytes, changed: str, unchanged: str, output: Output) -> 
     change = decode_answer(answer, Change)
     output.show(lambda: answer, lambda: _say_change(change, changed, unchanged))
     for warning in change.warnings:
-        click.echo(f"kvrouter: warning: {warning}", err=True)
+        echo(f"kvrouter: warning: {warning}", err=True)
 
 
 def _say_change(change: Change, changed: str, unchanged: str) -> None:
     n_workers = len(change.workers)
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
-    click.echo(f"{change.place} {changed if change.changed else unchanged} ({workers})")
+    echo(f"{change.place} {changed if change.changed else unchanged} ({workers})")
     for each in change.remaining:
-        click.echo(f"model {each.model}: {each.left} of {each.workers} {each.role} workers take new requests")
+        echo(f"model {each.model}: {each.left} of {each.workers} {each.role} workers take new requests")
 
 
 def show_cordons(answer: bytes, output: Output) -> None:
@@ -181,7 +180,7 @@ def show_cordons(answer: bytes, output: Output) -> None:
 
 def _draw_cordons(cordons: Sequence[Listed]) -> None:
     if not cordons:
-        click.echo("nothing is cordoned")
+        echo("nothing is cordoned")
         return
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in ("cordoned", "workers", "running", "since", "by", "reason"):

@@ -7,7 +7,7 @@ import click
 
 from kvrouter.cli.ask import plain_console, url_option
 from kvrouter.cli.flags import output_option
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.output import Output, echo, json_text
 
 CANNOT_ASK = 2
 """The exit code where the router could not be asked."""
@@ -92,7 +92,7 @@ def doctor(
         report = asyncio.run(diagnose(router, others, options))
     except KvrouterError as error:
         for line in error.message.splitlines():
-            click.echo(f"kvrouter: {line}", err=True)
+            echo(f"kvrouter: {line}", err=True)
         raise SystemExit(CANNOT_ASK) from error
 
     def draw() -> None:

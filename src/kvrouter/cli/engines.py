@@ -13,7 +13,7 @@ import click
 
 from kvrouter.cli.flags import SettingsCommand, output_option, setting_options
 from kvrouter.cli.processes import begun, described, place_options, worker, worker_pods
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.output import Output, echo, json_text
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.registry import ENGINES, help_of
@@ -277,7 +277,7 @@ def topology_check(output: Output) -> None:
     from kvrouter.worker.topology import topology_check as check  # noqa: PLC0415
 
     report = check(os.environ)
-    output.show(lambda: json_text(report), lambda: click.echo(report.text))
+    output.show(lambda: json_text(report), lambda: echo(report.text))
     sys.exit(report.exit_code)
 
 

@@ -9,7 +9,7 @@ import click
 
 from kvrouter.cli.ask import plain_console, router_at
 from kvrouter.cli.flags import output_option
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.output import Output, echo, json_text
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.engines.registry import ENGINES
 
@@ -69,7 +69,7 @@ def fleet_init(
 
     template = FleetTemplate(engine=engine, model=model, urls=urls, zones=zones)
     written = write_fleet(file, template, replace=force)
-    click.echo(
+    echo(
         f"{file}: written: {summary_of(written)}\n"
         f"Check it: kvrouter fleet check --strict {file}\n"
         f"Run it: kvrouter up --fleet {file}"
@@ -141,8 +141,8 @@ def fleet_check(file: Path, *, strict: bool, connect: bool, output: Output) -> N
 
 def _show_check(found: "FleetCheck", *, strict: bool) -> None:
     for mistake in found.mistakes:
-        click.echo(f"kvrouter: {mistake.shown(found.file)}", err=True)
+        echo(f"kvrouter: {mistake.shown(found.file)}", err=True)
     for warning in found.warnings:
-        click.echo(f"kvrouter: {found.file if strict else 'warning'}: {warning}", err=True)
+        echo(f"kvrouter: {found.file if strict else 'warning'}: {warning}", err=True)
     if found.is_good:
-        click.echo(f"{found.file}: good: {found.summary}")
+        echo(f"{found.file}: good: {found.summary}")

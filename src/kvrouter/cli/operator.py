@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvrouter.cli.flags import output_option
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.output import Output, echo, json_text
 from kvrouter.config.setting_spec import written_setting
 from kvrouter.core.errors import ConfigError
 
@@ -300,7 +300,7 @@ def operator_clean_up(*, kubeconfig: Path | None, lease_namespace: str, lease_na
         from kvrouter.operator.run import clean_up_operator  # noqa: PLC0415
     removed = clean_up_operator(Key(lease_namespace, lease_name), kubeconfig, f"clean-up_{_identity()}")
     for line in removed or ["nothing to remove"]:
-        click.echo(line)
+        echo(line)
 
 
 @operator.command("preflight", short_help="Say whether the definitions can be installed here, and how.")
@@ -325,7 +325,7 @@ def operator_preflight(*, kubeconfig: Path | None, output: Output) -> None:
 
     def draw() -> None:
         for report in reports:
-            click.echo(f"{report.name}: {report.message}")
+            echo(f"{report.name}: {report.message}")
 
     output.show(lambda: json_text([report._asdict() for report in reports]), draw)
     if any(report.is_conflict for report in reports):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.commands.output import echo
 from kvrouter.config.setting_spec import SettingValue
 from kvrouter.core.errors import ConfigError
 
@@ -238,7 +239,7 @@ def begun(flags: Mapping[str, object], file: Path | None = None) -> "tuple[Docum
 def warn(warnings: Iterable[str]) -> None:
     """Print warnings on standard error."""
     for warning in warnings:
-        click.echo(f"kvrouter: warning: {warning}", err=True)
+        echo(f"kvrouter: warning: {warning}", err=True)
 
 
 def described(flags: Mapping[str, object]) -> dict[str, object]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvrouter.cli.ask import plain_console
 from kvrouter.cli.replay_options import FILE, replay_options
 from kvrouter.commands.input_options import InputOptions
 
@@ -74,7 +75,6 @@ def replay(
     CSV, dynamo.request.trace.v1, a recording of --record (its folder, or one file), or a generator's YAML;
     packed by gzip or not. The same seed gives the same figures.
     """
-    from rich.console import Console  # noqa: PLC0415
 
     from kvrouter.commands.replay import ReplayOptions  # noqa: PLC0415
     from kvrouter.commands.replay import replay as run  # noqa: PLC0415
@@ -91,5 +91,4 @@ def replay(
         write_fleet=write_fleet,
         write_events=write_events,
     )
-    console = Console()
-    sys.exit(run(options, console if console.is_terminal else Console(width=180, no_color=True)))
+    sys.exit(run(options, plain_console(line_chars=180)))

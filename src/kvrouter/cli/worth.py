@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvrouter.cli.ask import plain_console
 from kvrouter.cli.replay_options import FILE, replay_options
 from kvrouter.commands.input_options import InputOptions
 from kvrouter.config.setting_spec import written_setting
@@ -46,7 +47,6 @@ def worth(
 
     TRACE is whatever `kvrouter replay` reads, recordings too. The same seeds give the same figures.
     """
-    from rich.console import Console  # noqa: PLC0415
 
     from kvrouter.commands.worth import WorthOptions  # noqa: PLC0415
     from kvrouter.commands.worth import worth as run  # noqa: PLC0415
@@ -60,5 +60,4 @@ def worth(
         threshold=threshold / 100.0,
         costs=tuple(dict.fromkeys(map(CostChoice, costs))),
     )
-    console = Console()
-    sys.exit(run(options, console if console.is_terminal else Console(width=140, no_color=True)))
+    sys.exit(run(options, plain_console()))

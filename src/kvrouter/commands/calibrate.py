@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.commands.console import error_console
 from kvrouter.commands.output import TABLE, Output, json_text
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.setting import installed_version
@@ -47,7 +48,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     options.output.check()
     run = read_run(options.run)
     shape, source = model_shape(run.meta.model, options.run, options.model_config)
-    with Console(stderr=True).status("reading") as status:
+    with error_console().status("reading") as status:
 
         def show(number: int) -> None:
             status.update(f"fitting, round {number + 1}")

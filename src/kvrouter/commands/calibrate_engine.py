@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvrouter.commands.calibrate import calibration_report, show_comparison, show_notes, timing_document
+from kvrouter.commands.console import error_console
 from kvrouter.commands.engine_description import EngineDescription, describe_engine
 from kvrouter.commands.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
 from kvrouter.commands.output import TABLE, Output, json_text
@@ -69,7 +70,7 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
     if options.write_timing is not None:
         check_folder(options.write_timing)
     options.output.check()
-    with Console(stderr=True).status("asking the engine") as status:
+    with error_console().status("asking the engine") as status:
         engine, shape, measured = asyncio.run(_measured(options, status.update))
         try:
             run = client_run(

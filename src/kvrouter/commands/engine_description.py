@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.json import Unreadable, decoded, parsed
 from kvrouter.engines.openai.metrics import read_metrics
 from kvrouter.engines.openai.request_times import CACHE, CacheSize, read_cache_size
 from kvrouter.engines.openai.server import EngineServer
@@ -201,13 +202,16 @@ def _with_info(flags: EngineFlags, info: _ServerInfo) -> EngineFlags:
     )
 
 
+_server_infos = msgspec.json.Decoder(_ServerInfo)
+
+
 def _server_info(page: bytes | None) -> _ServerInfo | None:
     """Return what SGLang says; None for another server, which may answer anything there."""
     if page is None:
         return None
     try:
-        return msgspec.json.decode(page, type=_ServerInfo)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return parsed(_server_infos, page)
+    except Unreadable:
         return None
 
 
@@ -215,7 +219,4 @@ Answer = TypeVar("Answer")
 
 
 def _decoded(server: EngineServer, path: str, page: bytes, kind: type[Answer]) -> Answer:
-    try:
-        return msgspec.json.decode(page, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{server.url}{path}: {error}", param=path) from error
+    return decoded(msgspec.json.Decoder(kind), page, f"{server.url}{path}", param=path)

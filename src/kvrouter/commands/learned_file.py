@@ -13,7 +13,9 @@ import msgspec
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId
+from kvrouter.core.json import parsed_counted
 from kvrouter.core.sync import LinkNews
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
@@ -103,11 +105,10 @@ async def _save(
 
 def _read(path: Path) -> LearnedFile | None:
     try:
-        if path.stat().st_size > FILE_MAX_BYTES:
-            raise ValueError(f"has more than {FILE_MAX_BYTES} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=LearnedFile)
+        return parsed_counted(msgspec.json.Decoder(LearnedFile), read_regular(path, bytes_max=FILE_MAX_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        log_event(logger, Event.LEARNED_NOT_READ, reason=f"{path}: {error}")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        log_event(logger, Event.LEARNED_NOT_READ, reason=f"{path}: {why}")
         return None

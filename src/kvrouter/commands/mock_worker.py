@@ -21,6 +21,7 @@ from kvrouter.config.one_worker import worker_id_of
 from kvrouter.config.static_endpoint import STATIC_INCARNATION
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN
 from kvrouter.engines.mock import MockCluster, TransferSettings
 from kvrouter.processes.standby import until_free
 from kvrouter.telemetry import Event, log_event
@@ -216,7 +217,7 @@ async def _engine_door(settings: Settings, spec: MockWorkerSpec, worker: Worker)
     door = EngineDoor(
         worker.publisher,
         address=spec.engine_events,
-        block_size=worker.card.block_size,
+        block_size=worker.card.block_size or BLOCK_SIZE_UNKNOWN,
         token=revealed(settings.planes.plane_token) or "",
         dp_ranks=[rank.dp_rank for rank in worker.card.ranks()],
     )

@@ -1,5 +1,6 @@
 """``--output``: how the result of a command is delivered, as a table or as JSON."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +38,23 @@ TABLE = Output()
 """The form of a result where nothing else is asked for."""
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal may obey, new lines and tabs apart: controls, and what turns the direction of a line."""
+
+
+def printable(text: str) -> str:
+    """Return text of others as a terminal may show it."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines for people; ``err``: on standard error."""
+    print(printable(text), file=sys.stderr if err else sys.stdout, flush=True)
+
+
 def json_text(result: object) -> bytes:
-    """Return a result as JSON that people can read too."""
+    """Return a result as JSON that people can read too, with what a terminal may obey escaped."""
     import msgspec  # noqa: PLC0415
 
-    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"

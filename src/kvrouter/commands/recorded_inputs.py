@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from rich.console import Console
 from rich.text import Text
 
+from kvrouter.commands.console import error_console
 from kvrouter.commands.whole_file import write_whole
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.problems import Document, parse_document, read_document
@@ -64,7 +64,7 @@ def open_past(path: Path, model: str | None) -> Past:
 
 def warn_reader(what: str) -> None:
     """Say on standard error what the figures of a command leave out."""
-    Console(stderr=True).print(Text(f"warning: {what}"), soft_wrap=True)
+    error_console().print(Text(f"warning: {what}"), soft_wrap=True)
 
 
 def replayed_fleet(fleet: Path | None, trace: Trace, trace_path: Path) -> ReplayedFleet:

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrouter.commands.console import error_console
 from kvrouter.commands.input_options import InputOptions
 from kvrouter.commands.recorded_inputs import (
     NO_CHANGES,
@@ -112,7 +112,7 @@ def replay_progress() -> Progress:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=error_console(),
         transient=True,
         disable=not sys.stderr.isatty(),
     )

@@ -1,5 +1,6 @@
 """Problems of a setting or a fleet file: each names the field, the line and the fix."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from pydantic_core import ErrorDetails
 from kvrouter.config.setting import HIDDEN_VALUE, model_in, model_tagged
 from kvrouter.config.variables import without_prefix
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.files import open_regular
 
 Path = tuple[str | int, ...]
 """Where a value stands in a document: keys and list positions, from the top."""
@@ -240,12 +242,13 @@ class Document:
 def read_document(path: FilePath) -> Document:
     """Read a YAML file; raise ConfigError that names the file and the line for what cannot be read."""
     try:
-        size = path.stat().st_size
-        raw = path.read_bytes() if size <= DOCUMENT_MAX_BYTES else b""
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(DOCUMENT_MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # a name with a null byte is none
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: cannot be read: {why}", param=str(path)) from error
-    if size > DOCUMENT_MAX_BYTES:
+    if len(raw) > DOCUMENT_MAX_BYTES:
         raise ConfigError(f"{path}: must have ≤ {DOCUMENT_MAX_BYTES} bytes, not {size}", param=str(path))
     try:
         text = raw.decode()

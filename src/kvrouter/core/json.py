@@ -7,7 +7,7 @@ its bytes alone keep the number of objects below the bounds.
 Every failure of a decoder is caught here and nowhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -22,12 +22,15 @@ CONTAINERS_MAX = 16_384
 VALUES_MAX = 262_144
 """All values of one text, as many token ids among them as an answer may have."""
 
-DEPTH_MAX = 128
+DEPTH_MAX = 512
 TEXT_BYTES_MAX = 16 * 1024 * 1024
 """Strings that are not plain ASCII: as they are written or as Python holds them, whichever is more."""
 
 BLANKS_MAX = 16 * 1024 * 1024
 """Outside of strings: a frontend lets an indented body with millions of token ids pass."""
+
+FLEET_TIMES = 64
+"""The state of a fleet of 16,384 workers, which commands read, holds so many times as much."""
 
 UNSCANNED_BYTES = 3 * CONTAINERS_MAX
 """A shorter text cannot hold more lists, objects or values than the bounds allow: ``[],`` has three bytes."""
@@ -37,20 +40,23 @@ OFF_LOOP_BYTES = 1024 * 1024
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Source = TypeVar("Source")
 
 Data = bytes | memoryview | msgspec.Raw
 
 
 @lru_cache(maxsize=256)
-def bounds_of(kind: object) -> JsonBounds:
-    """Return the bounds of a text that is decoded as ``kind``: only what becomes objects counts."""
+def bounds_of(kind: object, times: int = 1) -> JsonBounds:
+    """Return the bounds of a text that is decoded as ``kind``: only what becomes objects counts. It may hold
+    ``times`` as many of them.
+    """
     fields: dict[str, bool] = {}
     depth, is_free = _read(msgspec.inspect.type_info(kind), fields, ())
     return JsonBounds(
         depth=DEPTH_MAX,
-        values=VALUES_MAX,
-        items=VALUES_MAX,
-        containers=CONTAINERS_MAX,
+        values=VALUES_MAX * times,
+        items=VALUES_MAX * times,
+        containers=CONTAINERS_MAX * times,
         numbers=0,
         text_bytes=TEXT_BYTES_MAX,
         short_bytes=0,
@@ -167,14 +173,35 @@ def decoded(
         raise error(f"{what}: {unreadable}", param=param or what) from unreadable
 
 
-def parsed(decoder: Decoder[T], data: Data) -> T:
-    """Return what JSON holds; raise :class:`Unreadable`."""
+def parsed(decoder: Decoder[T], data: Data, *, times: int = 1) -> T:
+    """Return what JSON holds, within ``times`` the bounds; raise :class:`Unreadable`."""
     try:
         if len(data) > UNSCANNED_BYTES:
-            bounds_of(decoder.type).scan(bytes(data))
+            bounds_of(decoder.type, times).scan(bytes(data))
         return decoder.decode(data)
     except _FAILURES as error:
         raise _unreadable(error) from error
+
+
+def parsed_counted(decoder: Decoder[T], data: Data) -> T:
+    """As :func:`parsed`, of what was counted before."""
+    return attempted(decoder.decode, data)
+
+
+def attempted(decode: Callable[[Source], T], data: Source) -> T:
+    """Return what a function of msgspec makes of ``data``, which is bounded; raise :class:`Unreadable`."""
+    try:
+        return decode(data)
+    except _FAILURES as error:
+        raise _unreadable(error) from error
+
+
+def unpacked(decoder: Decoder[T], frame: Data, what: str, *, error: MakesError = ProtocolError) -> T:
+    """Return what msgpack holds, whose size is bounded; raise as :func:`decoded` does."""
+    try:
+        return parsed_counted(decoder, frame)
+    except Unreadable as unreadable:
+        raise error(f"{what}: {unreadable}", param=what) from unreadable
 
 
 def converted(content: object, kind: type[T]) -> T:

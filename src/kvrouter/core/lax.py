@@ -10,6 +10,8 @@ from typing import Final, TypeVar
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
+from kvrouter.core.json import Unreadable, attempted
+
 
 class Unknown(Enum):
     """The type of :data:`UNKNOWN`."""
@@ -34,8 +36,8 @@ def lax_json(raw: bytes | memoryview | msgspec.Raw | None) -> object:
     if raw is None:
         return None
     try:
-        return msgspec.json.decode(raw)
-    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        return attempted(msgspec.json.decode, raw)
+    except Unreadable:
         return UNKNOWN
 
 

@@ -303,6 +303,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
+    ``client`` distinguishes who asks from others; 0: not known.
     ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
     """
 
@@ -323,6 +324,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     whole: bool = False
     shape: str = ""
     trace: TraceContext = NO_TRACE
+    client: int = 0
     isl_tokens_estimate: int = 0
 
     @property

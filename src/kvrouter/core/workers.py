@@ -87,6 +87,9 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_max: int | None = None
 
 
+BLOCK_SIZE_UNKNOWN = 16
+"""Load is counted in blocks of so many tokens where nobody tells how long an engine's blocks are."""
+
 CONTEXT_TOKENS_UNKNOWN = 1_048_576
 """A context whose length nobody tells counts as one of so many tokens."""
 
@@ -94,6 +97,8 @@ CONTEXT_TOKENS_UNKNOWN = 1_048_576
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker.
 
+    ``block_size`` and ``context_length`` are in tokens, and None where its engine does not tell them: such a
+    worker joins workers with blocks of any size, and no call is too long for it.
     ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, a Hugging Face repository, or
     ``mock``; a frontend that was given none of its own for the model loads that. A worker that
     ``takes_calls`` gives its engine a client's call as it was written; the others serve what their frontend
@@ -114,8 +119,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     incarnation: Epoch
     model: ModelName
     role: Role
-    block_size: int
-    context_length: int
+    block_size: int | None
+    context_length: int | None
     address: str
     dp_size: int = 1
     dp_start: int = 0

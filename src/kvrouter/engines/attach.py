@@ -1,7 +1,7 @@
 """Attaching a running engine: the spec, what was found, and the protocol that each kind implements."""
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -93,8 +93,8 @@ class Attached:
     version: str
     model: str
     tokenizer: str
-    context_length: int
-    block_size: int
+    context_length: int | None
+    block_size: int | None
     total_kv_blocks: int | None
     dp_size: int
     publishes_kv_events: bool
@@ -164,11 +164,30 @@ def check_block_size(spec: AttachSpec, block_size: int, engine_flag: str) -> Non
         )
 
 
-def context_length_of(spec: AttachSpec, context_length: int, engine_flag: str) -> int:
-    """Return how many tokens the worker takes, which may be fewer than its engine does.
+def block_size_of(spec: AttachSpec, block_size: int | None, engine_flag: str) -> int | None:
+    """Return the tokens of a block: as the engine reports, else as was said; None where nobody does. Raises
+    as :func:`check_block_size` does.
+    """
+    if block_size is None:
+        return spec.block_size
+    check_block_size(spec, block_size, engine_flag)
+    return block_size
+
+
+def least_known(counts: Iterable[int | None]) -> int | None:
+    """Return the least of some counts; None where one of them is not known."""
+    known = [*counts]
+    return None if None in known else min((each for each in known if each is not None), default=None)
+
+
+def context_length_of(spec: AttachSpec, context_length: int | None, engine_flag: str) -> int | None:
+    """Return how many tokens the worker takes, which may be fewer than its engine does; None where nobody
+    tells.
 
     Raises ConfigError when the engine's context is not as long as was said.
     """
+    if context_length is None:
+        return spec.context_length
     said = context_length if spec.context_length is None else spec.context_length
     if said > context_length:
         raise ConfigError(

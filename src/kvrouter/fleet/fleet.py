@@ -387,7 +387,7 @@ class Fleet:
         if card.model != self.model:
             raise ConfigError(f"model: worker {card.worker_id} serves {card.model!r}, not {self.model!r}",
                               param="model")  # fmt: skip
-        if card.block_size != self.block_size:
+        if card.block_size not in (None, self.block_size):
             raise ConfigError(
                 f"block_size: worker {card.worker_id} has blocks of {card.block_size} tokens, "
                 f"the fleet of {self.model!r} has {self.block_size}",
@@ -438,7 +438,7 @@ class Fleet:
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
         write(slot, "decode_only", card.decode_only)
         write(slot, "kv_bytes_per_token", _known(self._kv_bytes_of(card)))
-        write(slot, "context_length", card.context_length)
+        write(slot, "context_length", card.context_length or INTEGER_MAX)
         write(slot, "prompt_tokens_min", config.prompt_tokens_min or 0)
         longest = config.prompt_tokens_max
         write(slot, "prompt_tokens_max", INTEGER_MAX if longest is None else longest)
@@ -548,7 +548,8 @@ def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
     cards = _answering(fleet)
     answers = [card for card in cards if card.role is not Role.PREFILL]
     takes_new = [card for card in answers if card.takes_new_requests and not fleet.cordons_on(card.worker_id)]
-    return max((card.context_length for card in takes_new or answers or cards), default=None)
+    lengths = [card.context_length for card in takes_new or answers or cards]
+    return max((length for length in lengths if length is not None), default=None)
 
 
 def _engine_kind(fleet: Fleet, _: None) -> str:
@@ -565,7 +566,7 @@ def _unsure_blocks(fleet: Fleet, _: None) -> npt.NDArray[np.uint32] | None:
 
 
 def _shortest_context_tokens(fleet: Fleet, _: None) -> int:
-    return min((card.context_length for card in fleet), default=0)
+    return min((card.context_length or INTEGER_MAX for card in fleet), default=0)
 
 
 def _has_open_circuits(fleet: Fleet, _: None) -> bool:

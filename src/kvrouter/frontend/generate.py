@@ -151,6 +151,7 @@ async def answer_stream(exchange: ResponseWriter, call: Call, reading: ChunkRead
     write(text)
     while reading.finish is None:
         if not stream.ready:
+            generation.reader_waits()
             await stream.wait_ready()
         await generation.hand_over(take)
         if reading.finish is None:
@@ -217,7 +218,8 @@ class GenerateRoutes:
         exchange = ResponseWriter(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
-            await self._serve(exchange, request, trace, spans)
+            client = 0 if responder.client is None else hash(responder.client[0])
+            await self._serve(exchange, request, trace, spans, client)
         except KvrouterError as error:
             self._observed.failed(error, model=exchange.model)
             exchange.fail(error)
@@ -253,7 +255,9 @@ class GenerateRoutes:
         request: Request,
         trace: TraceContext,
         spans: "RequestSpans | None",
+        client: int,
     ) -> None:
+        """``client`` distinguishes who asks from others, by its address."""
         received_s = time.monotonic()
         traffic = self._service.traffic
         origin = NO_ORIGIN if traffic is None else origin_of(request.path, request.headers)
@@ -262,8 +266,7 @@ class GenerateRoutes:
         request.read()
         if spans is not None:
             spans.prepared()
-        if trace != NO_TRACE:
-            generate = replace(generate, trace=trace)
+        generate = replace(generate, trace=trace, client=client)
         if call.nvext.asks_only:
             await answer_query(exchange, call, generate, self._service.explain(generate))
             return

@@ -293,7 +293,8 @@ class RequestPreparer:
         """What prompt and answer of a model may have together; None where nobody tells."""
         text, router = self._texts.get(model), self._service.find(model)
         known = None if router is None else router.fleet.context_length_tokens
-        return known if text is None else served_text(text, router).context_length_tokens
+        is_unknown = known is None and router is not None and len(router.fleet) > 0
+        return known if text is None or is_unknown else served_text(text, router).context_length_tokens
 
     def why_by_load(self, model: ModelRouter) -> str | None:
         """Why calls of a model are routed by load alone; None where what is cached counts, as far as the

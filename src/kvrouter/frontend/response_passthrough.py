@@ -15,6 +15,7 @@ import msgspec
 
 from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
 from kvrouter.frontend.http import SSE_DONE, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
@@ -59,6 +60,7 @@ async def pass_stream(
         if passing.pass_on(chunk):
             break
         if not stream.ready:
+            generation.reader_waits()
             await stream.wait_ready()
         chunk = await anext(generation)
     generation.close(ANSWERED)
@@ -74,6 +76,7 @@ async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
         if chunk.finish is not None:
             break
         if not stream.ready:
+            generation.reader_waits()
             await stream.wait_ready()
         chunk = await anext(generation)
     generation.close(ANSWERED)
@@ -213,8 +216,8 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     """Return what writes on an answer that began with ``first_raw``."""
     line = _DATA_LINE.search(first_raw)
     try:
-        head = _head.decode(b"" if line is None else line[1])
-    except msgspec.MsgspecError as error:
+        head = parsed(_head, b"" if line is None else line[1])
+    except Unreadable as error:
         raise InternalError(f"the lost engine's answer has no id, created and model: {error}") from error
     return AnswerFormat(
         kind,

@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 import aiohttp
@@ -16,6 +16,7 @@ import msgspec
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.http_client import connection_failure
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
 
@@ -408,31 +409,35 @@ ENVELOPE_DEPTH = 2
 
 def decoded(text: bytes, kind: type[T]) -> T:
     """Return ``text`` as a value of this kind. Raises ClusterLost."""
+    decoder = msgspec.json.Decoder(kind)
+    with suppress(Unreadable):
+        return parsed(decoder, text)
+    cut = cut_at_depth(text, depth_max=DEPTH_MAX + ENVELOPE_DEPTH)
     try:
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except RecursionError:
-            return msgspec.json.decode(cut_at_depth(text, depth_max=DEPTH_MAX + ENVELOPE_DEPTH), type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return parsed(decoder, cut)
+    except Unreadable as error:
         raise ClusterLost(f"the API server's answer: {error}") from error
+
+
+_pages = msgspec.json.Decoder(_Page)
+_statuses = msgspec.json.Decoder(Status)
+_manifests: "msgspec.json.Decoder[JsonValue]" = msgspec.json.Decoder()
 
 
 async def _page(text: bytes) -> _Page:
     """Read a page. One with a deep object is searched in a thread: that takes a second for 20 MB."""
     try:
-        return msgspec.json.decode(text, type=_Page)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return parsed(_pages, text)
+    except Unreadable:
         return await asyncio.to_thread(decoded, text, _Page)
 
 
 def _manifest(text: bytes) -> JsonValue:
-    found: JsonValue
     try:
         # How deep a decoder goes differs from one Python to the next: what is read must not.
-        found = json.loads(cut_at_depth(text) if _may_be_too_deep(text) else text)
-    except (ValueError, RecursionError) as error:
+        return parsed(_manifests, cut_at_depth(text) if _may_be_too_deep(text) else text)
+    except Unreadable as error:
         raise ClusterLost(f"the API server's answer: {error}") from error
-    return found
 
 
 def _may_be_too_deep(text: bytes) -> bool:
@@ -505,8 +510,8 @@ def _lost(what: str, error: Exception) -> ClusterLost:
 
 def _refusal(response: aiohttp.ClientResponse, what: str, body: bytes) -> RequestRefused:
     try:
-        said = msgspec.json.decode(body, type=Status)
-    except (msgspec.MsgspecError, RecursionError):
+        said = parsed(_statuses, body)
+    except Unreadable:
         said = Status()
     message = said.message or body[:200].decode(errors="replace")
     asked_wait = response.headers.get("Retry-After", "")

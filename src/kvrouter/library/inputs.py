@@ -13,6 +13,8 @@ from msgspec import Meta
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import RequestId
+from kvrouter.core.json import Unreadable
+from kvrouter.core.json import converted as converted_to
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams, Sampling, TokenBuffer
 from kvrouter.frontend.openai.body import (
     NonNegativeInt,
@@ -140,8 +142,8 @@ def converted(kind: type[_S], values: Values, *, at: str) -> _S:
     """Return ``values`` as a ``kind``; raise :class:`InvalidRequest` naming the field under ``at``."""
     _check_finite(values, at)
     try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
+        return converted_to(values, kind)
+    except Unreadable as error:
         what, _, path = str(error).partition(" - at `$")
         field = f"{at}{path.rstrip('`')}".lstrip(".")
         raise InvalidRequest(f"{field}: {what}" if field else what, param=field or None) from None

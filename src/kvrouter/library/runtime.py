@@ -33,7 +33,7 @@ from kvrouter.config.problems import dotted
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
 from kvrouter.library.inputs import (
     AnswerPieces,
     answers_of,
@@ -253,7 +253,11 @@ def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRe
     parsed = converted(_Request, request, at="request")
     token_ids = token_buffer(parsed.token_ids)
     sampling = sampling_of(parsed.stop_conditions, parsed.sampling_options)
-    check_length(token_ids, max_tokens=sampling.max_tokens, context_length_tokens=card.context_length)
+    check_length(
+        token_ids,
+        max_tokens=sampling.max_tokens,
+        context_length_tokens=card.context_length or CONTEXT_TOKENS_UNKNOWN,
+    )
     dp_rank = DpRank(card.dp_start if parsed.dp_rank is None else parsed.dp_rank)
     if WorkerRank(card.worker_id, dp_rank) not in card.ranks():
         raise InvalidRequest(f"dp_rank: worker {card.worker_id} has no rank {dp_rank}", param="dp_rank")

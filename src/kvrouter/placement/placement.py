@@ -34,6 +34,12 @@ class AttemptRequest:
     prompt: Prompt
     token_ids: TokenBuffer
     options: Mapping[RetryPlan, RouteRequest]
+    shows_first_token: bool = True
+    """False where the answer comes whole, from an engine that says nothing before."""
+    teaches: bool = True
+    """False where the client pins it: its calls alone would say how fast that worker is."""
+    client: int = 0
+    """Who asks, as :attr:`GenerateRequest.client` has it."""
 
 
 @dataclass(slots=True)
@@ -61,6 +67,12 @@ class Placement:
     """Whether its answer brought something, and has not failed."""
     tries: tuple[tuple[WorkerId | Pair, Circuit], ...] = ()
     """The half-open circuits that let it in, to see whether their workers are well."""
+    shows_first_token: bool = True
+    teaches: bool = True
+    client: int = 0
+    """These three are the attempt's."""
+    unseen_prefill: int = 0
+    """The key of :class:`~kvrouter.placement.learned_costs.UnseenPrefills`; 0 where it is not there."""
     expected: Expected | None = None
     """What its prompt was expected to take where it is prefilled; None where times are not predicted."""
     transfer: Transfer | None = None

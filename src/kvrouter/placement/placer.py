@@ -26,19 +26,18 @@ from kvrouter.core.requests import (
     Sampling,
     TokenBuffer,
 )
-from kvrouter.core.workers import LoadReport, WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.port import Ledger, LedgerColumns
 from kvrouter.ledger.replicas import Replication
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.circuits import CircuitListener, Circuits
+from kvrouter.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
 from kvrouter.placement.load_at_report import LoadAtReport
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.placement.speeds import LearnedSpeeds, SpeedListener
-from kvrouter.placement.transfers import Transfers
+from kvrouter.placement.speeds import SpeedListener
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
-from kvrouter.routing.prediction import CHUNK_TOKENS
 from kvrouter.routing.request import CostInput, Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
 from kvrouter.routing.route import route, route_decode
 
@@ -85,7 +84,14 @@ def attempt_request(
 ) -> AttemptRequest:
     """Return what one attempt of ``request`` asks for under each of ``plans``."""
     usual = route_request(request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from))
-    return AttemptRequest(prompt, token_ids, {plan: _under(plan, usual, kv_lost_from) for plan in plans})
+    return AttemptRequest(
+        prompt,
+        token_ids,
+        {plan: _under(plan, usual, kv_lost_from) for plan in plans},
+        shows_first_token=request.call is None or request.call.stream,
+        teaches=request.pin is None and request.prefill_pin is None,
+        client=request.client,
+    )
 
 
 def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
@@ -186,8 +192,6 @@ class Placer:
         self.circuits = Circuits(
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
         )
-        self.speeds = LearnedSpeeds(fleet, speed_listener)
-        self.transfers = Transfers(fleet, speed_listener, settings.links, router_id)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = self._begin_at_report(now_s)
         self._replication = replication
@@ -195,10 +199,14 @@ class Placer:
             self.ledger = replication.share(
                 fleet, ledger, on_less=self.load_changed, before_more=self._read_load, now_s=now_s
             )
+        self.learned = LearnedCosts(fleet, self.ledger, speed_listener, settings, router_id)
+        self.speeds, self.transfers = self.learned.speeds, self.learned.transfers
+        if replication is not None:
             self.transfers.begin_sharing()
             replication.replicas.links.share(fleet.model, self.transfers)
         self._router_id = router_id
         self._not_active: U32 = np.zeros(16, np.uint32)
+        self._unseen_prefills = UnseenPrefills()
 
     # Settings
 
@@ -219,7 +227,7 @@ class Placer:
         is: whether blocks are tracked, and whether the prefill leg is all that is decided.
         """
         self.transfers.use(settings.links)
-        self.settings = structs.replace(
+        self.settings = self.learned.settings = structs.replace(
             settings,
             prefill_alone=self.settings.prefill_alone,
             track_active_blocks=self.settings.track_active_blocks,
@@ -238,7 +246,7 @@ class Placer:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
         running answer.
         """
-        self.settings = structs.replace(
+        self.settings = self.learned.settings = structs.replace(
             self.settings,
             prefill_alone=is_alone,
             track_active_blocks=self._tracks_active_blocks and not is_alone,
@@ -264,8 +272,7 @@ class Placer:
         """A slot has no worker rank any more: its leases and its cache go."""
         self.ledger.drop_slot(slot)
         self.cache.freed(slot)
-        self.speeds.freed(slot)
-        self.transfers.engine_sums.freed(slot)
+        self.learned.freed(slot)
 
     def reported(self, report: LoadReport, slot: Slot, *, now_s: float) -> None:
         """The worker rank at ``slot`` reported its load."""
@@ -302,6 +309,7 @@ class Placer:
         """
         if self.circuits.not_closed:
             self.circuits.refresh(now_s=now_s)
+        self._end_unseen_prefills(now_s)
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
         if len(self._not_active) < n_slots:
@@ -335,11 +343,7 @@ class Placer:
 
     def _cost_input(self, columns: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
         counts = columns.requests[:n_slots], columns.waiting[:n_slots]
-        if not self._learns:
-            return CostInput(*counts)
-        if self.transfers.has_begun:
-            self.transfers.refresh(self._is_clear, now_s=now_s)
-        return CostInput(*counts, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
+        return self.learned.cost_input(*counts, n_slots, now_s=now_s) if self._learns else CostInput(*counts)
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
@@ -389,7 +393,7 @@ class Placer:
         self.circuits.give_back(placement, now_s=now_s)  # or it would be passed over for its own sake
         began_s = None if placement.transfer is None else placement.transfer.began_s
         has_transfer = placement.transfer is not None
-        self._end_transfer(placement)  # or its own KV would crowd the link
+        self.learned.end_transfer(placement)  # or its own KV would crowd the link
         decision = structs.replace(self._decide_decode_again(placement, now_s), prefill=old.prefill)
         if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
             # The worker left during prefill, and the lease with it.
@@ -398,11 +402,11 @@ class Placer:
         placement.decision = decision
         self.circuits.booked(placement, now_s=now_s)
         if has_transfer:
-            self._begin_transfer(placement)
+            self.learned.begin_transfer(placement)
             if began_s is not None:
-                self._moves(placement, now_s)
+                self.learned.moves(placement, now_s=now_s)
         placement.decode_address = card.address
-        placement.decode_context_tokens = card.context_length
+        placement.decode_context_tokens = card.context_length or CONTEXT_TOKENS_UNKNOWN
         placement.decode_domains = card.runtime_config.topology_domains
         return decision.decode.rank != old.decode.rank
 
@@ -487,10 +491,13 @@ class Placer:
             shape=Shape.AGGREGATED,
             draw=draw,
             decode_address=decode_card.address,
-            decode_context_tokens=decode_card.context_length,
+            decode_context_tokens=decode_card.context_length or CONTEXT_TOKENS_UNKNOWN,
             decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,
             bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is Leg.PREFILL else None,
+            shows_first_token=request.shows_first_token,
+            teaches=request.teaches,
+            client=request.client,
         )
         if prefill is not None:
             prefill_card = self._card(prefill)
@@ -502,74 +509,10 @@ class Placer:
         if self.circuits.not_closed:
             self.circuits.booked(placement, now_s=now_s)
         if self._learns:
-            self._expect(placement, now_s)
+            self.learned.placed(placement, now_s=now_s)
+        if not placement.shows_first_token:
+            self._unseen_prefills.expect(placement, self.learned.prefill_ends_s(placement, now_s=now_s))
         return placement
-
-    def _expect(self, placement: Placement, now_s: float) -> None:
-        """Note what is predicted of both legs."""
-        for pick in (placement.decision.prefill, placement.decision.decode):
-            if pick is not None:
-                tokens = self._missing_tokens(pick, placement.prompt)
-                expected = self.speeds.placed(
-                    pick, tokens, steps_s=self._decode_share_s(pick, tokens), now_s=now_s
-                )
-                placement.expected = placement.expected or expected
-        self._begin_transfer(placement)
-
-    def _begin_transfer(self, placement: Placement) -> None:
-        """Count what the pair has to move, where links are weighed."""
-        decision, links = placement.decision, self.settings.links
-        if decision.prefill is None or links is None:
-            return
-        if (
-            self.fleet.rank_at(decision.prefill.slot) != decision.prefill.rank
-        ):  # it left: nobody knows its place
-            return
-        decode = decision.decode
-        tokens = self._missing_tokens(decode, placement.prompt)
-        placement.transfer = self.transfers.begin(links, decision.prefill.slot, decode.slot, tokens)
-
-    def _arrived(self, placement: Placement, now_s: float) -> None:
-        """The KV came: a link is learned from it."""
-        transfer, step_s = placement.transfer, self._learned_step_s(placement)
-        if transfer is not None and step_s is not None:
-            placement.transfer = None
-            is_clear = self._is_clear(transfer.to)
-            self.transfers.arrived(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
-        self._end_transfer(placement)
-
-    def _moves(self, placement: Placement, now_s: float) -> None:
-        """The prompt is prefilled; of engines that say so only after the transfer, nothing is learned."""
-        transfer, step_s = placement.transfer, self._learned_step_s(placement)
-        if transfer is None or step_s is None or placement.decision.prefill is None:
-            return
-        card = self.fleet.card_at(placement.decision.prefill.slot)
-        if card is not None and not card.ends_after_transfer:
-            is_clear = self._is_clear(transfer.to)
-            self.transfers.moves(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
-
-    def _is_clear(self, slot: Slot) -> bool:
-        """Whether a decode leg there waits for its KV alone: neither for prompts, nor memory, nor a seat."""
-        ledger, columns, settings = self.ledger.columns(), self.fleet.columns, self.settings
-        return bool(
-            settings.track_prefill_tokens
-            and settings.track_active_blocks
-            and slot < len(columns.seats)
-            and ledger.prefill_tokens[slot] == 0
-            and ledger.active_blocks[slot] <= columns.total_blocks[slot]
-            and ledger.requests[slot] <= columns.seats[slot]
-        )
-
-    def _learned_step_s(self, placement: Placement) -> float | None:
-        """What a decode step takes where the answer comes from, by that rank's speed; None where it left."""
-        step_s = self._step_s(placement)
-        slot = placement.decision.decode.slot
-        return None if step_s is None else step_s * self.speeds.decode_slowness(slot)
-
-    def _end_transfer(self, placement: Placement) -> None:
-        if placement.transfer is not None:
-            self.transfers.end(placement.transfer)
-            placement.transfer = None
 
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
         decode = decision.decode
@@ -582,11 +525,7 @@ class Placer:
         )
 
     def _uncached_tokens(self, pick: Pick, prompt: Prompt) -> int:
-        return self._missing_tokens(pick, prompt) if self.settings.track_prefill_tokens else 0
-
-    def _missing_tokens(self, pick: Pick, prompt: Prompt) -> int:
-        """Tokens of the prompt that are not cached where it was picked for."""
-        return max(0, prompt.isl_tokens - pick.overlap_blocks * self.fleet.block_size)
+        return missing_tokens(self.fleet, pick, prompt) if self.settings.track_prefill_tokens else 0
 
     def _key(self, request_id: RequestId, number: int) -> LeaseKey:
         return LeaseKey(self._router_id, request_id, number)
@@ -614,28 +553,28 @@ class Placer:
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
         self.circuits.prefilled(placement, now_s=now_s)
-        self._moves(placement, now_s)
-        if placement.expected is not None and placement.decision.decode.leg is not Leg.AGGREGATED:
-            self.speeds.came(placement.expected, now_s=now_s)
-            placement.expected = None
+        self.learned.prefill_done(placement, now_s=now_s)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
             self.load_changed()
 
     def first_token(self, placement: Placement, *, now_s: float) -> None:
-        """The first token came: load moves from prefill to decode."""
+        """The first token came, or all of an answer that shows none: load moves from prefill to decode."""
         self.circuits.begun(placement, now_s=now_s)
-        self._arrived(placement, now_s)
-        if self._learns:
-            step_s = self._step_s(placement)
-            placement.first_token_s, placement.step_s = (None, 0.0) if step_s is None else (now_s, step_s)
-        if placement.expected is not None and placement.decision.decode.leg is Leg.AGGREGATED:
-            self.speeds.came(placement.expected, now_s=now_s)
-            placement.expected = None
+        self.learned.first_token(placement, now_s=now_s)
+        self._prefilled(placement)
+
+    def _prefilled(self, placement: Placement) -> None:
         self.ledger.first_token(placement.decode_lease)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.load_changed()
+
+    def _end_unseen_prefills(self, now_s: float) -> None:
+        """Move the load of requests whose first token stays unseen when it is expected to have come."""
+        for placement in self._unseen_prefills.ended(now_s):
+            self.learned.end_transfer(placement)
+            self._prefilled(placement)
 
     def output_blocks(self, placement: Placement, blocks: int, *, now_s: float) -> None:
         """So many more blocks are full of output."""
@@ -644,40 +583,13 @@ class Placer:
 
     def release(self, placement: Placement, *, now_s: float, tokens: int = 0) -> None:
         """Close the leases, after an attempt that brought so many tokens; idempotent."""
-        self._end_transfer(placement)
-        if placement.first_token_s is not None:
-            slot, took_s = placement.decision.decode.slot, now_s - placement.first_token_s
-            step_s = self._step_s(placement)
-            if step_s is not None:
-                mean_s = (placement.step_s + step_s) / 2
-                self.speeds.answered(slot, tokens, took_s, step_s=mean_s, now_s=now_s)
-            placement.first_token_s = None
+        self.learned.released(placement, tokens=tokens, now_s=now_s)
+        self._unseen_prefills.forget(placement)
         self.circuits.released(placement, now_s=now_s)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)
         self.load_changed()
-
-    def _decode_share_s(self, pick: Pick, tokens: int) -> float:
-        """What of a pick's queue the decode steps of others take, while so many tokens are prefilled."""
-        columns, weight = self.ledger.columns(), self.settings.decode_weight
-        is_alone = columns.requests[pick.slot] <= columns.waiting[pick.slot]
-        if pick.times is None or weight == 0.0 or is_alone:
-            return 0.0
-        return pick.times.decode_s / weight * (1.0 + tokens / CHUNK_TOKENS)
-
-    def _step_s(self, placement: Placement) -> float | None:
-        """What a decode step takes where the answer comes from now, on a rank of slowness 1; None where that
-        rank left.
-        """
-        decode = placement.decision.decode
-        if self.fleet.rank_at(decode.slot) != decode.rank:
-            return None
-        slot, columns = decode.slot, self.ledger.columns()
-        held = int(columns.active_blocks[slot])
-        running = max(1, int(columns.requests[slot]) - int(columns.waiting[slot]))
-        use_share = min(1.0, held / float(self.fleet.columns.total_blocks[slot]))
-        return self.settings.timing.decode_ms(use_share, running, held * self.fleet.block_size) / 1e3
 
 
 def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:

@@ -8,8 +8,9 @@ again.
 Requests that had to wait for KV memory or a seat say nothing of its speed.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from math import log
+from math import ceil, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -52,11 +53,25 @@ SLOW = 1.5
 WELL = 1.25
 """and at this or below it is well again."""
 
+ALIKE = 0.05
+"""Ranks that differ by no more from the others count as alike: what is left to tell them apart is chance."""
+
 SLOWNESS_MIN = 1e-3
 SLOWNESS_MAX = 1e3
 
 SLOW_REQUESTS = 3
 """So many of its own requests must say so."""
+
+CLIENT_SHARE = 0.5
+"""Of a rank's last requests so many may be one client's, or as many as are its of all ranks' last requests:
+what it asks for may be slow for reasons of its own.
+"""
+
+CLIENTS_SEEN = 64
+"""So many of all ranks' last requests say what share a client has."""
+
+CLIENT_WAITS_S = 10.0
+"""A rank from which nobody else was answered for so long may be shown by one client's requests again."""
 
 _REFRESH_S = 1.0
 _REBASE = 60.0
@@ -130,6 +145,7 @@ class LearnedSpeeds:
         """By role: what came into the caches of those who only prefill, and of the others."""
         self._answer_s = ANSWER_S
         self._answers = 0
+        self._clients: deque[int] = deque(maxlen=CLIENTS_SEEN)
 
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
         """What is known now; the columns are those of the next reading too."""
@@ -164,8 +180,8 @@ class LearnedSpeeds:
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
         return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear)
 
-    def came(self, expected: Expected, *, now_s: float) -> None:
-        """What was expected came: the first token, or the end of a prefill leg."""
+    def came(self, expected: Expected, *, client: int = 0, now_s: float) -> None:
+        """What was expected came: the first token, or the end of a prefill leg; ``client`` asked for it."""
         slot, seen_s = expected.slot, now_s - expected.at_s
         if self._fleet.rank_at(slot) != expected.rank:
             return
@@ -175,7 +191,7 @@ class LearnedSpeeds:
             rank = self._ranks[slot] = _Rank()
             rank.who = expected.rank
         rank.predicted(expected.predicted_s, seen_s)
-        if not expected.is_clear or expected.plain_s <= 0.0:
+        if not expected.is_clear or expected.plain_s <= 0.0 or not self._counts(rank, client, now_s):
             return
         before = float(self._slowness[slot])
         rank.note(expected.plain_s, max(seen_s - expected.steps_s, seen_s / 10), before, now_s)
@@ -184,7 +200,20 @@ class LearnedSpeeds:
         self._slowness[slot] = rank.slowness(self._mean, now_s)
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
-    def answered(self, slot: Slot, tokens: int, seconds: float, *, step_s: float, now_s: float) -> None:
+    def _counts(self, rank: "_Rank", client: int, now_s: float) -> bool:
+        """Whether one more request of the client's may show how fast a rank is; notes it then."""
+        self._clients.append(client)
+        share = max(CLIENT_SHARE, self._clients.count(client) / len(self._clients))
+        most = ceil(MEMORY * share)
+        is_news = now_s - rank.last_s >= CLIENT_WAITS_S
+        if most < MEMORY and not is_news and rank.clients.count(client) >= most:
+            return False
+        rank.clients.append(client)
+        return True
+
+    def answered(
+        self, slot: Slot, tokens: int, seconds: float, *, step_s: float, client: int = 0, now_s: float
+    ) -> None:
         """An answer of so many tokens ended so long after its first one, where decode steps would take one of
         slowness 1 ``step_s``.
         """
@@ -198,6 +227,8 @@ class LearnedSpeeds:
         rank = self._decoding.get(slot)
         if rank is None:
             rank = self._decoding[slot] = _Rank()
+        if not self._counts(rank, client, now_s):
+            return
         rank.note(step_s, seconds / (tokens - 1), slowness, now_s)
         if not self._decode_is_settled:
             self._refresh_slowness(now_s)
@@ -299,11 +330,12 @@ class _Rank:
     """What the last requests of one rank took."""
 
     __slots__ = (
-        "_last_s",
         "_n_predicted",
         "_plain",
         "_taken",
+        "clients",
         "is_slow",
+        "last_s",
         "n_seen",
         "predicted_s",
         "seen_s",
@@ -311,7 +343,9 @@ class _Rank:
     )
 
     def __init__(self) -> None:
-        self._plain = self._taken = self._last_s = 0.0
+        self._plain = self._taken = self.last_s = 0.0
+        self.clients: deque[int] = deque(maxlen=MEMORY)
+        """Whose requests its last ones were."""
         self._n_predicted = 0
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
@@ -333,7 +367,7 @@ class _Rank:
         bounded_s = min(max(taken_s, least_s), plain_s * slowness * CLIP)
         self._plain = keep * self._plain + plain_s * plain_s
         self._taken = keep * self._taken + plain_s * bounded_s
-        self._last_s = now_s
+        self.last_s = now_s
         self.n_seen += 1
 
     def own(self) -> float:
@@ -346,5 +380,6 @@ class _Rank:
             return others
         caution = CAUTION * max(0.0, 1.0 - self.n_seen / MEMORY) / min(self.n_seen, MEMORY)
         own = (self.own() + caution * others) / (1.0 + caution)
-        kept: float = 2.0 ** -(max(0.0, now_s - self._last_s) / FORGET_S)
-        return others + (own - others) * kept
+        kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / FORGET_S)
+        lead = (own - others) * kept
+        return others if abs(lead) <= ALIKE * others else others + lead

@@ -15,7 +15,13 @@ SCHEMA = "kvrouter.recording.v1"
 
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 BlockSize = Annotated[int, Meta(ge=1, le=1 << 31)]
-Seconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""Thirty years at most: what is read of a recording must add up."""
+
+WORKERS_MAX = 16_384
+RANKS_MAX = 4_096
+"""Workers of a fleet, and ranks of one: as many as routers take."""
 
 FILE_SUFFIX = ".jsonl.gz"
 PART_SUFFIX = ".jsonl.gz.part"
@@ -33,7 +39,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="h
     version: str
     recording: str
     part: int
-    started_s: float
+    started_s: Annotated[float, Meta(ge=0, le=1e11)]
     salt: str
 
 
@@ -43,14 +49,14 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     worker: str
     model: str
     role: str
-    block_size: int
-    context_length: int
-    dp_size: int = 1
-    dp_start: int = 0
-    kv_blocks: int | None = None
-    kv_bytes_per_token: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    block_size: BlockSize
+    context_length: Annotated[int, Meta(ge=1, le=1 << 31)]
+    dp_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
+    dp_start: Tokens = 0
+    kv_blocks: Count | None = None
+    kv_bytes_per_token: Count | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
     domains: Mapping[str, str] = {}
     levels: tuple[str, ...] = ()
     """The domains, broadest first, where the worker says so."""
@@ -58,8 +64,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_domain: str | None = None
     enforcement: str | None = None
     preferred_weight: float | None = None
-    prompt_tokens_min: int | None = None
-    prompt_tokens_max: int | None = None
+    prompt_tokens_min: Count | None = None
+    prompt_tokens_max: Count | None = None
     decode_only: bool = False
     engine: str = ""
     draining: bool = False
@@ -82,9 +88,9 @@ class FleetChange(StrEnum):
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
     """The fleet where a file begins, and each change of it."""
 
-    at_s: float
+    at_s: Seconds
     change: FleetChange
-    workers: tuple[Worker, ...]
+    workers: Annotated[tuple[Worker, ...], Meta(max_length=WORKERS_MAX)]
 
 
 class Constraints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -112,14 +118,14 @@ class LegRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     leg: str
     worker: str
-    overlap_blocks: int
+    overlap_blocks: Count
     domains: Mapping[str, str] = {}
-    candidates: int = 0
-    sent_s: float | None = None
-    first_token_s: float | None = None
-    last_s: float | None = None
+    candidates: Count = 0
+    sent_s: Seconds | None = None
+    first_token_s: Seconds | None = None
+    last_s: Seconds | None = None
     """When its last word came, or it was given up."""
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -132,14 +138,14 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     shape: str
     mode: str
-    placed_s: float
+    placed_s: Seconds
     legs: tuple[LegRecord, ...]
     constraint: str | None = None
     """The transfer policy that held, as ``required zone=a``; the value is left out where nobody knows it."""
     fallback_used: bool = False
     cross_domain: bool = False
     last_resort: bool = False
-    kv_bytes: int | None = None
+    kv_bytes: Count | None = None
     kv_bytes_reported: bool = False
     lost: str | None = None
     """The leg that was lost, where one was."""
@@ -165,11 +171,11 @@ class RequestRecord(
     error that it ended with; ``refusals`` counts worker ranks by why they did not take it.
     """
 
-    at_s: float
+    at_s: Seconds
     model: str
     input_tokens: Tokens
     output_tokens: Tokens
-    max_tokens: int
+    max_tokens: Count
     block_size: BlockSize
     blocks: bytes
     status: Status
@@ -180,8 +186,8 @@ class RequestRecord(
     parent: str | None = None
     constraints: Constraints | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    first_token_s: float | None = None
-    ended_s: float
+    first_token_s: Seconds | None = None
+    ended_s: Seconds
     code: str | None = None
     http_status: int | None = None
     refusals: Mapping[str, int] = {}
@@ -194,7 +200,7 @@ class RefusalRecord(
     where it names none that is served, or was not read so far; ``route`` where not even its head was.
     """
 
-    at_s: float
+    at_s: Seconds
     code: str
     http_status: int
     route: str | None = None

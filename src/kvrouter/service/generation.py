@@ -155,8 +155,6 @@ class Generation:
                 await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
                 continue
             self._brought_comment = chunk.is_comment
-            if chunk.is_comment:
-                return chunk
             if chunk.kv_lost is not None:
                 why = chunk.error or "it did not say why"
                 await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
@@ -191,6 +189,10 @@ class Generation:
             await attempt.decode.hand_over(self._output.noting(sink))
         finally:
             watch.is_reading = False
+
+    def reader_waits(self) -> None:
+        """The client reads more slowly than its engine answers: what the answer takes is the client's."""
+        self._run.is_held_back = True
 
     def keep_call(self) -> None:
         """Count the body of the client's call in the budget, for as long as a leg may be made of it."""

@@ -112,6 +112,8 @@ class RequestRun:
         self.cached_tokens = 0
         self.cache_known = False
         """Whether an engine said how many prompt tokens it had cached."""
+        self.is_held_back = False
+        """Whether its client ever kept the answer waiting."""
         self.trail: list[Attempt] = []
         """All attempts, where traffic is recorded or traced."""
         self._spans = spans
@@ -439,7 +441,9 @@ class RequestRun:
         if attempt.prefill is not None:
             attempt.prefill.cancel(reason)
         placement = attempt.placement
-        self._model.release(placement, tokens=len(self.journey.generated) - placement.resumed_tokens)
+        # A rank's decode steps are learned from how many tokens came in what time.
+        tokens = 0 if self.is_held_back else len(self.journey.generated) - placement.resumed_tokens
+        self._model.release(placement, tokens=tokens)
 
     def _too_long(self, kind: TooLong, silent_s: float) -> None:
         """A limit was reached: cancel the legs, and the read that meets their end reports why."""

@@ -18,7 +18,7 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.sync import LinkNews
-from kvrouter.core.workers import LoadReport, ModelInput, Role, WorkerCard
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
 from kvrouter.service.attempt import Timeouts, with_intake_id
@@ -392,11 +392,11 @@ class RouterService:
         models.
         """
         model = self._models.get(card.model)
-        if model is not None and (len(model.fleet) or model.fleet.block_size == card.block_size):
+        if model is not None and (len(model.fleet) or card.block_size in (None, model.fleet.block_size)):
             return model
         if model is None and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
-        made = self._parts.make_model(card.model, card.block_size)
+        made = self._parts.make_model(card.model, card.block_size or BLOCK_SIZE_UNKNOWN)
         made.fleet.set_cordons(self.cordons.rules)
         if self._place is not None:
             made.moved(self._place)
@@ -428,7 +428,7 @@ class RouterService:
             return
         fleet = self._models[name].fleet
         ((block_size, n_workers),) = Counter(card.block_size for card in others).most_common(1)
-        if n_workers <= len(fleet):
+        if n_workers <= sum(card.block_size is not None for card in fleet):
             return
         present = [card for card in fleet if not self.has_lapsed(card.worker_id)]
         for card in list(fleet):

@@ -11,7 +11,7 @@ from kvrouter.core.constraints import Pin, adapter_taint
 from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import GenerateRequest, KvLoss, Leg, TraceContext
-from kvrouter.core.workers import WorkerCard
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, CONTEXT_TOKENS_UNKNOWN, WorkerCard
 from kvrouter.placement.placement import Placement
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, Status, Worker
@@ -279,8 +279,8 @@ def _worker_of(card: WorkerCard, *, is_alive: bool) -> Worker:
         worker=str(card.worker_id),
         model=card.model,
         role=card.role.value,
-        block_size=card.block_size,
-        context_length=card.context_length,
+        block_size=card.block_size or BLOCK_SIZE_UNKNOWN,
+        context_length=card.context_length or CONTEXT_TOKENS_UNKNOWN,
         dp_size=card.dp_size,
         dp_start=card.dp_start,
         kv_blocks=config.total_kv_blocks,

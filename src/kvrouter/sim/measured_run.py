@@ -14,6 +14,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.files import read_regular
+from kvrouter.core.json import Unreadable, attempted, converted
 from kvrouter.sim.gpus import LINK_GB_S, known_gpu
 from kvrouter.sim.traces.lines import read_lines
 from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
@@ -371,6 +373,9 @@ def read_hardware(path: Path, notes: list[str]) -> RunHardware:
     return replace(hardware, nodes=[node, *hardware.nodes[1:]], link_bw=link_bw, link_latency=latency)
 
 
+RUN_FILE_BYTES_MAX = 4 * 1024 * 1024
+"""Of a file that describes a run or its hardware."""
+
 Read = TypeVar("Read")
 
 
@@ -379,10 +384,10 @@ def read_json(path: Path, kind: type[Read]) -> Read:
     and field.
     """
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        content: object = attempted(msgspec.json.decode, read_regular(path, bytes_max=RUN_FILE_BYTES_MAX))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}", param=str(path)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except Unreadable as error:
         raise ConfigError(f"{path}: {error}", param=str(path)) from error
     return convert_json(path, _said(content), kind)
 
@@ -390,8 +395,8 @@ def read_json(path: Path, kind: type[Read]) -> Read:
 def convert_json(path: Path, content: object, kind: type[Read]) -> Read:
     """Return what was read of ``path`` as ``kind``; raises ConfigError that names file and field."""
     try:
-        return msgspec.convert(content, kind)
-    except msgspec.ValidationError as error:
+        return converted(content, kind)
+    except Unreadable as error:
         field, what = _field_and_fault(error)
         raise ConfigError(f"{path}: {field}: {what}", param=field) from error
 
@@ -437,8 +442,8 @@ def _row(path: Path, line: int, content: object, *, drafts: bool) -> RequestRow:
     if isinstance(content, dict):
         _check_finite(path, line, content)
     try:
-        row = msgspec.convert(content, RequestRow)
-    except msgspec.ValidationError as error:
+        row = converted(content, RequestRow)
+    except Unreadable as error:
         field, what = _field_and_fault(error)
         _wrong(path, line, field, what)
     _check_times(path, line, row, drafts=drafts)
@@ -463,7 +468,7 @@ def _check_times(path: Path, line: int, row: RequestRow, *, drafts: bool) -> Non
         _wrong(path, line, "last_token_ts", f"is first_token_ts, and there are {row.output_toks} tokens")
 
 
-def _field_and_fault(error: msgspec.ValidationError) -> tuple[str, str]:
+def _field_and_fault(error: Unreadable) -> tuple[str, str]:
     """Return the field of an error of msgspec, and what is wrong with it."""
     what, _, field = str(error).partition(" - at `$")
     missing = re.search(r"missing required field `(\w+)`", what)

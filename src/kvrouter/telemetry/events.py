@@ -207,8 +207,8 @@ class Fields(TypedDict, total=False):
     address: str
     batches: int
     url: str
-    block_size: int
-    context_length: int
+    block_size: int | None
+    context_length: int | None
     dp_size: int
     total_kv_blocks: int | None
     publishes_kv_events: bool

@@ -28,7 +28,7 @@ def read_json_object(path: Path) -> Mapping[str, object]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", param=str(path)) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold a JSON object", param=str(path))

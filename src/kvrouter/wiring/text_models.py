@@ -114,6 +114,9 @@ class TextModelLoader:
 
     def _check_budget(self, model: ModelName) -> None:
         """Log once for a model that a text of its context's length is too long to be tokenized here."""
+        said = [each.context_length for each in self._cards.values() if each.model == model]
+        if said and not any(said):
+            return
         tokens = self._texts[model].context_length_tokens
         text_bytes = TOKEN_TEXT_BYTES * tokens
         if text_bytes <= self._pool.text_max_bytes or model in self._over_budget:

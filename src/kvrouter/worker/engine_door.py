@@ -26,6 +26,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import HASH_BYTES, HashColumn, Medium, Removed, Stored
 from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import DpRank, EngineHash
+from kvrouter.core.json import unpacked
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
 from kvrouter.worker.publisher import FIRST_RANK, KvPublisher
@@ -208,10 +209,7 @@ class Synced(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 def decode_frame(payload: bytes) -> EngineFrame:
     """Return what an engine said; raise ProtocolError."""
-    try:
-        return _decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"frame: {error}", param="frame") from error
+    return unpacked(_decoder, payload, "frame")
 
 
 def encode_reply(reply: Welcome | EngineRefused | Synced) -> bytes:

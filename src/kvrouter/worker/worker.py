@@ -10,7 +10,7 @@ from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, ShuttingDown
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, EngineRequest
-from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, WorkerCard
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelRuntimeConfig, WorkerCard
 from kvrouter.engines.port import Engine, EngineState, SnapshotEngine, WatchedEngine
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
@@ -122,7 +122,7 @@ class Worker:
             events,
             worker_id=card.worker_id,
             epoch=card.incarnation,
-            block_size=card.block_size,
+            block_size=card.block_size or BLOCK_SIZE_UNKNOWN,
             snapshot=None if account is None else account.snapshot,
             held_blocks=None if account is None else account.held_blocks,
         )

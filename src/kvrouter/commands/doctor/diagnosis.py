@@ -38,6 +38,7 @@ from kvrouter.commands.doctor.reading import (
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachEngine, AttachSpec
 from kvrouter.engines.openai.metrics import Samples, read_metrics
@@ -389,6 +390,6 @@ Answer = TypeVar("Answer")
 def _decoded(where: str, answer: bytes, kind: type[Answer]) -> Answer:
     """Return what came. Raises ProtocolError for what another program answered."""
     try:
-        return msgspec.json.decode(answer, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return parsed(msgspec.json.Decoder(kind), answer, times=FLEET_TIMES)
+    except Unreadable as error:
         raise ProtocolError(f"{where}: the answer is not as expected: {error}") from error

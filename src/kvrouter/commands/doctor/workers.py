@@ -111,8 +111,8 @@ def capacity(reading: Reading) -> Iterator[Outcome]:
                 str(worker),
                 "neither its card nor a load report says how many KV blocks it has",
                 NO_CAPACITY_WHY,
-                "set runtime_config.total_kv_blocks where it registers, or let its engine report its load; "
-                "TensorRT-LLM does so with enable_iter_perf_stats: true",
+                "set runtime_config.total_kv_blocks where it registers, or let its engine report its load: "
+                "vLLM does so without --disable-log-stats, TensorRT-LLM with enable_iter_perf_stats: true",
             )
     for model in reading.fleet.models:
         yield from _contexts(model, reading.fleet.workers_of(model))

@@ -10,12 +10,13 @@ first frame is missing where a REQ socket swallowed it. The number −1 ends it.
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, EngineHash
+from kvrouter.core.json import Decoder, Unreadable, parsed_counted
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.engines.kv_events.records import (
     EVENTS_MAX,
@@ -38,7 +39,7 @@ from kvrouter.engines.kv_events.records import (
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 WireT = TypeVar("WireT", bound=msgspec.Struct)
-_T_co = TypeVar("_T_co", covariant=True)
+_T = TypeVar("_T")
 
 _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 _FIRST_INDEX = re.compile(r"^\[(\d+)\]")
@@ -124,23 +125,16 @@ def _read_event(raw: msgspec.Raw, where: str, shapes: EventShapes) -> EngineEven
     return shape.read(raw, where, is_array=is_array)
 
 
-class Decoder(Protocol[_T_co]):
-    """What msgspec decodes one type with."""
-
-    def decode(self, data: bytes | msgspec.Raw, /) -> _T_co:
-        """Decode."""
-
-
 def decoded(
-    decoder: Decoder[_T_co], data: bytes | msgspec.Raw, where: str, array_fields: Sequence[str] = ()
-) -> _T_co:
+    decoder: Decoder[_T], data: bytes | msgspec.Raw, where: str, array_fields: Sequence[str] = ()
+) -> _T:
     """Decode ``data``, which stands at ``where``; an array's fields are named by ``array_fields``.
 
     Raises ProtocolError, which names the field.
     """
     try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return parsed_counted(decoder, data)
+    except Unreadable as error:
         field = _field(str(error), where, array_fields)
         raise ProtocolError(f"{field}: {error}", param=field) from error
 

@@ -25,6 +25,7 @@ from typing import cast
 import msgspec
 
 from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.json import unpacked
 from kvrouter.core.requests import KvLoss
 from kvrouter.mock import (
     Done,
@@ -111,18 +112,17 @@ def encode_word(word: SinkWord | SourceWord | Alive) -> bytes:
 
 def decode_sink_word(payload: bytes) -> SinkWord | Alive:
     """Return what a sink said. ConnectionRefused when it is no such word."""
-    try:
-        return _sink_words.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
-        raise ConnectionRefused(PeerRefusal.MALFORMED, f"not a word of a sink: {wrong}") from wrong
+    return unpacked(_sink_words, payload, "not a word of a sink", error=_malformed)
 
 
 def decode_source_word(payload: bytes) -> SourceWord | Alive:
     """Return what a source said. ConnectionRefused when it is no such word."""
-    try:
-        return _source_words.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
-        raise ConnectionRefused(PeerRefusal.MALFORMED, f"not a word of a source: {wrong}") from wrong
+    return unpacked(_source_words, payload, "not a word of a source", error=_malformed)
+
+
+def _malformed(message: str, *, param: str | None) -> ConnectionRefused:
+    del param
+    return ConnectionRefused(PeerRefusal.MALFORMED, message)
 
 
 class PeerFrameReader:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.json import Unreadable, bounds_of, parsed
+from kvrouter.core.json import Unreadable, bounds_of, decoded, parsed
 from kvrouter.core.json_bounds import JsonRefused
 from kvrouter.core.lax import UNKNOWN, Unknown, lax_bool, lax_json
 
@@ -101,7 +101,10 @@ def has_several_answers(body: Body) -> bool:
 
 def has_several_prompts(body: Body) -> bool:
     """Whether a call holds more than one prompt."""
-    return _is_list_of_prompts(body) and len(_prompts.decode(body["prompt"])) > 1
+    return (
+        _is_list_of_prompts(body)
+        and len(decoded(_prompts, body["prompt"], "prompt", error=InvalidRequest)) > 1
+    )
 
 
 def says_other_than(body: Body, name: str, *values: bytes) -> bool:

@@ -42,6 +42,16 @@ METRICS_PIECE_BYTES = 64 * 1024
 """So much of a metrics page is looked through before others have a turn: 4 ms at most."""
 
 
+class PageFailed(WorkerUnreachable):
+    """The engine answers, and this page of it cannot be had: ``status`` is what it answered, None where the
+    page did not come in time, or was too long.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -82,7 +92,8 @@ class EngineServer:
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
-        Raises WorkerUnreachable when it does not answer, or with an error, KeyRefused for one about its key.
+        Raises WorkerUnreachable when it does not answer, PageFailed when it does so with an error, or too
+        late, KeyRefused for one about its key.
         """
         return await self._looked(path, _page)
 
@@ -118,11 +129,15 @@ class EngineServer:
                     message = REDIRECTED
                 if answer.status in (401, 403):
                     raise KeyRefused(f"{self.url}{path} answered {answer.status}: {message}")
-                raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {message}")
+                raise PageFailed(f"{self.url}{path} answered {answer.status}: {message}", answer.status)
         except StreamBroken as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
+            raise PageFailed(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise WorkerUnreachable(f"{self.url}{path}: {connection_failure(error)}") from error
+            is_late = isinstance(error, TimeoutError) and not isinstance(
+                error, aiohttp.ConnectionTimeoutError
+            )
+            failed = PageFailed if is_late else WorkerUnreachable
+            raise failed(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None

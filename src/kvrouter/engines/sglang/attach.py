@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, Role
 from kvrouter.engines.attach import (
     Attached,
     AttachSpec,
-    check_block_size,
+    block_size_of,
     check_identity,
     check_model,
     context_length_of,
@@ -59,9 +59,10 @@ class SglangClient:
     async def look(self, server: EngineServer) -> Probe:
         """Ask for its loads."""
         try:
-            loads = await ask_loads(server, self._worker_id, self._facts.block_size)
+            facts = self._facts
+            loads = await ask_loads(server, self._worker_id, facts.block_size, model=facts.model)
             if self._started is None:
-                now = await ask_info(server)
+                now = await ask_info(server, model=facts.model, role=facts.role, dp_size=facts.dp_size)
                 check_identity(server.url, now.identity, self._facts.identity)
                 self._started = now.started
         except WorkerUnreachable:
@@ -106,9 +107,9 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_info(server)
+    facts = await ask_info(server, model=spec.model, role=spec.role, dp_size=spec.dp_size or 1)
     model = check_model(spec, (facts.model,))
-    check_block_size(spec, facts.block_size, "--page-size")
+    block_size = block_size_of(spec, facts.block_size, "--page-size")
     if spec.role is not facts.role:
         mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[spec.role]
         raise ConfigError(
@@ -117,6 +118,9 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             param="role",
         )
     events, warnings = events_of(spec, facts.events, facts.dp_size)
+    warnings = facts.missing + warnings
+    if block_size is None:
+        events = {}
     if spec.publishes_kv_events and not facts.prefix_caching:
         warnings += (f"the engine at {spec.url} keeps no prefix cache: it has --disable-radix-cache",)
     if not facts.tells_cached_tokens:
@@ -129,14 +133,14 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         engine=ServedEngine(
             server,
             SglangClient(spec.worker_id, facts),
-            ZmqEvents(events, decode, facts.block_size),
+            ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
             started=facts.started,
         ),
-        version=f"sglang {facts.version}",
+        version=f"sglang {facts.version}".rstrip(),
         model=model,
         tokenizer=facts.tokenizer,
         context_length=context_length_of(spec, facts.context_length, "--context-length"),
-        block_size=facts.block_size,
+        block_size=block_size,
         total_kv_blocks=facts.total_blocks,
         dp_size=facts.dp_size,
         publishes_kv_events=bool(events),

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.json import decoded
+from kvrouter.core.json import Unreadable, converted, decoded
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.engines.openai.pages import EnginePages, check_serves, count_of, text_of
 from kvrouter.engines.openai.server import EngineServer
 
 
@@ -19,15 +19,16 @@ from kvrouter.engines.openai.server import EngineServer
 class SglangInfo:
     """One engine. ``role`` is what its mode of disaggregation allows; ``bootstrap_port`` where its prefill
     handoffs meet. With ``tells_usage`` it writes the usage into streams of clients who ask for none.
-    ``started`` distinguishes two starts.
+    ``started`` distinguishes two starts. ``missing`` has a sentence for each thing that it does not report;
+    None stands for it.
     """
 
     version: str
     model: str
     tokenizer: str
-    context_length: int
-    block_size: int
-    total_blocks: int
+    context_length: int | None
+    block_size: int | None
+    total_blocks: int | None
     dp_size: int
     prefix_caching: bool
     tells_cached_tokens: bool
@@ -36,6 +37,7 @@ class SglangInfo:
     bootstrap_port: int | None
     events: Mapping[DpRank, EventsAt]
     started: str
+    missing: tuple[str, ...] = ()
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -58,31 +60,6 @@ class _Events(msgspec.Struct, frozen=True):
     dp_size: int = 1
 
 
-class _Server(msgspec.Struct, frozen=True):
-    page_size: Annotated[int, msgspec.Meta(ge=1)]
-    max_total_num_tokens: int
-    served_model_name: str
-    tokenizer_path: str = ""
-    version: str = ""
-    dp_size: int = 1
-    disable_radix_cache: bool = False
-    enable_cache_report: bool = False
-    stream_response_default_include_usage: bool = False
-    disaggregation_mode: str = "null"
-    disaggregation_bootstrap_port: int | None = None
-    kv_events: _Events | None = None
-    startup_time: object = None
-
-
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    max_model_len: int
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1)]
-
-
 class _Load(msgspec.Struct, frozen=True):
     dp_rank: int = 0
     num_running_reqs: int = 0
@@ -96,8 +73,6 @@ class _Loads(msgspec.Struct, frozen=True):
     loads: tuple[_Load, ...]
 
 
-_server = msgspec.json.Decoder(_Server)
-_models = msgspec.json.Decoder(_Models)
 _loads = msgspec.json.Decoder(_Loads)
 
 _EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 - what an engine binds; nothing is bound here
@@ -105,43 +80,81 @@ _EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 - what an engine binds; nothi
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
-async def ask_info(server: EngineServer) -> SglangInfo:
-    """Ask the engine behind ``server``.
+async def ask_info(
+    server: EngineServer, *, model: str | None = None, role: Role = Role.BOTH, dp_size: int = 1
+) -> SglangInfo:
+    """Ask the engine behind ``server``. ``model``, ``role`` and the number of its ranks are taken for what it
+    does not say.
 
-    Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and
-    ConfigError for an engine that is none of SGLang's.
+    Raises WorkerUnreachable while it does not answer, and ConfigError for an engine that is none of SGLang's.
     """
-    page = await server.look("/server_info")
-    models = await server.look("/v1/models")
-    if page is None or models is None:
-        missing = "/server_info" if page is None else "/v1/models"
-        raise ConfigError(f"{server.url} has no {missing}: is it SGLang's server?", param="url")
-    said = decoded(_server, page, f"{server.url}/server_info", param="server_info")
-    context_length = decoded(_models, models, f"{server.url}/v1/models", param="models").data[0].max_model_len
+    pages = EnginePages(server)
+    listed = await pages.models(owner="sglang", said=model)
+    said = await pages.fields(
+        "/server_info", lost="its version, block size, number of KV blocks, ranks and KV events are unknown"
+    )
+    block_size = count_of(said.get("page_size"))
+    if said and block_size is None:
+        pages.note("/server_info has no page_size that can be read", _OF_PAGE_SIZE)
+    tokens = count_of(said.get("max_total_num_tokens"), least=0)
+    if said and tokens is None:
+        pages.note(
+            "/server_info has no max_total_num_tokens that can be read", "its number of KV blocks is unknown"
+        )
+    context_length = listed[0].context_length
+    if context_length is None:
+        pages.note(
+            "/v1/models has no max_model_len that can be read",
+            "the length of its context is unknown, and no call is kept from it for its length",
+        )
+    mode = said.get("disaggregation_mode")
     return SglangInfo(
-        version=said.version,
-        model=said.served_model_name,
-        tokenizer=said.tokenizer_path,
+        version=text_of(said.get("version")) or "",
+        model=text_of(said.get("served_model_name")) or listed[0].id,
+        tokenizer=text_of(said.get("tokenizer_path")) or listed[0].root or "",
         context_length=context_length,
-        block_size=said.page_size,
-        total_blocks=said.max_total_num_tokens // said.page_size,
-        dp_size=said.dp_size,
-        prefix_caching=not said.disable_radix_cache,
-        tells_cached_tokens=said.enable_cache_report,
-        tells_usage=said.stream_response_default_include_usage,
-        role=_ROLES.get(said.disaggregation_mode, Role.BOTH),
-        bootstrap_port=said.disaggregation_bootstrap_port,
-        events=_events_at(said.kv_events, server.url),
-        started=str(said.startup_time),
+        block_size=block_size,
+        total_blocks=None if block_size is None or tokens is None else tokens // block_size,
+        dp_size=count_of(said.get("dp_size")) or dp_size,
+        prefix_caching=said.get("disable_radix_cache") is not True,
+        tells_cached_tokens=said.get("enable_cache_report") is True if said else True,
+        tells_usage=said.get("stream_response_default_include_usage") is True,
+        role=_ROLES.get(mode, Role.BOTH) if isinstance(mode, str) else role,
+        bootstrap_port=count_of(said.get("disaggregation_bootstrap_port")),
+        events=_events_at(_events_of(said.get("kv_events"), pages), server.url),
+        started=str(said.get("startup_time")),
+        missing=pages.missing,
     )
 
 
-async def ask_loads(server: EngineServer, worker_id: WorkerId, block_size: int) -> tuple[LoadReport, ...]:
-    """Ask how busy each rank is. Raises WorkerUnreachable or ProtocolError."""
-    page = await server.look("/v1/loads")
-    if page is None:
+_OF_PAGE_SIZE = "its block size is unknown, and its KV events cannot be used unless block_size is said"
+
+
+def _events_of(said: object, pages: EnginePages) -> _Events | None:
+    if said is None:
+        return None
+    try:
+        return converted(said, _Events)
+    except Unreadable as error:
+        pages.note(f"/server_info: kv_events: {error}", "where it publishes KV events is unknown")
+        return None
+
+
+async def ask_loads(
+    server: EngineServer, worker_id: WorkerId, block_size: int | None, *, model: str
+) -> tuple[LoadReport, ...]:
+    """Ask how busy each rank is; where that cannot be had, whether the engine still serves the model. Raises
+    WorkerUnreachable or ConfigError.
+    """
+    page = await EnginePages(server).page("/v1/loads")
+    try:
+        loads = () if isinstance(page, str) else decoded(_loads, page, f"{server.url}/v1/loads").loads
+    except ProtocolError:
+        loads = ()
+    if not loads:
+        await check_serves(server, model, owner="sglang")
+    if block_size is None:
         return ()
-    loads = decoded(_loads, page, f"{server.url}/v1/loads", param="loads").loads
     return tuple(
         LoadReport(
             rank=WorkerRank(worker_id, DpRank(load.dp_rank)),

@@ -1,13 +1,13 @@
 """Attaches a TensorRT-LLM server: its HTTP client and its KV events."""
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest
-from kvrouter.core.workers import KvTransfers, LoadReport, Role
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, KvTransfers, LoadReport, Role
 from kvrouter.engines.attach import (
     Attached,
     AttachSpec,
-    check_block_size,
+    block_size_of,
     check_identity,
     check_model,
     context_length_of,
@@ -15,18 +15,19 @@ from kvrouter.engines.attach import (
 )
 from kvrouter.engines.kv_events.listener import EngineEventSource
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
+from kvrouter.engines.openai.pages import check_serves
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.trtllm.calls import call_of
 from kvrouter.engines.trtllm.events import decode
 from kvrouter.engines.trtllm.introspect import (
     ANSWERS_AT_ONCE,
     HEALTH,
+    OWNER,
     SHARED_IDS,
     TrtllmInfo,
     ask_fetched,
     ask_info,
     ask_iteration,
-    ask_name,
 )
 from kvrouter.engines.trtllm.polled import Polled
 from kvrouter.transports.requests.port import WorkerUnreachable
@@ -46,7 +47,7 @@ class TrtllmClient:
     """
 
     def __init__(
-        self, worker_id: WorkerId, facts: TrtllmInfo, *, block_size: int, fetches_kv: bool = False
+        self, worker_id: WorkerId, facts: TrtllmInfo, *, block_size: int | None, fetches_kv: bool = False
     ) -> None:
         self._rank = WorkerRank(worker_id, RANK)
         self._facts = facts
@@ -66,10 +67,8 @@ class TrtllmClient:
     async def look(self, server: EngineServer) -> Probe:
         """Ask whether it is well, and for its load."""
         try:
-            if await server.look(HEALTH) is None:
-                raise WorkerUnreachable(f"{server.url} has no {HEALTH} any more: is it another server?")
-            if not self._is_known:
-                await self._check_same(server)
+            if await server.look(HEALTH) is None or not self._is_known:
+                await check_serves(server, self._facts.model, owner=OWNER)
                 self._is_known = True
         except WorkerUnreachable:
             self._is_known = False
@@ -81,12 +80,15 @@ class TrtllmClient:
             if self._fetches_kv:
                 self._fetched = await ask_fetched(server, self._fetched)
             iteration = await ask_iteration(server)
-        except WorkerUnreachable:
-            return ()  # it is well, and too busy to answer
+        except (WorkerUnreachable, ProtocolError):
+            return ()  # it is well, and too busy to answer, or says nothing that can be read
         if iteration is None or iteration.kv_cache_stats is None:
             return self._loads_without()
         cache = iteration.kv_cache_stats
-        check_identity(server.url, {"block size": cache.tokens_per_block}, {"block size": self._block_size})
+        if self._block_size is not None:
+            check_identity(
+                server.url, {"block size": cache.tokens_per_block}, {"block size": self._block_size}
+            )
         self._probes_without = 0
         self._last = LoadReport(
             rank=self._rank,
@@ -105,11 +107,6 @@ class TrtllmClient:
             return ()
         return (LoadReport(self._rank, 0, self._last.total_blocks, kv_transfers=self._fetched),)
 
-    async def _check_same(self, server: EngineServer) -> None:
-        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
-        _, model = await ask_name(server)
-        check_identity(server.url, {"models": model}, {"models": self._facts.model})
-
 
 async def attach(spec: AttachSpec) -> Attached:
     """An :data:`~kvrouter.engines.attach.AttachEngine`; an error may also be about what the engine does not
@@ -119,10 +116,23 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_info(server)
+    facts = await ask_info(server, model=spec.model)
     model = check_model(spec, (facts.model,), "from a folder named {model}")
-    block_size = _block_size(spec, facts)
+    block_size = block_size_of(spec, facts.block_size, "kv_cache_config.tokens_per_block")
+    context_length = context_length_of(spec, facts.context_length, "--max_seq_len")
     event_source, warnings = _event_source(server, spec, block_size)
+    warnings = facts.missing + warnings
+    if block_size is None:
+        warnings += (
+            f"the engine at {spec.url} does not tell its block size, so its KV events cannot be used: give "
+            "its kv_cache_config.tokens_per_block as block_size (--block-size), which is 32 where it is not "
+            "set, or start it with enable_iter_perf_stats: true",
+        )
+    if context_length is None:
+        warnings += (
+            f"the engine at {spec.url} does not tell the length of its context, so no call is kept from it "
+            "for its length: give its --max_seq_len as context_length (--context-length)",
+        )
     if not facts.is_from(ANSWERS_AT_ONCE):
         warnings += (
             f"the engine at {spec.url} is TensorRT-LLM {facts.version}: before 1.2 it does not tell its load "
@@ -136,48 +146,24 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
     client = TrtllmClient(spec.worker_id, facts, block_size=block_size, fetches_kv=spec.role is Role.DECODE)
     return Attached(
         engine=ServedEngine(server, client, event_source),
-        version=f"tensorrt_llm {facts.version}",
+        version=f"tensorrt_llm {facts.version}".rstrip(),
         model=model,
         tokenizer=facts.model,
-        context_length=_context_length(spec, facts),
+        context_length=context_length,
         block_size=block_size,
         total_kv_blocks=facts.total_blocks,
         dp_size=1,
-        publishes_kv_events=spec.publishes_kv_events,
+        publishes_kv_events=spec.publishes_kv_events and block_size is not None,
         warnings=warnings,
     )
 
 
-def _block_size(spec: AttachSpec, facts: TrtllmInfo) -> int:
-    if facts.block_size is not None:
-        check_block_size(spec, facts.block_size, "kv_cache_config.tokens_per_block")
-        return facts.block_size
-    if spec.block_size is None:
-        raise ConfigError(
-            f"the engine at {spec.url} does not tell it: give its "
-            "kv_cache_config.tokens_per_block, which is 32 where it is not set, or start it with "
-            "enable_iter_perf_stats: true",
-            param="block_size",
-        )
-    return spec.block_size
-
-
-def _context_length(spec: AttachSpec, facts: TrtllmInfo) -> int:
-    if facts.context_length is not None:
-        return context_length_of(spec, facts.context_length, "--max_seq_len")
-    if spec.context_length is None:
-        raise ConfigError(
-            f"the engine at {spec.url} does not tell it: give its --max_seq_len, or the "
-            "model's own where that is not set",
-            param="context_length",
-        )
-    return spec.context_length
-
-
 def _event_source(
-    server: EngineServer, spec: AttachSpec, block_size: int
+    server: EngineServer, spec: AttachSpec, block_size: int | None
 ) -> tuple[EngineEventSource, tuple[str, ...]]:
     """Its server is asked for the events, or else somebody publishes them where the operator says."""
+    if block_size is None:
+        return ZmqEvents({}, decode, BLOCK_SIZE_UNKNOWN), ()
     if spec.publishes_kv_events and spec.kv_events is None:
         return Polled(server, block_size), ()
     events, warnings = events_of(spec, {}, 1)

@@ -6,10 +6,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers
-from kvrouter.engines.openai.metrics import read_metrics
+from kvrouter.engines.openai.pages import EnginePages, count_of, text_of
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 
@@ -114,13 +114,14 @@ SHARED_IDS = (1, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmInfo:
-    """One engine. What it did not report is None."""
+    """One engine. What it did not report is None; ``missing`` has a sentence for what it should have."""
 
     version: str
     model: str
     context_length: int | None
     block_size: int | None
     total_blocks: int | None
+    missing: tuple[str, ...] = ()
 
     def is_from(self, version: tuple[int, int]) -> bool:
         """Whether it is of ``version`` or later; a version that cannot be read counts as a later one."""
@@ -128,65 +129,29 @@ class TrtllmInfo:
         return found is None or (int(found[1]), int(found[2])) >= version
 
 
-class _Version(msgspec.Struct, frozen=True):
-    version: str
-
-
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    owned_by: str = ""
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1)]
-
-
-class _ServerInfo(msgspec.Struct, frozen=True):
-    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] | None = None
-
-
-_version = msgspec.json.Decoder(_Version)
-_models = msgspec.json.Decoder(_Models)
-_server_info = msgspec.json.Decoder(_ServerInfo)
-
-
-async def ask_info(server: EngineServer) -> TrtllmInfo:
+async def ask_info(server: EngineServer, *, model: str | None = None) -> TrtllmInfo:
     """Ask the engine behind ``server``; what only an iteration reports is learned by one generated token.
+    ``model`` is taken where it does not say its own.
 
-    Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and
-    ConfigError for an engine that is none of TensorRT-LLM's.
+    Raises WorkerUnreachable while it does not answer, and ConfigError for an engine that is none of
+    TensorRT-LLM's.
     """
-    version, model = await ask_name(server)
-    info = await server.look(SERVER_INFO)
-    block_size = None if info is None else decoded(_server_info, info, SERVER_INFO).tokens_per_block
+    pages = EnginePages(server)
+    listed = await pages.models(owner=OWNER, said=model)
+    version = text_of((await pages.fields("/version", lost="its version is unknown")).get("version"))
+    block_size = count_of((await pages.fields(SERVER_INFO)).get("tokens_per_block"))
     last = await _iteration_of(server)
     if last is None and block_size is None:
         last = await _iteration_of(server, GENERATE_ONE)
     cache = None if last is None else last.kv_cache_stats
     return TrtllmInfo(
-        version=version,
-        model=model,
-        context_length=await _context_length(server),
+        version=version or "",
+        model=listed[0].id,
+        context_length=await _context_length(pages),
         block_size=block_size if cache is None else cache.tokens_per_block,
         total_blocks=None if cache is None else cache.max_num_blocks,
+        missing=pages.missing,
     )
-
-
-async def ask_name(server: EngineServer) -> tuple[str, str]:
-    """Ask for the engine's version and the name of its model. Raises as :func:`ask_info` does."""
-    version = await server.look("/version")
-    models = await server.look("/v1/models")
-    if version is None or models is None:
-        missing = "/version" if version is None else "/v1/models"
-        raise ConfigError(f"{server.url} has no {missing}: is it TensorRT-LLM's server?", param="url")
-    model = decoded(_models, models, "/v1/models").data[0]
-    if model.owned_by != OWNER:
-        raise ConfigError(
-            f"{server.url} serves a model that is owned by {model.owned_by!r}, not {OWNER!r}: "
-            "is it TensorRT-LLM's server?",
-            param="url",
-        )
-    return decoded(_version, version, "/version").version, model.id
 
 
 async def _iteration_of(server: EngineServer, path: str | None = None) -> Iteration | None:
@@ -195,12 +160,11 @@ async def _iteration_of(server: EngineServer, path: str | None = None) -> Iterat
         if path is not None:
             await server.look(path)
         return await ask_iteration(server)
-    except WorkerUnreachable:
+    except (WorkerUnreachable, ProtocolError):
         return None
 
 
-async def _context_length(server: EngineServer) -> int | None:
-    page = await server.metrics((CONFIG_METRIC,), METRICS)
-    samples = {} if page is None else read_metrics(page, (CONFIG_METRIC,))
-    lengths = [sample.labels.get("max_model_len", "") for sample in samples.get(CONFIG_METRIC, ())]
-    return next((int(each) for each in lengths if each.isdecimal()), None)
+async def _context_length(pages: EnginePages) -> int | None:
+    samples = await pages.metrics(METRICS, (CONFIG_METRIC,))
+    found = () if isinstance(samples, str) else samples.get(CONFIG_METRIC, ())
+    return next((length for each in found if (length := count_of(each.labels.get("max_model_len")))), None)

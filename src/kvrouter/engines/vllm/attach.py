@@ -2,18 +2,20 @@
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, Role
 from kvrouter.engines.attach import (
     Attached,
     AttachSpec,
-    check_block_size,
+    block_size_of,
     check_identity,
     check_model,
     context_length_of,
     events_of,
+    least_known,
 )
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
-from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES, read_metrics
+from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES
+from kvrouter.engines.openai.pages import EnginePages, check_serves
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.vllm.calls import call_of
 from kvrouter.engines.vllm.events import decode
@@ -25,7 +27,6 @@ from kvrouter.engines.vllm.introspect import (
     load_reports,
     started_of,
 )
-from kvrouter.transports.requests.port import WorkerUnreachable
 
 _METRICS = (*LOAD_METRICS, STARTED_METRIC)
 
@@ -51,17 +52,17 @@ class VllmClient:
         )
 
     async def look(self, server: EngineServer) -> Probe:
-        """Read its metrics page."""
-        page = await server.metrics(_METRICS)
-        if page is None:
-            raise WorkerUnreachable(f"{server.url} has no /metrics any more: is it another server?")
-        samples = read_metrics(page, _METRICS)
+        """Read its metrics page; where that cannot be had, ask whether it still serves the model."""
+        samples = await EnginePages(server).metrics("/metrics", _METRICS)
+        if isinstance(samples, str):
+            await check_serves(server, self._model, owner="vllm")
+            return Probe(())
         started_s = started_of(samples)
-        if started_s is not None and started_s != self._started_s:
-            now = await ask_info(server)
+        if started_s is not None and self._started_s not in (None, started_s):
+            now = await ask_info(server, model=self._model, dp_size=len(self._facts.ranks))
             check_identity(server.url, now.identity, self._facts.identity)
             self._facts = now
-            self._started_s = started_s
+        self._started_s = started_s or self._started_s
         return Probe(tuple(load_reports(samples, self._facts.ranks, self._worker_id)), started_s)
 
 
@@ -71,11 +72,14 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_info(server)
+    facts = await ask_info(server, model=spec.model, dp_size=spec.dp_size or 1)
     model = check_model(spec, facts.models)
-    check_block_size(spec, facts.block_size, "--block-size")
+    block_size = block_size_of(spec, facts.block_size, "--block-size")
     events, warnings = events_of(spec, facts.events, len(facts.ranks))
-    if spec.publishes_kv_events and not facts.prefix_caching:
+    warnings = facts.missing + warnings
+    if block_size is None:
+        events = {}
+    if spec.publishes_kv_events and facts.prefix_caching is False:
         warnings += (
             f"the engine at {spec.url} keeps no prefix cache: start it with --enable-prefix-caching",
         )
@@ -93,15 +97,15 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         engine=ServedEngine(
             server,
             VllmClient(spec.worker_id, facts, model=model),
-            ZmqEvents(events, decode, facts.block_size),
+            ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
             started=facts.started_s,
         ),
-        version=f"vllm {facts.version}",
+        version=f"vllm {facts.version}".rstrip(),
         model=model,
         tokenizer=facts.root,
         context_length=context_length_of(spec, facts.context_length, "--max-model-len"),
-        block_size=facts.block_size,
-        total_kv_blocks=min(rank.total_blocks for rank in facts.ranks.values()),
+        block_size=block_size,
+        total_kv_blocks=least_known(rank.total_blocks for rank in facts.ranks.values()),
         dp_size=len(facts.ranks),
         dp_start=min(facts.ranks),
         publishes_kv_events=bool(events),

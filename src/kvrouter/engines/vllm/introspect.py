@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import decoded
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
-from kvrouter.engines.openai.metrics import Samples, read_metrics
+from kvrouter.engines.openai.metrics import Samples
+from kvrouter.engines.openai.pages import EnginePages, count_of, text_of
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.transports.requests.port import WorkerUnreachable
 
 T = TypeVar("T")
 
@@ -28,32 +28,37 @@ NIXL_METRIC = "vllm:nixl_bytes_transferred_count"
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """One data-parallel rank's cache: tokens in a block, and how many blocks there are."""
+    """One data-parallel rank's cache: tokens in a block, and how many blocks there are; None for what it does
+    not report.
+    """
 
-    block_size: int
-    total_blocks: int
+    block_size: int | None = None
+    total_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmInfo:
     """One engine. ``models`` are the names that it is served under, and its adapters; ``root`` the folder or
     hub name of the model. ``started_s`` distinguishes two starts. An engine that ``uses_nixl`` says after a
-    prefill where the KV waits; other connectors may leave it to the decode engine to find it.
+    prefill where the KV waits; other connectors may leave it to the decode engine to find it. ``missing``
+    has a sentence for each thing that it does not report; None stands for it.
     """
 
     version: str
     models: tuple[str, ...]
     adapters: tuple[str, ...]
     root: str
-    context_length: int
-    prefix_caching: bool
+    context_length: int | None
+    prefix_caching: bool | None
     ranks: Mapping[DpRank, RankInfo]
     events: Mapping[DpRank, EventsAt]
     started_s: float | None
     uses_nixl: bool = False
+    missing: tuple[str, ...] = ()
+    has_metrics: bool = True
 
     @property
-    def block_size(self) -> int:
+    def block_size(self) -> int | None:
         """Tokens in a block, alike on every rank."""
         return next(iter(self.ranks.values())).block_size
 
@@ -68,21 +73,6 @@ class VllmInfo:
         }
 
 
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: tuple[_Model, ...]
-
-
-class _Version(msgspec.Struct, frozen=True):
-    version: str = ""
-
-
 class _Source(msgspec.Struct, frozen=True):
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -91,43 +81,56 @@ class _Source(msgspec.Struct, frozen=True):
     topic: str = ""
 
 
-_models = msgspec.json.Decoder(_Models)
-_version = msgspec.json.Decoder(_Version)
 _sources: "msgspec.json.Decoder[dict[str, _Source]]" = msgspec.json.Decoder(dict[str, _Source])
 
+_OF_METRICS = (
+    "its block size, its number of KV blocks and its ranks are unknown, its KV events cannot be used unless "
+    "block_size is said, and its load is what this router sends there (vLLM has no such metrics where it was "
+    "started with --disable-log-stats: start it without)"
+)
 
 _METRICS = (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC)
 
 
-async def ask_info(server: EngineServer) -> VllmInfo:
-    """Ask the engine behind ``server``.
+async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: int = 1) -> VllmInfo:
+    """Ask the engine behind ``server``. ``model`` and its number of ranks are taken for what it does not say.
 
-    Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and
-    ConfigError for an engine that is none of vLLM's.
+    Raises WorkerUnreachable while it does not answer, and ConfigError for an engine that is none of vLLM's.
     """
-    models = await server.look("/v1/models")
-    page = await server.metrics(_METRICS)
-    if models is None or page is None:
-        missing = "/v1/models" if models is None else "/metrics"
-        raise ConfigError(f"{server.url} has no {missing}: is it vLLM's server?", param="url")
-    version = await server.look("/version")
-    sources = await server.look("/kv_event_sources")
-    samples = read_metrics(page, _METRICS)
-    served, adapters = _served(decoded(_models, models, "/v1/models"))
-    ranks, prefix_caching = _ranks(samples, server.url)
+    pages = EnginePages(server)
+    listed = await pages.models(owner="vllm", said=model)
+    served = [each for each in listed if each.parent is None] or listed[:1]
+    version = text_of((await pages.fields("/version", lost="its version is unknown")).get("version"))
+    samples = await pages.metrics("/metrics", _METRICS)
+    events = await _events_of(pages, server.url)
+    found: Samples = {} if isinstance(samples, str) else samples
+    ranks = _ranks(found, pages)
+    if not ranks:
+        why = samples if isinstance(samples, str) else f"/metrics has no {CACHE_METRIC}"
+        pages.note(why, _OF_METRICS)
+        ranks = dict.fromkeys(sorted(events) or map(DpRank, range(dp_size)), RankInfo())
+    context_length = served[0].context_length
+    if context_length is None:
+        pages.note(
+            "/v1/models has no max_model_len that can be read",
+            "the length of its context is unknown, and no call is kept from it for its length",
+        )
+    caching = next(
+        (sample.labels.get("enable_prefix_caching") for sample in found.get(CACHE_METRIC, ())), None
+    )
     return VllmInfo(
-        version="" if version is None else decoded(_version, version, "/version").version,
-        models=tuple(model.id for model in served),
-        adapters=tuple(model.id for model in adapters),
+        version=version or "",
+        models=tuple(each.id for each in served),
+        adapters=tuple(each.id for each in listed if each.parent is not None and each not in served),
         root=served[0].root or served[0].id,
-        context_length=_context_length(served[0]),
-        prefix_caching=prefix_caching,
+        context_length=context_length,
+        prefix_caching=None if caching is None else caching == "True",
         ranks=ranks,
-        events={}
-        if sources is None
-        else _events(decoded(_sources, sources, "/kv_event_sources"), server.url),
-        started_s=started_of(samples),
-        uses_nixl=NIXL_METRIC in samples,
+        events=events,
+        started_s=started_of(found),
+        uses_nixl=NIXL_METRIC in found,
+        missing=pages.missing,
+        has_metrics=not isinstance(samples, str),
     )
 
 
@@ -144,52 +147,53 @@ def reachable(endpoint: str, url: str) -> str:
     return re.sub(r"^tcp://(?:\*|0\.0\.0\.0|\[::\])", f"tcp://{host}", endpoint)
 
 
-def _served(models: _Models) -> tuple[list[_Model], list[_Model]]:
-    served = [model for model in models.data if model.parent is None]
-    if not served:
-        raise WorkerUnreachable("the engine lists no model yet")
-    return served, [model for model in models.data if model.parent is not None]
-
-
-def _context_length(model: _Model) -> int:
-    if model.max_model_len is None:
-        raise ProtocolError("/v1/models: max_model_len is missing", param="max_model_len")
-    return model.max_model_len
-
-
-def _ranks(samples: Samples, url: str) -> tuple[dict[DpRank, RankInfo], bool]:
-    found = samples.get(CACHE_METRIC)
-    if not found:
-        raise ConfigError(f"{url}/metrics has no {CACHE_METRIC}: is it vLLM's server?", param="url")
+def _ranks(samples: Samples, pages: EnginePages) -> dict[DpRank, RankInfo]:
+    """What the ranks say of their caches; none where nothing does."""
     ranks: dict[DpRank, RankInfo] = {}
-    for sample in found:
+    for sample in samples.get(CACHE_METRIC, ()):
         labels = sample.labels
-        size = labels.get("hash_block_size", "None")
-        size = labels.get("block_size", "") if size in ("None", "") else size
-        ranks[DpRank(_number(labels.get("engine", "0"), "engine"))] = RankInfo(
-            _number(size, "block_size"), _number(labels.get("num_gpu_blocks", ""), "num_gpu_blocks")
-        )
+        rank = count_of(labels.get("engine", "0"), least=0)
+        if rank is not None:
+            size = count_of(labels.get("hash_block_size")) or count_of(labels.get("block_size"))
+            ranks[DpRank(rank)] = RankInfo(size, count_of(labels.get("num_gpu_blocks")))
     sizes = {rank.block_size for rank in ranks.values()}
     if len(sizes) > 1:
-        raise ProtocolError(
-            f"{CACHE_METRIC}: the ranks differ in block_size: {sorted(sizes)}", param="block_size"
+        pages.note(f"the ranks differ in block_size: {sizes}", _OF_BLOCK_SIZE)
+        ranks = {rank: RankInfo(None, info.total_blocks) for rank, info in ranks.items()}
+    elif sizes == {None}:
+        pages.note(f"{CACHE_METRIC} has no block_size that can be read", _OF_BLOCK_SIZE)
+    if any(info.total_blocks is None for info in ranks.values()):
+        pages.note(
+            f"{CACHE_METRIC} has no num_gpu_blocks that can be read",
+            "its number of KV blocks is unknown: no busy threshold holds there, and its load is what this "
+            "router sends there",
         )
-    return dict(sorted(ranks.items())), found[0].labels.get("enable_prefix_caching") == "True"
+    return dict(sorted(ranks.items()))
 
 
-def _number(text: str, field: str) -> int:
-    if not text.isdecimal():
-        raise ProtocolError(f"{CACHE_METRIC}: {field} must be a number, not {text!r}", param=field)
-    return int(text)
+_OF_BLOCK_SIZE = (
+    "its block size is unknown, and its KV events cannot be used (say it: block_size, --block-size)"
+)
 
 
-def _events(sources: dict[str, _Source], url: str) -> dict[DpRank, EventsAt]:
+async def _events_of(pages: EnginePages, url: str) -> dict[DpRank, EventsAt]:
+    """Where each rank publishes; servers before 0.30 have no such page."""
+    page = await pages.page("/kv_event_sources")
+    if isinstance(page, str):
+        return {}
+    try:
+        sources = decoded(_sources, page, "/kv_event_sources")
+    except ProtocolError as error:
+        pages.note(error.message, "where it publishes KV events is unknown")
+        return {}
     found: dict[DpRank, EventsAt] = {}
-    for rank, source in sources.items():
-        if not source.enable_kv_cache_events or source.publisher != "zmq" or source.endpoint is None:
+    for name, source in sources.items():
+        rank = count_of(name, least=0)
+        is_zmq = source.enable_kv_cache_events and source.publisher == "zmq"
+        if rank is None or not is_zmq or source.endpoint is None:
             continue
         replay = source.replay_endpoint
-        found[DpRank(_number(rank, "rank"))] = EventsAt(
+        found[DpRank(rank)] = EventsAt(
             reachable(source.endpoint, url), None if replay is None else reachable(replay, url), source.topic
         )
     return found
@@ -232,7 +236,7 @@ LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *chain(*TRANSFER_METRICS), 
 
 
 def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: WorkerId) -> list[LoadReport]:
-    """Return a report for each rank on the page."""
+    """Return a report for each rank on the page whose number of blocks is known."""
     used = _by_rank(samples, USED) or _by_rank(samples, USED_BEFORE)
     running, waiting = _by_rank(samples, RUNNING), _by_rank(samples, WAITING)
     transfers = _transfers(samples)
@@ -246,7 +250,7 @@ def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: 
             kv_transfers=transfers.get(rank),
         )
         for rank, facts in ranks.items()
-        if rank in used
+        if rank in used and facts.total_blocks is not None
     ]
 
 

@@ -23,6 +23,7 @@ from msgspec import Meta, Raw, Struct
 
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, UnknownModel
+from kvrouter.core.json import Unreadable, parsed_counted
 from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused, token_ids
 from kvrouter.core.lax import lax_json
 from kvrouter.core.requests import TokenBuffer
@@ -262,8 +263,8 @@ def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
 def _unescaped(name: str) -> str:
     """The name that is meant; one with half a surrogate pair, which no decoder takes, as it is written."""
     try:
-        return _NAME.decode(f'"{name}"')
-    except msgspec.DecodeError:
+        return parsed_counted(_NAME, f'"{name}"'.encode())
+    except Unreadable:
         return name
 
 
@@ -322,10 +323,10 @@ _UNKNOWN = re.compile(r"contains unknown field `(?P<field>[^`]+)`")
 def decode_body(decoder: "msgspec.json.Decoder[Body]", body: ScannedBody) -> Body:
     """Return what ``body`` means; raise :class:`InvalidRequest` with the field's path as ``param``."""
     try:
-        return decoder.decode(body.data)
-    except msgspec.ValidationError as error:
-        raise named_error(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return parsed_counted(decoder, body.data)
+    except Unreadable as error:
+        if error.has_wrong_shape:
+            raise named_error(str(error)) from None
         raise InvalidRequest(shown(f"the body is not valid JSON: {error}")) from None
 
 
@@ -473,8 +474,8 @@ def read_token_ids(data: bytes, begin: int, *, at: str) -> tuple[TokenBuffer, in
 
 def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str) -> "Content":
     try:
-        return decoder.decode(data)
-    except msgspec.DecodeError as error:
+        return parsed_counted(decoder, data)
+    except Unreadable as error:
         raise named_error(str(error), at=at) from None
 
 

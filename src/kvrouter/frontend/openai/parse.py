@@ -11,6 +11,7 @@ from kvrouter.config.problems import did_you_mean
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, Taint, WorkerId
+from kvrouter.core.json import Unreadable, parsed_counted
 from kvrouter.core.requests import Sampling, TokenBuffer
 from kvrouter.frontend.openai.body import (
     EXTRA_FIELDS,
@@ -217,17 +218,17 @@ class NvextReader:
 
     def _decoded(self, raw: Raw) -> NvExt:
         try:
-            fields = _FIELDS.decode(raw)
+            fields = parsed_counted(_FIELDS, raw)
             if len(fields) > FIELDS_MAX:
                 raise InvalidRequest(f"nvext: at most {FIELDS_MAX} fields", param="nvext")
             for name in sorted(fields.keys() - _KNOWN):
                 self.on_unknown(f"nvext.{shown(name)}", _why_unknown(name))
                 del fields[name]
             token_data = fields.pop("token_data", _NULL)
-            nvext = _NVEXT.decode(msgspec.json.encode(fields))
-        except msgspec.ValidationError as error:
-            raise named_error(str(error), at="nvext") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            nvext = parsed_counted(_NVEXT, msgspec.json.encode(fields))
+        except Unreadable as error:
+            if error.has_wrong_shape:
+                raise named_error(str(error), at="nvext") from None
             raise InvalidRequest(f"nvext: is not valid JSON: {error}", param="nvext") from None
         return replace(
             nvext,

@@ -13,6 +13,7 @@ from msgspec import Raw
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
+from kvrouter.core.json import Unreadable, parsed_counted
 from kvrouter.core.lax import UNKNOWN, Unknown, lax_bool, lax_int, lax_json, lax_texts
 from kvrouter.core.requests import CallRoute, ClientCall, ClientForm, Sampling
 from kvrouter.frontend.openai.body import (
@@ -326,8 +327,8 @@ def _fields_inside(raw: Raw | None) -> Mapping[str, Raw]:
     if raw is None or bytes(memoryview(raw)[:1]) != b"{":
         return {}
     try:
-        return _OBJECT.decode(raw)
-    except msgspec.MsgspecError as error:
+        return parsed_counted(_OBJECT, raw)
+    except Unreadable as error:
         raise InvalidRequest(f"{_EXTRA}: {error}", param=_EXTRA) from None
 
 

@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+import msgspec
 from aiohttp import web
 from pydantic import JsonValue
 
 from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.operator.admission.certificates import ServingCertificate
 from kvrouter.operator.admission.review import (
     Review,
@@ -28,6 +30,8 @@ from kvrouter.operator.plan import PlanDefaults
 
 BODY_BYTES_MAX = 8 * 2**20
 """Two objects of the most that an API server takes, and what is around them."""
+REVIEW_TIMES = 2
+"""Two objects, each of which may hold as much as other JSON."""
 REVIEWS_MAX = 32
 """Questions that are answered at a time; one more is answered 503."""
 BINDING_BYTES_MAX = 512 * 2**10
@@ -176,7 +180,7 @@ class AdmissionServer:
 
     async def _verdict(self, review: Review) -> Verdict:
         facts = await self._known()
-        verdict = judged(review, facts, self._defaults)
+        verdict = await asyncio.to_thread(judged, review, facts, self._defaults)
         if not verdict.is_allowed or not is_judged(review):
             return verdict
         tried = await self._tried(review, facts)
@@ -200,13 +204,13 @@ class AdmissionServer:
         try:
             async with asyncio.timeout(self._body_s):
                 body = await request.read()
-            return read(json.loads(body))
+            return await asyncio.to_thread(_read, body, read)
         except TimeoutError:
             return self._refused(408, f"no whole body within {self._body_s:g} s")
         except web.HTTPRequestEntityTooLarge:
             return self._refused(413, f"a body of more than {self._body_bytes_max} bytes")
-        except (ValueError, RecursionError) as error:
-            return self._refused(400, f"no JSON: {error}")
+        except Unreadable as error:
+            return self._refused(400, f"no JSON that is read: {error}")
         except ProtocolError as error:
             return self._refused(400, error.message)
 
@@ -222,6 +226,13 @@ class AdmissionServer:
     def _refused(self, status: int, reason: str) -> web.Response:
         self._listener.not_answered(reason)
         return web.Response(status=status, text=f"{reason}\n")
+
+
+_any = msgspec.json.Decoder(object)
+
+
+def _read(body: bytes, read: Callable[[object], _T]) -> _T:
+    return read(parsed(_any, body, times=REVIEW_TIMES))
 
 
 def _json(document: dict[str, JsonValue]) -> web.Response:

@@ -1,7 +1,8 @@
 """DynamoGraphDeployment, ``nvidia.com/v1beta1``: what a user writes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import islice
 from typing import Annotated, NamedTuple
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -354,6 +355,12 @@ class DynamoGraphDeployment(ObjectPart):
 PROBLEMS_MAX = 20
 """More mistakes than these are not reported at once."""
 
+ERRORS_READ_MAX = 1_000
+"""Of so many mistakes the innermost are looked for."""
+
+UNKNOWN_MAX = 10
+"""So many fields without effect are named; each costs a search for the nearest name."""
+
 
 class DeploymentReading(NamedTuple):
     """A deployment, or the problems for which it is none; ``unknown`` are fields that have no effect."""
@@ -371,10 +378,10 @@ def read_deployment(document: object) -> DeploymentReading:
     try:
         deployment = DynamoGraphDeployment.model_validate(content, by_alias=True, by_name=False)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        errors = error.errors(include_url=False)[:ERRORS_READ_MAX]
         problems = innermost([_problem(found) for found in errors])
         return DeploymentReading(None, tuple(problems[:PROBLEMS_MAX]))
-    return DeploymentReading(deployment, unknown=tuple(_unknown(deployment, ())))
+    return DeploymentReading(deployment, unknown=_unknown(deployment))
 
 
 def _problem(error: ErrorDetails) -> Problem:
@@ -385,23 +392,36 @@ def _problem(error: ErrorDetails) -> Problem:
     return problem_of(error, DynamoGraphDeployment)
 
 
-def _unknown(part: BaseModel, path: Path) -> list[Problem]:
-    """Return the fields inside ``part`` that no model knows, each with its nearest known name."""
+def _unknown(deployment: DynamoGraphDeployment) -> tuple[Problem, ...]:
+    """Return the first fields that no model knows, each with its nearest known name, and how many there are
+    more.
+    """
+    found = list(islice(_unknown_in(deployment, ()), UNKNOWN_MAX))
+    named = [
+        Problem((*path, name), f"is no field of this form, and has no effect{did_you_mean(name, known)}")
+        for path, name, known in found
+    ]
+    n_more = sum(1 for _ in _unknown_in(deployment, ())) - len(found)
+    if n_more:
+        named.append(Problem((), f"has {n_more} more fields that have no effect"))
+    return tuple(named)
+
+
+def _unknown_in(part: BaseModel, path: Path) -> Iterator[tuple[Path, str, Sequence[str]]]:
+    """Yield where each unknown field is, its name, and the names that are known there."""
     fields = type(part).model_fields
     known = [field.alias or name for name, field in fields.items()]
-    found = [
-        Problem((*path, name), f"is no field of this form, and has no effect{did_you_mean(name, known)}")
-        for name in (part.model_extra or {})
-    ]
+    for name in part.model_extra or {}:
+        yield path, name, known
     for name, field in fields.items():
         value: object = getattr(part, name)
         here = (*path, field.alias or name)
         if isinstance(value, BaseModel):
-            found += _unknown(value, here)
+            yield from _unknown_in(value, here)
         elif isinstance(value, tuple):
             for index, entry in enumerate(value):
-                found += _unknown(entry, (*here, index)) if isinstance(entry, BaseModel) else []
-    return found
+                if isinstance(entry, BaseModel):
+                    yield from _unknown_in(entry, (*here, index))
 
 
 CLASS = "kvrouter.dev/class"

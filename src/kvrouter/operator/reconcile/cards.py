@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest, key_of, metadata_of, version_of
 from kvrouter.operator.status import Registered
@@ -135,10 +136,10 @@ def fleet_of(manifest: Manifest) -> Key:
 def _read(manifest: Manifest, now_s: float) -> _Entry | None:
     """What an object says; None for what no router takes in either."""
     try:
-        record = msgspec.convert(manifest.get("spec"), _Record)
+        record = converted(manifest.get("spec"), _Record)
         validate_runtime_config(record.card.runtime_config)
         policy = policy_of(record.card.runtime_config, None)
-    except (msgspec.ValidationError, ConfigError):
+    except (Unreadable, ConfigError):
         return None
     card = record.card
     registered = Registered(

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from kvrouter.config.problems import Document
 from kvrouter.core.hashing import finish64
+from kvrouter.core.json import Unreadable, converted
 from kvrouter.sim.traces.lines import field_first, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 
@@ -75,8 +76,8 @@ def parse_generator(document: Document) -> Generator:
     field.
     """
     try:
-        return msgspec.convert(document.content["generate"], Generator)
-    except msgspec.ValidationError as error:
+        return converted(document.content["generate"], Generator)
+    except Unreadable as error:
         message = field_first(str(error), within="generate.")
         line = document.line_of(tuple(message.partition(":")[0].split(".")))
         wrong_row(Path(document.name), line, message)

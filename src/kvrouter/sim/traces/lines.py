@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-import msgspec
-
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.files import open_regular
+from kvrouter.core.json import Unreadable, attempted
 from kvrouter.sim.traces.request import Pieces
 
 LINE_BYTES_MAX = 1 << 25
@@ -36,7 +36,7 @@ def read_lines(path: Path, on_cut: Callable[[str], None] | None = None) -> Itera
     """
     number = 0
     try:
-        with path.open("rb") as plain:
+        with open_regular(path) as plain:
             is_packed = plain.read(2) == GZIP_MAGIC
             plain.seek(0)
             with gzip.open(plain) if is_packed else plain as lines:
@@ -70,10 +70,10 @@ def decode_row(
     ``within`` is what comes before the names of fields: ``event.`` where ``text`` is the value of that.
     """
     try:
-        return decode(text)
-    except msgspec.ValidationError as error:
-        wrong_row(path, line, field_first(str(error), within=within))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return attempted(decode, text)
+    except Unreadable as error:
+        if error.has_wrong_shape:
+            wrong_row(path, line, field_first(str(error), within=within))
         constant = _constant(text)
         if constant is None:
             wrong_row(path, line, str(error))

@@ -8,6 +8,7 @@ import msgspec
 
 from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.json import Unreadable, attempted
 from kvrouter.recording.records import SCHEMA as RECORDING
 from kvrouter.sim.fleet_history import FleetHistory
 from kvrouter.sim.traces import (
@@ -117,8 +118,8 @@ def _rows(
 ) -> tuple[TraceInfo, Reader] | None:
     """Return the trace whose rows are JSON objects like ``text``."""
     try:
-        row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        row = attempted(msgspec.json.decode, text)
+    except Unreadable:
         return None
     if not isinstance(row, dict):
         return None
@@ -168,8 +169,8 @@ def _generated(path: Path) -> tuple[TraceInfo, Reader] | None:
 def _document(text: str, name: str) -> Document:
     """Parse YAML or JSON. Raises ConfigError that names the line."""
     try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+        attempted(msgspec.json.decode, text)
+    except Unreadable:
         described = text
     else:
         described = text.replace("\t", " ")  # which JSON has between values only, and YAML nowhere

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.json import Unreadable, attempted
 from kvrouter.recording.files import recording_files
 from kvrouter.recording.records import (
     PART_SUFFIX,
@@ -198,8 +199,8 @@ class Recording:
 
     def _decoded(self, path: Path, line: int, text: bytes) -> Record:
         try:
-            return self._decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+            return attempted(self._decode, text)
+        except Unreadable as error:
             wrong_row(path, line, str(error))
 
     def _check_models(self, models: Collection[str]) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json import Unreadable, attempted
 from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused
 from kvrouter.core.requests import CallRoute
 
@@ -103,11 +104,11 @@ class Arguments:
             _, values = _BOUNDS.scan(data)
             self._values_left -= values
             if self._values_left >= 0:
-                return msgspec.json.decode(data)
+                return attempted(msgspec.json.decode, data)
         except JsonRefused as error:
             if error.kind in ("syntax", "not_finite"):
                 raise wrong(path, "must be a JSON object in a string") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except Unreadable as error:
             raise wrong(path, "must be a JSON object in a string") from error
         raise wrong(path, f"all together at most {ARGUMENT_VALUES_MAX} values, {DEPTH_MAX} levels deep")
 

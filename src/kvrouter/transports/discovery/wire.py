@@ -8,6 +8,7 @@ import msgspec
 from kvrouter.core.cordons import Cordon, checked_cordon
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import WORKER_IDS, Epoch
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import ModelType, WorkerCard
 
 RECORD_MAX_BYTES = 260 * 1024
@@ -67,10 +68,7 @@ def decode_record(text: bytes) -> CardRecord:
     """Return the record in ``text``; raise ProtocolError that names the field."""
     if len(text) > RECORD_MAX_BYTES:
         raise ProtocolError(f"record: {len(text)} bytes are more than {RECORD_MAX_BYTES}", param="record")
-    try:
-        record = _decoder.decode(text)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"record: {error}", param="record") from error
+    record = decoded(_decoder, text, "record")
     if not 0 < record.lease_s <= LEASE_MAX_S:
         raise ProtocolError(f"lease_s: at most {LEASE_MAX_S:g}, not {record.lease_s}", param="lease_s")
     _check(record.card)
@@ -87,9 +85,7 @@ def decode_cordon(text: bytes) -> Cordon:
     if len(text) > CORDON_MAX_BYTES:
         raise ProtocolError(f"cordon: {len(text)} bytes are more than {CORDON_MAX_BYTES}", param="cordon")
     try:
-        return checked_cordon(_cordon_decoder.decode(text))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"cordon: {error}", param="cordon") from error
+        return checked_cordon(decoded(_cordon_decoder, text, "cordon"))
     except InvalidRequest as error:
         raise ProtocolError(error.message, param=error.param) from error
 

@@ -10,6 +10,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
+from kvrouter.core.json import unpacked
 from kvrouter.core.workers import KvTransfers, LoadReport
 
 VERSION = 1
@@ -128,10 +129,7 @@ def encode_parts(batch: KvBatch, *, max_bytes: int) -> Iterator[tuple[bytes, int
 
 def decode_batch(frame: bytes | memoryview) -> KvBatch:
     """Return the batch in ``frame``; raise ProtocolError."""
-    try:
-        batch = _batch.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("batch", error) from error
+    batch = unpacked(_batch, frame, "batch")
     return _checked(batch)
 
 
@@ -147,10 +145,7 @@ def snapshot_max_bytes(blocks_max: int) -> int:
 
 def decode_snapshot(frame: bytes | memoryview) -> KvSnapshot | None:
     """Return the snapshot in ``frame``; raise ProtocolError."""
-    try:
-        snapshot = _snapshot.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("snapshot", error) from error
+    snapshot = unpacked(_snapshot, frame, "snapshot")
     if snapshot is not None and not 0 <= snapshot.next_event_id <= EVENT_ID_MAX:
         raise ProtocolError("snapshot: next_event_id: out of range", param="next_event_id")
     return snapshot
@@ -163,10 +158,7 @@ def encode_range(batch: KvBatch | None) -> bytes:
 
 def decode_range(frame: bytes | memoryview) -> KvBatch | None:
     """Return the answer in ``frame``; raise ProtocolError."""
-    try:
-        batch = _range.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("batch", error) from error
+    batch = unpacked(_range, frame, "batch")
     return None if batch is None else _checked(batch)
 
 
@@ -177,10 +169,7 @@ def encode_load(report: LoadReport) -> bytes:
 
 def decode_load(frame: bytes | memoryview) -> LoadReport:
     """Return the load report in ``frame``; raise ProtocolError."""
-    try:
-        report = _load.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("load", error) from error
+    report = unpacked(_load, frame, "load")
     _check_counts(report)
     if report.kv_transfers is not None:
         _check_counts(report.kv_transfers)
@@ -199,10 +188,7 @@ def encode_question(question: Question) -> bytes:
 
 def decode_question(frame: bytes | memoryview) -> Question:
     """Return the question in ``frame``; raise ProtocolError."""
-    try:
-        return _question.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("question", error) from error
+    return unpacked(_question, frame, "question")
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -212,10 +198,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
     """Return the answer in ``frame``; raise ProtocolError."""
-    try:
-        return _answer.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("answer", error) from error
+    return unpacked(_answer, frame, "answer")
 
 
 def _checked(batch: KvBatch) -> KvBatch:
@@ -232,10 +215,6 @@ def _check_counts(report: LoadReport | KvTransfers) -> None:
         value = getattr(report, field.name)
         if isinstance(value, int | float) and not 0 <= value <= COUNT_MAX:
             raise ProtocolError(f"load: {field.name}: out of range", param=field.name)
-
-
-def _unreadable(what: str, error: Exception) -> ProtocolError:
-    return ProtocolError(f"{what}: {error}", param=what)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,6 +25,7 @@ import msgspec
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineChunk
 from kvrouter.transports.requests.stream import (
     CHUNKS_MAX_BYTES,
@@ -234,10 +235,7 @@ def whole_chunk(chunk: EngineChunk) -> bytes:
 
 def decode(decoder: "msgspec.msgpack.Decoder[T]", body: bytes, what: str) -> T:
     """Return what ``body`` holds; raise ProtocolError."""
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"{what}: {error}", param=what) from error
+    return unpacked(decoder, body, what)
 
 
 encoder = msgspec.msgpack.Encoder()

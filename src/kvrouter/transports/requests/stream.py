@@ -23,6 +23,7 @@ from kvrouter.core.errors import (
     ShuttingDown,
     UnknownModel,
 )
+from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks
 from kvrouter.transports.requests.port import (
     EngineFailed,
@@ -100,10 +101,7 @@ def encode_request(request: EngineRequest) -> bytes:
 
 def decode_request(frame: bytes | memoryview) -> EngineRequest:
     """Return the request in ``frame``; raise ProtocolError."""
-    try:
-        return _request.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("request", error) from error
+    return unpacked(_request, frame, "request")
 
 
 def is_bare(chunk: EngineChunk) -> bool:
@@ -140,10 +138,7 @@ def encode_chunk(chunk: EngineChunk) -> bytes:
 
 def decode_chunk(frame: bytes | memoryview) -> EngineChunk:
     """Return the chunk in ``frame``; raise ProtocolError."""
-    try:
-        return _chunk.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("chunk", error) from error
+    return unpacked(_chunk, frame, "chunk")
 
 
 def encode_refusal(refusal: WireError) -> bytes:
@@ -153,10 +148,7 @@ def encode_refusal(refusal: WireError) -> bytes:
 
 def decode_refusal(frame: bytes | memoryview) -> WireError:
     """Return the refusal in ``frame``; raise ProtocolError."""
-    try:
-        return _refusal.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _unreadable("refusal", error) from error
+    return unpacked(_refusal, frame, "refusal")
 
 
 def pack_tokens(tokens: object) -> bytes:
@@ -179,10 +171,6 @@ def unpack_tokens(kind: type, value: object) -> object:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
-
-
-def _unreadable(what: str, error: Exception) -> ProtocolError:
-    return ProtocolError(f"{what}: {error}", param=what)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=pack_tokens)

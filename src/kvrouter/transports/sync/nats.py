@@ -20,6 +20,7 @@ from nats.aio.subscription import Subscription
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
+from kvrouter.core.json import unpacked
 from kvrouter.core.sync import SyncMessage
 from kvrouter.transports.background import go_on
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
@@ -42,10 +43,7 @@ def decode_message(frame: bytes | memoryview) -> SyncMessage:
     """Return the message in ``frame``; raise ProtocolError."""
     if len(frame) > MESSAGE_MAX_BYTES:
         raise ProtocolError(f"message: {len(frame)} bytes are more than {MESSAGE_MAX_BYTES}", param="message")
-    try:
-        return _decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"message: {error}", param="message") from error
+    return unpacked(_decoder, frame, "message")
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,8 +10,10 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import api
 
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
+from kvrouter.core.json import decoded
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.transports.background import go_on
 from kvrouter.transports.events.jetstream.stream import (
@@ -273,9 +275,9 @@ class JetStreamPublisher:
             self._wake.set()
             return
         try:
-            ack = _ack.decode(message.data)
-        except msgspec.MsgspecError as error:
-            self._observer.refused(f"acknowledgement: {error}")
+            ack = decoded(_ack, message.data, "acknowledgement")
+        except ProtocolError as error:
+            self._observer.refused(error.message)
             return
         if ack.error is not None:
             self._refusal = ack.error.description

@@ -31,6 +31,7 @@ from nats.js.object_store import ObjectStore
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
+from kvrouter.core.json import decoded, unpacked
 from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamReading
 from kvrouter.transports.events.wire import decode_snapshot
 from kvrouter.transports.message_auth import MessageAuth
@@ -119,9 +120,9 @@ class ComponentSnapshots:
         revision = entry.revision or 0
         try:
             body = self._seal.opened(self._place(KEY), entry.value or b"")
-            return Revised(msgspec.json.decode(body, type=Claim), revision)
-        except (ProtocolError, msgspec.MsgspecError) as error:
-            self._on_refused(f"snapshot key of {self._names.component}: {error}")
+            return Revised(decoded(_claim, body, "claim"), revision)
+        except ProtocolError as error:
+            self._on_refused(f"snapshot key of {self._names.component}: {error.message}")
             return Revised(Claim(), revision)
 
     async def write(self, claim: Claim, *, over: int) -> int:
@@ -228,11 +229,11 @@ def encode_ranks(ranks: Sequence[HeldRank]) -> bytes:
 
 def decode_ranks(body: memoryview) -> dict[WorkerRank, HeldRank]:
     """Return a snapshot's ranks; raise ProtocolError."""
-    try:
-        ranks = msgspec.msgpack.decode(body, type=list[HeldRank])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"snapshot ranks: {error}", param="snapshot ranks") from error
-    return {held.rank: held for held in ranks}
+    return {held.rank: held for held in unpacked(_ranks, body, "snapshot ranks")}
+
+
+_claim = msgspec.json.Decoder(Claim)
+_ranks = msgspec.msgpack.Decoder(list[HeldRank])
 
 
 class _Bounded(io.BytesIO):

@@ -17,6 +17,7 @@ from nats.errors import Error as NatsError
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import go_on, tick
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
@@ -77,10 +78,7 @@ def message_auth_of(token: str, namespace: str) -> MessageAuth:
 def from_router(seal: MessageAuth, subject: str, message: bytes) -> tuple[int, FromRouter]:
     """Return a message's number and what a router says; raise ProtocolError. A stranger's is not parsed."""
     number, body = seal.numbered(subject, message)
-    try:
-        said = _from_router.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"message: {error}", param="message") from error
+    said = unpacked(_from_router, body, "message")
     if not _NAME.fullmatch(said.router):
         raise ProtocolError(f"{said.router!r} is no router", param="router")
     return number, said
@@ -89,10 +87,7 @@ def from_router(seal: MessageAuth, subject: str, message: bytes) -> tuple[int, F
 def from_worker(seal: MessageAuth, subject: str, message: bytes) -> tuple[int, FromWorker]:
     """Return a message's number and what a worker says; raise ProtocolError. A stranger's is not parsed."""
     number, body = seal.numbered(subject, message)
-    try:
-        return number, _from_worker.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"message: {error}", param="message") from error
+    return number, unpacked(_from_worker, body, "message")
 
 
 def requests_subject(namespace: str, worker_id: WorkerId, incarnation: Epoch) -> str:
