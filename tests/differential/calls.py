@@ -627,6 +627,29 @@ def odd_calls() -> Iterator[Call]:
         yield Call(f"{path}: POST", path, b"{}")
 
 
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, {"kv_transfer_params": {"remote_host": "10.0.0.1"}}),
+    (COMPLETION, {"vllm_xargs": {"kv_transfer_params": "{}"}}),
+    (CHAT, {"data_parallel_rank": 1}),
+    (CHAT, {"worker_id": 1}),
+    (CHAT, {"nvext": {"required_taint": ["a"]}}),
+    (MESSAGES, {"cache_salt": "a"}),
+    (CHAT, {"metadata": json.loads("[" * 70 + "]" * 70)}),
+)
+"""Fields that are the router's to judge: they say where a call may go, or how much is made of it."""
+
+
+def router_calls() -> Iterator[Call]:
+    """Calls that are for the router, or that it can read and an engine cannot."""
+    for path, fields in REFUSED:
+        yield _asked(path, f"refused here, {', '.join(fields)}", **fields)
+    plain = dumps(GENERATED[CHAT])
+    gzipped = (("content-type", JSON), ("content-encoding", "gzip"))
+    yield Call(f"{CHAT}: gzipped", CHAT, gzip.compress(plain, mtime=0), headers=gzipped)
+    for path in ("/health", "/version"):
+        yield Call(f"{path}: HEAD", path, method="HEAD", headers=())
+
+
 def all_calls() -> tuple[Call, ...]:
     """Every call, by a name of its own."""
     made = (
@@ -636,6 +659,7 @@ def all_calls() -> tuple[Call, ...]:
         *form_calls(),
         *refused_calls(),
         *odd_calls(),
+        *router_calls(),
     )
     names = [call.name for call in made]
     assert len(set(names)) == len(names), "two calls have one name"

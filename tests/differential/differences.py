@@ -97,9 +97,11 @@ def _asks_more(call: Call, alone: Seen, found: Found) -> bool:
 def _without_nvext(call: Call, alone: Seen, found: Found) -> bool:
     assert isinstance(found.alone, bytes)
     assert isinstance(found.through, bytes)
+    if "nvext" not in call.fields:
+        return False
     own = json.loads(found.alone)
     without = {name: value for name, value in own.items() if name != "nvext"}
-    return "nvext" in own and _asks_more(call, alone, Found("", json.dumps(without).encode(), found.through))
+    return _asks_more(call, alone, Found("", json.dumps(without).encode(), found.through))
 
 
 def _without_fingerprint(call: Call, alone: Seen, found: Found) -> bool:
@@ -159,6 +161,46 @@ def _is_model(call: Call, alone: Seen, found: Found) -> bool:
     return told is not None and abs(time.time() - int(told[1])) < CREATED_WITHIN_S
 
 
+def _is_refused(call: Call, alone: Seen) -> bool:
+    """One of the calls with a field that the router judges."""
+    return ": refused here, " in call.name
+
+
+def _refuses(field: str, message: str, param: str = "") -> Holds:
+    """The body says why the field is refused; the field's path is ``param``, if not the field itself."""
+    return where(
+        lambda call, alone: _is_refused(call, alone) and field in call.fields,
+        own_error(f"{param or field}: {message}", param=param or field),
+    )
+
+
+def _any_of(*all_holds: Holds) -> Holds:
+    return lambda call, alone, found: any(holds(call, alone, found) for holds in all_holds)
+
+
+def _over_depth(call: Call, alone: Seen, found: Found) -> bool:
+    path = "metadata" + "[0]" * 63
+    message = f"{path}: more than 64 lists and objects inside each other (KVROUTER_BODY_MAX_DEPTH)"
+    return own_error(message, code="body_over_bounds", param=path)(call, alone, found)
+
+
+def _is_gzipped(call: Call, alone: Seen) -> bool:
+    return ("content-encoding", "gzip") in call.headers
+
+
+def _of_inflated(call: Call, alone: Seen, found: Found) -> bool:
+    """It is what the engine answers to, or is asked by, the same call as it is inflated."""
+    body = gzip.decompress(call.body)
+    if found.field == "asked body":
+        return found.through == body
+    answer = answer_of(Asked(call.method, call.target, {"content-type": "application/json"}, body))
+    return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
+
+
+def _is_head(call: Call, alone: Seen) -> bool:
+    return call.method == "HEAD"
+
+
 def _no_json_type(call: Call, alone: Seen) -> bool:
     types = [value.lower().partition(";")[0] for name, value in call.headers if name == "content-type"]
     return call.method == "POST" and types not in (["application/json"], ["multipart/form-data"])
@@ -171,6 +213,7 @@ def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
 
 
 CREATED_WITHIN_S = 3600.0
+_FETCHES = "where KV is fetched from is the router's to say, not its clients'"
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
 DIFFERENCES: tuple[Difference, ...] = (
@@ -226,7 +269,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "header vary",
         "every answer",
-        "absent, unless `--cors-allow-origins` names origins",
+        "absent, unless `--cors-origins` names origins",
         "Which web pages may call is for the router to say, and not for an engine behind it.",
         lambda call, alone, found: (found.alone, found.through) == ("Origin", None),
     ),
@@ -328,10 +371,22 @@ DIFFERENCES: tuple[Difference, ...] = (
         "The call is answered at once: vLLM answers 307, and many clients do not follow one with a body.",
         where(_is_redirected, equals(None)),
     ),
-    Difference("status", "a slash behind a path", "that of the answer", "As above.", _without_slash),
-    Difference("body", "a slash behind a path", "that of the answer", "As above.", _without_slash),
     Difference(
-        "header content-type", "a slash behind a path", "that of the answer", "As above.", _without_slash
+        "status",
+        "a slash behind a path",
+        "that of the answer",
+        "The call is answered at once.",
+        _without_slash,
+    ),
+    Difference(
+        "body", "a slash behind a path", "that of the answer", "The call is answered at once.", _without_slash
+    ),
+    Difference(
+        "header content-type",
+        "a slash behind a path",
+        "that of the answer",
+        "The call is answered at once.",
+        _without_slash,
     ),
     Difference(
         "body",
@@ -456,7 +511,98 @@ DIFFERENCES: tuple[Difference, ...] = (
         "body",
         "a body whose `content-type` is not that of JSON",
         "that of the same call as JSON",
-        "As above.",
+        "kvrouter reads the body whatever its type is, and tells the engine that it is JSON.",
         where(_no_json_type, _of_json_type),
+    ),
+    Difference(
+        "status",
+        "a call with a field that is for the router to judge, as the next rows say",
+        "400",
+        "What reached an engine could go where no policy lets it, or take from others what they pay for.",
+        where(_is_refused, equals("HTTP/1.1 400 Bad Request")),
+    ),
+    Difference(
+        "times asked",
+        "a call with a field that is for the router to judge, as the next rows say",
+        "no engine is asked",
+        "What is refused reaches no engine.",
+        where(_is_refused, equals("0")),
+    ),
+    Difference(
+        "body",
+        "fields that choose where an engine fetches KV (`kv_transfer_params` and their like, also in "
+        "`vllm_xargs`)",
+        "an error that names the field",
+        "A client would choose which host an engine reads from, and KV would cross a boundary of the fleet.",
+        _any_of(
+            _refuses("kv_transfer_params", _FETCHES),
+            _refuses("vllm_xargs", _FETCHES, "vllm_xargs.kv_transfer_params"),
+        ),
+    ),
+    Difference(
+        "body",
+        "fields that choose the rank that serves (`data_parallel_rank` and its like)",
+        "an error that names the field",
+        "The router chooses it, and `nvext.dp_rank` asks for one.",
+        _refuses("data_parallel_rank", "which rank serves is the router's to say: use nvext.dp_rank"),
+    ),
+    Difference(
+        "body",
+        "fields of `nvext` that are misspelt, or stand next to it",
+        "an error that names the field",
+        "With a misspelt constraint KV would cross a boundary unnoticed.",
+        _any_of(
+            _refuses("nvext", "unknown field", "nvext.required_taint"),
+            _refuses("worker_id", "belongs into nvext, as nvext.worker_id; elsewhere nothing reads it"),
+        ),
+    ),
+    Difference(
+        "body",
+        "`cache_salt` on a route whose engines read none",
+        "an error that names the field",
+        "What it keeps apart would be shared.",
+        _refuses("cache_salt", "engines read none on /v1/messages, and would share what it keeps apart"),
+    ),
+    Difference(
+        "body",
+        "a body over one of the [bounds](security.md): too long, too deep, too many values",
+        "an error that names the field and the bound",
+        "One caller's body must not hold up the others.",
+        where(lambda call, alone: _is_refused(call, alone) and "metadata" in call.fields, _over_depth),
+    ),
+    Difference(
+        "status",
+        "a body that is compressed by gzip",
+        "that of the same call without compression",
+        "kvrouter inflates it. vLLM reads no compressed bodies.",
+        where(_is_gzipped, _of_inflated),
+    ),
+    Difference(
+        "body",
+        "a body that is compressed by gzip",
+        "that of the same call without compression",
+        "kvrouter inflates it. vLLM reads no compressed bodies.",
+        where(_is_gzipped, _of_inflated),
+    ),
+    Difference(
+        "asked body",
+        "a body that is compressed by gzip",
+        "inflated",
+        "vLLM reads no compressed bodies.",
+        where(_is_gzipped, _of_inflated),
+    ),
+    Difference(
+        "status",
+        "`HEAD` of a page",
+        "200",
+        "Pages take HEAD where they take GET.",
+        where(_is_head, equals("HTTP/1.1 200 OK")),
+    ),
+    Difference(
+        "header allow",
+        "`HEAD` of a page",
+        "absent",
+        "Pages take HEAD where they take GET.",
+        where(_is_head, equals(None)),
     ),
 )
