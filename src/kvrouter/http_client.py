@@ -7,7 +7,9 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
+from types import SimpleNamespace
 
 import aiohttp
 
@@ -15,6 +17,28 @@ DEFAULT_LIMITS = aiohttp.ClientTimeout(total=None)
 """No limit: callers set one, by their own clock or for a request."""
 
 Body = bytes | BytesIO
+
+
+@dataclass(slots=True)
+class Connection:
+    """What a request went over: a connection that had carried another request before, or a new one."""
+
+    is_reused: bool = False
+
+
+def _noting_reuse() -> aiohttp.TraceConfig:
+    """Return what notes it in the ``Connection`` that a request was given."""
+
+    async def reused(_session: object, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.is_reused = True
+
+    async def created(_session: object, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.is_reused = False
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_reuseconn.append(reused)
+    config.on_connection_create_start.append(created)
+    return config
 
 
 class HttpClient:
@@ -33,6 +57,7 @@ class HttpClient:
         limits: aiohttp.ClientTimeout = DEFAULT_LIMITS,
         read_bufsize: int = 2**16,
         auto_decompress: bool = True,
+        notes_connections: bool = False,
     ) -> None:
         self._session = aiohttp.ClientSession(  # noqa: TID251 - the one place that makes one
             connector=connector,
@@ -42,6 +67,7 @@ class HttpClient:
             auto_decompress=auto_decompress,
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
+            trace_configs=[_noting_reuse()] if notes_connections else None,
         )
 
     async def __aenter__(self) -> "HttpClient":
@@ -59,8 +85,11 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         data: Body | None = None,
         limits: aiohttp.ClientTimeout | None = None,
+        connection: Connection | None = None,
     ) -> aiohttp.ClientResponse:
-        """Send a request; return its answer once the head of that has come."""
+        """Send a request; return its answer once the head of that has come. A client that
+        ``notes_connections`` writes into ``connection``, which each request has to give it.
+        """
         return await self._session.request(
             method,
             url,
@@ -69,6 +98,7 @@ class HttpClient:
             data=data,
             timeout=limits or self._session.timeout,
             allow_redirects=False,
+            trace_request_ctx=connection,
         )
 
     async def close(self) -> None:

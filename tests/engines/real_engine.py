@@ -6,6 +6,7 @@ import signal
 from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,9 @@ from tests.support.processes import free_ports
 
 READY_WITHIN_S = 300.0
 ENDS_WITHIN_S = 60.0
+GRACE_S = 30.0
+"""How long Kubernetes lets a pod end before it is killed."""
+
 MODEL = "tiny"
 
 
@@ -77,6 +81,17 @@ class RealEngine(ABC):
         """End all of its processes at once, as by ``kill -9``."""
         await self._end(signal.SIGKILL)
 
+    async def terminate(self) -> None:
+        """Ask its first process to end, as a container's runtime does; kill what is left after half a
+        minute.
+        """
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self._process.wait()
+        await self.kill()
+
     async def stop(self) -> None:
         """End it in good order, and what remains of it."""
         await self._end(signal.SIGTERM)
@@ -109,7 +124,7 @@ class RealEngine(ABC):
         if process is None:
             return
         self._process = None
-        if process.returncode is None:
+        with suppress(ProcessLookupError):  # its first process may have ended, and others of it not
             os.killpg(process.pid, how)
         try:
             async with asyncio.timeout(ENDS_WITHIN_S):

@@ -9,7 +9,7 @@ from typing import Any
 from kvrouter.core.ids import DpRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
-from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
+from kvrouter.engines.openai.engine import REFUSED_PROBES, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EngineState, WatchedEngine
 from kvrouter.engines.vllm.events import decode
@@ -45,6 +45,7 @@ async def attached(
     *,
     started: float | None = STARTED_S,
     ways: Any = None,
+    refused_probes: int = REFUSED_PROBES,
 ) -> AsyncIterator[Watched]:
     server = EngineServer(scripted.url)
     await server.open()
@@ -54,6 +55,7 @@ async def attached(
         ZmqEvents(events_at or {}, decode, 32),
         started=started,
         look_each_s=0.005,
+        refused_probes=refused_probes,
     )
     assert isinstance(engine, WatchedEngine)
     watched = Watched(engine)

@@ -105,6 +105,9 @@ class ScriptedEngine:
         self._released = asyncio.Event()
         self._called = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._keeps_connections = True
+        self._held: web.StreamResponse | None = None
         self._port = 0
 
     @property
@@ -120,9 +123,20 @@ class ScriptedEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=600
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await self._site.start()
         self._port = self._runner.addresses[0][1]
+
+    async def write(self, piece: bytes) -> None:
+        """Add a piece to the last answer that is held."""
+        assert self._held is not None
+        await self._held.write(piece)
+
+    async def refuse(self) -> None:
+        """Refuse connections, and keep none behind an answer; answers that run go on."""
+        assert self._site is not None
+        await self._site.stop()
+        self._keeps_connections = False
 
     async def stop(self) -> None:
         """Nobody listens any more; idempotent."""
@@ -195,10 +209,13 @@ class ScriptedEngine:
         date = formatdate(time.time() + self.clock_ahead_s, usegmt=True)
         headers = {"content-type": answer.content_type, "date": date, **answer.headers}
         response = web.StreamResponse(status=answer.status, headers=headers)
+        if not self._keeps_connections:
+            response.force_close()
         await response.prepare(request)
         for piece in answer.pieces:
             await response.write(piece)
         if answer.ends is Ends.HELD:
+            self._held = response
             await self._released.wait()
         if answer.ends is Ends.CUT:
             return self._lost(request, response)

@@ -168,7 +168,7 @@ async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -
 @pytest.mark.parametrize(
     ("answer", "n_tokens", "says"),
     [
-        (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.CUT), 1, "broke off"),
+        (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.CUT), 1, "its answer broke off"),
         (Answer((event_of(token(1)), b'data: {"choices"')), 1, "in the middle of an event"),
         (Answer((event_of(token(1)),)), 1, "without a finish reason"),
         (Answer((event_of(token(1)) + b"data: nonsense\n\n",)), 1, "the engine's answer"),

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -21,7 +22,7 @@ from kvrouter.engines.kv_events.listener import (
 )
 from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.server import JSON_TYPE, AnswerHeaders, EngineServer
+from kvrouter.engines.openai.server import JSON_TYPE, AnswerHeaders, EngineRefuses, EngineServer
 from kvrouter.engines.openai.streams import (
     KV_FAILURES,
     AnswerReading,
@@ -39,6 +40,15 @@ PROBE_EACH_S = 1.0
 
 SILENT_AFTER_PROBES = 3
 """After so many probes without an answer the engine counts as gone."""
+
+REFUSED_PROBES = 3
+"""After so many probes in a row whose connection was refused, an answer of which nothing came meanwhile is
+lost: that is after 2 s. vLLM closes its port only when its engine has ended, also where it drains
+(``--shutdown-timeout``), and may then hold calls open that nothing answers any more."""
+
+REFUSED_PROBES_DRAINING = 31
+"""The same for engines that close their port first and then end their running answers: 30 s, as long as
+Kubernetes lets a pod do so."""
 
 
 def _read_as_openai() -> ReadEvent:
@@ -118,6 +128,7 @@ class ServedEngine:
         *,
         started: object = None,
         look_each_s: float = PROBE_EACH_S,
+        refused_probes: int = REFUSED_PROBES_DRAINING,
     ) -> None:
         self._server = server
         self._client = client
@@ -128,6 +139,11 @@ class ServedEngine:
         self._probing: asyncio.Task[None] | None = None
         self._started = started
         self._failed_probes = 0
+        self._refused_probes_max = refused_probes
+        self._refused_probes = 0
+        self._awaiting: WeakSet[OpeningStream | WholeStream] = WeakSet()
+        self._awaited_pieces: dict[OpeningStream | WholeStream, int] = {}
+        """What was awaited when the connection of a probe was refused first."""
 
     def watch(self, on_state: StateSink) -> None:
         """Notify ``on_state`` of every change."""
@@ -149,14 +165,17 @@ class ServedEngine:
         headers = {**request.trace.headers(), **call.headers}
         read = call.reader()
         stream: EngineStream
+        answer: OpeningStream | WholeStream
         if call.answered is not None:
-            stream = WholeStream(_at_once(call.answered), call.reading, read)
+            answer = WholeStream(_at_once(call.answered), call.reading, read)
         elif call.streams:
-            stream = OpeningStream(self._open(call, headers, read))
+            answer = OpeningStream(self._open(call, headers, read))
         else:
             answer_headers = AnswerHeaders(JSON_TYPE)
             asking = self._server.ask(call.path, call.body, headers, answer_headers)
-            stream = WholeStream(asking, call.reading, read, answer_headers)
+            answer = WholeStream(asking, call.reading, read, answer_headers)
+        self._awaiting.add(answer)
+        stream = answer
         if request.leg is not Leg.DECODE:
             return stream
         if request.kv_transfer_params:
@@ -164,7 +183,7 @@ class ServedEngine:
         fetches_kv = bool(request.kv_transfer_params) or request.bootstrap is not None
         return FetchingStream(stream, call.kv_failures) if fetches_kv else stream
 
-    async def _open(self, call: EngineCall, headers: Mapping[str, str], read: ReadEvent) -> EngineStream:
+    async def _open(self, call: EngineCall, headers: Mapping[str, str], read: ReadEvent) -> SseStream:
         return SseStream(await self._server.post(call.path, call.body, headers), call.reading, read)
 
     async def stop(self) -> None:
@@ -182,6 +201,7 @@ class ServedEngine:
             try:
                 probe = await self._client.look(self._server)
             except KvrouterError as error:
+                self._note_refused(is_refused=isinstance(error, EngineRefuses))
                 self._not_heard(error.message)
             except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and probing goes on
                 asyncio.get_running_loop().call_exception_handler(
@@ -189,6 +209,7 @@ class ServedEngine:
                 )
                 self._not_heard(f"{type(error).__name__}: {error}")
             else:
+                self._note_refused(is_refused=False)
                 self._heard(probe)
                 for report in probe.loads:
                     on_load(replace(report, kv_events_skipped=self._skipped(report.rank.dp_rank)))
@@ -199,6 +220,22 @@ class ServedEngine:
         for listener in self._listeners:
             skipped.update({reason.value: n for reason, n in listener.skipped(dp_rank).items()})
         return dict(skipped)
+
+    def _note_refused(self, *, is_refused: bool) -> None:
+        """Break off what brought nothing since the connection of a probe was refused first."""
+        if not is_refused:
+            self._refused_probes = 0
+            self._awaited_pieces.clear()
+            return
+        self._refused_probes += 1
+        awaited = {each: each.awaited_piece for each in self._awaiting}
+        if self._refused_probes >= self._refused_probes_max:
+            for answer, piece in self._awaited_pieces.items():
+                if awaited.get(answer) == piece:
+                    answer.break_off("the engine refuses connections, and brings nothing more")
+            self._refused_probes = 1
+        if self._refused_probes == 1:
+            self._awaited_pieces = {each: piece for each, piece in awaited.items() if piece is not None}
 
     def _not_heard(self, why: str) -> None:
         self._failed_probes += 1

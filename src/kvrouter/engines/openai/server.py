@@ -5,6 +5,8 @@ Clients may read what an error of a call says, so it omits the engine's address;
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from errno import ECONNREFUSED
+from typing import Any
 from weakref import WeakSet
 
 import aiohttp
@@ -13,7 +15,7 @@ from kvrouter.core.engine_answer import Headers, passed_headers
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
 from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, read_error, read_failure, said
 from kvrouter.engines.openai.metrics import MetricLines
-from kvrouter.http_client import HttpClient, connection_failure
+from kvrouter.http_client import Connection, HttpClient, connection_failure
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
@@ -24,7 +26,7 @@ PROBE_LIMIT_S = 10.0
 
 KEEP_IDLE_S = 3.0
 """How long a connection that nobody uses is kept: engines end theirs after five seconds, and a call that is
-sent just then would be lost."""
+sent just then has to be sent again."""
 
 END_LIMIT_S = 1.0
 """How long an answer may take to end behind its last event, so that its connection is used again."""
@@ -40,6 +42,12 @@ PAGE_MAX_BYTES = 4 * 1024 * 1024
 
 METRICS_PIECE_BYTES = 64 * 1024
 """So much of a metrics page is looked through before others have a turn: 4 ms at most."""
+
+
+class EngineRefuses(WorkerUnreachable):
+    """The engine's server refuses connections: nothing listens at its port."""
+
+    code = "engine_refuses"
 
 
 class PageFailed(WorkerUnreachable):
@@ -68,32 +76,40 @@ class EngineServer:
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
         self._session: HttpClient | None = None
+        self._fresh: HttpClient | None = None
+        """A session of which every request has a connection of its own."""
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
         self.has_long_metrics = False
         """Whether the metrics page was over a limit when it was read last."""
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
-        self._session = HttpClient(
+        self._session = self._new_client(keepalive_timeout=KEEP_IDLE_S)
+        self._fresh = self._new_client(force_close=True)
+
+    def _new_client(self, **connections: Any) -> HttpClient:
+        return HttpClient(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, keepalive_timeout=KEEP_IDLE_S),
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, **connections),
             limits=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
+            notes_connections=True,
             read_bufsize=READ_BYTES,
         )
 
     async def close(self) -> None:
         """Close every connection; open answers break. Idempotent."""
-        if self._session is not None:
-            for answer in tuple(self._answers):
-                answer.close()  # a session alone leaves the readers waiting
-            await self._session.close()
-            self._session = None
+        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
+        for answer in tuple(self._answers):
+            answer.close()  # a session alone leaves the readers waiting
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
-        Raises WorkerUnreachable when it does not answer, PageFailed when it does so with an error, or too
-        late, KeyRefused for one about its key.
+        Raises WorkerUnreachable when it does not answer, EngineRefuses when it refuses the connection,
+        PageFailed when it answers with an error, or too late, KeyRefused for one about its key.
         """
         return await self._looked(path, _page)
 
@@ -119,7 +135,7 @@ class EngineServer:
     ) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
-            async with await self._opened().request("GET", f"{self.url}{path}", limits=limit) as answer:
+            async with await self._request("GET", path, limits=limit) as answer:
                 if answer.status in (404, 405):
                     return None
                 if answer.status == 200:
@@ -136,7 +152,8 @@ class EngineServer:
             is_late = isinstance(error, TimeoutError) and not isinstance(
                 error, aiohttp.ConnectionTimeoutError
             )
-            failed = PageFailed if is_late else WorkerUnreachable
+            is_refused = isinstance(error, OSError) and error.errno == ECONNREFUSED
+            failed = PageFailed if is_late else EngineRefuses if is_refused else WorkerUnreachable
             raise failed(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
@@ -148,12 +165,8 @@ class EngineServer:
         other answer than 200.
         """
         try:
-            answer = await self._opened().request(
-                "POST",
-                f"{self.url}{path}",
-                data=body,
-                headers={"content-type": "application/json", **(headers or {})},
-            )
+            all_headers = {"content-type": "application/json", **(headers or {})}
+            answer = await self._request("POST", path, data=body, headers=all_headers)
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
@@ -181,10 +194,24 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StreamBroken(f"the engine's answer broke off: {connection_failure(error)}") from error
 
-    def _opened(self) -> HttpClient:
-        if self._session is None:
+    async def _request(self, method: str, path: str, **options: Any) -> aiohttp.ClientResponse:
+        """Send a request; return the head of its answer.
+
+        A kept connection may end just as a request goes out on it: engines close theirs after five idle
+        seconds. One that was lost so, without the head of an answer, is sent once more on a fresh
+        connection. The engine may have begun on it: that costs it work and has no other effect, since the
+        end of a connection has it abort what it runs for it.
+        """
+        if self._session is None or self._fresh is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
-        return self._session
+        connection = Connection()
+        url = f"{self.url}{path}"
+        try:
+            return await self._session.request(method, url, connection=connection, **options)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
+            if not connection.is_reused or self._fresh is None:
+                raise
+        return await self._fresh.request(method, url, connection=connection, **options)
 
 
 JSON_TYPE = b"application/json"

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import aiohttp
 from msgspec.structs import replace
@@ -219,6 +220,9 @@ class SseStream:
         self._is_done = False
         """Whether the engine wrote that it is done: nothing that comes now is read, nor can it break."""
         self._ready: deque[EngineChunk] = deque()
+        self._pieces = 0
+        self._is_reading = False
+        self._lost: str | None = None
         self._failure: KvrouterError | None = None
         self._error: Failure | None = None
         self._error_raw = b""
@@ -246,7 +250,9 @@ class SseStream:
             except ProtocolError as error:
                 broken = StreamBroken(error.message)
             except (aiohttp.ClientError, OSError) as error:
-                broken = StreamBroken(f"the engine's answer broke off: {connection_failure(error)}")
+                broken = StreamBroken(
+                    f"the engine's answer broke off: {self._lost or connection_failure(error)}"
+                )
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
@@ -262,13 +268,26 @@ class SseStream:
             self._cancelled = reason
             self._answer.close()
 
+    @property
+    def awaited_piece(self) -> int | None:
+        """See :class:`Awaiting`."""
+        return self._pieces if self._is_reading and not self._is_over else None
+
+    def break_off(self, why: str) -> None:
+        """The engine brings nothing more: the read raises StreamBroken."""
+        self._lost = why
+        self._answer.close()
+
     async def _next(self) -> EngineChunk:
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
             if self._error is not None:
                 raise await self._failed(self._error)
+            self._is_reading = True
             piece = await (self._read_behind_end() if self._is_done else self._answer.content.readany())
+            self._is_reading = False
+            self._pieces += 1
             if piece:
                 self._cut(piece)
                 continue
@@ -405,6 +424,7 @@ class WholeStream:
         self._read = read
         self._cancelled: str | None = None
         self._is_over = False
+        self._lost: str | None = None
         self._answering = asyncio.create_task(send)
         self._pieces: deque[EngineChunk] = deque()
 
@@ -415,6 +435,9 @@ class WholeStream:
         if self._is_over:
             raise StopAsyncIteration
         await asyncio.wait({self._answering})
+        if self._lost is not None and self._answering.cancelled():
+            self._is_over = True
+            raise StreamBroken(self._lost)
         if self._cancelled is not None or self._answering.cancelled():
             self._is_over = True
             return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
@@ -433,6 +456,16 @@ class WholeStream:
             self._cancelled = reason
             if not self._answering.cancel() and not self._answering.cancelled():
                 self._answering.exception()  # nobody reads it any more
+
+    @property
+    def awaited_piece(self) -> int | None:
+        """See :class:`Awaiting`."""
+        return None if self._answering.done() else 0
+
+    def break_off(self, why: str) -> None:
+        """The engine brings nothing more: the read raises StreamBroken."""
+        self._lost = why
+        self._answering.cancel()
 
     def _chunk(self, body: bytes) -> EngineChunk:
         try:
@@ -644,6 +677,17 @@ class FetchingStream:
         self._inner.cancel(reason)
 
 
+class Awaiting(Protocol):
+    """A stream that may wait for its engine in vain."""
+
+    @property
+    def awaited_piece(self) -> int | None:
+        """The number of the piece of the answer that is awaited; None while the engine is not waited for."""
+
+    def break_off(self, why: str) -> None:
+        """The engine brings nothing more: the read raises StreamBroken."""
+
+
 class OpeningStream:
     """An :class:`EngineStream` from the moment that its call is sent.
 
@@ -651,8 +695,9 @@ class OpeningStream:
     for the word that a leg was accepted. What the engine refuses is raised by the read.
     """
 
-    def __init__(self, opening: Coroutine[None, None, EngineStream]) -> None:
+    def __init__(self, opening: Coroutine[None, None, SseStream]) -> None:
         self._opening = asyncio.create_task(opening)
+        self._lost: str | None = None
         self._cancelled: str | None = None
         self._is_over = False
 
@@ -666,6 +711,8 @@ class OpeningStream:
             await asyncio.wait({self._opening})
         if self._opening.cancelled():
             self._is_over = True
+            if self._lost is not None:
+                raise StreamBroken(self._lost)
             return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if self._opening.exception() is not None:
             self._is_over = True
@@ -678,3 +725,20 @@ class OpeningStream:
         self._cancelled = reason
         if not self._opening.cancel() and not self._opening.cancelled() and self._opening.exception() is None:
             self._opening.result().cancel(reason)
+
+    @property
+    def awaited_piece(self) -> int | None:
+        """See :class:`Awaiting`."""
+        if not self._opening.done():
+            return -1
+        if self._opening.cancelled() or self._opening.exception() is not None:
+            return None
+        return self._opening.result().awaited_piece
+
+    def break_off(self, why: str) -> None:
+        """The engine brings nothing more: the read raises StreamBroken."""
+        if self._opening.done():
+            self._opening.result().break_off(why)
+        else:
+            self._lost = why
+            self._opening.cancel()

@@ -13,7 +13,7 @@ from kvrouter.engines.attach import (
     events_of,
     least_known,
 )
-from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
+from kvrouter.engines.openai.engine import REFUSED_PROBES, EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES
 from kvrouter.engines.openai.pages import EnginePages, check_serves
 from kvrouter.engines.openai.server import EngineServer, attach_server
@@ -99,6 +99,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             VllmClient(spec.worker_id, facts, model=model),
             ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
             started=facts.started_s,
+            refused_probes=REFUSED_PROBES,
         ),
         version=f"vllm {facts.version}".rstrip(),
         model=model,

@@ -1,0 +1,112 @@
+"""An engine that refuses connections while its answers are open: what it still answers goes on, and what it
+has not begun, or falls silent, is lost within a few probes.
+"""
+
+import asyncio
+
+import pytest
+
+from kvrouter.core.requests import EngineRequest, FinishReason, Leg
+from kvrouter.engines.openai.engine import PROBE_EACH_S, REFUSED_PROBES, REFUSED_PROBES_DRAINING
+from kvrouter.transports.requests.port import EngineStream, StreamBroken
+from tests.support.engine_legs import said_hi
+from tests.support.engine_probed import attached, looks
+from tests.support.engine_server import Answer, Ends, event_of, scripted_engine
+
+TOKEN = event_of({"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": None}]})
+LAST = event_of({"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": "stop"}]})
+GENTLE = 10_000
+"""More probes than a test sees: so does an engine that closes its port first and then ends its answers."""
+
+
+async def first(stream: EngineStream) -> None:
+    await anext(aiter(stream))
+
+
+@pytest.mark.parametrize(
+    ("request_", "ends"),
+    [
+        (said_hi(), Ends.NO_HEADERS),
+        (said_hi(), Ends.HELD),
+        (said_hi(stream=False), Ends.NO_HEADERS),
+        (said_hi(stream=False), Ends.HELD),
+        (said_hi(kind=Leg.PREFILL), Ends.NO_HEADERS),
+    ],
+)
+async def test_a_leg_that_has_brought_nothing_is_lost(request_: EngineRequest, ends: Ends) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer(ends=ends))
+        reading = asyncio.create_task(first(await watched.engine.submit(request_)))
+        await scripted.called()
+        await scripted.refuse()
+        with pytest.raises(StreamBroken, match="refuses connections"):
+            await reading
+        await watched.until(answers=False)
+
+
+async def test_a_stream_that_falls_silent_is_lost_too() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer((TOKEN,), ends=Ends.HELD))
+        stream = await watched.engine.submit(said_hi())
+        await first(stream)
+        reading = asyncio.create_task(first(stream))
+        await scripted.refuse()
+        with pytest.raises(StreamBroken, match="refuses connections"):
+            await reading
+
+
+async def test_a_stream_that_goes_on_is_left_alone_to_its_end() -> None:
+    async with scripted_engine() as scripted, attached(scripted, refused_probes=50) as watched:
+        scripted.answers.append(Answer((TOKEN,), ends=Ends.HELD))
+        stream = await watched.engine.submit(said_hi())
+        await first(stream)
+        await scripted.refuse()
+        await watched.until(answers=False)
+        for _ in range(40):  # 0.4 s, of which 0.25 s without a piece would be too long
+            reading = asyncio.create_task(first(stream))
+            await asyncio.sleep(0.01)
+            await scripted.write(TOKEN)
+            await reading
+        await scripted.write(LAST + event_of("[DONE]"))
+        scripted.release()
+        assert [chunk.finish async for chunk in stream][-1] is FinishReason.STOP
+
+
+async def test_a_client_that_reads_slowly_loses_nothing() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer((TOKEN,), ends=Ends.HELD))
+        stream = await watched.engine.submit(said_hi())
+        await first(stream)
+        await scripted.write(LAST + event_of("[DONE]"))
+        await scripted.refuse()
+        await watched.until(answers=False)
+        for _ in range(20):  # nobody reads for longer than an answer may be silent
+            await asyncio.sleep(0.01)
+        assert [chunk.finish async for chunk in stream] == [FinishReason.STOP]
+
+
+async def test_what_other_engines_end_in_good_order_is_waited_for() -> None:
+    async with scripted_engine() as scripted, attached(scripted, refused_probes=GENTLE) as watched:
+        scripted.answers.append(Answer((TOKEN + LAST + event_of("[DONE]"),), ends=Ends.NO_HEADERS))
+        reading = asyncio.create_task(first(await watched.engine.submit(said_hi())))
+        await scripted.called()
+        await scripted.refuse()
+        await watched.until(answers=False)
+        scripted.release()
+        await reading
+
+
+async def test_an_engine_that_answers_its_probes_with_errors_keeps_its_legs() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer((TOKEN + LAST + event_of("[DONE]"),), ends=Ends.NO_HEADERS))
+        reading = asyncio.create_task(first(await watched.engine.submit(said_hi())))
+        await scripted.called()
+        scripted.set_page("/metrics", "", status=500)
+        await looks(scripted, 3 * REFUSED_PROBES)
+        scripted.release()
+        await reading
+
+
+def test_how_long_it_takes_is_what_the_page_says() -> None:
+    assert (REFUSED_PROBES - 1) * PROBE_EACH_S == 2.0
+    assert (REFUSED_PROBES_DRAINING - 1) * PROBE_EACH_S == 30.0
