@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 from tests.engines.install import HERE, engines_dir
 from tests.engines.real_engine import MODEL, RealEngine
@@ -29,13 +30,16 @@ class SglangServer(RealEngine):
         n_tokens: int = 4096,
         context_length: int = 2048,
         buffer_steps: int = 10_000,
+        model: Path | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
-        """Start it and return once it answers; ``n_tokens`` is the room of its cache."""
+        """Start it and return once it answers; ``n_tokens`` is the room of its cache, and ``model`` the
+        folder of another model than the tiny one.
+        """
         home = engines_dir()
         command = [
             *(str(home / "venv" / "bin" / "python"), str(HERE / "sglang_launch.py")),
-            *("--model-path", str(home / "model"), "--served-model-name", MODEL),
+            *("--model-path", str(model or home / "model"), "--served-model-name", MODEL),
             *("--host", "127.0.0.1", "--port", str(self._ports[0]), "--device", "cpu"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--disable-cuda-graph", "--disable-overlap-schedule"),

@@ -20,7 +20,7 @@ from tests.support.engine_legs import leg, written
 from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
 from tests.support.scripted_worker import ScriptedStream
 
-PARAMS = {"do_remote_prefill": True, "remote_request_id": "r"}
+PARAMS = {"do_remote_prefill": True, "remote_request_id": "r", "transfer_mode": "push"}
 SOON_S = 0.05
 IN_TIME_S = 30.0
 

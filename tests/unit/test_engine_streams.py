@@ -289,7 +289,12 @@ async def test_a_whole_answer_is_one_chunk() -> None:
 
 
 async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
-    params = {"remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}
+    params = {
+        "remote_engine_id": "e",
+        "remote_block_ids": [1, 2],
+        "remote_port": 5600,
+        "transfer_mode": "push",
+    }
     body = WHOLE.replace(b'"kv_transfer_params":null', b'"kv_transfer_params":' + _json(params))
     async with asked(Answer((body,), content_type=JSON)) as at:
         (chunk,) = await read(at.whole())

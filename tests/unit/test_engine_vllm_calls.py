@@ -166,6 +166,23 @@ def test_a_tool_that_must_be_called_stays_in_the_prompt_of_a_prefill(
     assert asked(leg(client(said), Leg.DECODE))[1]["tool_choice"] == choice
 
 
+@pytest.mark.parametrize(
+    ("more", "is_alone"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
+        ({"tools": TOOLS, "response_format": None}, False),
+    ],
+)
+def test_choices_that_an_engine_writes_into_the_prompt_leave_it_to_the_decode_engine(
+    more: dict[str, object], is_alone: bool
+) -> None:
+    request = leg(client({**CHAT, **more}), Leg.PREFILL)
+    assert (call_of(request, model="tiny", writes_choices=True).answered is not None) is is_alone
+    assert call_of(request, model="tiny").answered is None
+
+
 @pytest.mark.parametrize("choice", ["auto", "none", "required!", "any", None, 1])
 def test_every_other_choice_of_tools_stays_as_it_was_written(choice: object) -> None:
     said = {**CHAT, "tools": TOOLS, "tool_choice": choice}

@@ -1,5 +1,6 @@
 """What vLLM's server tells of itself: the recorded pages, and pages that contradict them."""
 
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -88,6 +89,17 @@ async def test_a_nixl_connector_is_reported_by_its_metrics(engine: ScriptedEngin
     text = engine.pages[METRICS].pieces[0].decode()
     engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
     assert (await ask(engine)).uses_nixl
+
+
+@pytest.mark.parametrize(
+    ("root", "writes"), [("moonshotai/Kimi-K3-Instruct", True), ("/models/kimi_k3", True), ("kimi-k2", False)]
+)
+async def test_a_model_whose_prompt_has_the_choices_of_a_call_is_known_by_its_name(
+    engine: ScriptedEngine, root: str, writes: bool
+) -> None:
+    info = await ask(engine)
+    assert not info.writes_choices
+    assert dataclasses.replace(info, root=root).writes_choices is writes
 
 
 async def test_adapters_are_reported_from_names_of_the_model(engine: ScriptedEngine) -> None:

@@ -228,7 +228,7 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     )
 
 
-LONG_BODY_BYTES = 256 * 1024
+LONG_BODY_BYTES = 64 * 1024
 """The prompt of a longer call is made in a thread: images in it are hashed, and take a while to read."""
 
 
@@ -266,7 +266,8 @@ async def passthrough_tokens(
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
         beginning = _beginning(known, text.prompt_max_chars)
         return PassthroughTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
-    is_exact = prompt.is_whole and not has_media and not prompt.continues and not passed.is_partial
+    goes_on = prompt.continues or bool(prompt.continuation)
+    is_exact = prompt.is_whole and not has_media and not goes_on and not passed.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)
 
 

@@ -242,7 +242,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {message}", param="messages"
             ) from error
-        return _until_mark(text) if prompt.continues else text
+        return _until_mark(text) if prompt.continues else text + prompt.continuation
 
     def _text_with_tools(self, names: dict[str, object], prompt: Prompt) -> str:
         tools = prompt.tools or None

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.json import OFF_LOOP_BYTES
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, KvTransferParams
 from kvrouter.engines.openai.events import (
     AnswerEvent,
@@ -443,7 +444,10 @@ class WholeStream:
             return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if not self._pieces:
             self._is_over = True  # also where the answer is an error
-            self._pieces = _in_pieces(self._chunk(self._answering.result()))
+            body = self._answering.result()
+            is_long = len(body) > OFF_LOOP_BYTES
+            chunk = await asyncio.to_thread(self._chunk, body) if is_long else self._chunk(body)
+            self._pieces = _in_pieces(chunk)
             if self._answer_headers is not None and self._answer_headers.passed and self._reading.passes_raw:
                 self._pieces[0] = replace(self._pieces[0], headers=self._answer_headers.passed)
         piece = self._pieces.popleft()

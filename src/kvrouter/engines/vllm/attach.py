@@ -49,6 +49,7 @@ class VllmClient:
             model=self._model,
             n_ranks=len(self._facts.ranks),
             tells_where_kv_waits=self._facts.uses_nixl,
+            writes_choices=self._facts.writes_choices,
         )
 
     async def look(self, server: EngineServer) -> Probe:

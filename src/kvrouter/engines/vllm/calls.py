@@ -108,12 +108,18 @@ _REQUIRED = b'"required"'
 
 
 def call_of(
-    request: EngineRequest, *, model: str, n_ranks: int = 1, tells_where_kv_waits: bool = True
+    request: EngineRequest,
+    *,
+    model: str,
+    n_ranks: int = 1,
+    tells_where_kv_waits: bool = True,
+    writes_choices: bool = False,
 ) -> EngineCall:
     """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
 
     A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another one an answer that does
-    not say means that the decode engine finds the KV, in storage that both share.
+    not say means that the decode engine finds the KV, in storage that both share. An engine that
+    ``writes_choices`` writes into the prompt which tool must be called, and which form the answer must have.
 
     Raises InvalidRequest naming a field that is no object where it must be one.
     """
@@ -127,7 +133,13 @@ def call_of(
     if request.call is not None and request.call.route.is_passed:
         return passed_call(request.call, _common(request, model), headers)
     if request.leg is Leg.PREFILL:
-        return _prefill(request, model, headers, tells_where_kv_waits=tells_where_kv_waits)
+        return _prefill(
+            request,
+            model,
+            headers,
+            tells_where_kv_waits=tells_where_kv_waits,
+            writes_choices=writes_choices,
+        )
     if request.call is not None and not request.resumed_tokens:
         return _as_written(request, request.call, model, headers)
     return _tokens(request, model, headers)
@@ -153,7 +165,12 @@ def _as_written(
 
 
 def _prefill(
-    request: EngineRequest, model: str, headers: Mapping[str, str], *, tells_where_kv_waits: bool
+    request: EngineRequest,
+    model: str,
+    headers: Mapping[str, str],
+    *,
+    tells_where_kv_waits: bool,
+    writes_choices: bool,
 ) -> EngineCall:
     """One token of the same prompt, whose KV the engine then keeps for the decode worker.
 
@@ -167,7 +184,8 @@ def _prefill(
     path = CallRoute.COMPLETION.value
     if request.call is not None and not request.resumed_tokens:
         path = request.call.route.value
-        if _is_for_one_engine(body):
+        is_written = says_other_than(body, "response_format") or _must_call_a_tool(body)
+        if _is_for_one_engine(body) or (writes_choices and is_written):
             return EngineCall(
                 path=path,
                 body=b"",

@@ -58,6 +58,13 @@ class VllmInfo:
     has_metrics: bool = True
 
     @property
+    def writes_choices(self) -> bool:
+        """Whether it writes ``tool_choice`` and ``response_format`` into the prompt. vLLM does so for Kimi
+        K3, which the name of the folder or repository shows.
+        """
+        return "kimi-k3" in self.root.lower().replace("_", "-")
+
+    @property
     def block_size(self) -> int | None:
         """Tokens in a block, alike on every rank."""
         return next(iter(self.ranks.values())).block_size

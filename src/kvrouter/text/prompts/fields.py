@@ -40,10 +40,12 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompt(NamedTuple):
-    """What a template is given. ``names`` are further names for it, such as ``enable_thinking``. With
-    ``continues`` the answer goes on with the last message. With ``has_media`` some texts stand for what is
-    none. It ``is_whole`` unless something follows that is not known here. Where ``flat_tools`` a template
-    that fails is tried once more with bare functions as tools.
+    """What a template is given.
+
+    ``names`` are further names for it, such as ``enable_thinking``. With ``continues`` the answer goes on
+    with the last message; with a ``continuation`` it begins with that text. With ``has_media`` some texts
+    stand for what is none. It ``is_whole`` unless something follows that is not known here. Where
+    ``flat_tools`` a template that fails is tried once more with bare functions as tools.
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -51,6 +53,7 @@ class Prompt(NamedTuple):
     names: Mapping[str, object] = {}
     add_generation_prompt: bool = True
     continues: bool = False
+    continuation: str = ""
     has_media: bool = False
     is_whole: bool = True
     flat_tools: bool = False

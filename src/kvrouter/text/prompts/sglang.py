@@ -23,7 +23,7 @@ from kvrouter.text.prompts.fields import (
     text_of,
     wrong,
 )
-from kvrouter.text.prompts.vllm import custom_parameters
+from kvrouter.text.prompts.vllm import custom_parameters, typed_schema
 
 _MESSAGE_FIELDS = ("tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools", "prefix")
 _FUNCTION_FIELDS = ("description", "name", "parameters", "strict", "defer_loading")
@@ -64,14 +64,18 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
     read = [reader.message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     continues = fields.continue_final_message is True and fields.route is CallRoute.CHAT
     last = read[-1]
+    continuation = ""
+    if continues and last["role"] == "assistant" and isinstance(last["content"], str):
+        continuation = last["content"]
+        del read[-1]
     if last["role"] == "assistant" and isinstance(last["content"], str) and pieces.is_whole and not continues:
         read[-1] = {"role": "user", "content": last["content"]}
     return Prompt(
         read,
         _chosen(tools, tool_choice),
         names,
-        add_generation_prompt=pieces.is_whole and not continues,
-        continues=continues,
+        add_generation_prompt=pieces.is_whole,
+        continuation=continuation,
         has_media=reader.has_media,
         is_whole=pieces.is_whole,
         flat_tools=True,
@@ -106,6 +110,7 @@ class _Reader:
         role = text_of(message.get("role"), f"{path}.role")
         role = role if role == "user" else role.lower()
         content = self._content(message.get("content"), path)
+        is_last = isinstance(content, list)  # a list of parts is written behind the other fields
         if role == "tool" and isinstance(content, list):
             content = " ".join(str(part["text"]) for part in content) if _are_texts(content) else content
         out: Message = {"role": role, "content": content}
@@ -116,10 +121,13 @@ class _Reader:
             if value is None:
                 continue
             if name == "tool_calls":
-                value = [self._call(call, at, role) for call, at in objects(value, f"{path}.{name}")]
+                calls = objects(value, f"{path}.{name}") if value else ()
+                value = [self._call(call, at, role) for call, at in calls]
             elif name == "tools":
                 value = _tools(value)
             out[name] = value
+        if is_last:
+            out["content"] = out.pop("content")
         return out
 
     def _content(self, content: object, path: str) -> str | list[Message]:
@@ -449,8 +457,8 @@ def _functions_of_messages(tools: object) -> list[Message]:
             "function": {
                 "name": tool.get("name"),
                 "description": tool.get("description") or "",
-                "parameters": tool.get("input_schema"),
-                "strict": tool.get("strict"),
+                "parameters": typed_schema(tool.get("input_schema")),
+                "strict": tool.get("strict", False),
             },
         }
         for tool, _ in (objects(tools, "tools") if tools else ())

@@ -436,7 +436,7 @@ def _functions_of_messages(fields: PromptFields) -> list[Message]:
             "function": {
                 "name": tool.get("name"),
                 "description": tool.get("description"),
-                "parameters": _typed(tool.get("input_schema")),
+                "parameters": typed_schema(tool.get("input_schema")),
                 "strict": tool.get("strict"),
                 "defer_loading": tool.get("defer_loading"),
             }
@@ -476,7 +476,8 @@ def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _typed(schema: object) -> object:
+def typed_schema(schema: object) -> object:
+    """Return a tool's schema, which is one of an object where it does not say of what."""
     return {**schema, "type": "object"} if isinstance(schema, dict) and "type" not in schema else schema
 
 
