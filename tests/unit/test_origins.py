@@ -158,7 +158,6 @@ async def test_a_page_of_the_same_site_changes_nothing() -> None:
         (FrontendSettings(allowed_hosts="*"), REBOUND, 200),
         (FrontendSettings(allowed_hosts="router.example"), REBOUND, 403),
     ],
-    ids=str,
 )
 async def test_what_the_settings_admit(settings: FrontendSettings, sent: dict[str, str], status: int) -> None:
     async with open_house(card(1), settings=settings) as house:
