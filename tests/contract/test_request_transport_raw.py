@@ -59,3 +59,21 @@ async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(wire: Wire) ->
     assert worker.streams[0].n_put < N_CHUNKS // 2
     assert len(joined(await read(slow))) == N_CHUNKS * len(piece)
     await asyncio.gather(*producers)
+
+
+async def test_comments_travel_before_an_answer_and_in_their_place(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    inner = worker.streams[0]
+    ping = EngineChunk(comments=b": keep-alive\n\n")
+    await inner.put(ping)
+    async with asyncio.timeout(IN_TIME_S):
+        assert await anext(stream) == ping
+    for chunk in (EngineChunk((1,), raw=b"a", text_chars=1), ping, EngineChunk((2,), raw=b"b", text_chars=1)):
+        await inner.put(chunk)
+    await inner.put(EngineChunk(raw=b"c", text_chars=0, finish=FinishReason.LENGTH))
+    chunks = await read(stream)
+    assert b"".join(chunk.comments + chunk.raw for chunk in chunks) == b"a" + ping.comments + b"bc"
+    assert sum(chunk.text_chars or 0 for chunk in chunks) == 2
+    assert all(chunk.text_chars is not None for chunk in chunks if chunk.raw)

@@ -1,7 +1,7 @@
 """The ``openai`` client asks a real vLLM engine through kvrouter and directly: the same answers."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,53 @@ class TestVllm(ClientLaw):
                     worker = through.headers["x-kvrouter-decode-worker"]
                     assert worker == "1"
 
+    async def test_streams_have_the_same_bytes(self, ways: Ways, engine: VllmServer) -> None:
+        async with httpx.AsyncClient(timeout=60.0) as http:
+            for path, call in _unicode_calls():
+                direct = through = b""
+                for _ in range(TRIES):  # two tokens may come in one event where the engine has much to do
+                    direct, through = [
+                        _NAMES.sub(b"", (await http.post(f"{url}{path}", json=call)).content)
+                        for url in (engine.url, ways.frontend.url)
+                    ]
+                    if through == direct:
+                        break
+                assert through.splitlines() == direct.splitlines(), call
+
+
+TRIES = 5
+
+PROMPTS = ("Grüße 你好 🦙👩‍🚀", "a", "Where is my cache?", "hi", "日本語のテキスト", "🏳️‍🌈 ñ \u0301")
+"""A tiny model answers them with characters that its tokens cut."""
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"stop": ["e", "the"]},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+    {"stream_options": None},
+    {"logprobs": True, "top_logprobs": 2},
+    {"return_token_ids": True},
+    {"return_token_ids": False},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    {"max_tokens": 1},
+)
+
+
+def _unicode_calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    common = {"model": MODEL, "temperature": 0, "max_tokens": 40, "stream": True}
+    for prompt in PROMPTS:
+        for options in OPTIONS if prompt in PROMPTS[:2] else OPTIONS[:1]:
+            chat = {**common, "messages": [{"role": "user", "content": prompt}], **options}
+            yield "/v1/chat/completions", chat
+            if "tools" in options:
+                continue
+            logprobs = {"logprobs": 2, "top_logprobs": None} if "logprobs" in options else {}
+            yield "/v1/completions", {**common, "prompt": prompt, **options, **logprobs}
+
+
+_NAMES = re.compile(rb'"id":"[^"]*"|"created":[0-9]+')
 
 STREAMED = frozenset({"/v1/responses", "/v1/messages"})
 _OWN = re.compile(

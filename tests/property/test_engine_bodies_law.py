@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.core.lax import UNKNOWN, lax_bool, lax_json
 from kvrouter.engines.openai.bodies import (
+    ask_usage,
     body_of,
     bytes_of,
     drop,
@@ -97,8 +98,35 @@ def test_where_nothing_is_nothing_is_dropped_and_an_object_is_made() -> None:
         drop_inside(body, "stream_options", "include_usage")
         assert bytes_of(body) == before
         assert flag_inside(body, "stream_options", "include_usage") is None
-        put_inside(body, "stream_options", include_usage=True)
+        assert ask_usage(body)
         assert bytes_of(body) == b'{"stream_options":{"include_usage":true}}'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"include_usage":true}',
+        '{"include_usage":1}',
+        '{"include_usage":"yes"}',
+        '{"continuous_usage_stats":true}',
+        '{"include_usage":false,"continuous_usage_stats":"on"}',
+        '"x"',
+        "[1]",
+        "5",
+    ],
+)
+def test_a_usage_that_a_client_may_have_asked_for_is_left_to_the_engine(value: str) -> None:
+    written = f'{{"stream_options":{value}}}'.encode()
+    body = body_of(written)
+    assert not ask_usage(body)
+    assert bytes_of(body) == written
+
+
+@pytest.mark.parametrize("value", ['{"include_usage":false,"x":1.0}', '{"x":1.0,"include_usage":null}'])
+def test_a_usage_that_nobody_asked_for_is(value: str) -> None:
+    body = body_of(f'{{"stream_options":{value}}}'.encode())
+    assert ask_usage(body)
+    assert values_of(bytes(body["stream_options"])) == {"include_usage": "true", "x": "1.0"}
 
 
 @pytest.mark.parametrize("value", ["5", '"a"', "[1]", "true"])

@@ -105,7 +105,7 @@ async def echo(request: Request, responder: Responder) -> None:
 
 
 async def three_events(request: Request, responder: Responder) -> None:
-    stream = await responder.start_stream(200, [(b"content-type", b"text/event-stream")])
+    stream = responder.start_stream(200, [(b"content-type", b"text/event-stream")])
     for number in (b"1", b"2", b"3"):
         stream.write(sse_event(number))
         await asyncio.sleep(0)
@@ -124,7 +124,7 @@ class Recorded:
     async def endless(self, request: Request, responder: Responder) -> None:
         """Tokens for as long as somebody reads."""
         responder.on_disconnect(self.reasons.append)
-        stream = await responder.start_stream(200, filler=SSE_FILLER)
+        stream = responder.start_stream(200, filler=SSE_FILLER)
         self.streams.append(stream)
         while responder.disconnected is None:
             stream.write(sse_event(b"token"))
@@ -142,5 +142,5 @@ class Recorded:
 
     async def silent_stream(self, request: Request, responder: Responder) -> None:
         """A stream whose first token is far away."""
-        await responder.start_stream(200, filler=SSE_FILLER)
+        responder.start_stream(200, filler=SSE_FILLER)
         await self.silent(request, responder)

@@ -273,6 +273,7 @@ async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
         dp_size=1,
         prefix_caching=True,
         tells_cached_tokens=False,
+        tells_usage=False,
         role=Role.BOTH,
         bootstrap_port=8998,
         events={R0: EventsAt("tcp://127.0.0.1:16401", "tcp://127.0.0.1:16501", "kv-events")},

@@ -10,13 +10,14 @@ import pytest
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.engines.openai import streams
 from kvrouter.engines.openai.events import read_event
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import PIECE_BYTES, AnswerReading, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.stream import decode_chunk, encode_chunk
 from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
-from tests.support.waits import until
 
 RAW = AnswerReading(passes_raw=True)
 TOKENS = AnswerReading(passes_raw=False)
@@ -109,14 +110,16 @@ async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None
 
 
 async def test_streams_that_end_leave_their_connection_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.engines.openai.server.END_LIMIT_S", 60.0)
+    monkeypatch.setattr(streams, "END_LIMIT_S", 60.0)
     late = Answer((sse(token(1, "stop")),), ends=Ends.HELD)
-    async with asked(late, Answer((WHOLE,), content_type=JSON), late) as at:
-        answer = await at.server.post(PATH, b"{}")
-        await read(SseStream(answer, RAW))
-        assert not answer.closed
+    async with asked(late, Answer((WHOLE,), content_type=JSON), replace(late, ends=Ends.WHOLE)) as at:
+        stream = await at.stream()
+        assert (await anext(stream)).raw == late.pieces[0]
+        ending = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        assert not ending.done()
         at.engine.release()
-        await until(lambda: answer.closed)
+        assert [chunk.finish for chunk in await ending] == [FinishReason.STOP]
         await read(at.whole())
         await read(await at.stream())
         assert len({call.port for call in at.engine.calls}) == 1
@@ -125,7 +128,7 @@ async def test_streams_that_end_leave_their_connection_to_the_next(monkeypatch: 
 async def test_a_stream_that_does_not_end_behind_its_last_event_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrouter.engines.openai.server.END_LIMIT_S", 0.01)
+    monkeypatch.setattr(streams, "END_LIMIT_S", 0.01)
     ended = Answer((sse(token(1, "stop")),))
     async with asked(replace(ended, ends=Ends.HELD), ended) as at:
         assert (await read(await at.stream()))[-1].finish is FinishReason.STOP
@@ -168,8 +171,6 @@ async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -
         (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.CUT), 1, "its answer broke off"),
         (Answer((event_of(token(1)), b'data: {"choices"')), 1, "in the middle of an event"),
         (Answer((event_of(token(1)),)), 1, "without a finish reason"),
-        (Answer((sse(token(1)),)), 1, "without a finish reason"),
-        (Answer((b"data: nonsense\n\n",)), 0, "the engine's answer"),
         (Answer((event_of(token(1)) + b"data: nonsense\n\n",)), 1, "the engine's answer"),
         (Answer((event_of(token(1)) + event_of({"error": {"message": "died"}}),)), 1, "died"),
         (Answer((b"data: [1]\n\n",)), 0, "the engine's answer"),
@@ -178,7 +179,7 @@ async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -
 )
 async def test_what_breaks_off_is_broken(answer: Answer, n_tokens: int, says: str) -> None:
     async with asked(answer) as at:
-        stream = await at.stream()
+        stream = await at.stream(TOKENS)
         for _ in range(n_tokens):
             assert (await anext(stream)).token_ids == (1,)
         with pytest.raises(StreamBroken, match=says):
@@ -207,6 +208,34 @@ async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
         for each in waiting:
             with pytest.raises((WorkerUnreachable, StreamBroken)):
                 await each
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no JSON",
+        b"",
+        b"[1]",
+        b"{}",
+        b'{"choices":null,"usage":"x"}',
+        b'{"choices":[{"index":"0","message":{"content":["a"]},"finish_reason":7,"token_ids":"a"}]}',
+        b'{"choices":[{"text":5}],"error":"text","system_fingerprint":1,"kv_transfer_params":[]}',
+        b'{"choices":[{"text":"a","finish_reason":"abort"}],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}',
+        b'{"error":null,"detail":"\xff"}',
+    ],
+)
+async def test_a_whole_answer_passes_whatever_it_is(body: bytes) -> None:
+    async with asked(Answer((body,), content_type=JSON)) as at:
+        (chunk,) = await read(at.whole(RAW))
+    assert (chunk.raw, chunk.finish) == (body, FinishReason.STOP)
+    assert decode_chunk(encode_chunk(chunk)) == chunk
+
+
+async def test_a_comment_comes_before_the_answer_does() -> None:
+    async with asked(Answer((b": keep-alive\n\n",), ends=Ends.HELD)) as at:
+        chunk = await anext(await at.stream())
+        assert (chunk.is_comment, chunk.comments) == (True, b": keep-alive\n\n")
+        assert not (await at.call()).left.is_set()
 
 
 @pytest.mark.parametrize(

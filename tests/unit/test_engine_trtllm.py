@@ -205,10 +205,10 @@ def test_its_errors_are_reported_in_its_own_words() -> None:
 
 def test_its_streams_are_read_as_openais() -> None:
     chat, tokens = (page(f"trtllm-1.3.0-{name}.sse") for name in ("chat", "completion-tokens"))
-    events = [read_event(data) for _, data in EventCutter().push(chat) if data != DONE]
+    events = [read_event(data) for _, data in EventCutter().push(chat) if data and data != DONE]
     assert [event.text_chars for event in events] == [0, 3, 4, 0]
     assert (events[2].finish, events[3].is_usage_alone) == (FinishReason.LENGTH, True)
-    events = [read_event(data) for _, data in EventCutter().push(tokens) if data != DONE]
+    events = [read_event(data) for _, data in EventCutter().push(tokens) if data and data != DONE]
     assert [event.token_ids for event in events] == [(606,), (1309, 7), ()]
     assert finish_of("cancelled") is FinishReason.CANCELLED
 

@@ -14,6 +14,7 @@ from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, error_of, metrics_of, mock_text, open_house, token_ids
+from tests.support.logged import event_of as logged_event
 from tests.support.parsed import parse_passthrough
 from tests.support.scripted_transport import ScriptedStream
 from tests.support.waits import until
@@ -169,6 +170,107 @@ async def test_another_engine_goes_on_under_the_same_id() -> None:
     }
     n_generated = len(before) + len(token_ids(" is")) + len(token_ids(" nice"))
     assert usage["usage"]["completion_tokens"] == n_generated
+
+
+PING = EngineChunk(comments=b": keep-alive\n\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_comment_is_passed_at_once_and_a_worker_lost_behind_it_is_replaced(path: str) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "input": "hello", "stream": True}
+    async with (
+        open_house(taking(1), taking(2), script=lambda stream: stream.feed(PING)) as house,
+        house.http.stream("POST", path, json=body) as response,
+        asyncio.timeout(10),
+    ):
+        pieces = response.aiter_raw()
+        assert await anext(pieces) == PING.comments
+        (first,) = house.plane.opened
+        assert response.headers["x-kvrouter-decode-worker"] == address_worker(first)
+        first.die()
+        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+        assert second.address != first.address
+        assert await anext(pieces) == PING.comments
+        streams("Paris")(second)
+        rest = b"".join([piece async for piece in pieces])
+    assert rest == event("") + event("Paris") + STOP
+
+
+def address_worker(stream: ScriptedStream) -> str:
+    return stream.address.rpartition("/")[2]
+
+
+async def test_what_fails_behind_a_comment_is_the_one_error_event() -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(PING, InvalidRequest("not that one", param="theirs"))
+
+    async with open_house(taking(1), script=script) as house:
+        answer = await streamed(house)
+        assert house.bench.booked() == 0
+    assert answer.startswith(PING.comments)
+    assert (
+        json.loads(answer.removeprefix(PING.comments).removeprefix(b"data: "))["error"]["param"] == "theirs"
+    )
+
+
+async def test_another_engine_goes_on_behind_comments() -> None:
+    merged = EngineChunk(token_ids("Par"), comments=b": data: x\n\n", raw=event("Par"), text_chars=3)
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.resumed_tokens:
+            goes_on("is")(stream)
+        else:
+            stream.feed(merged, PING)
+            stream.die()
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        answer = await streamed(house)
+    begin = merged.comments + event("Par") + PING.comments
+    assert answer.startswith(begin)
+    assert text_of(answer.removeprefix(begin)) == "is"
+
+
+async def test_an_engine_that_writes_comments_alone_counts_as_silent() -> None:
+    config = KvRouterConfig(stall_timeout_s=0.2)
+    async with (
+        asyncio.timeout(10),
+        open_house(taking(1), taking(2), config=config) as house,
+        asyncio.TaskGroup() as tasks,
+    ):
+        answer = tasks.create_task(streamed(house))
+        first = await house.plane.wait_for(Leg.AGGREGATED)
+        first.feed(ROLE, piece("Par"))
+        while first.cancelled_for is None:
+            first.feed(PING)
+            await asyncio.sleep(0.02)
+        goes_on("is")(await house.plane.wait_for(Leg.AGGREGATED, nth=1))
+        assert text_of((await answer).replace(PING.comments, b"")) == "Paris"
+
+
+@pytest.mark.parametrize("whole", [b"", b"no JSON", b"{}", b"[{}]"])
+async def test_an_answer_passes_whatever_it_is(whole: bytes) -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(raw=whole, finish=FinishReason.STOP, unread="it is odd"))
+
+    async with open_house(taking(1), script=script) as house:
+        for stream in (False, True):
+            response = await house.chat(stream=stream, fields={"nvext": {"extra_fields": ["worker_id"]}})
+            assert response.status_code == 200
+            assert response.content.startswith(whole)
+            assert stream or response.content == whole
+
+
+async def test_that_an_answer_cannot_be_read_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def script(stream: ScriptedStream) -> None:
+        odd = EngineChunk(raw=event("a"), unread="choices: they are odd")
+        stream.feed(odd, EngineChunk(raw=STOP, finish=FinishReason.STOP))
+
+    async with open_house(taking(1), script=script) as house:
+        for _ in range(3):
+            assert await streamed(house) == event("a") + STOP
+    (line,) = (each for each in caplog.records if logged_event(each) == "answer_unread")
+    assert "worker=1" in line.getMessage()
+    assert "choices: they are odd" in line.getMessage()
 
 
 async def test_a_stop_string_over_the_seam_ends_the_answer() -> None:

@@ -68,7 +68,7 @@ async def serve_app(**options: Any) -> tuple[HttpServer, httpx.AsyncClient, list
         if request.path != "/stream":
             await bridge(request, responder)
             return
-        stream = await responder.start_stream(200)
+        stream = responder.start_stream(200)
         stream.write(b"streamed")
         stream.end()
 

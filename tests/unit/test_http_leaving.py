@@ -107,7 +107,7 @@ def test_a_client_that_does_not_read_holds_the_stream_back(run: Run) -> None:
 
     async def handler(request: Request, responder: Responder) -> None:
         nonlocal written_bytes
-        stream = await responder.start_stream(200)
+        stream = responder.start_stream(200)
         try:
             while True:
                 stream.write(b"x" * 1000)
@@ -135,7 +135,7 @@ def test_a_stream_that_ignores_back_pressure_loses_its_client(run: Run) -> None:
 
     async def handler(request: Request, responder: Responder) -> None:
         nonlocal most_bytes
-        stream = await responder.start_stream(200)
+        stream = responder.start_stream(200)
         while responder.disconnected is None:
             stream.write(b"x" * 10_000)
             if not stream.ready:

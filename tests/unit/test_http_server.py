@@ -222,7 +222,7 @@ def test_http_1_0_keep_alive(run: Run) -> None:
 
 def test_tokens_of_one_turn_leave_in_one_chunk(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
-        stream = await responder.start_stream(200)
+        stream = responder.start_stream(200)
         for _ in range(5):
             stream.write(b"ab")
         stream.end()
@@ -241,7 +241,7 @@ def test_tokens_of_one_turn_leave_in_one_chunk(run: Run) -> None:
 def test_a_handler_that_fails(run: Run, caplog: pytest.LogCaptureFixture, begun: bool, fault: str) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         if begun:
-            stream = await responder.start_stream(200)
+            stream = responder.start_stream(200)
             stream.write(b"part")
             await asyncio.sleep(0.02)
         if fault == "raise":
@@ -283,7 +283,7 @@ def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
             await responder.send(102)
         with pytest.raises(ValueError, match="unknown"):
             await responder.send(299)
-        stream = await responder.start_stream(200)
+        stream = responder.start_stream(200)
         with pytest.raises(RuntimeError, match="started before"):
             await responder.send(200)
         stream.end()

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, read_event
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
     RUNNING,
@@ -299,6 +299,8 @@ def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEv
             yield data, None
         elif data:
             event = read_event(data)
+            if isinstance(event, UnreadEvent):
+                raise ProtocolError(event.why, param="data")
             if event.error is not None:
                 raise failure_inside(event.error)
             yield data, event

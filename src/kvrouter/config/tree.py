@@ -269,6 +269,19 @@ class FrontendSettings(Section):
     ] = 75.0
     """How long a kept-alive connection may stay without a request."""
 
+    sse_keep_alive_s: Annotated[
+        NonNegative,
+        Setting(
+            flag="--sse-keep-alive-s",
+            variable="KVROUTER_SSE_KEEP_ALIVE_S",
+            group=SettingGroup.FRONTEND,
+            unit="seconds",
+        ),
+    ] = 0.0
+    """How long a stream may stay without a byte before a comment is written to it, which clients skip and
+    proxies count, also while its request waits for a worker. What fails behind a comment is the stream's last
+    event, and no status. At 0 none is written; those of engines pass always."""
+
     write_stall_s: Annotated[
         Positive,
         Setting(

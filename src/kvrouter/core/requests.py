@@ -235,6 +235,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
     characters of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come
     last.
+    ``comments`` are an event stream's comments, ahead of ``raw``: the client gets them, and a chunk that has
+    nothing else is no part of the answer. ``unread`` is why not everything in ``raw`` could be read.
     ``headers`` come with the first of ``raw``: those of the engine's answer that the client gets.
     ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
     answer so far, where it reports that.
@@ -253,6 +255,13 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_bytes: int | None = None
     failure: EngineAnswer | None = None
     headers: Headers = ()
+    comments: bytes = b""
+    unread: str | None = None
+
+    @property
+    def is_comment(self) -> bool:
+        """Whether it has comments and brings nothing of an answer."""
+        return bool(self.comments) and not self.raw and not self.token_ids and self.finish is None
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
@@ -261,7 +270,9 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
     and what belongs to it from the last chunk.
     """
     last = chunks[-1]
-    chars = [chunk.text_chars for chunk in chunks if chunk.text_chars is not None]
+    answers = [chunk for chunk in chunks if not chunk.is_comment]
+    chars = [chunk.text_chars for chunk in answers if chunk.text_chars is not None]
+    written = b"".join(chunk.comments + chunk.raw for chunk in chunks)
     counts = [chunk.completion_tokens for chunk in chunks if chunk.completion_tokens is not None]
     return EngineChunk(
         token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
@@ -271,11 +282,13 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         error=last.error,
         kv_lost=last.kv_lost,
         failure=last.failure,
-        raw=b"".join(chunk.raw for chunk in chunks),
-        text_chars=sum(chars) if len(chars) == len(chunks) else None,
+        raw=written if answers else b"",
+        text_chars=sum(chars) if answers and len(chars) == len(answers) else None,
         prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),
         completion_tokens=counts[-1] if counts else None,
         kv_bytes=next((c.kv_bytes for c in chunks if c.kv_bytes is not None), None),
+        comments=b"" if answers else written,
+        unread=next((c.unread for c in chunks if c.unread is not None), None),
         headers=next((chunk.headers for chunk in chunks if chunk.headers), ()),
     )
 

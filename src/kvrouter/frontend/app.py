@@ -362,7 +362,9 @@ class FrontendApp(HttpApp):
             service, texts, observed, unknown_nvext=settings.unknown_nvext, unread=unread
         )
         bodies = Bodies(service, texts, observed, settings)
-        generate = GenerateRoutes(service, preparer, bodies, observed, tracing)
+        generate = GenerateRoutes(
+            service, preparer, bodies, observed, tracing, keep_alive_s=settings.sse_keep_alive_s
+        )
         admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
         super().__init__(
             {

@@ -127,7 +127,7 @@ async def answer_stream(exchange: ResponseWriter, call: Call, reading: ChunkRead
     """Answer with server-sent events; a client that reads slowly holds back its own engine stream."""
     text = await reading.next_text()
     generation = reading.generation
-    stream = await exchange.begin_stream(generation)
+    stream = exchange.begin_stream(generation)
     answer = exchange.answer_of(call)
     usage_each = call.stream_options.continuous_usage_stats
 
@@ -184,8 +184,11 @@ class GenerateRoutes:
         bodies: Bodies,
         observed: FrontendInstrumentation,
         tracing: "RequestTracing | None" = None,
+        *,
+        keep_alive_s: float = 0.0,
     ) -> None:
         self._tracing = tracing
+        self._keep_alive_s = keep_alive_s
         self._service = service
         self._preparer = preparer
         self._bodies = bodies
@@ -225,6 +228,7 @@ class GenerateRoutes:
                 raise
             exchange.status = CLIENT_LEFT_STATUS
         finally:
+            exchange.close()
             self._ids.give_back(exchange.request_id)
             self._observed.answered(
                 route=request.path,
@@ -269,6 +273,8 @@ class GenerateRoutes:
         with self._refusals_recorded(exchange, request.path, received_s):
             running = self._service.generate(generate, received_s=received_s, origin=origin, spans=spans)
         exchange.generation = running
+        if call.stream and self._keep_alive_s:
+            exchange.keep_alive(running, self._keep_alive_s)
         async with running as generation:
             if matcher is None or text is None:
                 if call.stream and isinstance(exchange.kind, PassedRoute):

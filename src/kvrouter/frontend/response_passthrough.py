@@ -5,6 +5,7 @@ the same form and under the same id.
 """
 
 import asyncio
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -16,12 +17,11 @@ from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
-from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
+from kvrouter.frontend.http import SSE_DONE, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
-from kvrouter.frontend.openai.passed import PassedRoute
 from kvrouter.frontend.openai.passthrough import PassthroughCall
-from kvrouter.frontend.response_writer import ResponseWriter, routing_nvext
+from kvrouter.frontend.response_writer import EventStream, ResponseWriter, routing_nvext
 from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.text.chat import text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
@@ -41,10 +41,10 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
         if chunk.finish is not None:
             break
     body = b"".join(pieces)
-    if not body and not (isinstance(exchange.kind, PassedRoute) and exchange.kind.is_form):
+    if not body and generation.generated:
         raise _not_their_own()
     nvext = routing_nvext(generation, call.nvext.extra_fields)
-    if nvext and body.rstrip().endswith(b"}"):
+    if nvext and _FILLED_OBJECT.fullmatch(body):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
     await exchange.send(generation, body, headers)
 
@@ -54,7 +54,7 @@ async def pass_stream(
 ) -> None:
     """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation, chunk.headers)
+    stream = exchange.begin_stream(generation, chunk.headers)
     passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
     while True:
         if passing.pass_on(chunk):
@@ -70,10 +70,9 @@ async def pass_stream(
 async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
     """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
     chunk = await anext(generation)
-    stream = await exchange.begin_stream(generation, chunk.headers)
+    stream = exchange.begin_stream(generation, chunk.headers)
     while True:
-        if chunk.raw:
-            stream.write(chunk.raw)
+        stream.write(chunk.comments + chunk.raw)
         if chunk.finish is not None:
             break
         if not stream.ready:
@@ -88,7 +87,7 @@ class _PassthroughStream:
     """One stream, and what is kept of it in case that somebody else must go on."""
 
     def __init__(
-        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: Stream
+        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: EventStream
     ) -> None:
         self._kind = kind
         self._call = call
@@ -97,15 +96,19 @@ class _PassthroughStream:
         self._stream = stream
         self._first_raw = b""
         self._text_chars = 0
+        self._has_nvext = False
         self._rest: _Rest | None = None
 
     def pass_on(self, chunk: EngineChunk) -> bool:
         """Send what ``chunk`` brings; return whether the answer is complete."""
-        if chunk.raw:
+        if not self._generation.resumes:
+            if chunk.token_ids and not (chunk.raw or self._first_raw):
+                raise _not_their_own()
             self._first_raw = self._first_raw or chunk.raw
             self._text_chars += chunk.text_chars or 0
-            self._stream.write(chunk.raw if chunk.finish is None else self._with_nvext(chunk.raw))
+            self._stream.write(chunk.comments + self._with_nvext(chunk))
             return chunk.finish is not None
+        self._stream.write(chunk.comments)
         if not chunk.token_ids and chunk.finish is None:
             return False
         if self._rest is None:
@@ -137,12 +140,18 @@ class _PassthroughStream:
             write(answer.usage_event(self._generation.usage))
         write(SSE_DONE)
 
-    def _with_nvext(self, raw: bytes) -> bytes:
+    def _with_nvext(self, chunk: EngineChunk) -> bytes:
+        """The engine's bytes, with the event that the client asked of the router at their end."""
+        raw = chunk.raw
+        is_done = raw.endswith(SSE_DONE)
+        if self._has_nvext or not (is_done or chunk.finish is not None):
+            return raw
+        self._has_nvext = True
         nvext = self._nvext()
         if not nvext:
             return raw
         event = sse_event(msgspec.json.encode({"choices": [], "nvext": nvext}))
-        return raw.removesuffix(SSE_DONE) + event + SSE_DONE
+        return raw.removesuffix(SSE_DONE) + event + SSE_DONE if is_done else raw + event
 
     def _nvext(self) -> Mapping[str, object] | None:
         return routing_nvext(self._generation, self._call.nvext.extra_fields)
@@ -154,7 +163,7 @@ class _Rest:
     def __init__(
         self,
         answer: AnswerFormat,
-        stream: Stream,
+        stream: EventStream,
         text: TextModel,
         stops: Sequence[str],
         *,
@@ -184,6 +193,12 @@ class _Rest:
             self._stream.write(self.answer.text_event(text[known:]))
 
 
+_DATA_LINE = re.compile(rb"(?:\A|[\r\n])data:([^\r\n]*)")
+
+_FILLED_OBJECT = re.compile(rb"\s*+\{\s*+[^}\s].*\}\s*+", re.DOTALL)
+"""What a field can be added to at its end."""
+
+
 def _not_their_own() -> InternalError:
     return InternalError("a worker that takes calls answered without its engine's own bytes")
 
@@ -199,9 +214,9 @@ _head = msgspec.json.Decoder(_Head)
 
 def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
     """Return what writes on an answer that began with ``first_raw``."""
-    line = first_raw.partition(b"data:")[2].partition(b"\n")[0]
+    line = _DATA_LINE.search(first_raw)
     try:
-        head = parsed(_head, line)
+        head = parsed(_head, b"" if line is None else line[1])
     except Unreadable as error:
         raise InternalError(f"the lost engine's answer has no id, created and model: {error}") from error
     return AnswerFormat(

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -20,6 +20,7 @@ from kvrouter.frontend.errors import (
 )
 from kvrouter.frontend.http import SSE_FILLER, Disconnect, Responder, Stream
 from kvrouter.frontend.http.response import ResponseHeaders
+from kvrouter.frontend.keep_alive import KeepAliveStream
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed import PassedRoute
@@ -119,10 +120,24 @@ EVENT_HEADERS = (
 )
 
 
+EventStream = Stream | KeepAliveStream
+"""What an answer's events are written to."""
+
+
 class ResponseWriter:
     """One call's answer on the wire."""
 
-    __slots__ = ("_responder", "_stream", "error", "generation", "kind", "model", "request_id", "status")
+    __slots__ = (
+        "_keep_alive",
+        "_responder",
+        "_stream",
+        "error",
+        "generation",
+        "kind",
+        "model",
+        "request_id",
+        "status",
+    )
 
     def __init__(self, kind: RouteKind | PassedRoute, responder: Responder, request_id: RequestId) -> None:
         self.kind = kind
@@ -135,7 +150,8 @@ class ResponseWriter:
         self.generation: Generation | None = None
         """The answer as the service has it; None until an engine is asked."""
         self._responder = responder
-        self._stream: Stream | None = None
+        self._stream: EventStream | None = None
+        self._keep_alive: KeepAliveStream | None = None
 
     async def send(self, generation: Generation, body: bytes, headers: ResponseHeaders = ()) -> None:
         """Answer with one JSON object, or what an engine writes instead; ``headers`` are the engine's."""
@@ -150,20 +166,37 @@ class ResponseWriter:
         fixed = EVENT_HEADERS if call.stream else JSON_HEADERS
         await self._responder.send(200, (*fixed, (b"x-request-id", self.request_id.encode())), body)
 
-    async def begin_stream(self, generation: Generation, headers: ResponseHeaders = ()) -> Stream:
+    def keep_alive(self, generation: Generation, interval_s: float) -> None:
+        """Write a comment wherever nothing else goes to the client for so long, also before its stream has
+        begun: then it begins with it, and what fails has no status any more.
+        """
+        self._keep_alive = KeepAliveStream(partial(self._start_stream, generation), interval_s)
+
+    def begin_stream(self, generation: Generation, headers: ResponseHeaders = ()) -> EventStream:
         """Begin to answer with server-sent events; ``headers`` are the engine's.
 
         Not before the first of them is here, so that what fails until then has a status.
         """
-        self._stream = await self._responder.start_stream(
-            200, self._headers(EVENT_HEADERS, generation, headers), filler=SSE_FILLER
-        )
+        if self._keep_alive is None:
+            self._stream = self._start_stream(generation, headers)
+        else:
+            self._keep_alive.begin(headers)
+            self._stream = self._keep_alive
         return self._stream
 
-    def end_stream(self, stream: Stream) -> None:
+    def _start_stream(self, generation: Generation, headers: ResponseHeaders) -> Stream:
+        headers = self._headers(EVENT_HEADERS, generation, headers)
+        return self._responder.start_stream(200, headers, filler=SSE_FILLER)
+
+    def end_stream(self, stream: EventStream) -> None:
         """The stream is whole."""
         stream.end()
         self.status = 200
+
+    def close(self) -> None:
+        """Nothing more is written. Idempotent."""
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
 
     def fail(self, error: KvrouterError) -> None:
         """Answer with an error: as a status, or as the last event of a stream that has begun. What an engine
@@ -173,6 +206,8 @@ class ResponseWriter:
         self.error = error
         is_anthropic = isinstance(self.kind, PassedRoute) and self.kind.is_anthropic
         answer = error.answer
+        if self._keep_alive is not None and self._keep_alive.has_begun:
+            self._stream = self._keep_alive
         if self._stream is not None:
             event = anthropic_error_event(error) if is_anthropic else error_event(error)
             self._stream.write(answer.body if answer is not None and answer.is_events else event)

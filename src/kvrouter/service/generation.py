@@ -35,7 +35,8 @@ ANSWERED = "answered"
 class Generation:
     """The answer to one request, as an async iterator of chunks; use it as a context manager.
 
-    An error is raised by the read that meets it. Leaving the context cancels what still runs and closes every
+    An error is raised by the read that meets it. A chunk of comments alone is nothing of the answer: what is
+    lost behind it is sent elsewhere as before. Leaving the context cancels what still runs and closes every
     lease.
     """
 
@@ -76,6 +77,7 @@ class Generation:
         self._on_end = on_end
         self._closed = False
         self._counted_tokens = 0
+        self._brought_comment = False
         self._has_raised = False
 
     @property
@@ -152,6 +154,7 @@ class Generation:
             except StopAsyncIteration:
                 await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
                 continue
+            self._brought_comment = chunk.is_comment
             if chunk.kv_lost is not None:
                 why = chunk.error or "it did not say why"
                 await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
@@ -254,7 +257,8 @@ class Generation:
 
     async def _read(self, stream: EngineStream) -> EngineChunk:
         watch = self._watch
-        watch.heard_s = time.monotonic()  # the time that the client took is nobody's silence
+        if not self._brought_comment:  # which is no sign that its engine is at work
+            watch.heard_s = time.monotonic()  # the time that the client took is nobody's silence
         watch.is_reading = True
         try:
             return await stream.__anext__()
@@ -271,6 +275,8 @@ class Generation:
             attempt.kv_bytes = chunk.kv_bytes
         if chunk.completion_tokens is not None:
             self._counted_tokens = chunk.completion_tokens
+        if chunk.unread is not None:
+            self._observed.answer_unread(self.request, attempt.placement.decision.decode, chunk.unread)
         if chunk.raw and chunk.text_chars is None:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:

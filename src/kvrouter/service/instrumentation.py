@@ -22,6 +22,7 @@ from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.engine_reports import EngineInstrumentation
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
+from kvrouter.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -348,6 +349,7 @@ class ServiceInstrumentation:
     def __init__(self, telemetry: Telemetry, traffic: TrafficRecorder | None = None) -> None:
         self.traffic = traffic
         self._telemetry = telemetry
+        self._throttle = LogThrottle()
         telemetry.discovery_up.set(1.0)
 
     def of_model(self, model: str) -> ModelInstrumentation:
@@ -480,6 +482,12 @@ class ServiceInstrumentation:
             self._telemetry.retries.inc(request.model, lost.leg.value)
         event = Event.RESUME if streaming else Event.RETRY
         _log_request(event, request, worker=str(lost.worker_id), stage=lost.leg.value, reason=lost.why)
+
+    def answer_unread(self, request: GenerateRequest, pick: Pick, why: str) -> None:
+        """Not everything that a worker's engine wrote could be read; the client got it."""
+        worker = str(pick.rank.worker_id)
+        if self._throttle.allows(f"unread {request.model} {worker}"):
+            _log_request(Event.ANSWER_UNREAD, request, worker=worker, reason=why)
 
     def retry_body_dropped(self, request: GenerateRequest) -> None:
         """The body of a client's call is kept for no retry any more: the budget is full."""

@@ -31,6 +31,7 @@ class Event(StrEnum):
     FALLBACK = "fallback"
     DOMAIN_WAIT = "domain_wait"
     KV_LOST = "kv_lost"
+    ANSWER_UNREAD = "answer_unread"
     RETRY = "retry"
     RESUME = "resume"
     CANCELLED = "cancelled"
@@ -248,6 +249,11 @@ EVENTS: dict[Event, EventSpec] = {
     Event.DOMAIN_WAIT: EventSpec(logging.INFO, "A request waited for a decode worker to join its domain."),
     Event.KV_LOST: EventSpec(
         logging.WARNING, "A decode worker did not get a prefill worker's KV; the request is prefilled again."
+    ),
+    Event.ANSWER_UNREAD: EventSpec(
+        logging.WARNING,
+        "Something in an engine's answer cannot be read, and why. Its client got it as it is; its tokens are "
+        "not counted, and it could not have gone on elsewhere. Logged at most once a minute for each worker.",
     ),
     Event.RETRY: EventSpec(logging.WARNING, "A worker failed a request, which is sent elsewhere."),
     Event.RESUME: EventSpec(

@@ -64,6 +64,19 @@ def drop_inside(body: Body, name: str, *fields: str) -> None:
             body[name] = msgspec.Raw(_encoder.encode(inner))
 
 
+_USAGE_ASKED = ("include_usage", "continuous_usage_stats")
+
+
+def ask_usage(body: Body) -> bool:
+    """Ask for the usage of a stream whose client asks for none; return whether. What the client may have
+    asked for, and ``stream_options`` that are no object, are left to the engine.
+    """
+    if any(flag_inside(body, "stream_options", name) not in (None, False) for name in _USAGE_ASKED):
+        return False
+    put_inside(body, "stream_options", include_usage=True)
+    return True
+
+
 def flag_inside(body: Body, name: str, field: str, *, default: bool | None = None) -> bool | Unknown | None:
     """Return what the object that ``body`` holds under ``name`` says for ``field``, ``default`` where it has
     no such field; None where it is null or there is none, ``UNKNOWN`` for what is no flag, or no object.

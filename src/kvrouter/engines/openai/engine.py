@@ -171,9 +171,9 @@ class ServedEngine:
         elif call.streams:
             answer = OpeningStream(self._open(call, headers, read))
         else:
-            told = AnswerHeaders(JSON_TYPE)
-            asking = self._server.ask(call.path, call.body, headers, told)
-            answer = WholeStream(asking, call.reading, read, told)
+            answer_headers = AnswerHeaders(JSON_TYPE)
+            asking = self._server.ask(call.path, call.body, headers, answer_headers)
+            answer = WholeStream(asking, call.reading, read, answer_headers)
         self._awaiting.add(answer)
         stream = answer
         if request.leg is not Leg.DECODE:

@@ -1,32 +1,38 @@
 """Chunks of an OpenAI answer: tokens, text, usage, finish reason.
 
-Only what routing needs is read. What was asked of the engine for the router's sake, and not by the client, is
-cut out of the bytes again; everything else passes as the engine wrote it.
+Only what routing needs is read, and what has another type than it should passes unread. What was asked of
+the engine for the router's sake, and not by the client, is cut out of the bytes again; everything else passes
+as the engine wrote it.
 """
 
 import re
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from kvrouter.core.json import decoded
+from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import FinishReason, KvTransferParams
+
+T = TypeVar("T")
+
+CountInt = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+"""A count of tokens: what every wire carries."""
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
     """``prompt_tokens_details``."""
 
-    cached_tokens: int | None = None
+    cached_tokens: CountInt | None = None
 
 
 class AnswerUsage(msgspec.Struct, frozen=True):
     """``usage``."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: CountInt | None = None
+    completion_tokens: CountInt | None = None
     prompt_tokens_details: CachedTokens | None = None
 
     @property
@@ -61,7 +67,7 @@ class _Words(msgspec.Struct, frozen=True):
 
 
 TokenInt = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-"""What travels to a router: an engine that answers with anything else fails its own leg alone."""
+"""What travels to a router; what else an engine writes is unread."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -93,11 +99,6 @@ class AnswerEvent(msgspec.Struct, frozen=True):
     system_fingerprint: str | None = None
 
     @property
-    def is_first_choice_alone(self) -> bool:
-        """Whether it is of the one choice that an answer usually has."""
-        return len(self.choices) == 1 and self.choices[0].index == 0
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens of its one choice, where the engine sends them."""
         if len(self.choices) != 1:
@@ -126,7 +127,7 @@ class AnswerEvent(msgspec.Struct, frozen=True):
     def finish(self) -> FinishReason | None:
         """Why it ended; None while it goes on."""
         for choice in self.choices:
-            if choice.finish_reason is not None:
+            if choice.finish_reason:
                 return finish_of(choice.finish_reason)
         return None
 
@@ -136,12 +137,52 @@ class AnswerEvent(msgspec.Struct, frozen=True):
         return not self.choices and self.usage is not None and self.error is None
 
 
+class UnreadEvent(AnswerEvent, frozen=True):
+    """One of which not everything could be read: what could be, and ``why``. Nobody could go on from it."""
+
+    why: str = ""
+
+    @property
+    def text_chars(self) -> int | None:
+        """None: whether its text is plain is not known."""
+        return None
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields of an event, each as it is written."""
+
+    choices: Raw = Raw(b"null")
+    usage: Raw = Raw(b"null")
+    error: Raw = Raw(b"null")
+    kv_transfer_params: Raw = Raw(b"null")
+    system_fingerprint: Raw = Raw(b"null")
+
+
+ODD_CHOICES_READ = 128
+"""Of more choices, one of which cannot be read, no more than these are read one by one."""
+
+
+class _ChoiceFields(msgspec.Struct, frozen=True):
+    index: Raw = Raw(b"0")
+    finish_reason: Raw = Raw(b"null")
+
+
 ReadEvent = Callable[[bytes], AnswerEvent]
-"""Reads the data of one event, or a whole answer; raises ProtocolError."""
+"""Reads the data of one event, or a whole answer; an :class:`UnreadEvent` where it cannot. A reader of
+answers that are no client's raises ProtocolError.
+"""
 
 _NOTHING = frozenset({b"null", b"[]", b'""'})
 
 _event = msgspec.json.Decoder(AnswerEvent)
+_fields = msgspec.json.Decoder(_Fields)
+_choices = msgspec.json.Decoder(list[Raw] | None)
+_choice = msgspec.json.Decoder(_ChoiceFields)
+_usage = msgspec.json.Decoder(AnswerUsage | None)
+_error = msgspec.json.Decoder(Failure | None)
+_kv_params = msgspec.json.Decoder(KvTransferParams | None)
+_text = msgspec.json.Decoder(str | None)
+_index = msgspec.json.Decoder(int)
 
 
 class Unasked(StrEnum):
@@ -151,8 +192,10 @@ class Unasked(StrEnum):
     NOTHING = "nothing"
 
 
-_TOKEN_FIELDS = re.compile(rb'(,"(?:prompt_token_ids|token_ids)":)\[[0-9, ]*\]')
+_TOKEN_FIELDS = re.compile(rb'(,\s*"(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
 """The fields that ``return_token_ids`` fills. A quote inside of a text is escaped, so none of it matches."""
+
+_EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}')
 
 _FINISHES = {
     "length": FinishReason.LENGTH,
@@ -163,8 +206,64 @@ _FINISHES = {
 
 
 def read_event(data: bytes) -> AnswerEvent:
-    """Return what an event's data says; raise ProtocolError for what is no answer."""
-    return decoded(_event, data, "the engine's answer", param="data")
+    """Return what an event's data says; an :class:`UnreadEvent` where not all of it can be read."""
+    try:
+        return parsed(_event, data)
+    except Unreadable as error:
+        return _read_fields(data, f"the engine's answer: {error}")
+
+
+def _read_fields(data: bytes, why: str) -> UnreadEvent:
+    """Read field by field: one that is odd takes no other with it."""
+    try:
+        fields = parsed(_fields, data)
+    except Unreadable:
+        return UnreadEvent(why=why)
+    choices = _read(_choices, fields.choices, [fields.choices]) or []
+    return UnreadEvent(
+        choices=tuple(map(_odd_choice, choices[:ODD_CHOICES_READ])),
+        usage=_read(_usage, fields.usage, AnswerUsage()),
+        error=_read(_error, fields.error, None),
+        kv_transfer_params=_read(_kv_params, fields.kv_transfer_params, None),
+        system_fingerprint=_read(_text, fields.system_fingerprint, None),
+        why=why,
+    )
+
+
+def _odd_choice(raw: Raw) -> Choice:
+    fields = _read(_choice, raw, _ChoiceFields(index=raw))
+    return Choice(
+        index=_read(_index, fields.index, -1), finish_reason=_read(_text, fields.finish_reason, None)
+    )
+
+
+def _read(decoder: "msgspec.json.Decoder[T]", raw: Raw, otherwise: T) -> T:
+    try:
+        return parsed(decoder, raw)
+    except Unreadable:
+        return otherwise
+
+
+def exists_for_tokens(event: AnswerEvent, raw: bytes) -> bool:
+    """Whether an event of one answer is there for its tokens alone: vLLM skips it for who does not ask for
+    tokens. Its parsers wait, such as for the rest of a character.
+    """
+    return (
+        event.finish is None
+        and _EMPTY_DELTA.search(raw) is not None
+        and _TOKEN_FIELDS.search(raw) is not None
+    )
+
+
+def with_fingerprint(raw: bytes, fingerprint: str) -> bytes:
+    """Return a last event with its engine's fingerprint, behind its choices as vLLM writes it."""
+    begin, brace, end = raw.rpartition(b"}")
+    fields = _read(_fields, Raw(raw.partition(b"data:")[2]), _Fields())
+    choices = bytes(fields.choices)
+    before, found, behind = raw.partition(choices)
+    if choices != b"null" and found:
+        begin, brace, end = before + found, b"", behind
+    return b'%b,"system_fingerprint":%b%b%b' % (begin, msgspec.json.encode(fingerprint), brace, end)
 
 
 def without_token_ids(raw: bytes, unasked: Unasked = Unasked.NULL) -> bytes:

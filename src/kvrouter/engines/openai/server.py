@@ -180,14 +180,14 @@ class EngineServer:
         path: str,
         body: bytes,
         headers: Mapping[str, str] | None = None,
-        told: "AnswerHeaders | None" = None,
+        answer_headers: "AnswerHeaders | None" = None,
     ) -> bytes:
-        """Send a call; return its whole answer, and put into ``told`` which headers it has. Raises as
-        :meth:`post` does, StreamBroken once it was accepted.
+        """Send a call; return its whole answer, and put into ``answer_headers`` which headers it has. Raises
+        as :meth:`post` does, StreamBroken once it was accepted.
         """
         answer = await self.post(path, body, headers)
-        if told is not None:
-            told.take(answer)
+        if answer_headers is not None:
+            answer_headers.take(answer)
         try:
             async with answer:
                 return await _read_whole(answer, ANSWER_MAX_BYTES)

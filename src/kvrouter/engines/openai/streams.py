@@ -1,6 +1,11 @@
-"""The answer to one leg, read from the engine's HTTP answer: server-sent events or one body."""
+"""The answer to one leg, read from the engine's HTTP answer: server-sent events or one body.
+
+A client that gets the engine's own bytes gets all of them, whatever they are: an answer is broken where the
+connection broke, or where an error stands in its place.
+"""
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -8,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import aiohttp
-import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
@@ -21,7 +25,10 @@ from kvrouter.engines.openai.events import (
     Failure,
     ReadEvent,
     Unasked,
+    UnreadEvent,
+    exists_for_tokens,
     read_event,
+    with_fingerprint,
     without_token_ids,
 )
 from kvrouter.engines.openai.failures import failure_inside
@@ -29,7 +36,6 @@ from kvrouter.engines.openai.server import (
     END_LIMIT_S,
     EVENTS_TYPE,
     AnswerHeaders,
-    let_end,
 )
 from kvrouter.http_client import connection_failure
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
@@ -39,14 +45,15 @@ class RawEvents:
     """Takes out of the events of one stream what was asked for the router's sake.
 
     An engine that is asked for the usage writes its fingerprint next to that, and else into the last event of
-    the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back.
+    the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back. One
+    that writes a usage into every event does so for everybody: then the last one is the client's too.
     """
 
-    def __init__(self, *, added_token_ids: bool, unasked: Unasked, added_usage: bool) -> None:
-        self._added_token_ids = added_token_ids
-        self._unasked = unasked
-        self._added_usage = added_usage
+    def __init__(self, reading: "AnswerReading") -> None:
+        self._reading = reading
+        self._takes_usage = reading.added_usage
         self._last = b""
+        self._behind: list[bytes] = []
 
     @property
     def is_waiting(self) -> bool:
@@ -55,25 +62,42 @@ class RawEvents:
 
     def take(self, event: AnswerEvent, raw: bytes) -> bytes:
         """Return what of ``raw``, and of what waits, goes to the client now."""
-        if self._added_usage and event.is_usage_alone:
+        if event.choices and event.usage is not None and not isinstance(event, UnreadEvent):
+            self._takes_usage = False
+        if self._takes_usage and (event.is_usage_alone or self._is_empty_usage(event)):
             return self._released(event.system_fingerprint)
-        if self._added_token_ids:
-            raw = without_token_ids(raw, self._unasked)
-        if self._added_usage and event.finish is not None and event.is_first_choice_alone:
-            waited, self._last = self._last, raw
-            return waited
+        if self._reading.added_token_ids:
+            if exists_for_tokens(event, raw):
+                return self._released(None)
+            raw = without_token_ids(raw, self._reading.unasked)
+        if self._takes_usage and event.finish is not None and len(event.choices) == 1:
+            released, self._last = self._released(None), raw
+            return released
         return self._released(None) + raw
 
-    def end(self, raw: bytes) -> bytes:
-        """Return what still waits, and ``raw``, which ends the stream."""
-        return self._released(None) + raw
+    def _is_empty_usage(self, event: AnswerEvent) -> bool:
+        """Whether it is where the usage was asked for, without one: nothing else comes behind the last event
+        of an answer.
+        """
+        is_read = not isinstance(event, UnreadEvent)
+        return is_read and self.is_waiting and not event.choices and event.error is None
+
+    def hold(self, comment: bytes) -> None:
+        """A comment came behind bytes that wait."""
+        self._behind.append(comment)
+
+    def end(self) -> bytes:
+        """Return what still waits: no usage comes any more."""
+        return self._released(None)
 
     def _released(self, fingerprint: str | None) -> bytes:
         raw, self._last = self._last, b""
-        if not raw or fingerprint is None:
-            return raw
-        body, brace, end = raw.rpartition(b"}")
-        return b'%b,"system_fingerprint":%b%b%b' % (body, msgspec.json.encode(fingerprint), brace, end)
+        if raw and fingerprint is not None:
+            raw = with_fingerprint(raw, fingerprint)
+        if self._behind:
+            raw += b"".join(self._behind)
+            self._behind.clear()
+        return raw
 
 
 EVENT_MAX_BYTES = 16 * 1024 * 1024
@@ -81,52 +105,68 @@ EVENT_MAX_BYTES = 16 * 1024 * 1024
 
 DONE = b"[DONE]"
 
+_BLANK_LINE = re.compile(rb"\n(?:\n|\r\n?)|\r\r\n?")
+"""The end of a line and a blank one behind it: lines end in ``\\r\\n``, ``\\n`` or ``\\r``."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+CutEvent = tuple[bytes, bytes | None]
+"""The bytes of an event, and its data: empty of comments alone, None of a piece of one that is not read."""
+
 
 class EventCutter:
-    """Cuts a stream of bytes into events. An event is ``(raw, data)``: its bytes, and its data lines."""
+    """Cuts a stream of bytes into events, as WHATWG's HTML standard does, section 9.2.6. All bytes come out
+    again, in order; an event is there as soon as its blank line is, so that a ``\\n`` that comes later than
+    the ``\\r`` before it begins the next one.
+    """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._is_first = True
+        self._is_long = False
 
-    @property
-    def is_between(self) -> bool:
-        """Whether the last event is complete."""
-        return not self._rest.strip()
-
-    @property
-    def rest(self) -> bytes:
-        """What came of an event that is not complete."""
-        return self._rest
-
-    def push(self, piece: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the events that ``piece`` completes; raise ProtocolError for one that is too long."""
-        data = self._rest + piece
+    def push(self, piece: bytes) -> Iterator[CutEvent]:
+        """Yield the events that ``piece`` completes; of one that is longer than :data:`EVENT_MAX_BYTES`
+        all that there is of it.
+        """
+        rest = self._rest
+        if rest:
+            scan_at = len(rest) - 1
+            rest += piece
+            found = _BLANK_LINE.search(rest, scan_at)
+            data = b"" if found is None else bytes(rest)
+            if found is not None:
+                rest.clear()
+        else:
+            data, found = piece, _BLANK_LINE.search(piece)
         begin = 0
-        while True:
-            end = _end_of_event(data, begin)
-            if end < 0:
-                break
-            raw = data[begin:end]
-            yield raw, _data_of(raw)
+        while found is not None:
+            end = found.end()
+            yield self._event(data[begin:end])
             begin = end
-        self._rest = data[begin:]
-        if len(self._rest) > EVENT_MAX_BYTES:
-            raise ProtocolError(f"an event is over the {EVENT_MAX_BYTES} bytes allowed", param="data")
+            found = _BLANK_LINE.search(data, begin)
+        rest += data[begin:]
+        if len(rest) > EVENT_MAX_BYTES or (self._is_long and len(rest) > 1):
+            self._is_long = True
+            yield bytes(rest[:-1]), None
+            del rest[:-1]
 
+    def end(self) -> CutEvent:
+        """Return what came behind the last blank line."""
+        rest = bytes(self._rest)
+        self._rest.clear()
+        return self._event(rest)
 
-def _end_of_event(data: bytes, begin: int) -> int:
-    """Where the event that begins at ``begin`` ends, its blank line included; -1 while it is not complete."""
-    bare = data.find(b"\n\n", begin)
-    # Whichever ends first, so that what comes later never changes where an event ended.
-    full = data.find(b"\r\n\r\n", begin, len(data) if bare < 0 else bare + 1)
-    if full >= 0:
-        return full + 4
-    return -1 if bare < 0 else bare + 2
-
-
-def _data_of(raw: bytes) -> bytes:
-    lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
-    return lines[0] if len(lines) == 1 else b"\n".join(lines)
+    def _event(self, raw: bytes) -> CutEvent:
+        if self._is_long:
+            self._is_long = False
+            return raw, None
+        written = raw
+        if self._is_first:
+            self._is_first = False
+            written = raw.removeprefix(_BYTE_ORDER_MARK)
+        lines = [line[5:].strip() for line in written.splitlines() if line.startswith(b"data:")]
+        return raw, lines[0] if len(lines) == 1 else b"\n".join(lines)
 
 
 RAW_CHUNK_BYTES = 2048
@@ -151,6 +191,14 @@ class AnswerReading:
     added_usage: bool = False
     cleaned: Callable[[bytes], bytes] = bytes
 
+    def finish_of(self, said: FinishReason | None) -> FinishReason | None:
+        """Return how an answer that came to its end ended. A client that gets the engine's bytes has them
+        whole, whatever reason stands in them, or none.
+        """
+        if not self.passes_raw:
+            return said
+        return said if said is FinishReason.LENGTH else FinishReason.STOP
+
 
 class SseStream:
     """A streamed answer as an :class:`EngineStream`: a chunk for the few events that came together.
@@ -170,6 +218,8 @@ class SseStream:
         self._cancelled: str | None = None
         self._is_over = False
         self._has_begun = False
+        self._is_done = False
+        """Whether the engine wrote that it is done: nothing that comes now is read, nor can it break."""
         self._ready: deque[EngineChunk] = deque()
         self._pieces = 0
         self._is_reading = False
@@ -179,14 +229,11 @@ class SseStream:
         self._error_raw = b""
         """The event that says that the engine failed, and what came behind it."""
         self._gathered = _Gathered(reading)
+        self._comments: list[bytes] = []
         self._headers = AnswerHeaders(EVENTS_TYPE)
         if reading.passes_raw:
             self._headers.take(answer)
-        self._raw = RawEvents(
-            added_token_ids=reading.added_token_ids,
-            unasked=reading.unasked,
-            added_usage=reading.added_usage,
-        )
+        self._raw = RawEvents(reading)
 
     def __aiter__(self) -> "SseStream":
         return self
@@ -210,7 +257,8 @@ class SseStream:
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
-            self._end(is_whole=chunk is not None and self._cancelled is None)
+            self._is_over = True
+            self._answer.close()  # where it came to its end, its connection is another's already
         if chunk is None:
             raise broken or StreamBroken("the engine's answer is gone")
         return chunk
@@ -238,50 +286,63 @@ class SseStream:
             if self._error is not None:
                 raise await self._failed(self._error)
             self._is_reading = True
-            piece = await self._answer.content.readany()
+            piece = await (self._read_behind_end() if self._is_done else self._answer.content.readany())
             self._is_reading = False
             self._pieces += 1
             if piece:
                 self._cut(piece)
-            elif self._cutter.is_between:
-                self._ready.extend(self._last(b""))
-            else:
+                continue
+            raw, data = self._cutter.end()
+            if raw.strip() and not self._reading.passes_raw:
                 raise StreamBroken("the engine closed the connection in the middle of an event")
+            if raw:
+                self._take(raw, data)
+                self._send_comments()
+            if self._error is None:
+                self._ready.extend(self._last())
         chunk = self._ready.popleft()
         if self._headers.passed:
             chunk = replace(chunk, headers=self._headers.passed)
             self._headers.passed = ()
         return chunk
 
+    async def _read_behind_end(self) -> bytes:
+        """Return what comes behind the last event, empty once the engine ends its answer, or does not within
+        :data:`END_LIMIT_S`.
+        """
+        try:
+            async with asyncio.timeout(END_LIMIT_S):
+                return await self._answer.content.readany()
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return b""
+
     def _cut(self, piece: bytes) -> None:
         """Make chunks of the events that ``piece`` completes; what came before a failure is read first."""
         try:
             for raw, data in self._cutter.push(piece):
-                if data == DONE and not self._error_raw:
-                    self._ready.extend(self._last(raw))
-                    return
-                if self._error_raw:
-                    self._error_raw += raw
-                elif data:
-                    self._take(self._read(data), raw)
+                self._take(raw, data)
                 if self._gathered.is_full and not self._raw.is_waiting:
                     self._flush()
         except (StreamBroken, InvalidRequest, ProtocolError) as error:
             self._failure = error
-        if self._gathered.is_worth_sending and not self._raw.is_waiting:
+        self._send_comments()
+        if self._is_done:
+            if not self._answer.content.at_eof() and not self._gathered.is_empty:
+                self._flush()
+        elif self._gathered.is_worth_sending and not self._raw.is_waiting:
             self._flush()
 
     async def _failed(self, error: Failure) -> KvrouterError:
         """Return what the engine's error event means, with all that the engine sends of it and behind it."""
         is_whole = False
-        rest = self._cutter.rest
+        rest = self._cutter.end()[0]
         with suppress(TimeoutError, aiohttp.ClientError, OSError):  # then it ends here
             async with asyncio.timeout(END_LIMIT_S):
                 while len(rest) <= BODY_MAX_BYTES and not is_whole:
                     piece = await self._answer.content.readany()
                     rest += piece
                     is_whole = not piece
-        before = self._gathered.raw + self._raw.end(b"")
+        before = self._gathered.raw + self._raw.end()
         body = before + self._error_raw + rest
         answer = None
         if self._reading.passes_raw and len(body) <= BODY_MAX_BYTES:
@@ -294,29 +355,55 @@ class SseStream:
         self._ready.extend(_in_pieces(self._gathered.chunk(None, None)))
         self._gathered = _Gathered(self._reading)
 
-    def _take(self, event: AnswerEvent, raw: bytes) -> None:
+    def _send_comments(self) -> None:
+        """Comments that came alone are no part of an answer: nothing waits for them, nor do they begin it."""
+        if self._comments:
+            if self._reading.passes_raw:
+                self._ready.append(EngineChunk(comments=b"".join(self._comments)))
+            self._comments.clear()
+
+    def _take(self, raw: bytes, data: bytes | None) -> None:
+        if self._error is not None:
+            self._error_raw += raw
+        elif self._is_done:
+            self._gathered.add_urgent(raw)
+        elif data == DONE:
+            self._is_done = True
+            self._send_comments()
+            self._gathered.add_urgent(self._raw.end() + raw)
+        elif data is None:
+            self._take_event(
+                UnreadEvent(why=f"an event is over the {EVENT_MAX_BYTES} bytes that are read"), raw
+            )
+        elif data:
+            self._take_event(self._read(data), raw)
+        elif self._raw.is_waiting:
+            self._raw.hold(raw)
+        elif self._gathered.is_empty:
+            self._comments.append(raw)
+        else:
+            self._gathered.add_urgent(raw)
+
+    def _take_event(self, event: AnswerEvent, raw: bytes) -> None:
         if event.error is not None:
             self._error, self._error_raw = event.error, raw
             return
+        if isinstance(event, UnreadEvent) and not self._reading.passes_raw:
+            raise ProtocolError(event.why, param="data")
+        self._send_comments()
         self._has_begun = True
         self._finish = event.finish or self._finish
         self._params = event.kv_transfer_params or self._params
         self._gathered.take(event)
         self._gathered.add_raw(self._raw.take(event, raw))
 
-    def _last(self, done: bytes) -> "deque[EngineChunk]":
-        if self._finish is None:
+    def _last(self) -> "deque[EngineChunk]":
+        """The engine ended its answer, with or without its last words."""
+        finish = self._reading.finish_of(self._finish)
+        if finish is None:
             raise StreamBroken("the engine's answer ended without a finish reason")
-        self._gathered.add_raw(self._raw.end(done))
-        return _in_pieces(self._gathered.chunk(self._finish, self._params))
-
-    def _end(self, *, is_whole: bool) -> None:
-        if not self._is_over:
-            self._is_over = True
-            if is_whole:
-                let_end(self._answer)
-            else:
-                self._answer.close()
+        self._gathered.add_raw(self._raw.end())
+        return _in_pieces(self._gathered.chunk(finish, self._params))
 
 
 class WholeStream:
@@ -331,9 +418,9 @@ class WholeStream:
         send: Coroutine[None, None, bytes],
         reading: AnswerReading,
         read: ReadEvent = read_event,
-        told: AnswerHeaders | None = None,
+        answer_headers: AnswerHeaders | None = None,
     ) -> None:
-        self._told = told
+        self._answer_headers = answer_headers
         self._reading = reading
         self._read = read
         self._cancelled: str | None = None
@@ -361,8 +448,8 @@ class WholeStream:
             is_long = len(body) > OFF_LOOP_BYTES
             chunk = await asyncio.to_thread(self._chunk, body) if is_long else self._chunk(body)
             self._pieces = _in_pieces(chunk)
-            if self._told is not None and self._told.passed and self._reading.passes_raw:
-                self._pieces[0] = replace(self._pieces[0], headers=self._told.passed)
+            if self._answer_headers is not None and self._answer_headers.passed and self._reading.passes_raw:
+                self._pieces[0] = replace(self._pieces[0], headers=self._answer_headers.passed)
         piece = self._pieces.popleft()
         self._is_over = not self._pieces
         return piece
@@ -391,12 +478,14 @@ class WholeStream:
             raise StreamBroken(error.message) from error
         if event.error is not None:
             raise failure_inside(event.error, self._answer_of(body))
-        if event.finish is None:
-            raise StreamBroken("the engine's answer has no finish reason")
+        finish = self._reading.finish_of(event.finish)
+        if finish is None:
+            why = event.why if isinstance(event, UnreadEvent) else "the engine's answer has no finish reason"
+            raise StreamBroken(why)
         gathered = _Gathered(self._reading)
         gathered.take(event)
         gathered.add_raw(self._reading.cleaned(body))
-        return gathered.chunk(event.finish, event.kv_transfer_params)
+        return gathered.chunk(finish, event.kv_transfer_params)
 
     def _answer_of(self, body: bytes) -> EngineAnswer | None:
         """Return what passes to the client of an error that has the status of a good answer."""
@@ -426,15 +515,20 @@ class _Gathered:
         self._cached_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._completion_tokens: int | None = None
+        self._unread: str | None = None
+        self._is_urgent = False
         self.is_empty = True
 
     @property
     def is_worth_sending(self) -> bool:
         """Whether it need not wait for more. Where tokens are reported, what comes before the first of them
-        (the role) waits for it: until then the client has nothing, and another worker may begin again.
+        (the role) waits for it: until then the client has nothing, and another worker may begin again. Tokens
+        wait for bytes that they are in.
         """
+        if self.is_empty or (self._reading.passes_raw and not self._raw):
+            return False
         waits_for_tokens = self._reading.added_token_ids and self._text_chars is not None
-        return not self.is_empty and bool(self._token_ids or not waits_for_tokens)
+        return self._is_urgent or bool(self._token_ids) or not waits_for_tokens
 
     @property
     def raw(self) -> bytes:
@@ -449,6 +543,8 @@ class _Gathered:
     def take(self, event: AnswerEvent) -> None:
         """Another event came."""
         self.is_empty = False
+        if isinstance(event, UnreadEvent):
+            self._unread = event.why
         self._token_ids.extend(event.token_ids)
         chars = event.text_chars
         if chars and self._reading.added_token_ids and not event.tells_tokens:
@@ -471,6 +567,13 @@ class _Gathered:
             self._raw.append(raw)
             self._raw_bytes += len(raw)
 
+    def add_urgent(self, raw: bytes) -> None:
+        """The same, of bytes that wait for nothing."""
+        if raw:
+            self.is_empty = False
+            self._is_urgent = True
+            self.add_raw(raw)
+
     def chunk(self, finish: FinishReason | None, params: KvTransferParams | None) -> EngineChunk:
         """Return all of it as one chunk."""
         reading = self._reading
@@ -484,6 +587,7 @@ class _Gathered:
             text_chars=self._text_chars if tells_text else None,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
+            unread=self._unread,
         )
 
 
@@ -569,7 +673,7 @@ class FetchingStream:
                 kv_lost=KvLoss.BROKEN,
                 failure=error.answer,
             )
-        self._has_begun = True
+        self._has_begun = self._has_begun or not chunk.is_comment
         return chunk
 
     def cancel(self, reason: str) -> None:

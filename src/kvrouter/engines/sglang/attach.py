@@ -54,7 +54,7 @@ class SglangClient:
         if self._facts.role is not Role.BOTH and request.bootstrap is None:
             mode = self._facts.role.value
             raise EngineFailed(f"SGLang in {mode} mode takes no request without the other half of a pair")
-        return call_of(request, n_ranks=self._facts.dp_size)
+        return call_of(request, n_ranks=self._facts.dp_size, tells_usage=self._facts.tells_usage)
 
     async def look(self, server: EngineServer) -> Probe:
         """Ask for its loads."""

@@ -11,7 +11,7 @@ import msgspec
 from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
-from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, flag_inside, put, put_inside
+from kvrouter.engines.openai.bodies import Body, ask_usage, body_of, bytes_of, drop, put
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import (
     AnswerEvent,
@@ -56,8 +56,10 @@ the right one a call reads another tenant's KV; a rank that nobody prefilled on 
 """
 
 
-def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
-    """Return how SGLang is asked for a leg. Raises InvalidRequest naming a field that must be an object."""
+def call_of(request: EngineRequest, *, n_ranks: int = 1, tells_usage: bool = False) -> EngineCall:
+    """Return how SGLang is asked for a leg; one that ``tells_usage`` to everybody is not asked for it. Raises
+    InvalidRequest for an adapter where none can be had.
+    """
     if request.call is None or request.resumed_tokens:
         return _tokens(request, n_ranks)
     call = request.call
@@ -88,9 +90,7 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         adds_tokens = is_completion and call.resumable and "return_token_ids" not in body
         if adds_tokens:
             put(body, return_token_ids=True)
-        adds_usage = flag_inside(body, "stream_options", "include_usage") in (None, False)
-        if adds_usage:
-            put_inside(body, "stream_options", include_usage=True)
+        adds_usage = not tells_usage and ask_usage(body)
     return EngineCall(
         path=call.route.value,
         body=bytes_of(body),

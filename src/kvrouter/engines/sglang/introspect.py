@@ -18,8 +18,9 @@ from kvrouter.engines.openai.server import EngineServer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangInfo:
     """One engine. ``role`` is what its mode of disaggregation allows; ``bootstrap_port`` where its prefill
-    handoffs meet. ``started`` distinguishes two starts. ``missing`` has a sentence for each thing that it
-    does not report; None stands for it.
+    handoffs meet. With ``tells_usage`` it writes the usage into streams of clients who ask for none.
+    ``started`` distinguishes two starts. ``missing`` has a sentence for each thing that it does not report;
+    None stands for it.
     """
 
     version: str
@@ -31,6 +32,7 @@ class SglangInfo:
     dp_size: int
     prefix_caching: bool
     tells_cached_tokens: bool
+    tells_usage: bool
     role: Role
     bootstrap_port: int | None
     events: Mapping[DpRank, EventsAt]
@@ -116,6 +118,7 @@ async def ask_info(
         dp_size=count_of(said.get("dp_size")) or dp_size,
         prefix_caching=said.get("disable_radix_cache") is not True,
         tells_cached_tokens=said.get("enable_cache_report") is True if said else True,
+        tells_usage=said.get("stream_response_default_include_usage") is True,
         role=_ROLES.get(mode, Role.BOTH) if isinstance(mode, str) else role,
         bootstrap_port=count_of(said.get("disaggregation_bootstrap_port")),
         events=_events_at(_events_of(said.get("kv_events"), pages), server.url),

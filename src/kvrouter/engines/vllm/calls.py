@@ -8,16 +8,15 @@ from msgspec.structs import replace
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.openai.bodies import (
     Body,
+    ask_usage,
     body_of,
     bytes_of,
     drop,
     drop_inside,
-    flag_inside,
     has_several_answers,
     has_several_prompts,
     names_model,
     put,
-    put_inside,
     says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
@@ -153,10 +152,7 @@ def _as_written(
     adds_tokens = call.resumable and call.stream and "return_token_ids" not in body
     if adds_tokens:
         put(body, return_token_ids=True)
-    has_no_usage = flag_inside(body, "stream_options", "include_usage") in (None, False)
-    adds_usage = call.stream and has_no_usage and not has_several_answers(body)
-    if adds_usage:
-        put_inside(body, "stream_options", include_usage=True)
+    adds_usage = call.stream and not has_several_answers(body) and ask_usage(body)
     if request.kv_transfer_params:
         put(body, kv_transfer_params=request.kv_transfer_params)
     return EngineCall(

@@ -495,9 +495,7 @@ class Responder:
         if self.disconnected is None:
             self._wire.write(head if self.request.method == "HEAD" else head + body)
 
-    async def start_stream(
-        self, status: int, headers: ResponseHeaders = (), *, filler: bytes = b""
-    ) -> Stream:
+    def start_stream(self, status: int, headers: ResponseHeaders = (), *, filler: bytes = b"") -> Stream:
         """Starts a body in pieces. Its head leaves at the end of this turn of the event loop.
 
         ``filler`` is something that readers of this body skip (``SSE_FILLER`` for an event stream); with it

@@ -113,6 +113,7 @@ def is_bare(chunk: EngineChunk) -> bool:
         and chunk.kv_transfer_params is None
         and chunk.error is None
         and not chunk.raw
+        and not chunk.comments
     )
 
 

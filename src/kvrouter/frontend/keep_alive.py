@@ -1,0 +1,84 @@
+"""Comments that keep a client's event stream alive while nothing else is written to it."""
+
+import asyncio
+import re
+from collections.abc import Callable
+
+from kvrouter.frontend.http import Stream
+from kvrouter.frontend.http.response import ResponseHeaders
+
+SSE_KEEP_ALIVE = b": keep-alive\n\n"
+"""What vLLM writes too."""
+
+_BETWEEN_EVENTS = re.compile(rb"(?:\n\n|\n\r\n?|\r\r\n?)\Z")
+
+_TAIL_BYTES = 4
+
+
+class KeepAliveStream:
+    """A :class:`Stream` that gets a comment where nothing was written for ``interval_s``. It begins, by what
+    ``begin`` returns, with the first comment or with :meth:`begin`.
+    """
+
+    def __init__(self, begin: Callable[[ResponseHeaders], Stream], interval_s: float) -> None:
+        self._begin = begin
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._stream: Stream | None = None
+        self._tail = b""
+        self._written_s = self._loop.time()
+        self._timer = self._loop.call_later(interval_s, self._check)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has a status."""
+        return self._stream is not None
+
+    def begin(self, headers: ResponseHeaders = ()) -> None:
+        """Begin it, where no comment did; ``headers`` are the engine's."""
+        if self._stream is None:
+            self._stream = self._begin(headers)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the client keeps up, as :attr:`Stream.ready` says."""
+        return self._begun.ready
+
+    async def wait_ready(self) -> None:
+        """As :meth:`Stream.wait_ready`."""
+        await self._begun.wait_ready()
+
+    def write(self, data: bytes) -> None:
+        """Add to the body, as :meth:`Stream.write` does."""
+        if data:
+            self._tail = data[-_TAIL_BYTES:]
+            self._written_s = self._loop.time()
+            self._begun.write(data)
+
+    def end(self) -> None:
+        """The body is complete."""
+        self.stop()
+        self._begun.end()
+
+    def stop(self) -> None:
+        """Write no further comments. Idempotent."""
+        self._timer.cancel()
+
+    @property
+    def _begun(self) -> Stream:
+        if self._stream is None:
+            raise RuntimeError("a stream was written to before it had begun")
+        return self._stream
+
+    def _check(self) -> None:
+        due_s = self._written_s + self._interval_s
+        if self._loop.time() >= due_s:
+            due_s = self._loop.time() + self._interval_s
+            self._comment()
+        self._timer = self._loop.call_at(due_s, self._check)
+
+    def _comment(self) -> None:
+        """Write one, but not inside of an event, nor to a client that does not read."""
+        self.begin()
+        if self.ready and (not self._tail or _BETWEEN_EVENTS.search(self._tail)):
+            self.write(SSE_KEEP_ALIVE)
