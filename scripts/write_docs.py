@@ -302,8 +302,12 @@ same order, and the same headers. This page names every difference, and why it i
 `make test-differential` makes every call twice, directly and through kvrouter, before a scripted engine that
 answers as vLLM 0.32 does. It compares the status, the body, each header, and what the engine was asked. What
 no row of this table names fails the test; so does a row that no call shows, and a changed byte of an answer
-that goes unnoticed. Not compared are headers of one connection or one moment (`connection`, `date`,
+that goes unnoticed. `make test-engines` compares the same before a real vLLM, also as the packages `openai`
+and `anthropic` are answered. Not compared are headers of one connection or one moment (`connection`, `date`,
 `keep-alive`, `server`, `transfer-encoding`), and the chunks that an answer comes in.
+
+What becomes of a call whose engine is lost is on the page [When things die](when-things-die.md): kvrouter
+answers it, and the engine alone does not.
 """
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -320,6 +321,11 @@ def _if_there(**fields: Json) -> Callable[[dict[str, Json]], Json]:
     return lambda value: {**value, **{name: inner for name, inner in fields.items() if name in value}}
 
 
+def _if_filled(**fields: Json) -> Callable[[dict[str, Json]], Json]:
+    """Other values of the fields in which an answer has something."""
+    return lambda value: {**value, **{name: inner for name, inner in fields.items() if value.get(name)}}
+
+
 def _in_delta(edit: Callable[[dict[str, Json]], Json]) -> Callable[[dict[str, Json]], Json]:
     return lambda choice: {
         name: edit(value) if name in ("delta", "message") else value for name, value in choice.items()
@@ -345,8 +351,8 @@ ANSWERS: Mapping[str, Script] = {
     "kv_transfer_params odd": of_each_object(_with(kv_transfer_params="none")),
     "fingerprint a number": of_each_object(_with(system_fingerprint=5)),
     "type a number": of_each_object(_if_there(type=5)),
-    "choices null": of_each_object(_if_there(choices=None)),
-    "choices of texts": of_each_object(_if_there(choices=["a", None, 5])),
+    "choices null": of_each_object(_if_filled(choices=None)),
+    "choices of texts": of_each_object(_if_filled(choices=["a", None, 5])),
     "floats and escapes": of_each_object(_with(x=[-0.0, 1e-05, 1e22, 0.1], y="\u2028\x7f\\u00fc🦙")),
 }
 """What an engine may answer on each route: fields absent, null, of other types, and unknown ones."""
@@ -438,11 +444,30 @@ def _data(edit: Callable[[bytes], bytes]) -> Script:
     return lambda answer: replace(answer, pieces=tuple(_cut(edit(answer.body), 40)))
 
 
+_FOR_ROUTER = re.compile(rb'"choices":\[\]|"delta":\{\},')
+"""What an event has that an engine only sends when it is asked for usage or tokens: nothing is put next to
+it, so that the same is there without it.
+"""
+
+
+def _before_each(line: bytes) -> Callable[[bytes], bytes]:
+    """Put a line, or several, before each event."""
+
+    def edit(data: bytes) -> bytes:
+        events = data.split(b"\n\n")[:-1]
+        return b"".join((event if _FOR_ROUTER.search(event) else line + event) + b"\n\n" for event in events)
+
+    return edit
+
+
 def _mixed(data: bytes) -> bytes:
     """Every third event ends its lines with a line feed, with both, and with a carriage return."""
     ends = (b"\n", b"\r\n", b"\r")
-    events = data.split(b"\n\n")[:-1]
-    return b"".join(event.replace(b"\n", ends[at % 3]) + 2 * ends[at % 3] for at, event in enumerate(events))
+    written, at = [], 0
+    for event in data.split(b"\n\n")[:-1]:
+        written.append(event.replace(b"\n", ends[at % 3]) + 2 * ends[at % 3])
+        at += not _FOR_ROUTER.search(event)
+    return b"".join(written)
 
 
 def _two_lines(data: bytes) -> bytes:
@@ -455,7 +480,7 @@ STREAMS: Mapping[str, Script] = {
     "a byte a piece": lambda answer: replace(answer, pieces=tuple(_cut(answer.body, 1))),
     "all at once": lambda answer: replace(answer, pieces=(answer.body,)),
     "a comment first": _data(lambda data: b": keep-alive\n\n" + data),
-    "comments between": _data(lambda data: data.replace(b"\n\n", b"\n\n: keep-alive\n\n")),
+    "comments between": _data(_before_each(b": keep-alive\n\n")),
     "comments in events": _data(lambda data: data.replace(b"data: {", b": \xc3\xbc\ndata: {")),
     "carriage returns and line feeds": _data(lambda data: data.replace(b"\n", b"\r\n")),
     "carriage returns": _data(lambda data: data.replace(b"\n", b"\r")),
@@ -468,12 +493,12 @@ STREAMS: Mapping[str, Script] = {
     "no last line end": _data(lambda data: data[:-2]),
     "no last event": _data(lambda data: b"\n\n".join(data.split(b"\n\n")[:-2]) + b"\n\n"),
     "events behind the last": _data(lambda data: data + b'data: {"late":1}\n\n'),
-    "empty events": _data(lambda data: data.replace(b"\n\n", b"\n\ndata:\n\n\n\n")),
+    "empty events": _data(_before_each(b"data:\n\n\n\n")),
     "a byte order mark": _data(lambda data: b"\xef\xbb\xbf" + data),
     "an event of no JSON": _data(lambda data: b"data: it is what it is\n\n" + data),
     "an event of a list": _data(lambda data: b"data: [1,2]\n\n" + data),
     "no UTF-8": _data(lambda data: data.replace("ü".encode(), b"\xff")),
-    "blanks in its JSON": _data(lambda data: data.replace(b'":', b'" : ')),
+    "blanks in its JSON": _data(lambda data: re.sub(rb'(?<!fingerprint)":', b'" : ', data)),
     "gzip": _gzipped,
     "headers of its own": BODIES["headers of its own"],
     "an error in mid-stream": _data(
@@ -602,6 +627,29 @@ def odd_calls() -> Iterator[Call]:
         yield Call(f"{path}: POST", path, b"{}")
 
 
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, {"kv_transfer_params": {"remote_host": "10.0.0.1"}}),
+    (COMPLETION, {"vllm_xargs": {"kv_transfer_params": "{}"}}),
+    (CHAT, {"data_parallel_rank": 1}),
+    (CHAT, {"worker_id": 1}),
+    (CHAT, {"nvext": {"required_taint": ["a"]}}),
+    (MESSAGES, {"cache_salt": "a"}),
+    (CHAT, {"metadata": json.loads("[" * 70 + "]" * 70)}),
+)
+"""Fields that are the router's to judge: they say where a call may go, or how much is made of it."""
+
+
+def router_calls() -> Iterator[Call]:
+    """Calls that are for the router, or that it can read and an engine cannot."""
+    for path, fields in REFUSED:
+        yield _asked(path, f"refused here, {', '.join(fields)}", **fields)
+    plain = dumps(GENERATED[CHAT])
+    gzipped = (("content-type", JSON), ("content-encoding", "gzip"))
+    yield Call(f"{CHAT}: gzipped", CHAT, gzip.compress(plain, mtime=0), headers=gzipped)
+    for path in ("/health", "/version"):
+        yield Call(f"{path}: HEAD", path, method="HEAD", headers=())
+
+
 def all_calls() -> tuple[Call, ...]:
     """Every call, by a name of its own."""
     made = (
@@ -611,6 +659,7 @@ def all_calls() -> tuple[Call, ...]:
         *form_calls(),
         *refused_calls(),
         *odd_calls(),
+        *router_calls(),
     )
     names = [call.name for call in made]
     assert len(set(names)) == len(names), "two calls have one name"

@@ -63,8 +63,14 @@ def _asked_otherwise(alone: Asked, through: Asked) -> Iterator[Found]:
 
 
 def _as_read(body: bytes) -> object:
-    """A body as an engine reads it: every number as it is written, every field in its order."""
+    """A body as an engine reads it: every number as it is written, every field in its order, and of a name
+    that is there twice the last one.
+    """
     try:
-        return json.loads(body, parse_float=str, parse_int=str, object_pairs_hook=tuple)
+        return json.loads(body, parse_float=str, parse_int=str, object_pairs_hook=_fields)
     except ValueError:
         return body
+
+
+def _fields(pairs: list[tuple[str, object]]) -> object:
+    return tuple(dict(pairs).items())

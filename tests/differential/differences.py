@@ -5,13 +5,13 @@ written from this table, and the differential tests let nothing else differ.
 import gzip
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tests.differential.calls import BLAMES_ENGINE, CHAT, COMPLETION, MESSAGES, Call
 from tests.differential.compare import Found, Seen
-from tests.differential.vllm_answers import MODEL, Asked, answer_of, dumps
+from tests.differential.vllm_answers import MODEL, PAGES, Asked, answer_of, dumps
 from tests.differential.wire import REQUEST_ID
 
 Holds = Callable[[Call, Seen, Found], bool]
@@ -74,7 +74,10 @@ def _status(alone: Seen) -> int:
 
 
 def _is_stream(call: Call, alone: Seen) -> bool:
-    return (alone.answer.header("content-type") or "").startswith("text/event-stream")
+    """Whether it is streamed, or was to be."""
+    return bool(call.fields.get("stream")) or (alone.answer.header("content-type") or "").startswith(
+        "text/event-stream"
+    )
 
 
 def _from_engine(call: Call, alone: Seen) -> bool:
@@ -86,26 +89,24 @@ def _asks_more(call: Call, alone: Seen, found: Found) -> bool:
     assert isinstance(found.alone, bytes)
     assert isinstance(found.through, bytes)
     own, asked = json.loads(found.alone), json.loads(found.through)
-    options = asked.get("stream_options")
-    if not own.get("return_token_ids") and asked.get("return_token_ids") is True:
-        asked = {**asked, "return_token_ids": own.get("return_token_ids")}
-    if isinstance(options, dict) and options.get("include_usage") is True:
-        asked = {**asked, "stream_options": {**options, **_only(own.get("stream_options"), "include_usage")}}
-    present = {name: value for name, value in asked.items() if name in own}
-    added = {name: value for name, value in asked.items() if name not in own}
-    allowed: tuple[dict[str, Any], ...] = (
-        {},
-        {"return_token_ids": None},
-        {"stream_options": {"include_usage": True}},
-    )
-    return list(present.items()) == list(own.items()) and added in (
-        *allowed,
-        {"return_token_ids": None, "stream_options": {"include_usage": True}},
-    )
+    more = {**own, "return_token_ids": True}
+    usage = {"stream_options": {**(own.get("stream_options") or {}), "include_usage": True}}
+    return asked in (own, {**more, **usage}, {**own, **usage}, more)
 
 
-def _only(options: object, name: str) -> dict[str, object]:
-    return {name: options[name]} if isinstance(options, dict) and name in options else {}
+def _without_nvext(call: Call, alone: Seen, found: Found) -> bool:
+    assert isinstance(found.alone, bytes)
+    assert isinstance(found.through, bytes)
+    if "nvext" not in call.fields:
+        return False
+    own = json.loads(found.alone)
+    without = {name: value for name, value in own.items() if name != "nvext"}
+    return _asks_more(call, alone, Found("", json.dumps(without).encode(), found.through))
+
+
+def _without_fingerprint(call: Call, alone: Seen, found: Found) -> bool:
+    assert isinstance(found.alone, bytes)
+    return found.through == found.alone.replace(b',"system_fingerprint":"vllm-0.32.0"', b"")
 
 
 def _inflated(call: Call, alone: Seen, found: Found) -> bool:
@@ -116,7 +117,12 @@ def _inflated(call: Call, alone: Seen, found: Found) -> bool:
 def _without_slash(call: Call, alone: Seen, found: Found) -> bool:
     """It is what the engine answers to the same call without the slash."""
     answer = answer_of(Asked(call.method, call.target.rstrip("/"), dict(call.headers), call.body))
-    told = {"status": "HTTP/1.1 200 OK", "body": answer.body, "header content-type": "application/json"}
+    status = "405 Method Not Allowed" if answer.status == 405 else "200 OK"
+    told: dict[str, object] = {
+        "status": f"HTTP/1.1 {status}",
+        "body": answer.body,
+        "header content-type": dict(answer.headers).get("content-type"),
+    }
     return _status(alone) == 307 and found.through == told[found.field]
 
 
@@ -127,6 +133,72 @@ def _is_redirected(call: Call, alone: Seen) -> bool:
 def _is_page(call: Call, alone: Seen) -> bool:
     """A page of kvrouter's, or a path or method that it does not have."""
     return call.method != "POST" or _status(alone) in (404, 405) or call.path == "/ping"
+
+
+def _lists_models(call: Call, alone: Seen, found: Found) -> bool:
+    """It is a list of the one model."""
+    head, tail = b'{"object":"list","data":[', b"]}"
+    body = found.through
+    if not isinstance(body, bytes) or not (body.startswith(head) and body.endswith(tail)):
+        return False
+    return _is_model(call, alone, Found(found.field, found.alone, body[len(head) : -len(tail)]))
+
+
+_MODEL = re.compile(
+    rb'\{"id":"tiny","object":"model","created":(\d{10}),"owned_by":"kvrouter","root":"tiny","parent":null,'
+    rb'"max_model_len":2048,"permission":\[\{"id":"modelperm-8950abfda7b72763","object":"model_permission",'
+    rb'"created":\1,"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,'
+    rb'"allow_search_indices":false,"allow_view":true,"allow_fine_tuning":false,"organization":"\*",'
+    rb'"group":null,"is_blocking":false\}\]\}'
+)
+
+
+def _is_model(call: Call, alone: Seen, found: Found) -> bool:
+    """It is the one model; when it came is the same in both places, and not in the future."""
+    if not isinstance(found.through, bytes):
+        return False
+    told = _MODEL.fullmatch(found.through)
+    return told is not None and abs(time.time() - int(told[1])) < CREATED_WITHIN_S
+
+
+def _is_refused(call: Call, alone: Seen) -> bool:
+    """One of the calls with a field that the router judges."""
+    return ": refused here, " in call.name
+
+
+def _refuses(field: str, message: str, param: str = "") -> Holds:
+    """The body says why the field is refused; the field's path is ``param``, if not the field itself."""
+    return where(
+        lambda call, alone: _is_refused(call, alone) and field in call.fields,
+        own_error(f"{param or field}: {message}", param=param or field),
+    )
+
+
+def _any_of(*all_holds: Holds) -> Holds:
+    return lambda call, alone, found: any(holds(call, alone, found) for holds in all_holds)
+
+
+def _over_depth(call: Call, alone: Seen, found: Found) -> bool:
+    path = "metadata" + "[0]" * 63
+    message = f"{path}: more than 64 lists and objects inside each other (KVROUTER_BODY_MAX_DEPTH)"
+    return own_error(message, code="body_over_bounds", param=path)(call, alone, found)
+
+
+def _is_gzipped(call: Call, alone: Seen) -> bool:
+    return ("content-encoding", "gzip") in call.headers
+
+
+def _of_inflated(call: Call, alone: Seen, found: Found) -> bool:
+    """It is what the engine answers to, or is asked by, the same call as it is inflated."""
+    body = gzip.decompress(call.body)
+    if found.field == "asked body":
+        return found.through == body
+    answer = answer_of(Asked(call.method, call.target, {"content-type": "application/json"}, body))
+    return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
+
+
+def _is_head(call: Call, alone: Seen) -> bool:
+    return call.method == "HEAD"
 
 
 def _no_json_type(call: Call, alone: Seen) -> bool:
@@ -140,19 +212,8 @@ def _of_json_type(call: Call, alone: Seen, found: Found) -> bool:
     return found.through == {"status": "HTTP/1.1 200 OK", "body": answer.body}[found.field]
 
 
-def _lists_models(call: Call, alone: Seen, found: Found) -> bool:
-    """It is the model, or the list of it, with the fields that vLLM's own has, and values of kvrouter's."""
-    if call.method != "GET" or not isinstance(found.through, bytes):
-        return False
-    said = json.loads(found.through)
-    if call.path.rstrip("/") == "/v1/models":
-        [said] = said["data"]
-    elif call.path != f"/v1/models/{MODEL}":
-        return False
-    fields = {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
-    return said.keys() == fields and (said["id"], said["owned_by"]) == (MODEL, "kvrouter")
-
-
+CREATED_WITHIN_S = 3600.0
+_FETCHES = "where KV is fetched from is the router's to say, not its clients'"
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _OF_ITS_OWN = "It is kvrouter's own page, and no engine's."
 DIFFERENCES: tuple[Difference, ...] = (
@@ -208,7 +269,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "header vary",
         "every answer",
-        "absent, unless `--cors-allow-origins` names origins",
+        "absent, unless `--cors-origins` names origins",
         "Which web pages may call is for the router to say, and not for an engine behind it.",
         lambda call, alone, found: (found.alone, found.through) == ("Origin", None),
     ),
@@ -248,6 +309,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         ),
     ),
     Difference(
+        "asked body",
+        "a call with `nvext`",
+        "`nvext` is taken out",
+        "It is for the router. One that is streamed also has what the row above says.",
+        _without_nvext,
+    ),
+    Difference(
         "asked route",
         "a call with a query",
         "the query does not reach the engine",
@@ -255,6 +323,16 @@ DIFFERENCES: tuple[Difference, ...] = (
         where(
             lambda call, alone: "?" in call.target,
             lambda call, alone, found: found.through == f"POST {call.path}",
+        ),
+    ),
+    Difference(
+        "asked route",
+        "a slash behind a path",
+        "the engine is asked without it",
+        "The call is answered at once: vLLM answers 307, and many clients do not follow one with a body.",
+        where(
+            _is_redirected,
+            lambda call, alone, found: found.through == f"POST {call.path.rstrip('/')}",
         ),
     ),
     Difference(
@@ -279,16 +357,36 @@ DIFFERENCES: tuple[Difference, ...] = (
         _inflated,
     ),
     Difference(
+        "body",
+        "a stream of a chat or completion that ends without a `finish_reason` that can be read",
+        "`system_fingerprint` is absent",
+        "An engine that is asked for the usage writes it next to that, and not into the last event. From "
+        "there it is put back where that event is known.",
+        where(lambda call, alone: call.path in (CHAT, COMPLETION), _without_fingerprint),
+    ),
+    Difference(
         "header location",
         "a slash behind a path",
         "absent",
         "The call is answered at once: vLLM answers 307, and many clients do not follow one with a body.",
         where(_is_redirected, equals(None)),
     ),
-    Difference("status", "a slash behind a path", "that of the answer", "As above.", _without_slash),
-    Difference("body", "a slash behind a path", "that of the answer", "As above.", _without_slash),
     Difference(
-        "header content-type", "a slash behind a path", "that of the answer", "As above.", _without_slash
+        "status",
+        "a slash behind a path",
+        "that of the answer",
+        "The call is answered at once.",
+        _without_slash,
+    ),
+    Difference(
+        "body", "a slash behind a path", "that of the answer", "The call is answered at once.", _without_slash
+    ),
+    Difference(
+        "header content-type",
+        "a slash behind a path",
+        "that of the answer",
+        "The call is answered at once.",
+        _without_slash,
     ),
     Difference(
         "body",
@@ -311,27 +409,6 @@ DIFFERENCES: tuple[Difference, ...] = (
         "no engine is asked",
         "Whether a model is served is for the router to say.",
         where(lambda call, alone: call.fields.get("model") == "nobody's", equals("0")),
-    ),
-    Difference(
-        "asked route",
-        "a slash behind a path",
-        "without the slash",
-        "The engine would answer 307 again.",
-        where(_is_redirected, lambda call, alone, found: found.through == str(found.alone).removesuffix("/")),
-    ),
-    Difference(
-        "body",
-        "`GET /v1/models`, `GET /v1/models/{id}`",
-        "`created`, `owned_by`, `root` and the id of a permission are kvrouter's",
-        "A model is that of all its engines. vLLM has no page of one model.",
-        _lists_models,
-    ),
-    Difference(
-        "times asked",
-        "a page of kvrouter's own",
-        "no engine is asked",
-        _OF_ITS_OWN,
-        where(lambda call, alone: call.method == "GET" or call.path == "/ping", equals("0")),
     ),
     Difference(
         "header content-security-policy",
@@ -394,10 +471,27 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "times asked",
-        "a path or method that kvrouter does not have",
+        "a page, and a path or method that kvrouter does not have",
         "no engine is asked",
-        "It is refused before it is read.",
-        where(lambda call, alone: _status(alone) in (404, 405), equals("0")),
+        "It is kvrouter's to answer.",
+        where(
+            lambda call, alone: _status(alone) in (404, 405) or call.path.rstrip("/") in PAGES,
+            equals("0"),
+        ),
+    ),
+    Difference(
+        "body",
+        "`GET /v1/models`",
+        "`created`, `owned_by`, `root` and `permission` are kvrouter's",
+        "A model is what a fleet serves, and not one engine's folder.",
+        where(lambda call, alone: call.path.rstrip("/") == "/v1/models", _lists_models),
+    ),
+    Difference(
+        "body",
+        "`GET /v1/models/{id}`",
+        "the model, as it is listed",
+        "OpenAI's clients ask for one model; vLLM has no such route.",
+        where(lambda call, alone: call.path == f"/v1/models/{MODEL}", _is_model),
     ),
     Difference(
         "status",
@@ -417,7 +511,98 @@ DIFFERENCES: tuple[Difference, ...] = (
         "body",
         "a body whose `content-type` is not that of JSON",
         "that of the same call as JSON",
-        "As above.",
+        "kvrouter reads the body whatever its type is, and tells the engine that it is JSON.",
         where(_no_json_type, _of_json_type),
+    ),
+    Difference(
+        "status",
+        "a call with a field that is for the router to judge, as the next rows say",
+        "400",
+        "What reached an engine could go where no policy lets it, or take from others what they pay for.",
+        where(_is_refused, equals("HTTP/1.1 400 Bad Request")),
+    ),
+    Difference(
+        "times asked",
+        "a call with a field that is for the router to judge, as the next rows say",
+        "no engine is asked",
+        "What is refused reaches no engine.",
+        where(_is_refused, equals("0")),
+    ),
+    Difference(
+        "body",
+        "fields that choose where an engine fetches KV (`kv_transfer_params` and their like, also in "
+        "`vllm_xargs`)",
+        "an error that names the field",
+        "A client would choose which host an engine reads from, and KV would cross a boundary of the fleet.",
+        _any_of(
+            _refuses("kv_transfer_params", _FETCHES),
+            _refuses("vllm_xargs", _FETCHES, "vllm_xargs.kv_transfer_params"),
+        ),
+    ),
+    Difference(
+        "body",
+        "fields that choose the rank that serves (`data_parallel_rank` and its like)",
+        "an error that names the field",
+        "The router chooses it, and `nvext.dp_rank` asks for one.",
+        _refuses("data_parallel_rank", "which rank serves is the router's to say: use nvext.dp_rank"),
+    ),
+    Difference(
+        "body",
+        "fields of `nvext` that are misspelt, or stand next to it",
+        "an error that names the field",
+        "With a misspelt constraint KV would cross a boundary unnoticed.",
+        _any_of(
+            _refuses("nvext", "unknown field", "nvext.required_taint"),
+            _refuses("worker_id", "belongs into nvext, as nvext.worker_id; elsewhere nothing reads it"),
+        ),
+    ),
+    Difference(
+        "body",
+        "`cache_salt` on a route whose engines read none",
+        "an error that names the field",
+        "What it keeps apart would be shared.",
+        _refuses("cache_salt", "engines read none on /v1/messages, and would share what it keeps apart"),
+    ),
+    Difference(
+        "body",
+        "a body over one of the [bounds](security.md): too long, too deep, too many values",
+        "an error that names the field and the bound",
+        "One caller's body must not hold up the others.",
+        where(lambda call, alone: _is_refused(call, alone) and "metadata" in call.fields, _over_depth),
+    ),
+    Difference(
+        "status",
+        "a body that is compressed by gzip",
+        "that of the same call without compression",
+        "kvrouter inflates it. vLLM reads no compressed bodies.",
+        where(_is_gzipped, _of_inflated),
+    ),
+    Difference(
+        "body",
+        "a body that is compressed by gzip",
+        "that of the same call without compression",
+        "kvrouter inflates it. vLLM reads no compressed bodies.",
+        where(_is_gzipped, _of_inflated),
+    ),
+    Difference(
+        "asked body",
+        "a body that is compressed by gzip",
+        "inflated",
+        "vLLM reads no compressed bodies.",
+        where(_is_gzipped, _of_inflated),
+    ),
+    Difference(
+        "status",
+        "`HEAD` of a page",
+        "200",
+        "Pages take HEAD where they take GET.",
+        where(_is_head, equals("HTTP/1.1 200 OK")),
+    ),
+    Difference(
+        "header allow",
+        "`HEAD` of a page",
+        "absent",
+        "Pages take HEAD where they take GET.",
+        where(_is_head, equals(None)),
     ),
 )

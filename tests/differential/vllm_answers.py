@@ -275,7 +275,7 @@ def _completion(wanted: Wanted) -> Answer:
     prompt = wanted.fields.get("prompt")
     if prompt is None:
         raise Refused("Either prompt or prompt_embeds must be provided.", "prompt")
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     n = wanted.n * (len(prompt) if several else 1)
     if wanted.stream:
         return stream_answer(_completion_events(wanted, n))

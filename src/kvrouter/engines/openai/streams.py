@@ -64,7 +64,7 @@ class RawEvents:
         """Return what of ``raw``, and of what waits, goes to the client now."""
         if event.choices and event.usage is not None and not isinstance(event, UnreadEvent):
             self._takes_usage = False
-        if self._takes_usage and event.is_usage_alone:
+        if self._takes_usage and (event.is_usage_alone or self._is_empty_usage(event)):
             return self._released(event.system_fingerprint)
         if self._reading.added_token_ids:
             if exists_for_tokens(event, raw):
@@ -74,6 +74,13 @@ class RawEvents:
             released, self._last = self._released(None), raw
             return released
         return self._released(None) + raw
+
+    def _is_empty_usage(self, event: AnswerEvent) -> bool:
+        """Whether it is where the usage was asked for, without one: nothing else comes behind the last event
+        of an answer.
+        """
+        is_read = not isinstance(event, UnreadEvent)
+        return is_read and self.is_waiting and not event.choices and event.error is None
 
     def hold(self, comment: bytes) -> None:
         """A comment came behind bytes that wait."""

@@ -11,6 +11,7 @@ of a second, and ten times the memory.
 
 import re
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -240,11 +241,12 @@ class ScannedBody(NamedTuple):
 
 
 def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
-    """Look through a body; others run meanwhile, if it is long.
+    """Look through a body; others run meanwhile, if it is long. A byte order mark is left out, as engines do.
 
     Raises :class:`InvalidRequest` with the field's path as ``param``, :class:`BodyOverBounds` for one that
     holds too much.
     """
+    data = data.removeprefix(BOM_UTF8)
     try:
         fields, _ = _native(bounds).scan(data)
     except JsonRefused as refused:
