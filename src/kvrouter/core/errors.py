@@ -27,9 +27,10 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvrouter.core.engine_answer import EngineAnswer
+if TYPE_CHECKING:  # the command line reads errors before it needs msgspec
+    from kvrouter.core.engine_answer import EngineAnswer
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended: 128 and the number of the signal."""
@@ -66,7 +67,7 @@ class KvrouterError(Exception):
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None, answer: EngineAnswer | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, answer: "EngineAnswer | None" = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
