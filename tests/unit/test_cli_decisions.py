@@ -129,7 +129,7 @@ async def test_a_fallback_of_a_router_is_drawn(capsys: pytest.CaptureFixture[str
         )
         assert await asyncio.to_thread(main, ["explain", "--url", url, "--request-id", "f"]) == 0
     out = capsys.readouterr().out
-    assert [row[:2] for row in rows_of(out)] == [["prefill", "1/0"], ["decode", "2/0"]]
+    assert [row[:2] for row in rows_of(out)][:2] == [["prefill", "1/0"], ["decode", "2/0"]]
     assert "KV transfer: fallback zone=a" in out
     assert "crosses its domain" in out
 

@@ -203,17 +203,12 @@ async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
         assert len(made.reported(MISTAKEN)) == 2
 
 
-async def test_a_tokenizer_folder_without_one_is_looked_at_again(tmp_path: Path) -> None:
+async def test_a_tokenizer_folder_without_one_keeps_no_engine_out(tmp_path: Path) -> None:
     async with scripted_engine() as engine, here() as made:
         given = pod_at(engine, annotations={"tokenizer": str(tmp_path)})
         made.fleet.on_pod(given)
-        await until(lambda: made.reported(REFUSED) != [])
-        assert made.reported(REFUSED) == [
-            f"pod vllm-0: {engine.url}: annotation kvrouter.dev/tokenizer: {tmp_path} has no tokenizer.json "
-            "here"
-        ]
-        (tmp_path / "tokenizer.json").touch()
-        assert (await made.joined(given)).tokenizer is not None
+        assert (await made.joined(given)).tokenizer == str(tmp_path)
+        assert made.reported(REFUSED) == []
 
 
 async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_again() -> None:

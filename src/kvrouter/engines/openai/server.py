@@ -77,7 +77,7 @@ class EngineServer:
         self._look_limit_s = look_limit_s
         self._session: HttpClient | None = None
         self._fresh: HttpClient | None = None
-        """A session of which every request has a connection of its own."""
+        """A session of which every request has a connection of its own; None until one is needed."""
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
         self.has_long_metrics = False
         """Whether the metrics page was over a limit when it was read last."""
@@ -85,7 +85,6 @@ class EngineServer:
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
         self._session = self._new_client(keepalive_timeout=KEEP_IDLE_S)
-        self._fresh = self._new_client(force_close=True)
 
     def _new_client(self, **connections: Any) -> HttpClient:
         return HttpClient(
@@ -101,9 +100,7 @@ class EngineServer:
         sessions, self._session, self._fresh = (self._session, self._fresh), None, None
         for answer in tuple(self._answers):
             answer.close()  # a session alone leaves the readers waiting
-        for session in sessions:
-            if session is not None:
-                await session.close()
+        await asyncio.gather(*(session.close() for session in sessions if session is not None))
 
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
@@ -202,15 +199,16 @@ class EngineServer:
         connection. The engine may have begun on it: that costs it work and has no other effect, since the
         end of a connection has it abort what it runs for it.
         """
-        if self._session is None or self._fresh is None:
+        if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         connection = Connection()
         url = f"{self.url}{path}"
         try:
             return await self._session.request(method, url, connection=connection, **options)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
-            if not connection.is_reused or self._fresh is None:
+            if not connection.is_reused or self._session is None:
                 raise
+        self._fresh = self._fresh or self._new_client(force_close=True)
         return await self._fresh.request(method, url, connection=connection, **options)
 
 
