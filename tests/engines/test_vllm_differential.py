@@ -48,6 +48,7 @@ _OF_ITS_OWN = (
         ),
         rb'"\1":0',
     ),
+    (re.compile(rb'"cached_tokens_per_turn":\s*\[[^\]]*\]'), rb'"cached_tokens_per_turn":[]'),
 )
 """What differs between any two answers: names, moments, what was cached, and how busy the engine is."""
 
