@@ -44,7 +44,7 @@ _OF_ITS_OWN = (
     (
         re.compile(
             rb'"(cached_tokens|created_cache_tokens|cache_read_input_tokens|cache_creation_input_tokens'
-            rb'|server_load)":\s*\d+'
+            rb'|cache_write_tokens|server_load)":\s*\d+'
         ),
         rb'"\1":0',
     ),
