@@ -3,15 +3,20 @@
 import asyncio
 import gzip
 import json
+import tracemalloc
 import zlib
+from random import Random
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrouter.config import FrontendSettings
+from kvrouter.core.errors import BodyTooLarge
 from kvrouter.frontend import compressed
 from kvrouter.frontend.app import HttpApp
-from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated
+from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated, inflated_bytes
 from kvrouter.frontend.http import BodyLimit
 from tests.support.mock_fleets import alike
 from tests.support.served import MODEL, Served, served, user, words
@@ -78,8 +83,8 @@ async def test_what_inflated_bodies_hold_is_bounded(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(HttpApp, "_handle", waiting)
     big, small = (packed({**CHAT, "user": "x" * n}) for n in (450_000, 300_000))
-    settings = FrontendSettings(uploads_max_bytes=600_000, body_max_bytes=500_000)
-    async with served(alike(replicas=1), frontend=settings) as here:
+    limits = FrontendSettings(uploads_max_bytes=600_000, body_max_bytes=500_000)
+    async with served(alike(replicas=1), frontend=limits) as here:
         app = here.system.server._handler
         assert isinstance(app, HttpApp)
         first = asyncio.create_task(post(here, big))
@@ -117,10 +122,60 @@ def test_the_event_loop_inflates_little(monkeypatch: pytest.MonkeyPatch) -> None
     async def inflate() -> bytes:
         bodies = CompressedBodies(1 << 30)
         try:
-            return await bodies._inflated(gzip.compress(b"0" * 5_000_000), BodyLimit(1 << 23, ""))
+            body, _ = await bodies._inflated(gzip.compress(b"0" * 5_000_000), BodyLimit(1 << 23, ""))
+            return body
         finally:
             bodies.close()
 
     monkeypatch.setattr(compressed, "inflated", noted)
     assert len(asyncio.run(inflate())) == 5_000_000
     assert made == [ON_LOOP_BYTES, 1 << 23]
+
+
+@given(length=st.integers(0, 3_000_000), limit=st.integers(1, 2_000_000), letters=st.sampled_from([1, 256]))
+@settings(max_examples=25, deadline=None)
+def test_a_length_is_counted_as_what_is_inflated_has(length: int, limit: int, letters: int) -> None:
+    body = Random(length).randbytes(length) if letters > 1 else b"0" * length
+    packed_body, most = gzip.compress(body, 1), BodyLimit(limit, "")
+    if length > limit:
+        for read in (inflated, inflated_bytes):
+            with pytest.raises(BodyTooLarge):
+                read(packed_body, most)
+    else:
+        assert inflated_bytes(packed_body, most) == len(inflated(packed_body, most)) == length
+
+
+def test_counting_holds_no_more_than_a_piece() -> None:
+    bomb = gzip.compress(b"0" * 40_000_000)
+    tracemalloc.start()
+    try:
+        assert inflated_bytes(bomb, BodyLimit(1 << 26, "")) == 40_000_000
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+async def test_what_a_little_that_is_sent_may_become_is_bounded_until_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compressed, "EXTRA_BYTES_MAX", 400_000)
+    big, bigger = ({**CHAT, "stream": True, "max_tokens": 2000, "user": "x" * n} for n in (300_000, 900_000))
+    many = {**CHAT, "metadata": {str(n): Random(n).randbytes(32).hex() for n in range(5000)}}
+    async with served(alike(replicas=1, speedup=1.0)) as here:
+        app = here.system.server._handler
+        assert isinstance(app, HttpApp)
+        refused = await post(here, packed(bigger))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
+        headers = {"content-encoding": "gzip"}
+        url = "/v1/chat/completions"
+        async with here.http.stream("POST", url, content=packed(big), headers=headers) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            assert app._compressed.extra_bytes > 200_000
+            refused = await post(here, packed(big))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "uploads_full")
+            assert refused.headers["retry-after"]
+            assert len(json.dumps(many)) > 350_000
+            assert (await post(here, packed(many))).status_code == 200
+        await until(lambda: app._compressed.extra_bytes == 0)
+        assert (await post(here, packed({**big, "stream": False, "max_tokens": 1}))).status_code == 200

@@ -135,6 +135,18 @@ VLLM_ROOT = "tiny-model"
 assert f'"{VLLM_ROOT}"' in page(VLLM_PAGES["/v1/models"]).decode()
 
 
+async def test_another_format_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    async with scripted_engine() as engine, up(before(engine, tokenizer=tmp_path)) as here:
+        engine.answers.append(WHOLE)
+        assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+        assert await routing_of(here) == (
+            "load",
+            f"{tmp_path} has no tokenizer.json, but tokenizer.model, which pip install "
+            "'kvrouter[tokenizers]' makes readable",
+        )
+
+
 async def test_the_mock_tokenizer_before_a_real_engine_is_not_believed() -> None:
     async with scripted_engine() as engine, up(before(engine, tokenizer="mock")) as here:
         engine.answers.append(WHOLE)

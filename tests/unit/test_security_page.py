@@ -110,7 +110,8 @@ NO_LIMITS = {
         mock.remote.HOST_CHARS_MAX engines.vllm.introspect.FIGURE_MAX fleet.columns.INTEGER_MAX
         frontend.openai.parse._NUMBER_DIGITS_MAX operator.plan.serving.PORT_DIGITS_MAX
         operator.plan.budgets.COUNT_DIGITS_MAX transports.events.port.BLOCKS_MAX
-        transports.events.wire.EVENT_ID_MAX
+        transports.events.wire.EVENT_ID_MAX engines.openai.pages.COUNT_MAX
+        engines.vllm.events.LOOKAHEAD_TOKENS_MAX
         transports.events.wire.COUNT_MAX transports.requests.tcp.plane._ID_LIMIT
         placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
@@ -178,6 +179,9 @@ WHERE = {
     "body of a request": "frontend.prepare.BODY",
     "body of an operators' route": "frontend.prepare.PAGE",
     "a form with a file": "frontend.openai.form",
+    "what compressed bodies become": "frontend.compressed.EXTRA",
+    "a field of a call to engines": "frontend.openai.passthrough.READ",
+    "shapes of calls": "service.prompt_shapes",
     "a `cache_salt`": "frontend.openai",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 SHAPES_MAX = 64
-"""Shapes of one model that are told apart; what comes later counts as :data:`OTHER_SHAPES`."""
+"""Shapes of one model that are counted apart; what comes later counts as :data:`OTHER_SHAPES`."""
 
 OTHER_SHAPES = "other"
 

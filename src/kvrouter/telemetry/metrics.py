@@ -110,7 +110,7 @@ class Telemetry(MetricsPage):
         "kvrouter_prompt_shape_answers",
         "Answers of which the engine had something cached, by the shape of the call (route, roles, tools) "
         "and whether the router had found it there; missed where the engine makes another prompt of such "
-        "calls. At most 64 shapes a model are told apart.",
+        "calls. At most 64 shapes a model have labels of their own.",
         "model",
         "shape",
         "prediction",

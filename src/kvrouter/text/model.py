@@ -282,6 +282,8 @@ class TextModel:
             if needs_template:
                 raise
             unread = f"chats cannot be read here: {error}"
+        if template is None and unread is None and (folder / "tekken.json").is_file():
+            unread = "chats cannot be read here: it has no chat_template.jinja"
         return cls(
             tokenizer=tokenizer,
             template=template,

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.text.converted import OTHER_FORMATS, other_formats
 
 MOCK_TOKENIZER = "mock"
 """The name of the tokenizer that ships with the package."""
@@ -29,6 +30,7 @@ FILES = (
     "chat_template.jinja",
     "generation_config.json",
     "config.json",
+    *OTHER_FORMATS,
 )
 """What is read of a repository; weights are not downloaded."""
 
@@ -65,10 +67,14 @@ def tokenizer_folder(source: str) -> Path:
     if source == MOCK_TOKENIZER:
         return MOCK_FOLDER
     folder = _repository_folder(source) if is_repository(source) else Path(source)
-    if not (folder / TOKENIZER_FILE).is_file():
+    if not _has_tokenizer(folder):
         lacks = f"has no {TOKENIZER_FILE} here" if folder.is_dir() else "is no folder here"
         raise ConfigError(f"{source} {lacks}", param=source)
     return folder
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / TOKENIZER_FILE).is_file() or bool(other_formats(folder))
 
 
 def _repository_folder(source: str) -> Path:
@@ -90,7 +96,7 @@ def _repository_folder(source: str) -> Path:
     name, revision, files = match["name"], match["revision"], list(FILES)
     try:
         cached = Path(snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=True))
-        if (cached / TOKENIZER_FILE).is_file():
+        if _has_tokenizer(cached):
             return cached
     except LocalEntryNotFoundError:
         pass  # it is not in the cache
@@ -99,7 +105,7 @@ def _repository_folder(source: str) -> Path:
     try:
         planned = snapshot_download(name, revision=revision, allow_patterns=files, dry_run=True)
         found = {each.filename: each.file_size or 0 for each in planned if not isinstance(each, str)}
-        if TOKENIZER_FILE not in found:
+        if found.keys().isdisjoint((TOKENIZER_FILE, *OTHER_FORMATS)):
             raise ConfigError(f"{source}: the repository has no {TOKENIZER_FILE}", param=source)
         size = sum(found.values())
         if size > DOWNLOAD_MAX_BYTES:

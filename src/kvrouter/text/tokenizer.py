@@ -19,6 +19,7 @@ from tokenizers import decoders
 from kvrouter.core import allocator
 from kvrouter.core.errors import BodyTooLarge, ConfigError, InvalidRequest, Unavailable
 from kvrouter.core.requests import TokenBuffer
+from kvrouter.text.converted import converted_backend, other_formats
 from kvrouter.text.token_lengths import TokenPieces, longest_token_chars, normal_forms, normalized_bytes
 
 
@@ -75,18 +76,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Read ``tokenizer.json`` and, where they exist, the configurations that name the end tokens."""
-        path = folder / "tokenizer.json"
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read the tokenizer {path}: {error.strerror}", param=str(path)
-            ) from error
-        try:
-            backend = Backend.from_buffer(content)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not a tokenizer: {error}", param=str(path)) from error
+        """Read ``tokenizer.json``, else another format, and, where they exist, the configurations that name
+        the end tokens.
+        """
+        backend = _backend_of(folder)
         eos_token = token_content(read_json_object(folder / "tokenizer_config.json").get("eos_token"))
         eos_ids: set[int] = set()
         for name in EOS_FILES:
@@ -119,6 +112,20 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``; special and unknown ids have none; bad UTF-8 becomes U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=True)
+
+
+def _backend_of(folder: Path) -> Backend:
+    path = folder / "tokenizer.json"
+    if not path.exists() and other_formats(folder):
+        return converted_backend(folder)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer {path}: {error.strerror}", param=str(path)) from error
+    try:
+        return Backend.from_buffer(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a tokenizer: {error}", param=str(path)) from error
 
 
 def _as_ids(entry: object) -> list[int]:

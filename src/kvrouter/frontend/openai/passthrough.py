@@ -45,6 +45,11 @@ class PassthroughCall:
     """Whether a field changes the prompt in a way that is not known here."""
 
 
+READ_BYTES_MAX = 8 * 1024 * 1024
+"""A longer field, as one with large images, goes to its engine unread, and the request to a worker by load:
+to build objects of it takes other requests more time than routing gains.
+"""
+
 _PLAIN = frozenset(
     {
         "model",
@@ -235,8 +240,11 @@ class LaxFields:
         return _NULL if raw is None else Raw(raw)
 
     def value(self, name: str) -> object:
-        """The value of a field; None where it is absent or null."""
-        return lax_json(self._scanned.raw(name))
+        """The value of a field; None where it is absent or null. Nothing is built of one that is too long for
+        routing to read: it is unknown.
+        """
+        raw = self._scanned.raw(name)
+        return UNKNOWN if raw is not None and len(raw) > READ_BYTES_MAX else lax_json(raw)
 
     def salt(self) -> str | None:
         """``cache_salt``, None where it is absent, or no text. Raises :class:`InvalidRequest` for a text that
@@ -300,7 +308,7 @@ def written_call(scanned: ScannedBody, *, salt: str | None, nvext: NvExt) -> Wri
 def _first_prompt(scanned: ScannedBody) -> Prompt | None:
     """Of several prompts the first one is where the request goes; None where it cannot be read."""
     begin, end, _, _ = scanned.fields.get("prompt", (0, 0, 0, 0))
-    if scanned.data[begin : begin + 1] not in (b'"', b"["):
+    if scanned.data[begin : begin + 1] not in (b'"', b"[") or end - begin > READ_BYTES_MAX:
         return None
     try:
         return read_prompt(scanned.data, begin, end, at="prompt")
