@@ -101,8 +101,8 @@ class Tally:
             for found in others:
                 lines += [
                     f"    {found.field}",
-                    f"      alone   {found.alone!r:.600}",
-                    f"      through {found.through!r:.600}",
+                    f"      alone   {found.alone!r:.2400}",
+                    f"      through {found.through!r:.2400}",
                 ]
         return "\n".join(lines)
 

@@ -44,10 +44,11 @@ _OF_ITS_OWN = (
     (
         re.compile(
             rb'"(cached_tokens|created_cache_tokens|cache_read_input_tokens|cache_creation_input_tokens'
-            rb'|server_load)":\s*\d+'
+            rb'|cache_write_tokens|server_load)":\s*\d+'
         ),
         rb'"\1":0',
     ),
+    (re.compile(rb'"cached_tokens_per_turn":\s*\[[^\]]*\]'), rb'"cached_tokens_per_turn":[]'),
 )
 """What differs between any two answers: names, moments, what was cached, and how busy the engine is."""
 
