@@ -97,10 +97,14 @@ class EngineServer:
 
     async def close(self) -> None:
         """Close every connection; open answers break. Idempotent."""
-        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
         for answer in tuple(self._answers):
             answer.close()  # a session alone leaves the readers waiting
-        await asyncio.gather(*(session.close() for session in sessions if session is not None))
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._fresh is not None:
+            await self._fresh.close()
+            self._fresh = None
 
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
