@@ -67,7 +67,9 @@ class KvrouterError(Exception):
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None, answer: "EngineAnswer | None" = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, answer: "EngineAnswer | None" = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
