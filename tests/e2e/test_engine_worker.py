@@ -98,7 +98,7 @@ async def ended(process: Process) -> tuple[int | None, str]:
     ("kind", "flags", "says"),
     [
         ("vllm", ("--model", "big"), "--model: the engine serves tiny, not 'big': give one of these"),
-        ("sglang", (), "has no /server_info: is it SGLang's server?"),
+        ("sglang", (), "is owned by 'vllm', not 'sglang': is it SGLang's server?"),
     ],
 )
 async def test_what_contradicts_the_engine_is_one_line_and_exit_code_2(

@@ -42,8 +42,10 @@ async def test_no_page_of_another_origin_changes_or_sees_the_fleet() -> None:
             for path in ("/v1/fleet", "/v1/decisions", "/metrics"):
                 answer = await frontend.http.get(path, headers=sent)
                 assert (answer.status_code, "worker_id" in answer.text) == (403, False), answer.text
-        call = await frontend.http.post("/v1/completions", content=json.dumps(CALL), headers=DRIVE_BY)
-        assert call.status_code == 403
+        for kind in ("text/plain", "multipart/form-data"):
+            sent = {**DRIVE_BY, "content-type": kind}
+            call = await frontend.http.post("/v1/completions", content=json.dumps(CALL), headers=sent)
+            assert call.status_code == 403
         await others_go_on(frontend)
 
 

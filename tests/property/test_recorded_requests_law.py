@@ -86,7 +86,7 @@ TEXTS = st.text(max_size=12) | st.sampled_from(['"\\\x00\x1f\x7f', "é€😀"])
 MOMENTS = st.floats(BEGAN_S, 1e6) | st.integers(0, 2**40).map(lambda n: BEGAN_S + n * 5e-7)
 SOME_MOMENTS = st.none() | st.just(0.0) | MOMENTS
 SENT = st.just(0.0) | MOMENTS
-COUNTS = st.none() | st.integers(0, 2**63 - 1)
+COUNTS = st.none() | st.integers(0, 2**53 - 1)
 RANKS = st.builds(
     WorkerRank,
     st.sampled_from([7, 8, 9, 2**63 - 1]).map(WorkerId),
@@ -178,7 +178,7 @@ REQUESTS = st.builds(
     st.just(RequestId("r")),
     TEXTS.map(ModelName),
     st.just(array("I")),
-    st.builds(Sampling, st.integers(0, 2**53)),
+    st.builds(Sampling, st.integers(0, 2**53 - 1)),
     st.builds(RoutingConstraints, TAINTS, PREFERRED, TAINTS),
     st.builds(
         RouterConfigOverride,

@@ -108,6 +108,7 @@ class ScriptedEngine:
         self._site: web.TCPSite | None = None
         self._keeps_connections = True
         self._held: web.StreamResponse | None = None
+        self._held_at: asyncio.Transport | None = None
         self._port = 0
 
     @property
@@ -131,6 +132,11 @@ class ScriptedEngine:
         """Add a piece to the last answer that is held."""
         assert self._held is not None
         await self._held.write(piece)
+
+    def cut(self) -> None:
+        """Lose the connection of the last answer that is held."""
+        assert self._held_at is not None
+        self._held_at.close()
 
     async def refuse(self) -> None:
         """Refuse connections, and keep none behind an answer; answers that run go on."""
@@ -215,7 +221,7 @@ class ScriptedEngine:
         for piece in answer.pieces:
             await response.write(piece)
         if answer.ends is Ends.HELD:
-            self._held = response
+            self._held, self._held_at = response, request.transport
             await self._released.wait()
         if answer.ends is Ends.CUT:
             return self._lost(request, response)

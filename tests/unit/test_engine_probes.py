@@ -7,6 +7,7 @@ import pytest
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.openai.engine import SILENT_AFTER_PROBES, Probe
+from kvrouter.engines.openai.pages import MODELS
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_answers import STARTED_S
@@ -35,8 +36,11 @@ async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None
     async with scripted_engine() as scripted, attached(scripted) as watched:
         await looks(scripted, 2)
         scripted.set_page(METRICS, "", status=500)
+        await looks(scripted, 2 * SILENT_AFTER_PROBES)
+        assert watched.states == [], "it still serves its model: its load alone is unknown"
+        scripted.set_page(MODELS, "", status=500)
         await watched.until(answers=False)
-        assert "answered 500" in watched.state.why
+        assert f"{MODELS} answered 500" in watched.state.why
         await looks(scripted, SILENT_AFTER_PROBES)
         scripted.set_page(METRICS, page("vllm-0.32.0-metrics.txt"))
         await watched.until(answers=True)

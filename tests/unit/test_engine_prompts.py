@@ -1,10 +1,11 @@
 """Prompts as engines make them, against what the engine's own code makes of the same calls."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import InvalidRequest
@@ -93,3 +94,33 @@ def test_arguments_of_calls_are_bounded_for_every_engine() -> None:
         for kind in ("vllm", "sglang"):
             with pytest.raises(InvalidRequest, match="all together at most"):
                 prompt_maker(kind)(fields, TemplateTraits())
+
+
+_WORDS = st.sampled_from(
+    ["role", "content", "type", "text", "name", "tool_calls", "summary", "input", "id", "output"]
+)
+_VALUES = st.sampled_from(
+    ["user", "assistant", "system", "developer", "tool", "text", "reasoning", "message", "x", ""]
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | _VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from([CallRoute.CHAT, CallRoute.RESPONSES, CallRoute.MESSAGES]),
+    st.sampled_from(["vllm", "sglang", "trtllm"]),
+    st.lists(st.dictionaries(_WORDS, _JSON, max_size=4) | _JSON, max_size=3) | _JSON,
+    _JSON,
+)
+@example(CallRoute.MESSAGES, "sglang", [{"role": "user", "content": []}], None)
+@example(CallRoute.RESPONSES, "sglang", [{"type": "reasoning", "summary": []}], None)
+def test_whatever_a_chat_is_a_prompt_is_made_or_the_engine_says_what_is_wrong(
+    route: CallRoute, kind: str, messages: object, other: object
+) -> None:
+    name = "input" if route is CallRoute.RESPONSES else "messages"
+    fields = PromptFields(route=route, system=other, instructions=other, tools=other, **{name: messages})
+    with contextlib.suppress(InvalidRequest):
+        prompt_maker(kind)(fields, TemplateTraits())

@@ -82,7 +82,10 @@ async def test_a_client_that_reads_slowly_loses_nothing() -> None:
         await watched.until(answers=False)
         for _ in range(20):  # nobody reads for longer than an answer may be silent
             await asyncio.sleep(0.01)
-        assert [chunk.finish async for chunk in stream] == [FinishReason.STOP]
+        rest = [chunk async for chunk in stream]
+        assert b"".join(chunk.raw for chunk in rest) == LAST.replace(b"[1]", b"null") + event_of("[DONE]")
+        assert [token for chunk in rest for token in chunk.token_ids] == [1]
+        assert rest[-1].finish is FinishReason.STOP
 
 
 async def test_what_other_engines_end_in_good_order_is_waited_for() -> None:

@@ -208,3 +208,22 @@ def test_what_streams_teaches_all_pins_nothing_and_an_answer_that_comes_whole_it
     assert taught(Role.BOTH, pin=1) == taught(*pair, pin=2) == (0, 0, False)
     assert taught(Role.BOTH, stream=False) == (0, 0, False)
     assert taught(*pair, stream=False) == (20, 0, False)
+
+
+def test_the_prefill_of_a_pair_ends_when_its_worker_says_so_whether_the_answer_streams_or_not() -> None:
+    engines = Engines(Role.PREFILL, Role.DECODE)
+    placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
+
+    def queued(now_s: float) -> int:
+        engines.now_s = now_s
+        probe = engines.place(request_of(2, BLOCK_SIZE))
+        tokens = int(engines.placer.ledger.columns().prefill_tokens[Slot(0)]) - BLOCK_SIZE
+        engines.placer.release(probe, now_s=now_s)
+        return tokens
+
+    assert queued(1000.0) == HONEST_TOKENS
+    engines.placer.prefill_done(placement, now_s=1000.0)
+    assert queued(1000.0) == 0
+    assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 1
+    assert queued(2000.0) == 0
+    assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 0

@@ -180,7 +180,7 @@ WHERE = {
     "body of an operators' route": "frontend.prepare.PAGE",
     "a form with a file": "frontend.openai.form",
     "what compressed bodies become": "frontend.compressed.EXTRA",
-    "a field of a call to engines": "frontend.openai.passthrough.READ",
+    "a field of a call to engines": "frontend.openai.passthrough",
     "shapes of calls": "service.prompt_shapes",
     "a `cache_salt`": "frontend.openai",
     "what a body may become": "frontend.openai.body",

@@ -12,7 +12,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request
 from kvrouter.frontend.http.response import ResponseHeaders
-from kvrouter.frontend.openai.form import CONTENT_TYPE, UnsupportedMediaType
+from kvrouter.frontend.openai.form import UnsupportedMediaType
 
 ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
 LEGS = (b"prefill", b"decode")
@@ -149,10 +149,9 @@ class FleetGuard:
 
     def check_call(self, request: Request) -> None:
         """Raise :class:`CrossSiteRefused` for a client's call in JSON that a page of another origin sent as
-        another type: so no browser asks beforehand whether the page may.
+        another type, as a form among them: so no browser asks beforehand whether the page may.
         """
-        kind = _media_type(request)
-        if kind in (JSON_TYPE, CONTENT_TYPE.decode()):
+        if _media_type(request) == JSON_TYPE or (self._cors is not None and self._cors.admits_all):
             return
         why = self._why_foreign(request)
         if why is not None:

@@ -28,7 +28,7 @@ from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 from kvrouter.text.prompts import prompt_maker
 from kvrouter.text.prompts.fields import PromptFields
 from kvrouter.text.template_budget import TemplateOverBounds
-from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, utf8_bytes
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodePoolFull, utf8_bytes
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
@@ -250,8 +250,15 @@ async def passthrough_tokens(
     """Return what routing may know of the prompt that an engine of this kind makes; without a ``text`` only a
     prompt in token ids is known.
     """
-    if text is None:
+    if text is None or (passed.chat is None and passed.prompt is None):
         return _estimated(passed)
+    try:
+        return await _known_tokens(passed, text, engine_kind)
+    except EncodePoolFull:
+        return _estimated(passed)  # others' prompts are no reason to refuse a call that its engine would take
+
+
+async def _known_tokens(passed: PassthroughCall, text: TextModel, engine_kind: str) -> PassthroughTokens:
     if passed.chat is None:
         return await _prompt_tokens(passed, text)
     known: Sequence[object] = _said(passed.chat)
@@ -278,7 +285,7 @@ def _estimated(passed: PassthroughCall) -> PassthroughTokens:
         said = chat.messages if chat.messages is not None else chat.input
         tokens = estimated_tokens(said, chat.tools, chat.instructions, chat.system)
     elif passed.prompt is None:
-        tokens = 0
+        tokens = passed.unread_tokens
     elif not isinstance(passed.prompt.content, str):
         return PassthroughTokens(passed.prompt.content, is_exact=False)
     else:

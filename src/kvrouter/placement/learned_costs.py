@@ -64,14 +64,17 @@ class LearnedCosts:
         self.begin_transfer(placement)
 
     def prefill_ends_s(self, placement: Placement, *, now_s: float) -> float:
-        """Return when the KV of a placement that was just booked should be where its answer comes from."""
-        decision = placement.decision
-        picks = [pick for pick in (decision.prefill, decision.decode) if pick is not None]
-        times = [pick.times.expected_s for pick in picks if pick.times is not None]
-        if times:
-            return now_s + sum(times)
-        queued = int(self._ledger.columns().prefill_tokens[picks[0].slot])
+        """Return when the prompt of a placement on one worker, just booked, should be computed."""
+        pick = placement.decision.decode
+        if pick.times is not None:
+            return now_s + pick.times.expected_s
+        queued = int(self._ledger.columns().prefill_tokens[pick.slot])
         return now_s + prompt_s(self.settings.timing, queued)
+
+    def transfer_ends_s(self, placement: Placement, *, now_s: float) -> float:
+        """Return when the KV of a pair whose prompt is computed should be where its answer comes from."""
+        times = placement.decision.decode.times
+        return now_s if times is None else now_s + times.transfer_s
 
     def begin_transfer(self, placement: Placement) -> None:
         """Count what the pair has to move, where links are weighed."""
@@ -205,7 +208,9 @@ class UnseenPrefills:
         self._next = 1
 
     def expect(self, placement: Placement, at_s: float) -> None:
-        """Let the request's prefill end at this moment."""
+        """Let the request's prefill end at this moment. The first moment stays."""
+        if placement.unseen_prefill:
+            return
         key = placement.unseen_prefill = self._next
         self._next += 1
         self._running[key] = placement

@@ -510,7 +510,7 @@ class Placer:
             self.circuits.booked(placement, now_s=now_s)
         if self._learns:
             self.learned.placed(placement, now_s=now_s)
-        if not placement.shows_first_token:
+        if not placement.shows_first_token and prefill is None:
             self._unseen_prefills.expect(placement, self.learned.prefill_ends_s(placement, now_s=now_s))
         return placement
 
@@ -557,6 +557,8 @@ class Placer:
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
             self.load_changed()
+        if not placement.shows_first_token and placement.decision.prefill is not None:
+            self._unseen_prefills.expect(placement, self.learned.transfer_ends_s(placement, now_s=now_s))
 
     def first_token(self, placement: Placement, *, now_s: float) -> None:
         """The first token came, or all of an answer that shows none: load moves from prefill to decode."""

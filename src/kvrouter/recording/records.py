@@ -19,6 +19,9 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """Thirty years at most: what is read of a recording must add up."""
 
+Moment = Annotated[float, Meta(ge=-1e9, le=1e9)]
+"""Seconds after something that may have been noted a little later."""
+
 WORKERS_MAX = 16_384
 RANKS_MAX = 4_096
 """Workers of a fleet, and ranks of one: as many as routers take."""
@@ -88,7 +91,7 @@ class FleetChange(StrEnum):
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="fleet"):
     """The fleet where a file begins, and each change of it."""
 
-    at_s: Seconds
+    at_s: Moment
     change: FleetChange
     workers: Annotated[tuple[Worker, ...], Meta(max_length=WORKERS_MAX)]
 
@@ -121,9 +124,9 @@ class LegRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     overlap_blocks: Count
     domains: Mapping[str, str] = {}
     candidates: Count = 0
-    sent_s: Seconds | None = None
-    first_token_s: Seconds | None = None
-    last_s: Seconds | None = None
+    sent_s: Moment | None = None
+    first_token_s: Moment | None = None
+    last_s: Moment | None = None
     """When its last word came, or it was given up."""
     cached_tokens: Count | None = None
 
@@ -138,7 +141,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     shape: str
     mode: str
-    placed_s: Seconds
+    placed_s: Moment
     legs: tuple[LegRecord, ...]
     constraint: str | None = None
     """The transfer policy that held, as ``required zone=a``; the value is left out where nobody knows it."""
@@ -171,7 +174,7 @@ class RequestRecord(
     error that it ended with; ``refusals`` counts worker ranks by why they did not take it.
     """
 
-    at_s: Seconds
+    at_s: Moment
     model: str
     input_tokens: Tokens
     output_tokens: Tokens
@@ -186,8 +189,8 @@ class RequestRecord(
     parent: str | None = None
     constraints: Constraints | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    first_token_s: Seconds | None = None
-    ended_s: Seconds
+    first_token_s: Moment | None = None
+    ended_s: Moment
     code: str | None = None
     http_status: int | None = None
     refusals: Mapping[str, int] = {}
@@ -200,7 +203,7 @@ class RefusalRecord(
     where it names none that is served, or was not read so far; ``route`` where not even its head was.
     """
 
-    at_s: Seconds
+    at_s: Moment
     code: str
     http_status: int
     route: str | None = None

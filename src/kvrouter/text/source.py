@@ -94,10 +94,12 @@ def _repository_folder(source: str) -> Path:
     disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, revision, files = match["name"], match["revision"], list(FILES)
+    other: Path | None = None
     try:
         cached = Path(snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=True))
-        if _has_tokenizer(cached):
+        if (cached / TOKENIZER_FILE).is_file():
             return cached
+        other = cached if _has_tokenizer(cached) else None
     except LocalEntryNotFoundError:
         pass  # it is not in the cache
     except HFValidationError as error:
@@ -115,6 +117,8 @@ def _repository_folder(source: str) -> Path:
             )
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if other is not None:
+            return other
         if not isinstance(error.__cause__ or error, OfflineModeIsEnabled):
             message = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ConfigError(

@@ -78,6 +78,7 @@ class TextModelLoader:
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._loaded_from: dict[ModelName, str] = {}
+        self._retries: dict[ModelName, asyncio.TimerHandle] = {}
         self._failed: dict[ModelName, set[str]] = {}
         self._over_budget: set[ModelName] = set()
         for model in self._texts:
@@ -182,13 +183,16 @@ class TextModelLoader:
         except (KvrouterError, OSError, ValueError) as error:
             self._failed.setdefault(model, set()).add(named)
             self._refuse(card, str(error) if named in str(error) else f"{named}: {error}")
-            loop.call_later(RETRY_S, self._try_again, card)
+            if model not in self._retries:
+                self._retries[model] = loop.call_later(RETRY_S, self._try_again, model)
         finally:
             late.cancel()
             del self._loading[model]
 
-    def _try_again(self, card: WorkerCard) -> None:
-        if card.model not in self._texts and self._cards.get(card.worker_id) == card:
+    def _try_again(self, model: ModelName) -> None:
+        del self._retries[model]
+        card = next((card for card in self._cards.values() if card.model == model), None)
+        if card is not None and model not in self._texts:
             self.on_card(card)
 
     def _read(self, card: WorkerCard, source: str) -> TextModel:
@@ -208,7 +212,7 @@ class TextModelLoader:
             await asyncio.wait(self._loading.values(), timeout=limit_s)
 
     def _refuse(self, card: WorkerCard, why: str) -> None:
-        if card.takes_calls:
+        if card.takes_calls and card.model not in self._texts:  # else what was read before is in use
             self._say_by_load(card, why)
         else:
             log_event(_log, Event.TOKENIZER_FAILED, model=card.model, worker=str(card.worker_id), reason=why)

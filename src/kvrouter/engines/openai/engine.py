@@ -22,7 +22,13 @@ from kvrouter.engines.kv_events.listener import (
 )
 from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.server import JSON_TYPE, AnswerHeaders, EngineRefuses, EngineServer
+from kvrouter.engines.openai.server import (
+    JSON_TYPE,
+    PROBE_LIMIT_S,
+    AnswerHeaders,
+    EngineRefuses,
+    EngineServer,
+)
 from kvrouter.engines.openai.streams import (
     KV_FAILURES,
     AnswerReading,
@@ -199,7 +205,11 @@ class ServedEngine:
     async def _probe_periodically(self, on_load: LoadSink) -> None:
         while True:
             try:
-                probe = await self._client.look(self._server)
+                async with asyncio.timeout(PROBE_LIMIT_S):  # however many pages it takes
+                    probe = await self._client.look(self._server)
+            except TimeoutError:
+                self._note_refused(is_refused=False)
+                self._not_heard(f"{self._server.url} does not answer within {PROBE_LIMIT_S:g} s")
             except KvrouterError as error:
                 self._note_refused(is_refused=isinstance(error, EngineRefuses))
                 self._not_heard(error.message)

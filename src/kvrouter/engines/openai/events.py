@@ -268,6 +268,8 @@ def with_fingerprint(raw: bytes, fingerprint: str) -> bytes:
 
 def without_token_ids(raw: bytes, unasked: Unasked = Unasked.NULL) -> bytes:
     """Return an event as it would be without ``return_token_ids``."""
+    if b'token_ids"' not in raw:
+        return raw
     return _TOKEN_FIELDS.sub(rb"\1null" if unasked is Unasked.NULL else b"", raw)
 
 

@@ -5,6 +5,8 @@ the engine has the call sent elsewhere, within the limits of retries; when none 
 answer passes.
 """
 
+import asyncio
+from contextlib import suppress
 from enum import Enum, auto
 
 import aiohttp
@@ -19,6 +21,9 @@ from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, W
 SAID_MAX_CHARS = 500
 """What an error quotes of an engine's own words is cut here."""
 
+
+ERROR_LIMIT_S = 10.0
+"""How long the body of an error answer may take to come."""
 
 REDIRECTS = range(300, 400)
 REDIRECTED = "it redirects, and no redirect is followed: give the URL at which the engine itself answers"
@@ -56,8 +61,8 @@ STATUSES: dict[int, Blame] = {
 
 
 def blame_of(status: int) -> Blame:
-    """Return what a status blames: below 500 the call, from 500 on the engine, unless the table says more."""
-    return STATUSES.get(status, Blame.CALL if status < 500 else Blame.ENGINE)
+    """Return what a status blames: the call from 200 on, the engine from 500 on, or what the table says."""
+    return STATUSES.get(status, Blame.CALL if 200 <= status < 500 else Blame.ENGINE)
 
 
 async def read_failure(answer: aiohttp.ClientResponse) -> KvrouterError:
@@ -66,12 +71,16 @@ async def read_failure(answer: aiohttp.ClientResponse) -> KvrouterError:
 
 
 async def read_error(answer: aiohttp.ClientResponse) -> bytes:
-    """Read the body of such an answer, and hardly more of it than travels."""
+    """Read the body of such an answer, and hardly more of it than travels. What breaks off, or does not come
+    in time, ends there: the status is what counts.
+    """
     body = b""
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) > BODY_MAX_BYTES:
-            break
+    with suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(ERROR_LIMIT_S):
+            async for piece in answer.content.iter_any():
+                body += piece
+                if len(body) > BODY_MAX_BYTES:
+                    break
     return body
 
 
@@ -83,7 +92,7 @@ def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...
     message, param = said(body[:BODY_MAX_BYTES])
     blame = blame_of(status)
     answer = None
-    if status < 300 or 400 <= status < 600:
+    if 200 <= status < 300 or 400 <= status < 600:
         passed = passed_headers(headers)
         if len(body) > BODY_MAX_BYTES:
             body, passed = _cut(status, message), _as_json(passed)

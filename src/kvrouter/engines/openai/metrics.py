@@ -22,6 +22,9 @@ LINE_MAX_BYTES = 4_096
 SAMPLES_MAX = 2_048
 """Lines of wanted metrics that are kept, some twelve for each data-parallel rank of an engine."""
 
+KEPT_BYTES_MAX = 512 * 1024
+"""What these lines may have together: to read as much takes the event loop some 50 ms."""
+
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*+"
 _SAMPLE = re.compile(rf"({_NAME})(?:[ \t]*+\{{(.*)\}})?[ \t]++(\S++)(?:[ \t].*+)?")
 _LABEL = re.compile(rf'[ \t]*+({_NAME})[ \t]*+=[ \t]*+"((?:[^"\\]|\\.)*+)"[ \t]*+(?:,|$)')
@@ -50,12 +53,16 @@ class MetricLines:
         self._bytes = 0
         self._n_lines = 0
         self._found: list[bytes] = []
+        self._found_bytes = 0
 
     @property
     def is_full(self) -> bool:
         """Whether a limit is reached: the rest of the page is not read."""
         return (
-            self._bytes > PAGE_MAX_BYTES or self._n_lines > PAGE_LINES_MAX or len(self._found) >= SAMPLES_MAX
+            self._bytes > PAGE_MAX_BYTES
+            or self._n_lines > PAGE_LINES_MAX
+            or len(self._found) >= SAMPLES_MAX
+            or self._found_bytes >= KEPT_BYTES_MAX
         )
 
     def push(self, piece: bytes) -> None:
@@ -64,8 +71,10 @@ class MetricLines:
         data = self._rest + piece
         end = data.rfind(b"\n") + 1
         self._n_lines += data.count(b"\n")
-        self._found += (line for line in self._wanted.findall(data, 0, end) if len(line) <= LINE_MAX_BYTES)
-        del self._found[SAMPLES_MAX:]
+        for line in self._wanted.findall(data, 0, end):
+            if len(line) <= LINE_MAX_BYTES and not self.is_full:
+                self._found.append(line)
+                self._found_bytes += len(line)
         # What is left out of a long line leaves it too long.
         self._rest = data[end : end + LINE_MAX_BYTES + 1]
 

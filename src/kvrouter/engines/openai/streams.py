@@ -100,7 +100,7 @@ class RawEvents:
         return raw
 
 
-EVENT_MAX_BYTES = 16 * 1024 * 1024
+EVENT_MAX_BYTES = 4 * 1024 * 1024
 """The longest event that is read; a chunk with log probabilities of a long answer is far below."""
 
 DONE = b"[DONE]"
@@ -359,7 +359,9 @@ class SseStream:
         """Comments that came alone are no part of an answer: nothing waits for them, nor do they begin it."""
         if self._comments:
             if self._reading.passes_raw:
-                self._ready.append(EngineChunk(comments=b"".join(self._comments)))
+                comments = b"".join(self._comments)
+                pieces = range(0, len(comments), PIECE_BYTES)
+                self._ready.extend(EngineChunk(comments=comments[at : at + PIECE_BYTES]) for at in pieces)
             self._comments.clear()
 
     def _take(self, raw: bytes, data: bytes | None) -> None:

@@ -107,6 +107,7 @@ def parse_passed(
             resumable=False,
         ),
         _chat_of(route, fields, nvext),
+        unread_tokens=fields.unread_tokens(),
     )
 
 

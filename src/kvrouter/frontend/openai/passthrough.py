@@ -29,6 +29,7 @@ from kvrouter.frontend.openai.body import (
 from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call, NvextReader
 from kvrouter.text.model import stops_fit
 from kvrouter.text.prompts.fields import PromptFields
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class PassthroughCall:
     client_call: ClientCall
     chat: PromptFields | None = None
     """What a chat's prompt is made from; None where it is no chat, or nobody knows how it goes on."""
+    unread_tokens: int = 0
+    """How many tokens a prompt that is not read is taken to have."""
     is_partial: bool = False
     """Whether a field changes the prompt in a way that is not known here."""
 
@@ -49,6 +52,9 @@ READ_BYTES_MAX = 8 * 1024 * 1024
 """A longer field, as one with large images, goes to its engine unread, and the request to a worker by load:
 to build objects of it takes other requests more time than routing gains.
 """
+
+UNREAD_TOKENS_MAX = 8192
+"""As many tokens such a field counts as at most: images have more bytes than tokens."""
 
 _PLAIN = frozenset(
     {
@@ -185,6 +191,7 @@ def parse_passthrough(
             resumable=is_read and _is_resumable(written.fields) and stops_fit(stops) and wanted != 0,
         ),
         chat_of(fields, route) if is_chat and not is_placed_by_load else None,
+        unread_tokens=fields.unread_tokens(),
         is_partial=changes,
     )
 
@@ -262,6 +269,11 @@ class LaxFields:
         nothing can be known to be cached for it.
         """
         return not nvext.cache_salt and not isinstance(self.value("cache_salt"), str | None)
+
+    def unread_tokens(self) -> int:
+        """How many tokens a prompt is taken to have of which nothing is read: 0 where there is none."""
+        lengths = (len(self._scanned.raw(name) or b"") for name in ("messages", "prompt", "input"))
+        return min(max(lengths) // TOKEN_TEXT_BYTES, UNREAD_TOKENS_MAX)
 
     def stream_options(self) -> StreamOptions | Unknown:
         """``stream_options``."""

@@ -63,6 +63,8 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
     reader = _Reader(as_parts=traits.takes_parts)
     read = [reader.message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     continues = fields.continue_final_message is True and fields.route is CallRoute.CHAT
+    if not read:
+        raise wrong("messages", "has nothing to say")
     last = read[-1]
     continuation = ""
     if continues and last["role"] == "assistant" and isinstance(last["content"], str):
