@@ -133,7 +133,9 @@ async def test_an_address_that_is_none_is_named() -> None:
             pass
 
 
-@pytest.mark.parametrize(("text", "why"), [(None, "No such file"), (b"certificate", "no user JWT")])
+@pytest.mark.parametrize(
+    ("text", "why"), [(None, r"user\.creds: is not there$"), (b"certificate", "no user JWT")]
+)
 async def test_credentials_that_cannot_be_read_are_named(
     tmp_path: Path, text: bytes | None, why: str
 ) -> None:

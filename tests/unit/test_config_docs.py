@@ -8,7 +8,17 @@ from kvrouter.config.setting_spec import SETTINGS_FILE, written_settings
 from kvrouter.config.tree import SETTINGS
 from kvrouter.telemetry import EVENTS, Telemetry
 from scripts import write_flags
-from scripts.write_docs import PAGES, main
+from scripts.write_docs import DOCS, PAGES, main
+
+
+def project(root: Path) -> Path:
+    """Make a project of pages without a word, to which those that are written link; return its docs."""
+    docs = root / "docs"
+    for page in (*DOCS.glob("*.md"), DOCS.parent / "examples" / "fleet.yaml"):
+        empty = root / page.relative_to(DOCS.parent)
+        empty.parent.mkdir(exist_ok=True)
+        empty.touch()
+    return docs
 
 
 def test_the_pages_in_the_repository_are_fresh() -> None:
@@ -18,10 +28,7 @@ def test_the_pages_in_the_repository_are_fresh() -> None:
 def test_a_stale_or_missing_page_fails_the_check_and_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "fleet.yaml").touch()
+    docs = project(tmp_path)
     assert main([], docs) == 0
     assert main(["--check"], docs) == 0
     page = docs / "settings.md"
@@ -55,10 +62,8 @@ links[0](not_a_link.md)
 def test_dead_links_fail_the_check_each_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    docs = tmp_path / "docs"
-    (docs / "decisions").mkdir(parents=True)
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "fleet.yaml").touch()
+    docs = project(tmp_path)
+    (docs / "decisions").mkdir()
     assert main([], docs) == 0
     (docs / "there.md").touch()
     (docs / "two words.md").touch()

@@ -282,7 +282,7 @@ def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
         with pytest.raises(ValueError, match="final"):
             await responder.send(102)
         with pytest.raises(ValueError, match="unknown"):
-            await responder.send(299)
+            await responder.send(600)
         stream = responder.start_stream(200)
         with pytest.raises(RuntimeError, match="started before"):
             await responder.send(200)

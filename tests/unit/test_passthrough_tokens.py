@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.openai.passthrough import READ_BYTES_MAX
 from kvrouter.frontend.response_passthrough import PassthroughTokens, passthrough_tokens
 from kvrouter.text.model import TextModel
 from tests.support.front import mock_text
@@ -42,9 +43,9 @@ async def test_of_a_chat_that_no_template_fits_the_texts_are_known(messages: lis
 async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
     short = replace(UNTEMPLATED, context_length_tokens=16)
     word = "hello "
-    body = json.dumps({"model": "m", "messages": [says(*[word * 100_000] * 16)]}).encode()
+    body = json.dumps({"model": "m", "messages": [says(*[word * 80_000] * 16)]}).encode()
     passed = parse_passthrough(CallRoute.CHAT, body)
-    beginning = (word * 100_000)[: short.prompt_max_chars]
+    beginning = (word * 80_000)[: short.prompt_max_chars]
     expected = await short.encode_beginning(beginning)
     tracemalloc.start()
     try:
@@ -54,3 +55,22 @@ async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
         tracemalloc.stop()
     assert list(found.token_ids) == list(expected)
     assert peak_bytes < 1_000_000
+
+
+@pytest.mark.asyncio
+async def test_a_longer_chat_passes_and_nothing_is_built_of_it() -> None:
+    at_most = json.dumps([says("x" * READ_BYTES_MAX)]).encode()
+    at_most = at_most.replace(b"x" * (len(at_most) - READ_BYTES_MAX), b"", 1)
+    for messages, is_read in ((at_most, True), (at_most + b" ", True), (at_most[:-1] + b" ]", False)):
+        body = b'{"model":"m","messages":%b}' % messages
+        tracemalloc.start()
+        try:
+            passed = parse_passthrough(CallRoute.CHAT, body)
+            found = await passthrough_tokens(passed, UNTEMPLATED, "vllm")
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert passed.client_call.body is body
+        assert bool(found.token_ids) is is_read
+        assert not found.is_exact
+        assert is_read or peak_bytes < 100_000
