@@ -206,7 +206,7 @@ WORKER: Line = {
     ("line", "field"),
     [
         (FLEET | {"at_s": 1e10}, "at_s"),
-        (FLEET | {"at_s": -1.0}, "at_s"),
+        (FLEET | {"at_s": -1e10}, "at_s"),
         (REFUSAL | {"at_s": 1e300}, "at_s"),
         (request(1e12), "at_s"),
         (request(1.0, took_s=1e300), "ended_s"),
