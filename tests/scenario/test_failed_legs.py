@@ -20,7 +20,7 @@ from tests.support.waits import until
 LONG = KvRouterConfig(router_cost=CostRule.BLOCKS, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
 BRIEF = KvRouterConfig(router_cost=CostRule.BLOCKS, circuit_open_s=0.5, circuit_open_max_s=1000.0)
 
-FAILURES = [
+FAILURES: list[EngineChunk | KvrouterError] = [
     EngineFailed("the engine answered 500: Internal server error"),
     EngineFailedLater("the engine failed: Internal server error"),
     StreamBroken("the engine took the call: it closed the connection before it answered"),
@@ -171,8 +171,10 @@ async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
     bench.model.placer.circuits.refresh(now_s=time.monotonic())
     engines.holds = True
     before = sent_to(plane, 1)
-    tasks = [asyncio.create_task(read_all(bench, request_id=f"plain-{number}")) for number in range(12)]
-    await until(lambda: len(engines.held) == 12)
+    tasks: list[asyncio.Task[list[int]]] = []
+    for number in range(12):
+        tasks.append(asyncio.create_task(read_all(bench, request_id=f"plain-{number}")))
+        await until(lambda: len(engines.held) == len(tasks))
     assert sent_to(plane, 1) == before + 1, "the next engine has answered nothing yet"
     engines.let_go()
     await asyncio.gather(*tasks)
