@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from tests.support.engine_legs import said_hi
+from tests.support.engine_legs import client_call, leg, said_hi
 from tests.support.engine_probed import attached
 from tests.support.engine_server import JSON, Answer, Ends, event_of, page, scripted_engine
 
@@ -63,6 +63,22 @@ async def test_a_whole_answer_is_accepted_at_once_and_the_read_tells_what_was_wr
             await anext(aiter(refused))
         chunks = [chunk async for chunk in await watched.engine.submit(request_)]
         assert [chunk.finish for chunk in chunks] == [FinishReason.LENGTH]
+
+
+async def test_a_prefill_with_tools_is_served_by_an_engine_without_a_parser_for_them() -> None:
+    """vLLM without --enable-auto-tool-choice refuses tools that may be called."""
+    call = client_call({"messages": [], "tools": [{"type": "function", "function": {"name": "f"}}]})
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        refusal = Answer.error(400, "vllm-0.32.0-error-field.json")
+        scripted.answers.extend([refusal, Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)])
+        chunks = [chunk async for chunk in await watched.engine.submit(leg(kind=Leg.PREFILL, call=call))]
+        assert [chunk.finish for chunk in chunks] == [FinishReason.LENGTH]
+        assert [asked.body.get("tool_choice") for asked in scripted.calls] == [None, "none"]
+        scripted.answers.extend([refusal, refusal])
+        stream = await watched.engine.submit(leg(kind=Leg.PREFILL, call=call))
+        with pytest.raises(InvalidRequest):
+            await anext(aiter(stream))
+        assert len(scripted.calls) == 4
 
 
 async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:

@@ -183,6 +183,27 @@ def test_choices_that_an_engine_writes_into_the_prompt_leave_it_to_the_decode_en
     assert call_of(request, model="tiny").answered is None
 
 
+@pytest.mark.parametrize(
+    ("more", "has_another"),
+    [
+        ({"tools": TOOLS}, True),
+        ({"tools": TOOLS, "tool_choice": "auto"}, True),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
+        ({"tools": TOOLS, "tool_choice": "required"}, False),
+        ({"tools": []}, False),
+        ({}, False),
+    ],
+)
+def test_a_prefill_engine_without_a_tool_parser_is_asked_for_no_call_of_a_tool(
+    more: dict[str, object], has_another: bool
+) -> None:
+    call, body = asked(leg(client({**CHAT, **more}), Leg.PREFILL))
+    assert (call.otherwise is not None) is has_another
+    if call.otherwise is not None:
+        assert json.loads(call.otherwise()) == {**body, "tool_choice": "none"}
+    assert asked(leg(client({**CHAT, **more}), Leg.DECODE))[0].otherwise is None
+
+
 @pytest.mark.parametrize("choice", ["auto", "none", "required!", "any", None, 1])
 def test_every_other_choice_of_tools_stays_as_it_was_written(choice: object) -> None:
     said = {**CHAT, "tools": TOOLS, "tool_choice": choice}

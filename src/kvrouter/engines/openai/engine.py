@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import LoadReport
@@ -65,8 +65,9 @@ def _read_as_openai() -> ReadEvent:
 class EngineCall:
     """What is sent to an engine, and how its answer is read; ``reader`` makes what reads one answer.
 
-    ``answered`` is the whole answer of a call that needs no engine any more: nothing is sent. ``kv_failures``
-    is how a decode engine may say that it got no KV.
+    ``answered`` is the whole answer of a call that needs no engine any more: nothing is sent. ``otherwise``
+    makes the body that is sent to an engine that refuses the first one. ``kv_failures`` is how a decode
+    engine may say that it got no KV.
     """
 
     path: str
@@ -76,6 +77,7 @@ class EngineCall:
     reading: AnswerReading
     reader: Callable[[], ReadEvent] = _read_as_openai
     answered: bytes | None = None
+    otherwise: Callable[[], bytes] | None = None
     kv_failures: tuple[type[KvrouterError], ...] = KV_FAILURES
 
 
@@ -178,8 +180,7 @@ class ServedEngine:
             answer = OpeningStream(self._open(call, headers, read))
         else:
             answer_headers = AnswerHeaders(JSON_TYPE)
-            asking = self._server.ask(call.path, call.body, headers, answer_headers)
-            answer = WholeStream(asking, call.reading, read, answer_headers)
+            answer = WholeStream(self._ask(call, headers, answer_headers), call.reading, read, answer_headers)
         self._awaiting.add(answer)
         stream = answer
         if request.leg is not Leg.DECODE:
@@ -191,6 +192,16 @@ class ServedEngine:
 
     async def _open(self, call: EngineCall, headers: Mapping[str, str], read: ReadEvent) -> SseStream:
         return SseStream(await self._server.post(call.path, call.body, headers), call.reading, read)
+
+    async def _ask(
+        self, call: EngineCall, headers: Mapping[str, str], answer_headers: AnswerHeaders
+    ) -> bytes:
+        try:
+            return await self._server.ask(call.path, call.body, headers, answer_headers)
+        except InvalidRequest:
+            if call.otherwise is None:
+                raise
+        return await self._server.ask(call.path, call.otherwise(), headers, answer_headers)
 
     async def stop(self) -> None:
         """Leave the engine alone; open answers break. Idempotent."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -105,6 +106,7 @@ stays in the prefill leg: sampling parameters too, which an engine refuses there
 
 
 _REQUIRED = b'"required"'
+_AUTO = b'"auto"'
 
 
 def call_of(
@@ -178,7 +180,8 @@ def _prefill(
     others would fetch what is no longer theirs. Such a call goes to its decode engine alone.
 
     A tool that must be called becomes one that must not: the tools stay in the prompt, and no engine asks for
-    a parser. Without ``tool_choice`` it would be ``auto``, which needs one.
+    a parser. Without ``tool_choice`` it would be ``auto``, which needs one: so where the client wants that,
+    the engine is asked as for a tool that must not be called if it refuses.
     """
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
@@ -207,6 +210,7 @@ def _prefill(
         headers=headers,
         streams=False,
         reading=AnswerReading(passes_raw=False),
+        otherwise=partial(_without_calls, body) if _may_call_a_tool(body) else None,
     )
     return call if tells_where_kv_waits else dataclasses.replace(call, reader=_reads_kv_as_found)
 
@@ -214,6 +218,15 @@ def _prefill(
 def _must_call_a_tool(body: Body) -> bool:
     choice = bytes(memoryview(body.get("tool_choice", b""))[: len(_REQUIRED) + 1])
     return choice == _REQUIRED or choice.startswith(b"{")
+
+
+def _may_call_a_tool(body: Body) -> bool:
+    return says_other_than(body, "tools", b"[]") and not says_other_than(body, "tool_choice", _AUTO)
+
+
+def _without_calls(body: Body) -> bytes:
+    put(body, tool_choice="none")
+    return bytes_of(body)
 
 
 def _is_for_one_engine(body: Body) -> bool:
