@@ -39,9 +39,7 @@ def _scanned(data: bytes) -> Body:
         fields, _ = bounds_of(Body).scan(data)
     except JsonRefused as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from error
-    in_order = sorted(
-        fields.items(), key=lambda field: field[1]
-    )  # a name's last value counts
+    in_order = sorted(fields.items(), key=lambda field: field[1])  # a name's last value counts
     return {_meant(name): msgspec.Raw(data[begin:end]) for name, (begin, end, _, _) in in_order}
 
 
