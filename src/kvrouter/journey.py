@@ -95,8 +95,8 @@ class LegLost:
     """Nothing is known against it: it is leaving, was no longer to be had, or does not take this call."""
     answer: EngineAnswer | None = None
     """What its engine answered instead; the client gets the last one when the tries are used up."""
-    answered: bool = False
-    """Its engine itself said that it failed: it may be the request that does that to every engine."""
+    taken: bool = False
+    """It had the leg when it failed: it may be the request that does that to every engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
-from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet
+from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet, Suspicion
 from kvrouter.journey import Shape
 from kvrouter.placement.circuits import Circuits
 from kvrouter.placement.placement import Placement
@@ -43,6 +43,8 @@ class CircuitsMachine(RuleBasedStateMachine):
             on_let_in=self.note,
         )
         self.attempts: list[tuple[Placement, float]] = []
+        self.suspected: list[tuple[Placement, Leg, float, float]] = []
+        """Of legs that failed: when they were sent, and when they failed."""
 
     def note(self) -> None:
         self.let_in += 1
@@ -87,15 +89,34 @@ class CircuitsMachine(RuleBasedStateMachine):
         assert not placement.tries
 
     @precondition(lambda self: self.attempts)
-    @rule(data=st.data(), fault=st.sampled_from([Fault.LOST, Fault.SILENT]))
-    def leg_fails(self, data: st.DataObject, fault: Fault) -> None:
+    @rule(data=st.data(), fault=st.sampled_from([Fault.LOST, Fault.SILENT]), is_suspected=st.booleans())
+    def leg_fails(self, data: st.DataObject, fault: Fault, is_suspected: bool) -> None:
         at = data.draw(st.integers(0, len(self.attempts) - 1))
         placement, sent_s = self.attempts.pop(at)
         legs = [placement.decision.decode.leg] + [Leg.PREFILL] * (placement.decision.prefill is not None)
         leg = data.draw(st.sampled_from(legs))
         has_begun = placement.has_begun and leg is not Leg.PREFILL
-        self.circuits.failed(placement, leg, fault, since_s=sent_s, has_begun=has_begun, now_s=self.now_s)
+        if is_suspected and not has_begun:
+            self.circuits.suspected(placement, leg, now_s=self.now_s)
+            self.suspected.append((placement, leg, sent_s, self.now_s))
+        else:
+            self.circuits.failed(placement, leg, fault, since_s=sent_s, has_begun=has_begun, now_s=self.now_s)
         self.circuits.released(placement, now_s=self.now_s)
+
+    @precondition(lambda self: self.suspected)
+    @rule(data=st.data(), suspicion=st.sampled_from(Suspicion))
+    def is_blamed(self, data: st.DataObject, suspicion: Suspicion) -> None:
+        at = data.draw(st.integers(0, len(self.suspected) - 1))
+        placement, leg, since_s, failed_s = self.suspected.pop(at)
+        self.circuits.failed(
+            placement,
+            leg,
+            Fault.LOST,
+            since_s=since_s,
+            failed_s=failed_s,
+            suspicion=suspicion,
+            now_s=self.now_s,
+        )
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), loses_kv=st.booleans())

@@ -78,7 +78,7 @@ def test_a_prefill_answer_without_transfer_params_is_the_workers_fault() -> None
 
 
 def failing(worker: int) -> LegLost:
-    return LegLost(Leg.PREFILL, WorkerId(worker), "the engine answered 500", answered=True)
+    return LegLost(Leg.PREFILL, WorkerId(worker), "the engine answered 500", taken=True)
 
 
 def test_a_prefill_that_failed_twice_is_left_out() -> None:

@@ -122,9 +122,9 @@ def test_ends_of_before_read_and_write_an_error_without_the_engines_answer() -> 
     assert error_of(decode_refusal(written)).answer == error.answer
 
 
-def test_a_mistake_travels_as_a_worker_that_did_not_take_the_request() -> None:
+def test_a_mistake_travels_as_a_worker_that_failed_with_the_request() -> None:
     error = error_of(refusal_of(ZeroDivisionError("division by zero")))
-    assert type(error) is WorkerUnreachable
+    assert type(error) is StreamBroken
     assert "ZeroDivisionError: division by zero" in error.message
 
 

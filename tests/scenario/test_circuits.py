@@ -266,7 +266,7 @@ async def test_the_pages_tell_of_circuits_and_of_pairs() -> None:
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
     bench = await bench_of(plane, *cards, config=LONG)
     await send(bench, 20)
-    plane.script = Script(4)
+    plane.unreachable = {address_of(4)}
     await fail(bench, 3, worker=4)
     page = fleet_json(bench.service)
     circuits = {each["worker_id"]: each["circuit"] for each in listed(page["workers"])}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault
+from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Suspicion
+from kvrouter.fleet.circuit import WELL_S
 
 THREE = CircuitSettings(failures=3, open_s=4.0, open_max_s=20.0)
 
@@ -119,3 +120,33 @@ def opened_until(seed: int) -> float | None:
     for second in (1.0, 2.0, 3.0):
         fail(of, second)
     return of.half_open_s
+
+
+def failed_later(circuit: Circuit, suspicion: Suspicion, *, sent_s: float, now_s: float) -> bool:
+    """A request failed as it was sent, and what others did with it shows only now."""
+    circuit.suspect(sent_s)
+    return circuit.counts(suspicion, now_s) and circuit.failed(
+        now_s, Fault.LOST, since_s=sent_s, has_begun=False, failed_s=sent_s
+    )
+
+
+def test_one_that_fails_what_others_fail_too_is_at_fault_when_it_long_did_nothing_else() -> None:
+    of = circuit()
+    opened_s = [s for s in range(1, 100) if failed_later(of, Suspicion.SHARED, sent_s=s, now_s=s + 0.5)]
+    assert opened_s[0] == 1 + WELL_S + THREE.failures - 1
+
+
+@pytest.mark.parametrize("suspicion", [Suspicion.SHARED, Suspicion.ALONE])
+def test_one_that_serves_others_is_not_at_fault_for_what_nobody_answers(suspicion: Suspicion) -> None:
+    of = circuit()
+    for s in range(1000):
+        if s % 25 == 0:
+            of.begun(s)
+        assert not failed_later(of, suspicion, sent_s=s + 0.1, now_s=s + 0.5)
+
+
+def test_what_failed_before_something_was_brought_counts_no_more() -> None:
+    of = circuit()
+    of.begun(5.5)
+    assert not any(failed_later(of, Suspicion.SURE, sent_s=s, now_s=6.0) for s in range(1, 6))
+    assert [failed_later(of, Suspicion.SURE, sent_s=s, now_s=60.0) for s in (6, 7, 8)] == [False, False, True]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 from shutil import copytree
 
@@ -21,6 +22,7 @@ from tests.support.engine_server import (
 )
 from tests.support.logged import event_of
 from tests.support.processes import Metrics, eventually
+from tests.support.tokenizer_files import FORMATS, TEMPLATE
 from tests.support.trtllm_answers import TRTLLM_PAGES
 from tests.support.waits import until
 from tests.unit.test_fleet_engines import Up, up
@@ -109,7 +111,7 @@ UNREADABLE = {
     "an empty folder": {},
     "a broken tokenizer.json": {"tokenizer.json": "{"},
     "tiktoken": {
-        "tiktoken.model": "YQ== 0",
+        "tiktoken.model": "no base64",
         "tokenizer_config.json": '{"tokenizer_class":"TikTokenTokenizer"}',
     },
     "a tokenizer.json of another world": {"tokenizer.json": '{"model":{"type":"Quantum"}}'},
@@ -135,7 +137,8 @@ VLLM_ROOT = "tiny-model"
 assert f'"{VLLM_ROOT}"' in page(VLLM_PAGES["/v1/models"]).decode()
 
 
-async def test_another_format_says_what_to_install(tmp_path: Path) -> None:
+async def test_another_format_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
     async with scripted_engine() as engine, up(before(engine, tokenizer=tmp_path)) as here:
         engine.answers.append(WHOLE)
@@ -145,6 +148,22 @@ async def test_another_format_says_what_to_install(tmp_path: Path) -> None:
             f"{tmp_path} has no tokenizer.json, but tokenizer.model, which pip install "
             "'kvrouter[tokenizers]' makes readable",
         )
+
+
+@pytest.mark.parametrize("of", sorted(FORMATS))
+async def test_another_format_is_routed_by_cache(of: str, tmp_path: Path) -> None:
+    written = FORMATS[of](tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    prompt = "the router's naïve user 🙂 " * 9
+    async with scripted_engine() as engine, up(before(engine, tokenizer=tmp_path)) as here:
+
+        async def by_cache() -> bool:
+            return await routing_of(here) == ("cache", None)
+
+        await eventually(by_cache)
+        call = {**COMPLETION, "prompt": prompt}
+        explained = (await here.http.post("/v1/route/explain", json=call)).json()
+        assert explained["isl_tokens"] == len([*written.begin, *written.reference(prompt)])
 
 
 async def test_the_mock_tokenizer_before_a_real_engine_is_not_believed() -> None:

@@ -483,7 +483,7 @@ class KvRouterConfig(Section):
         ),
     ] = 3
     """After how many failures in a row a worker is passed over, as long as somebody else may take a request:
-    it could not be reached, its engine answered with an error of its own, or brought nothing in time. At 0
+    it could not be reached, it failed a request that another one answers, or brought nothing in time. At 0
     nobody is passed over, nor is a pair of workers whose KV was lost."""
 
     circuit_open_s: Annotated[

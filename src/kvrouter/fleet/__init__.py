@@ -1,6 +1,6 @@
 """The workers of one model: worker ranks as dense slots, with columns of what each is and does."""
 
-from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault, Pair
+from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault, Pair, Suspicion
 from kvrouter.fleet.columns import (
     UNKNOWN,
     UNKNOWN_VALUE,
@@ -29,5 +29,6 @@ __all__ = [
     "IntColumn",
     "Pair",
     "SlotColumn",
+    "Suspicion",
     "hash_rank",
 ]

@@ -12,7 +12,7 @@ off, until one comes to its end. All moments are on one monotonic clock, in seco
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from math import inf
 from typing import NamedTuple
 
@@ -30,6 +30,22 @@ class CircuitState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
+
+
+WELL_S = 30.0
+"""For how long a worker that brought something is well, whatever it answers to one request. So long it has to
+fail requests that others fail too, and to bring nothing to anybody, before it is at fault itself."""
+
+
+class Suspicion(Enum):
+    """How sure it is that a failed leg is its worker's fault, and not its request's."""
+
+    SURE = auto()
+    """Another worker did what this one failed, or its request did not get as far as its engine."""
+    ALONE = auto()
+    """No other was given it: it counts for a worker that is not well."""
+    SHARED = auto()
+    """Others that were given it failed too: it counts for a worker that long did nothing else."""
 
 
 class Fault(StrEnum):
@@ -60,6 +76,7 @@ class Circuit:
     __slots__ = (
         "_broken",
         "_failed_s",
+        "_failing_since_s",
         "_is_probed",
         "_open_until_s",
         "_opened",
@@ -83,6 +100,8 @@ class Circuit:
         self.begun_s = -inf
         """When a leg last brought something."""
         self._failed_s = -inf
+        self._failing_since_s = inf
+        """When the first leg failed since one brought something."""
 
     def state(self, now_s: float) -> CircuitState:
         """Return what it lets through."""
@@ -120,6 +139,7 @@ class Circuit:
         self._open_until_s = None
         self._unanswered = 0
         self.begun_s = now_s
+        self._failing_since_s = inf
         return was_open
 
     def ended(self) -> None:
@@ -127,18 +147,32 @@ class Circuit:
         self._broken = 0
         self._opened = 0
 
-    def failed(self, now_s: float, fault: Fault, *, since_s: float, has_begun: bool) -> bool:
+    def suspect(self, failed_s: float) -> None:
+        """A leg failed; whose fault that is may only show later."""
+        self._failing_since_s = min(self._failing_since_s, failed_s)
+
+    def counts(self, suspicion: Suspicion, now_s: float) -> bool:
+        """Whether a failure that is so surely the worker's counts against it."""
+        if suspicion is Suspicion.ALONE:
+            return now_s - self.begun_s >= WELL_S
+        return suspicion is Suspicion.SURE or now_s - self._failing_since_s >= WELL_S
+
+    def failed(
+        self, now_s: float, fault: Fault, *, since_s: float, has_begun: bool, failed_s: float | None = None
+    ) -> bool:
         """A leg failed; return whether that opened the circuit.
 
-        ``since_s`` is when it was sent, or since when it has been silent. Legs that were under way when
-        another one failed are one failure with it: they break together. Silence counts each time, and only
-        where nobody was brought anything since: a worker that is slow with one request may be at work.
+        ``since_s`` is when it was sent, or since when it has been silent; ``failed_s`` is when it failed,
+        where that counts only now. Legs that were under way when another one failed are one failure with it:
+        they break together. Silence counts each time. It, and what counts later, do so only where nobody was
+        brought anything since: a worker that is slow with one request may be at work.
         """
-        if self.state(now_s) is CircuitState.OPEN or since_s < self._opened_s:
+        failed_s = now_s if failed_s is None else failed_s
+        if self.state(now_s) is CircuitState.OPEN or since_s < self._opened_s or failed_s < self.begun_s:
             return False
         if since_s < (self.begun_s if fault is Fault.SILENT else self._failed_s):
             return False
-        self._failed_s = now_s
+        self._failed_s = max(self._failed_s, failed_s)
         if has_begun:
             self._broken += 1
         else:

@@ -14,7 +14,7 @@ from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair
+from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, Suspicion
 from kvrouter.placement.placement import Placement
 
 
@@ -36,10 +36,6 @@ class CircuitListener(Protocol):
 
 PAIRS_MAX = 4096
 """How many pairs that lost KV are remembered; the one that was noted first is forgotten first."""
-
-
-WELL_S = 30.0
-"""For how long a worker that brought something is well, whatever it answers to one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +127,20 @@ class Circuits:
                 self._listener.pair_closed(pair.prefill, pair.decode)
         self.give_back(placement, now_s=now_s)
 
+    def suspected(self, placement: Placement, leg: Leg, *, now_s: float) -> bool:
+        """A leg failed, and the fault may be its request's. Return whether it is its worker's all the same:
+        one that is tried again because it failed what others did.
+        """
+        if leg is not Leg.PREFILL:
+            placement.has_begun = False
+            if self._is_instead_of_pairs(placement):
+                self._fleet.broken_pairs.whole_failed = True
+        circuit = self._countable(placement, leg)
+        if circuit is None:
+            return False
+        circuit.suspect(now_s)
+        return circuit.state(now_s) is CircuitState.HALF_OPEN
+
     def failed(
         self,
         placement: Placement,
@@ -140,27 +150,19 @@ class Circuits:
         since_s: float,
         now_s: float,
         has_begun: bool = False,
-        unless_well: bool = False,
+        failed_s: float | None = None,
+        suspicion: Suspicion = Suspicion.SURE,
     ) -> None:
-        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent. With
-        ``unless_well`` it counts only for a worker that brought nothing for :data:`WELL_S`.
+        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent;
+        ``failed_s``: when it failed, where :meth:`suspected` was called then.
         """
-        prefill = leg is Leg.PREFILL
-        pick = placement.prefill_pick if prefill else placement.decision.decode
-        if not prefill:
-            placement.has_begun = False
-            if self._is_instead_of_pairs(placement):
-                self._fleet.broken_pairs.whole_failed = True
-        worker_id = pick.rank.worker_id
-        card = self._fleet.card(worker_id)
-        if not self._settings.failures or card is None or not card.takes_new_requests:
+        if failed_s is None:
+            self.suspected(placement, leg, now_s=now_s)
+        circuit = self._countable(placement, leg)
+        if circuit is None or not circuit.counts(suspicion, now_s):
             return
-        if not self._fleet.is_alive(worker_id):
-            return  # the request plane knows, and will know when it is back
-        circuit = self._circuit_of(card)
-        if unless_well and circuit.begun_s > now_s - WELL_S:
-            return
-        if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun):
+        worker_id = _picked(placement, leg)
+        if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun, failed_s=failed_s):
             self.not_closed.add(worker_id)
             self._show_worker(worker_id, now_s)
             self._listener.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
@@ -220,6 +222,15 @@ class Circuits:
                 self._forget_pair(pair)
 
     # How
+
+    def _countable(self, placement: Placement, leg: Leg) -> Circuit | None:
+        """Return the circuit of the worker of a leg, where the leg's failure may count at all."""
+        worker_id = _picked(placement, leg)
+        card = self._fleet.card(worker_id)
+        if not self._settings.failures or card is None or not card.takes_new_requests:
+            return None
+        # of one that is not alive the request plane knows, and will know when it is back
+        return self._circuit_of(card) if self._fleet.is_alive(worker_id) else None
 
     def _is_instead_of_pairs(self, placement: Placement) -> bool:
         """Whether one worker has all of a request because KV does not arrive."""
@@ -313,6 +324,11 @@ def pair_of(placement: Placement) -> Pair | None:
     """The pair that an attempt's KV goes between; None where one worker does all of it."""
     prefill, decode = placement.decision.prefill, placement.decision.decode
     return None if prefill is None else Pair(prefill.rank.worker_id, decode.rank.worker_id)
+
+
+def _picked(placement: Placement, leg: Leg) -> WorkerId:
+    pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
+    return pick.rank.worker_id
 
 
 def _workers_of(placement: Placement) -> Iterator[WorkerId]:

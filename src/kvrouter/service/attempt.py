@@ -20,7 +20,7 @@ from kvrouter.core.requests import (
     KvTransferParams,
     Leg,
 )
-from kvrouter.fleet import Fault
+from kvrouter.fleet import Fault, Suspicion
 from kvrouter.journey import Journey, LegLost, LegRefused, PrefillDone, State
 from kvrouter.placement.placement import Placement
 from kvrouter.routing.request import Pick
@@ -28,7 +28,6 @@ from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.traffic import AttemptTrail
 from kvrouter.transports.requests.port import (
     EngineFailed,
-    EngineFailedLater,
     EngineStream,
     LegRepeated,
     ReaderTooSlow,
@@ -105,7 +104,7 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         full=isinstance(error, WorkerFull),
         repeated=isinstance(error, LegRepeated),
         blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
-        answered=isinstance(error, EngineFailed | EngineFailedLater),
+        taken=isinstance(error, StreamBroken | EngineFailed),
     )
 
 
@@ -134,6 +133,10 @@ class Attempt(AttemptTrail):
     lost: list[LegLost] = field(default_factory=list)
     refused: InvalidRequest | None = None
     """What the prefill engine of a bootstrap handoff says of the call, which both engines are given."""
+
+    def sent_s(self, leg: Leg) -> float:
+        """When ``leg`` was sent, on the monotonic clock."""
+        return self.prefill_sent_s if leg is Leg.PREFILL else self.last_sent_s
 
 
 LATE_S = 0.1
@@ -179,8 +182,8 @@ class Timeouts:
 class StallWatch:
     """Calls ``on_too_long`` once each time a limit is reached. All moments are on the monotonic clock.
 
-    Time that the client takes to read counts for no worker: only an open read is a worker's silence. Neither
-    does time in which this process stood still: what came meanwhile waits to be read.
+    Time that the client takes to read counts for no worker: it begins with :meth:`pause` and ends with
+    :meth:`resume`. Neither does time in which this process stood still: what came meanwhile waits to be read.
     """
 
     __slots__ = (
@@ -188,10 +191,10 @@ class StallWatch:
         "_check_s",
         "_loop",
         "_on_too_long",
+        "_paused_s",
         "_timeouts",
         "_timer",
         "heard_s",
-        "is_reading",
         "phase",
     )
 
@@ -201,7 +204,8 @@ class StallWatch:
         self._on_too_long = on_too_long
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = self._check_s = self.heard_s = time.monotonic()
-        self.is_reading = False
+        self._paused_s: float | None = None
+        """Since when the client has what came; None while a worker is waited for."""
         self.phase = Phase.FIRST_TOKEN
 
     @property
@@ -213,7 +217,25 @@ class StallWatch:
         """From now on this is waited for."""
         self.phase = phase
         self.heard_s = time.monotonic()
+        self._paused_s = self.heard_s if phase is Phase.STREAMING else None
         self._arm()
+
+    def pause(self) -> None:
+        """The client has what came."""
+        self._paused_s = time.monotonic()
+
+    def resume(self, *, heard: bool) -> None:
+        """A worker is waited for. ``heard``: what came last was a sign that it is at work."""
+        now_s = time.monotonic()
+        self._leave_out_client(now_s)
+        self._paused_s = None
+        if heard:
+            self.heard_s = now_s
+
+    def _leave_out_client(self, now_s: float) -> None:
+        if self._paused_s is not None:
+            self.heard_s += now_s - self._paused_s
+            self._paused_s = now_s
 
     def stop(self) -> None:
         """Watch no longer, and drop the callback: what a request held goes with its last user."""
@@ -249,8 +271,7 @@ class StallWatch:
     def _check(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        if self.phase is Phase.STREAMING and not self.is_reading:
-            self.heard_s = now_s  # it is the client who is slow
+        self._leave_out_client(now_s)
         due_s, kind = self._due()
         late_s = now_s - self._check_s
         if kind is TooLong.SILENCE and late_s > LATE_S:
@@ -340,57 +361,71 @@ SILENT_SHARE = 0.5
 
 
 def attribute_loss(
-    model: ModelRouter, attempt: Attempt, lost: LegLost, state: State, failed_prefills: "FailedPrefills"
+    model: ModelRouter, attempt: Attempt, lost: LegLost, state: State, failed_legs: "FailedLegs"
 ) -> None:
     """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""
     if lost.full or lost.repeated or lost.blameless:
         return
-    is_prefill = lost.leg is Leg.PREFILL
-    if is_prefill and lost.answered:
-        failed_prefills.add(attempt)
+    has_begun = lost.leg is not Leg.PREFILL and state is State.STREAMING
+    if lost.taken and not has_begun and not model.leg_suspected(attempt.placement, lost.leg):
+        failed_legs.add(attempt, lost.leg)
         return
-    model.leg_failed(
-        attempt.placement,
-        lost.leg,
-        Fault.LOST,
-        since_s=attempt.prefill_sent_s if is_prefill else attempt.last_sent_s,
-        has_begun=not is_prefill and state is State.STREAMING,
-    )
+    since_s = attempt.sent_s(lost.leg)
+    model.leg_failed(attempt.placement, lost.leg, Fault.LOST, since_s=since_s, has_begun=has_begun)
 
 
-class FailedPrefills:
-    """The prefill legs of one request that their engines answered with a failure.
+@dataclass(frozen=True, slots=True)
+class _FailedLeg:
+    """A leg that a worker failed at ``failed_s``, on the monotonic clock."""
 
-    A request that two engines fail is itself at fault, and neither is blamed. One that another engine
-    prefilled shows that the first is at fault. Where no other was asked, a worker that lately prefilled
-    something else is not blamed.
+    attempt: Attempt
+    leg: Leg
+    failed_s: float
+
+
+class FailedLegs:
+    """The legs of one request that workers had when they failed, before they brought anything.
+
+    Whose fault that is shows when others are given the same: the request's where they fail too, so that no
+    request can set aside engines that serve others; the workers' that failed where another one does it.
     """
 
     def __init__(self, model: ModelRouter) -> None:
         self._model = model
-        self._failed: Attempt | None = None
-        self._is_request = False
+        self._prefill: list[_FailedLeg] = []
+        self._last: list[_FailedLeg] = []
 
-    def add(self, attempt: Attempt) -> None:
-        """A prefill engine said that it failed."""
-        self._is_request = self._failed is not None
-        self._failed = attempt
+    def add(self, attempt: Attempt, leg: Leg) -> None:
+        """A worker failed a leg that it had."""
+        failed = self._prefill if leg is Leg.PREFILL else self._last
+        failed.append(_FailedLeg(attempt, leg, time.monotonic()))
 
     def prefilled(self) -> None:
-        """An engine prefilled the request."""
-        self._blame(unless_well=False)
+        """A worker prefilled the request: those that failed to are at fault."""
+        self._blame(self._prefill, Suspicion.SURE)
 
-    def left_out(self) -> None:
-        """One worker does all of the request, and its answer begins."""
-        self._blame(unless_well=True)
+    def begun(self) -> None:
+        """A worker answers: those that failed to are at fault. Prefill legs that failed were left out."""
+        self._blame(self._last, Suspicion.SURE)
+        self.end()
 
-    def _blame(self, *, unless_well: bool) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None and not self._is_request:
-            since_s = failed.prefill_sent_s
+    def end(self) -> None:
+        """No other worker is given the request. Idempotent."""
+        is_shared = len(self._prefill) + len(self._last) > 1
+        for failed in (self._prefill, self._last):
+            self._blame(failed, Suspicion.SHARED if is_shared else Suspicion.ALONE)
+
+    def _blame(self, failed: list[_FailedLeg], suspicion: Suspicion) -> None:
+        for each in failed:
             self._model.leg_failed(
-                failed.placement, Leg.PREFILL, Fault.LOST, since_s=since_s, unless_well=unless_well
+                each.attempt.placement,
+                each.leg,
+                Fault.LOST,
+                since_s=each.attempt.sent_s(each.leg),
+                failed_s=each.failed_s,
+                suspicion=suspicion,
             )
+        failed.clear()
 
 
 def attribute_silence(

@@ -21,7 +21,7 @@ from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import LoadReport
-from kvrouter.fleet import CircuitState, Fault, Fleet, Pair
+from kvrouter.fleet import CircuitState, Fault, Fleet, Pair, Suspicion
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
@@ -454,6 +454,10 @@ class ModelRouter:
 
     # What becomes of legs
 
+    def leg_suspected(self, placement: Placement, leg: Leg) -> bool:
+        """A leg failed, maybe by its request's fault; return whether it is its worker's all the same."""
+        return self.placer.circuits.suspected(placement, leg, now_s=self._clock())
+
     def leg_failed(
         self,
         placement: Placement,
@@ -462,10 +466,11 @@ class ModelRouter:
         *,
         since_s: float,
         has_begun: bool = False,
-        unless_well: bool = False,
+        failed_s: float | None = None,
+        suspicion: Suspicion = Suspicion.SURE,
     ) -> None:
-        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent. With
-        ``unless_well`` it may be the request's: a worker that lately brought something is not passed over.
+        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent;
+        ``failed_s``: when it failed, where :meth:`leg_suspected` was called then.
         """
         pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
         if self.fleet.card(pick.rank.worker_id) is not None:
@@ -477,7 +482,8 @@ class ModelRouter:
             since_s=since_s,
             now_s=self._clock(),
             has_begun=has_begun,
-            unless_well=unless_well,
+            failed_s=failed_s,
+            suspicion=suspicion,
         )
 
     def kv_lost(self, placement: Placement, *, since_s: float) -> None:

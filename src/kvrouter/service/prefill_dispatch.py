@@ -37,7 +37,7 @@ from kvrouter.placement.placer import prefill_leg
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,
-    FailedPrefills,
+    FailedLegs,
     attribute_loss,
     lost_leg,
     prefill_outcome,
@@ -240,7 +240,7 @@ class _Run:
         self._params: KvTransferParams | None = None
         self._cached_tokens: int | None = None
         self._sent_s = 0.0
-        self._failed_prefills = FailedPrefills(model)
+        self._failed_legs = FailedLegs(model)
 
     @property
     def worker_id(self) -> WorkerId:
@@ -269,6 +269,7 @@ class _Run:
                         raise RuntimeError(f"a prefill alone has no {type(command).__name__}")
         except BaseException:
             self.abandon("the prefill was given up")
+            self._failed_legs.end()
             raise
 
     async def read(self) -> None:
@@ -278,7 +279,7 @@ class _Run:
             raise RuntimeError("a leg that was not sent was read")
         self._params = await read_prefill(self.stream, self._note_cached)
         self._model.prefill_done(placement)
-        self._failed_prefills.prefilled()
+        self._failed_legs.prefilled()
         self._model.release(placement)
 
     def note_failure(self, error: KvrouterError | TimeoutError, limit_s: float) -> None:
@@ -287,6 +288,7 @@ class _Run:
             self.note_silence(limit_s)
         else:
             self._attribute_fault(lost_leg(self._placed().prefill_pick, error))
+        self._failed_legs.end()
 
     def note_silence(self, limit_s: float) -> None:
         """The leg was not done in time: a worker that had a good part of ``limit_s`` seconds is silent."""
@@ -295,7 +297,7 @@ class _Run:
 
     def _attribute_fault(self, lost: LegLost) -> None:
         attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
-        attribute_loss(self._model, attempt, lost, State.PREFILLING, self._failed_prefills)
+        attribute_loss(self._model, attempt, lost, State.PREFILLING, self._failed_legs)
 
     def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         self._cached_tokens = cached_tokens

@@ -55,7 +55,7 @@ from kvrouter.placement.placer import last_leg, prefill_leg
 from kvrouter.service.attempt import (
     SILENT_SHARE,
     Attempt,
-    FailedPrefills,
+    FailedLegs,
     Output,
     Phase,
     StallWatch,
@@ -127,7 +127,7 @@ class RequestRun:
         self._times = times
         self._silence: str | None = None
         self._lost_leg: LegLost | None = None
-        self._failed_prefills = FailedPrefills(model)
+        self._failed_legs = FailedLegs(model)
 
     async def begin(self) -> None:
         """Place the request and send its legs; a request that has ended stays ended."""
@@ -142,6 +142,7 @@ class RequestRun:
         """Nobody waits for more: cancel what runs, close the leases. Idempotent."""
         self.journey.handle(ClientLeft(reason))
         self._abandon(reason)
+        self._failed_legs.end()
         self.watch.stop()
 
     @property
@@ -334,7 +335,7 @@ class RequestRun:
         params = await read_prefill(stream, partial(self.note_cached, attempt))
         attempt.prefill_done_s = time.monotonic()
         self._model.prefill_done(placement)
-        self._failed_prefills.prefilled()
+        self._failed_legs.prefilled()
         return params
 
     async def _run_prefill_in_parallel(self, attempt: Attempt) -> None:
@@ -404,7 +405,7 @@ class RequestRun:
             lost, self._silence = replace(lost, why=self._silence), None
             attribute_silence(self._model, attempt, state, heard_s=self.watch.heard_s)
         else:
-            attribute_loss(self._model, attempt, lost, state, self._failed_prefills)
+            attribute_loss(self._model, attempt, lost, state, self._failed_legs)
         self._lost_leg = lost
         attempt.lost_leg = lost.leg
         return self.journey.handle(lost)
@@ -423,8 +424,7 @@ class RequestRun:
             self._first_attempt = attempt
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
-        if attempt.placement.decision.prefill is None:
-            self._failed_prefills.left_out()
+        self._failed_legs.begun()
         self._model.first_token(attempt.placement)
         self.watch.enter(Phase.STREAMING)
 

@@ -186,11 +186,9 @@ class ChatTemplate:
     def from_folder(
         cls, folder: Path, *, strftime_now: Callable[[str], str] = local_time
     ) -> "ChatTemplate | None":
-        """Read ``chat_template.jinja``, else what ``tokenizer_config.json`` has; None when that is none."""
+        """Read a folder's template where engines look for it; None when there is none."""
         config = read_json_object(folder / "tokenizer_config.json")
-        path = folder / "chat_template.jinja"
-        entry = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
-        sources = _named_sources(entry)
+        sources = _sources_of(folder, config.get("chat_template"))
         if "default" not in sources:
             return None
         tokens = {key: token_content(entry) for key, entry in config.items() if key.endswith("_token")}
@@ -367,6 +365,24 @@ def _compile(source: str, strftime_now: Callable[[str], str]) -> Template:
 
 
 _WIDE_TIME = re.compile(r"%[^a-zA-Z]*[0-9]")
+
+
+def _sources_of(folder: Path, entry: object) -> dict[str, str]:
+    """Return the templates of a folder by name: its files, else ``entry``. A ``chat_template.json`` is that
+    of a model with images; engines take it for calls without tools.
+    """
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        return {each.stem: each.read_text(encoding="utf-8") for each in more} | {
+            "default": path.read_text(encoding="utf-8")
+        }
+    sources = _named_sources(entry)
+    of_processor = read_json_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(of_processor, str):
+        with_tools = sources.get("tool_use", sources.get("default", of_processor))
+        sources = {"default": of_processor, "tool_use": with_tools}
+    return sources
 
 
 def _named_sources(entry: object) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.chat import ChatTemplate, text_chars
+from kvrouter.text.converted import TEKKEN
 from kvrouter.text.prompts.fields import Prompt
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP
@@ -282,8 +283,8 @@ class TextModel:
             if needs_template:
                 raise
             unread = f"chats cannot be read here: {error}"
-        if template is None and unread is None and (folder / "tekken.json").is_file():
-            unread = "chats cannot be read here: it has no chat_template.jinja"
+        if template is None and unread is None and (folder / TEKKEN).is_file():
+            unread = "chats cannot be read here: it has no chat template"
         return cls(
             tokenizer=tokenizer,
             template=template,

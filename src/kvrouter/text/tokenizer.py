@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from tokenizers import decoders
 from kvrouter.core import allocator
 from kvrouter.core.errors import BodyTooLarge, ConfigError, InvalidRequest, Unavailable
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.text.converted import converted_backend, other_formats
+from kvrouter.text.converted import converted_backend, is_read_by_mistral, other_formats
 from kvrouter.text.token_lengths import TokenPieces, longest_token_chars, normal_forms, normalized_bytes
 
 
@@ -50,12 +51,22 @@ class Tokenizer:
     """One model's tokenizer. Safe to use from several threads at once; nothing in it changes."""
 
     def __init__(
-        self, backend: Backend, *, eos_tokens: Iterable[str] = (), eos_ids: Iterable[int] = ()
+        self,
+        backend: Backend,
+        *,
+        eos_tokens: Iterable[str] = (),
+        eos_ids: Iterable[int] = (),
+        reads_specials: bool = True,
     ) -> None:
-        """Take over ``backend``. ``eos_tokens`` that the vocabulary lacks are an error."""
+        """Take over ``backend``. ``eos_tokens`` that the vocabulary lacks are an error. Unless it
+        ``reads_specials``, a special token that a completion's prompt spells out is text.
+        """
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self._backend = self._prompt_backend = backend
+        if not reads_specials:
+            self._prompt_backend = Backend.from_str(backend.to_str())
+            self._prompt_backend.encode_special_tokens = True
         vocabulary = backend.get_vocab()
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -84,25 +95,23 @@ class Tokenizer:
         eos_ids: set[int] = set()
         for name in EOS_FILES:
             eos_ids.update(_as_ids(read_json_object(folder / name).get("eos_token_id")))
-        return cls(backend, eos_tokens=[eos_token] if eos_token else [], eos_ids=eos_ids)
+        return cls(
+            backend,
+            eos_tokens=[eos_token] if eos_token else [],
+            eos_ids=eos_ids,
+            reads_specials=not is_read_by_mistral(folder),
+        )
 
     def encode(self, text: str) -> TokenBuffer:
         """Return the ids of ``text`` alone, for text that a chat template made. The GIL is free meanwhile.
 
         A special token written out in ``text`` becomes that special token, as in every engine.
         """
-        # The batch form is the only one that skips offsets: two thirds of the time of a plain encode.
-        try:
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:
-            raise InvalidRequest(
-                "the prompt is not text, or half a surrogate pair", param="prompt"
-            ) from error
-        return array("I", encoding.ids)
+        return _encoded(self._backend, text)
 
     def encode_prompt(self, text: str) -> TokenBuffer:
         """Return the ids of a plain completion prompt: ``bos_ids``, then those of ``text``."""
-        ids = self.encode(text)
+        ids = _encoded(self._prompt_backend, text)
         return self.bos_ids + ids if self.bos_ids else ids
 
     def normalized_bytes(self, text: str) -> int:
@@ -114,10 +123,21 @@ class Tokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=True)
 
 
+def _encoded(backend: Backend, text: str) -> TokenBuffer:
+    # The batch form is the only one that skips offsets: two thirds of the time of a plain encode.
+    try:
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    except TypeError as error:
+        raise InvalidRequest("the prompt is not text, or half a surrogate pair", param="prompt") from error
+    return array("I", encoding.ids)
+
+
 def _backend_of(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.exists() and other_formats(folder):
         return converted_backend(folder)
+    if is_read_by_mistral(folder) and find_spec("transformers") is not None:
+        return converted_backend(folder)  # the two may differ, and the engine takes this one
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -162,8 +162,8 @@ class EngineServer:
     ) -> aiohttp.ClientResponse:
         """Send a call; return its answer, whose body is not read yet, once the engine accepted it.
 
-        Raises WorkerUnreachable when the engine cannot be reached, and what :func:`read_failure` makes of any
-        other answer than 200.
+        Raises WorkerUnreachable when the engine cannot be reached, StreamBroken when it takes the call and
+        ends the connection, and what :func:`read_failure` makes of any other answer than 200.
         """
         try:
             all_headers = {"content-type": "application/json", **(headers or {})}
@@ -173,8 +173,10 @@ class EngineServer:
                 return answer
             async with answer:
                 raise await read_failure(answer)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
             raise WorkerUnreachable(f"the engine is not reached: {connection_failure(error)}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise StreamBroken(f"the engine took the call: {connection_failure(error)}") from error
 
     async def ask(
         self,

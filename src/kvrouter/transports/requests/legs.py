@@ -12,12 +12,10 @@ from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.transports.background import go_on
 from kvrouter.transports.requests.port import (
-    EngineFailed,
     EngineStream,
     LegRepeated,
     RequestServer,
     StreamBroken,
-    WorkerDeclined,
     WorkerFull,
     WorkerUnreachable,
 )
@@ -204,18 +202,13 @@ class LegServer(RunningLegs):
             self._stop(leg, CONNECTION_CLOSED)
         except KvrouterError as error:
             leg.cancel("its answer was lost")
-            is_lost = isinstance(error, WorkerUnreachable) and not isinstance(
-                error, WorkerFull | WorkerDeclined | EngineFailed
-            )
-            if is_lost and leg.inner is not None:
-                error = StreamBroken(error.message, answer=error.answer)
             await answer.end(error)
         except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
             leg.cancel("its answer was lost")
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"leg {request.engine_key} failed", "exception": error}
             )
-            await answer.end(leg.lost(f"the worker failed: {type(error).__name__}: {error}"))
+            await answer.end(StreamBroken(f"the worker failed: {type(error).__name__}: {error}"))
         finally:
             self._forget(leg)
 

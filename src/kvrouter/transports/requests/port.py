@@ -15,7 +15,7 @@ TokenSink = Callable[[Sequence[int]], bool]
 
 
 class WorkerUnreachable(KvrouterError):
-    """The worker never accepted the request: sending it elsewhere is safe."""
+    """The worker never accepted the request, or its engine did not: sending it elsewhere is safe."""
 
     code = "worker_unreachable"
 
@@ -64,8 +64,8 @@ class ReaderTooSlow(KvrouterError):
 
 
 class EngineStream(Protocol):
-    """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost, and
-    :class:`WorkerFull` where its engine says only later that it takes no more.
+    """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker or its engine is lost,
+    :class:`WorkerUnreachable` where only later shows that its engine does not take it.
 
     The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its
     own producer. Chunks that wait may be merged: tokens are never lost or reordered.

@@ -358,7 +358,7 @@ class RouterSession(Session, Generic[Stream]):
         self.handlers |= {
             FrameKind.WELCOME: self._on_welcome,
             FrameKind.ACCEPTED: self._on_accepted,
-            FrameKind.REFUSED: self._on_refused,
+            FrameKind.REFUSED: self._on_failed,
             FrameKind.CHUNKS: self._on_chunks,
             FrameKind.FAILED: self._on_failed,
         }
@@ -470,18 +470,10 @@ class RouterSession(Session, Generic[Stream]):
         if stream is not None:
             stream.accept()
 
-    def _on_refused(self, body: bytes) -> None:
-        stream_id, error = _error(body)
-        stream = self._streams.pop(stream_id, None)
-        if stream is not None:
-            stream.fail(error)
-
     def _on_failed(self, body: bytes) -> None:
         stream_id, error = _error(body)
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
-            if type(error) is WorkerUnreachable:
-                error = StreamBroken(error.message, answer=error.answer)
             stream.fail(error)
 
     # Life

@@ -81,7 +81,7 @@ def refusal_of(error: Exception) -> WireError:
     """Return how ``error`` travels. One that is not of the core tree is a mistake at the worker."""
     if isinstance(error, KvrouterError) and error.code in _KINDS:
         return WireError(error.code, error.message, error.param, error.answer)
-    return WireError(WorkerUnreachable.code, f"the worker failed: {type(error).__name__}: {error}")
+    return WireError(StreamBroken.code, f"the worker failed: {type(error).__name__}: {error}")
 
 
 def error_of(refusal: WireError) -> KvrouterError:
