@@ -54,7 +54,7 @@ PREFILLED: dict[str, dict[str, object]] = {
 """What chats ask for whose prompt a prefill engine without a tool parser computes."""
 
 ALONE: dict[str, dict[str, object]] = {
-    "several": {"n": 2},
+    "several": {"n": 2, "temperature": 0.8, "seed": 7},
     "log probabilities of the prompt": {"prompt_logprobs": 1},
     "a cut prompt": {"truncate_prompt_tokens": -1},
 }

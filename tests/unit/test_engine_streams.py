@@ -345,7 +345,7 @@ async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
         (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
         (Answer((b"",), status=429), WorkerFull),
         (Answer((b"",), status=500), WorkerUnreachable),
-        (Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (Answer(ends=Ends.REFUSED), StreamBroken),
         (Answer((WHOLE[:20],), content_type=JSON, ends=Ends.CUT), StreamBroken),
         (Answer((b"no JSON",), content_type=JSON), StreamBroken),
         (Answer((b"{}",), content_type=JSON), StreamBroken),
