@@ -350,7 +350,7 @@ class SseStream:
         body = before + self._error_raw + rest
         answer = None
         if self._reading.passes_raw and len(body) <= BODY_MAX_BYTES:
-            headers = passed_headers(tuple(self._answer.raw_headers))
+            headers = passed_headers(tuple(self._answer.raw_headers), of_error=True)
             answer = EngineAnswer(self._answer.status, headers, body, is_events=True)
         # Once it began to answer, the call cannot be what was wrong.
         return failure_inside(replace(error, code=None) if self._has_begun else error, answer)
