@@ -155,7 +155,7 @@ class AdminRoutes:
 
     async def fleet(self, _: Request) -> Response:
         """``GET /v1/fleet``: every worker, and what the router believes of it."""
-        return json_page(fleet_json(self._service, self._preparer.why_by_load))
+        return json_page(fleet_json(self._service, self._preparer.why_by_load, self._preparer.unrendered))
 
     async def flows(self, _: Request) -> Response:
         """``GET /v1/flows``: KV between domains, as this router counts it."""

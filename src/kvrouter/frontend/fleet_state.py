@@ -1,7 +1,7 @@
 """One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -15,6 +15,7 @@ from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
+from kvrouter.frontend.chat_renderings import UnrenderedChats
 from kvrouter.frontend.cordons import cordon_json
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
@@ -144,13 +145,28 @@ WhyByLoad = Callable[[ModelRouter], str | None]
 """Returns why calls of a model are routed by load alone, None where they are not."""
 
 
-def fleet_json(service: RouterService, why_by_load: WhyByLoad = lambda _: None) -> Json:
+Unrendered = Callable[[ModelRouter], Iterable[UnrenderedChats]]
+"""Returns which chats of a model were not made into prompts."""
+
+
+def fleet_json(
+    service: RouterService,
+    why_by_load: WhyByLoad = lambda _: None,
+    unrendered: Unrendered = lambda _: (),
+) -> Json:
     """Every worker with its ranks, every model with its queue and index, and the requests that run."""
     models: list[Json] = []
     workers: list[Json] = []
     for model in service.models():
         of_model = list(read_workers(model))
-        models.append(_model_json(model, workers=len(of_model), why_by_load=why_by_load(model)))
+        models.append(
+            _model_json(
+                model,
+                workers=len(of_model),
+                why_by_load=why_by_load(model),
+                unrendered=unrendered(model),
+            )
+        )
         default = model.settings.topology_default
         workers.extend(
             {**_worker_json(worker, default), "lapsed": service.has_lapsed(worker.card.worker_id)}
@@ -200,7 +216,9 @@ def _refused_json(refused: RefusedCard) -> Json:
     }
 
 
-def _model_json(model: ModelRouter, *, workers: int, why_by_load: str | None) -> Json:
+def _model_json(
+    model: ModelRouter, *, workers: int, why_by_load: str | None, unrendered: Iterable[UnrenderedChats]
+) -> Json:
     settings, index = model.settings, read_index(model)
     default = settings.topology_default
     return {
@@ -231,6 +249,9 @@ def _model_json(model: ModelRouter, *, workers: int, why_by_load: str | None) ->
         "prompt_shapes": [
             {"shape": seen.shape, "answers": seen.answers, "missed": seen.missed, "blind": seen.is_blind}
             for seen in model.accounts.shapes.readings()
+        ],
+        "unrendered_chats": [
+            {"reason": seen.reason.value, "chats": seen.chats, "detail": seen.detail} for seen in unrendered
         ],
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,

@@ -19,6 +19,7 @@ from kvrouter.core.ids import ModelName, RequestId, Taint, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
 from kvrouter.fleet import Fleet
+from kvrouter.frontend.chat_renderings import ChatRenderings, UnrenderedChats
 from kvrouter.frontend.errors import UnknownWorker
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
@@ -193,6 +194,7 @@ class RequestPreparer:
         self._texts = texts
         self._unread = unread
         self._observed = observed
+        self._renderings = ChatRenderings(observed)
         refuses_unknown = unknown_nvext is UnknownNvext.REFUSE
         self._on_unknown = refuse_unknown if refuses_unknown else observed.routing_hint_ignored
 
@@ -303,7 +305,14 @@ class RequestPreparer:
         if not model.fleet.takes_calls:
             return None
         name = model.fleet.model
-        return self._unread.get(name, None if name in self._texts else TOKENIZER_ON_ITS_WAY)
+        text = self._texts.get(name)
+        if text is None or name in self._unread:
+            return self._unread.get(name, TOKENIZER_ON_ITS_WAY)
+        return self._renderings.why_by_load(name, text)
+
+    def unrendered(self, model: ModelRouter) -> Iterable[UnrenderedChats]:
+        """Which chats of a model were not made into prompts here."""
+        return self._renderings.counts(model.fleet.model)
 
     async def prepare_passthrough(
         self, passed: PassthroughCall, called: CalledModel, text: TextModel | None, request_id: RequestId
@@ -319,10 +328,12 @@ class RequestPreparer:
         check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            token_ids, is_exact, has_media, estimate = await passthrough_tokens(
+            token_ids, is_exact, has_media, estimate, missing = await passthrough_tokens(
                 passed, text, router.fleet.engine_kind
             )
         if text is not None:
+            if passed.chat is not None and not estimate:
+                self._renderings.note(model, missing)
             self._observed.tokenized(time.perf_counter() - began_s, model)
         context_tokens = router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
         if text is not None:

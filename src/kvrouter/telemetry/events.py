@@ -70,6 +70,7 @@ class Event(StrEnum):
     TOKENIZER_FAILED = "tokenizer_failed"
     ROUTED_BY_LOAD = "routed_by_load"
     ROUTED_BY_CACHE = "routed_by_cache"
+    CHAT_TEMPLATE_FAILED = "chat_template_failed"
     TOKENIZE_BUDGET_SMALL = "tokenize_budget_small"
     PROCESS_STARTED = "process_started"
     PROCESS_NOT_STARTED = "process_not_started"
@@ -355,6 +356,11 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.ROUTED_BY_CACHE: EventSpec(
         logging.INFO, "A model's prompts can be read here again: what its workers have cached counts."
+    ),
+    Event.CHAT_TEMPLATE_FAILED: EventSpec(
+        logging.WARNING,
+        "A chat could not be made into a prompt here, for this reason: it is served, and routed by load. "
+        "Logged once for each model and reason.",
     ),
     Event.TOKENIZE_BUDGET_SMALL: EventSpec(
         logging.WARNING,

@@ -176,6 +176,8 @@ class TextModelLoader:
             was_unread = self._unread.pop(model, None)
             self._fit(model)
             self._check_budget(model)
+            if text.template is not None and text.template.fault is not None:
+                log_event(_log, Event.CHAT_TEMPLATE_FAILED, model=model, reason=text.template.fault)
             if text.unread is not None and card.takes_calls:
                 self._say_by_load(card, f"{named}: {text.unread}")
             elif was_unread is not None:
