@@ -145,6 +145,21 @@ def test_half_a_character_keeps_its_bytes() -> None:
         body_of(b'{"prompt":"\\ud800"')
 
 
+HALF = st.text(st.sampled_from('a\\"/é\n\u2028\ud83d\ude00\udfff'), max_size=5)
+
+
+@given(st.dictionaries(HALF, HALF, max_size=5), st.sampled_from(["model", "m\\u006fdel", "\\u006dodel"]))
+def test_names_mean_what_they_meant_wherever_half_a_character_is(fields: dict[str, str], model: str) -> None:
+    written = json.dumps({**fields, "half": "\ud800", "inner": {**fields, "half": "\ud800"}})
+    body = body_of(f'{{"model":1,"{model}":2,{written[1:]}'.encode())
+    assert bytes(body["model"]) == b"2"
+    put_inside(body, "inner", added=1)
+    drop_inside(body, "inner", "half")
+    inner = {name: value for name, value in fields.items() if name != "half"}
+    expected = {"model": 2, **fields, "half": "\ud800", "inner": {**inner, "added": 1}}
+    assert json.loads(bytes_of(body)) == json.loads(json.dumps(expected))
+
+
 @given(
     st.binary(max_size=40)
     | st.sampled_from([b"[]", b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b'{"a":1}x'])

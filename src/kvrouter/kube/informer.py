@@ -238,7 +238,8 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
     """The objects of a kind that ``labels`` and ``is_wanted`` pick, by place and by group. One that is wanted
     no more counts as gone.
 
-    ``changed`` is called with every object that came, changed or went, and once for each at the start.
+    ``changed`` is called with every object that came, changed or went, and once for each at the start; with
+    what was known of one that left its group too, so that the group hears of it.
     ``lost`` is called with the reason when the cluster cannot be watched, and with None when it can again:
     until then what was seen last is kept. One watch that breaks is no loss, a second one without an event
     between is; a watch that the server ends within ``retry_s`` seconds counts as broken.
@@ -338,20 +339,26 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
             self._lost(None)
 
     def _put(self, manifest: Manifest) -> None:
-        self._forget(manifest)
+        known = self._forget(manifest)
         self._by_key[key_of(manifest)] = manifest
         self._groups.setdefault(self._group_of(manifest), {})[key_of(manifest)] = manifest
-        self._changed(manifest)
+        self._tell(known, manifest)
 
     def _remove(self, manifest: Manifest) -> None:
-        self._forget(manifest)
+        self._tell(self._forget(manifest), manifest)
+
+    def _tell(self, known: Manifest | None, manifest: Manifest) -> None:
+        if known is not None and self._group_of(known) != self._group_of(manifest):
+            self._changed(known)
         self._changed(manifest)
 
-    def _forget(self, manifest: Manifest) -> None:
+    def _forget(self, manifest: Manifest) -> Manifest | None:
+        """Return what was known of it."""
         known = self._by_key.pop(key_of(manifest), None)
         if known is None:
-            return
+            return None
         group = self._group_of(known)
         del self._groups[group][key_of(known)]
         if not self._groups[group]:
             del self._groups[group]
+        return known

@@ -182,8 +182,8 @@ class Timeouts:
 class StallWatch:
     """Calls ``on_too_long`` once each time a limit is reached. All moments are on the monotonic clock.
 
-    Time that the client takes to read counts for no worker: only an open read is a worker's silence. Neither
-    does time in which this process stood still: what came meanwhile waits to be read.
+    Time that the client takes to read counts for no worker: it begins with :meth:`pause` and ends with
+    :meth:`resume`. Neither does time in which this process stood still: what came meanwhile waits to be read.
     """
 
     __slots__ = (
@@ -191,10 +191,10 @@ class StallWatch:
         "_check_s",
         "_loop",
         "_on_too_long",
+        "_paused_s",
         "_timeouts",
         "_timer",
         "heard_s",
-        "is_reading",
         "phase",
     )
 
@@ -204,7 +204,8 @@ class StallWatch:
         self._on_too_long = on_too_long
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = self._check_s = self.heard_s = time.monotonic()
-        self.is_reading = False
+        self._paused_s: float | None = None
+        """Since when the client has what came; None while a worker is waited for."""
         self.phase = Phase.FIRST_TOKEN
 
     @property
@@ -216,7 +217,25 @@ class StallWatch:
         """From now on this is waited for."""
         self.phase = phase
         self.heard_s = time.monotonic()
+        self._paused_s = self.heard_s if phase is Phase.STREAMING else None
         self._arm()
+
+    def pause(self) -> None:
+        """The client has what came."""
+        self._paused_s = time.monotonic()
+
+    def resume(self, *, heard: bool) -> None:
+        """A worker is waited for. ``heard``: what came last was a sign that it is at work."""
+        now_s = time.monotonic()
+        self._leave_out_client(now_s)
+        self._paused_s = None
+        if heard:
+            self.heard_s = now_s
+
+    def _leave_out_client(self, now_s: float) -> None:
+        if self._paused_s is not None:
+            self.heard_s += now_s - self._paused_s
+            self._paused_s = now_s
 
     def stop(self) -> None:
         """Watch no longer, and drop the callback: what a request held goes with its last user."""
@@ -252,8 +271,7 @@ class StallWatch:
     def _check(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        if self.phase is Phase.STREAMING and not self.is_reading:
-            self.heard_s = now_s  # it is the client who is slow
+        self._leave_out_client(now_s)
         due_s, kind = self._due()
         late_s = now_s - self._check_s
         if kind is TooLong.SILENCE and late_s > LATE_S:

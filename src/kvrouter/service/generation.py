@@ -183,12 +183,11 @@ class Generation:
         ):
             return
         watch = self._watch
-        watch.heard_s = time.monotonic()
-        watch.is_reading = True
+        watch.resume(heard=True)
         try:
             await attempt.decode.hand_over(self._output.noting(sink))
         finally:
-            watch.is_reading = False
+            watch.pause()
 
     def reader_waits(self) -> None:
         """The client reads more slowly than its engine answers: what the answer takes is the client's."""
@@ -257,13 +256,11 @@ class Generation:
 
     async def _read(self, stream: EngineStream) -> EngineChunk:
         watch = self._watch
-        if not self._brought_comment:  # which is no sign that its engine is at work
-            watch.heard_s = time.monotonic()  # the time that the client took is nobody's silence
-        watch.is_reading = True
+        watch.resume(heard=not self._brought_comment)
         try:
             return await stream.__anext__()
         finally:
-            watch.is_reading = False
+            watch.pause()
 
     def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
         """Note what a chunk of the last leg brings."""

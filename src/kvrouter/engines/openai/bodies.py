@@ -1,5 +1,6 @@
 """Edits of a client's JSON body that keep every other byte as it was."""
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -17,7 +18,6 @@ _SHORT_BYTES = 8
 
 _decoder = msgspec.json.Decoder(Body)
 _encoder = msgspec.json.Encoder()
-_objects = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -39,7 +39,13 @@ def _scanned(data: bytes) -> Body:
         fields, _ = bounds_of(Body).scan(data)
     except JsonRefused as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from error
-    return {name: msgspec.Raw(data[begin:end]) for name, (begin, end, _, _) in fields.items()}
+    in_order = sorted(fields.items(), key=lambda field: field[1])  # a name's last value counts
+    return {_meant(name): msgspec.Raw(data[begin:end]) for name, (begin, end, _, _) in in_order}
+
+
+def _meant(name: str) -> str:
+    """Return the name that the inside of a JSON string means; it may hold half a surrogate pair."""
+    return str(json.loads(f'"{name}"')) if "\\" in name else name
 
 
 def put(body: Body, **fields: object) -> None:
@@ -52,7 +58,7 @@ def put_inside(body: Body, name: str, **fields: object) -> None:
     """Set fields of the object that ``body`` holds under ``name``, or of a new one."""
     inner = _inner(body, name)
     put(inner, **fields)
-    body[name] = msgspec.Raw(_encoder.encode(inner))
+    body[name] = msgspec.Raw(bytes_of(inner))
 
 
 def drop_inside(body: Body, name: str, *fields: str) -> None:
@@ -61,7 +67,7 @@ def drop_inside(body: Body, name: str, *fields: str) -> None:
         inner = _inner(body, name)
         if not inner.keys().isdisjoint(fields):
             drop(inner, *fields)
-            body[name] = msgspec.Raw(_encoder.encode(inner))
+            body[name] = msgspec.Raw(bytes_of(inner))
 
 
 _USAGE_ASKED = ("include_usage", "continuous_usage_stats")
@@ -126,7 +132,11 @@ def drop(body: Body, *names: str) -> None:
 
 def bytes_of(body: Mapping[str, msgspec.Raw]) -> bytes:
     """Return the JSON of a body."""
-    return _encoder.encode(body)
+    try:
+        return _encoder.encode(body)
+    except UnicodeEncodeError:  # half a surrogate pair in a name
+        fields = (json.dumps(name).encode() + b":" + bytes(value) for name, value in body.items())
+        return b"{" + b",".join(fields) + b"}"
 
 
 def names_model(body: Body) -> bool:
@@ -140,10 +150,9 @@ def _is_object(body: Body, name: str) -> bool:
 
 
 def _inner(body: Body, name: str) -> Body:
-    raw = body.get(name)
-    if raw is None:
+    if is_null(body, name):
         return {}
     try:
-        return parsed(_objects, raw) or {}
-    except Unreadable as error:
+        return body_of(bytes(body[name]))
+    except InvalidRequest as error:
         raise InvalidRequest(f"{name}: must be an object", param=name) from error

@@ -166,14 +166,16 @@ class Applier:
         is_adopted = False
         if there is not None and owner_uid_of(there) != owner_uid:
             there = await self._cluster.read(kind, place.key)  # a watch may be behind
-            is_adopted = there is not None and is_orphan(there, manifest)
-            if there is not None and owner_uid_of(there) != owner_uid and not is_adopted:
+            is_own = there is not None and _has_lost_owner(there, known)
+            is_adopted = there is not None and not is_own and is_orphan(there, manifest)
+            if there is not None and owner_uid_of(there) != owner_uid and not (is_own or is_adopted):
                 (changes.awaiting_gc if _is_of_predecessor(there, manifest) else changes.taken).append(place)
                 return
         if kind.name == "RoleBinding" and ObjectRef("ServiceAccount", place.key) in changes.taken:
             return  # somebody else's account gets no rights
         digest = _digest(manifest)
-        if there is not None and known is not None and known.is_current(there, digest):
+        has_metadata = there is not None and _has_metadata(there, manifest)
+        if there is not None and known is not None and has_metadata and known.is_current(there, digest):
             self._written[owner][place] = known
             return
         if kind == WORKLOADS and there is not None and stated_replicas(manifest) is None:
@@ -188,7 +190,7 @@ class Applier:
             changes.created.append(place)
         elif is_adopted:
             changes.adopted.append(place)
-        elif _stamp(now) != _stamp(there):
+        elif _stamp(now) != _stamp(there) or (not has_metadata and _has_metadata(now, manifest)):
             changes.changed.append(place)
 
     def forget(self, owner: Key | None = None) -> None:
@@ -239,8 +241,7 @@ def owner_uid_of(manifest: Manifest) -> str:
 
 
 def _controller_of(manifest: Manifest) -> Manifest | None:
-    owners = metadata_of(manifest).get("ownerReferences")
-    for owner in owners if isinstance(owners, list) else []:
+    for owner in _listed(metadata_of(manifest).get("ownerReferences")):
         if isinstance(owner, dict) and owner.get("controller"):
             return owner
     return None
@@ -257,6 +258,32 @@ def _is_of_predecessor(there: Manifest, manifest: Manifest) -> bool:
     return groups[0] == groups[1] and all(was.get(part) == is_now.get(part) for part in ("kind", "name"))
 
 
+def _has_lost_owner(there: Manifest, known: _WriteResult | None) -> bool:
+    """Whether an object is the very one that was written for this deployment, and nobody controls it now."""
+    is_leaving = metadata_of(there).get("deletionTimestamp")
+    return known is not None and known.uid == uid_of(there) and not (is_leaving or owner_uid_of(there))
+
+
+def _has_metadata(there: Manifest, manifest: Manifest) -> bool:
+    """Whether an object has all the labels, annotations and owners that are planned; it may have others."""
+    has, planned = metadata_of(there), metadata_of(manifest)
+    owners = [owner for owner in _listed(has.get("ownerReferences")) if isinstance(owner, dict)]
+    return all(_includes(has.get(part), planned.get(part)) for part in ("labels", "annotations")) and all(
+        any(_includes(owner, wanted) for owner in owners)
+        for wanted in _listed(planned.get("ownerReferences"))
+    )
+
+
+def _includes(has: JsonValue, planned: JsonValue) -> bool:
+    """Whether an object has every field that is planned of it, with that value."""
+    fields = planned if isinstance(planned, dict) else {}
+    return all(isinstance(has, dict) and has.get(name) == value for name, value in fields.items())
+
+
+def _listed(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else []
+
+
 def is_orphan(there: Manifest, manifest: Manifest) -> bool:
     """Whether an object is what a deployment left behind that was deleted with ``--cascade=orphan``, where
     ``manifest`` of one of the same name belongs: nobody controls it, it says whose it was, and an operator
@@ -270,10 +297,9 @@ def is_orphan(there: Manifest, manifest: Manifest) -> bool:
         return False
     if any(labels.get(key) != wanted.get(key) for key in OWNER_LABELS):
         return False
-    entries = metadata.get("managedFields")
     return any(
         isinstance(entry, dict) and (entry.get("manager"), entry.get("operation")) == (MANAGER, "Apply")
-        for entry in (entries if isinstance(entries, list) else [])
+        for entry in _listed(metadata.get("managedFields"))
     )
 
 
@@ -310,10 +336,9 @@ def stated_replicas(manifest: Manifest) -> int | None:
 
 def is_held_alone(manifest: Manifest) -> bool:
     """Whether the operator holds the number of pods, and nobody else does."""
-    entries = metadata_of(manifest).get("managedFields")
     holders = {
         (str(entry.get("manager")), str(entry.get("operation")))
-        for entry in (entries if isinstance(entries, list) else [])
+        for entry in _listed(metadata_of(manifest).get("managedFields"))
         if isinstance(entry, dict) and _has_replicas(entry.get("fieldsV1"))
     }
     return holders == {(MANAGER, "Apply")}
