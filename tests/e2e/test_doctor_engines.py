@@ -84,8 +84,8 @@ models: [{{name: tiny, tokenizer: '{folder}'}}]
 workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
 """
         async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
-            for name in [{}] * 8 + [{"name": "n"}] * 12:
-                messages = [{"role": "user", "content": "a", **name}]
+            said = {"role": "user", "content": "a"}
+            for messages in [[said]] * 8 + [[{**said, "name": "n"}]] * 12:
                 body = {
                     "model": "tiny",
                     "messages": messages,
