@@ -182,6 +182,7 @@ WHERE = {
     "what compressed bodies become": "frontend.compressed.EXTRA",
     "a field of a call to engines": "frontend.openai.passthrough",
     "shapes of calls": "service.prompt_shapes",
+    "prompts that engines tokenize": "service.engine_tokenizer",
     "a `cache_salt`": "frontend.openai",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",

@@ -17,7 +17,7 @@ from kvrouter.core.engine_answer import Headers
 from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
-from kvrouter.frontend.chat_renderings import Unrendered, unrendered
+from kvrouter.frontend.chat_renderings import Unrendered, UnrenderedReason, unrendered
 from kvrouter.frontend.http import SSE_DONE, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
@@ -236,8 +236,8 @@ LONG_BODY_BYTES = 64 * 1024
 class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
     for what is no text, and nobody here knows what an engine makes of it. Without any tokens
-    ``estimate`` is how many there may be, 0 where nothing is known. ``missing`` tells why
-    a chat is no prompt.
+    ``estimate`` is how many there may be, 0 where nothing is known. ``missing`` tells
+    why no prompt could be made of a chat; these are the first of its texts then.
     """
 
     token_ids: TokenBuffer
@@ -245,6 +245,11 @@ class PassthroughTokens(NamedTuple):
     has_media: bool = False
     estimate: int = 0
     missing: Unrendered | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no prompt could be made of the call, for another reason than its length."""
+        return self.missing is not None and self.missing.reason is not UnrenderedReason.TOO_LONG
 
 
 async def passthrough_tokens(
