@@ -98,8 +98,7 @@ class ChatRenderings:
         """Why most chats of a model are routed by load; None where they are not, or there were none."""
         window = self._windows.get(model)
         if window is None:
-            fault = None if text.template is None else text.template.fault
-            return None if fault is None else f"chats cannot be read here: {fault}"
+            return text.why_by_load
         if 2 * sum(window) <= len(window):
             return None
         return f"chats cannot be read here ({sum(window)} of the last {len(window)}): {self._last[model]}"
