@@ -243,6 +243,7 @@ WHERE = {
     "replica sync: deltas": "ledger core.sync transports.sync",
     "answers of an engine": "engines.openai",
     "an error answer of an engine": "core.engine_answer",
+    "headers of a good answer": "core.engine_answer http_client",
     "how long an engine": "engines",
     "KV events of an engine": "engines.kv_events engines.trtllm",
     "an answer that `kvrouter`": "cli",
