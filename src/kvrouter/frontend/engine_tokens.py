@@ -172,7 +172,8 @@ class PromptTokenizer:
     async def _body_of(passed: PassthroughCall, engine_kind: str) -> bytes | None:
         """What an engine is asked about the call; None for a prompt that it would not tokenize as a whole."""
         length_bytes = len(passed.client_call.body)
-        if passed.is_partial or length_bytes > ASKED_BYTES_MAX:
+        has_documents = passed.chat is not None and passed.chat.documents is not None
+        if (passed.is_partial and not has_documents) or length_bytes > ASKED_BYTES_MAX:
             return None
         if passed.chat is not None:
             if length_bytes > LONG_BODY_BYTES:
