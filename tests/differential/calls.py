@@ -258,6 +258,14 @@ PASSED_FIELDS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "/rerank": ({"top_n": "1"}, {"documents": [{"text": "a"}]}),
 }
 
+LONG: Mapping[str, dict[str, Any]] = {
+    "/detokenize": {"tokens": [*range(100_000)]},
+    "/v1/embeddings": {"input": [[*range(100)]] * 1_000},
+    "/rerank": {"documents": ["a"] * 10_000},
+    "/generate": {"input_ids": [*range(20_000)]},
+}
+"""More than is counted of a call whose prompt is read here."""
+
 
 def field_calls() -> Iterator[Call]:
     """Fields that a client may leave out, or write in another type."""
@@ -269,6 +277,8 @@ def field_calls() -> Iterator[Call]:
     for path, variants in PASSED_FIELDS.items():
         for fields in variants:
             yield _asked(path, _told(fields), **fields)
+    for path, fields in LONG.items():
+        yield _asked(path, f"many {', '.join(fields)}", **fields)
 
 
 def _told(fields: Mapping[str, Any]) -> str:

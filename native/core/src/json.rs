@@ -240,7 +240,8 @@ impl Scanner<'_> {
     #[inline]
     fn count(&mut self, first: u8) -> Result<(), Fault> {
         let is_number = matches!(first, b'-' | b'0'..=b'9');
-        let is_unread = self.is_unread();
+        // Fields of the outermost object are counted all the same: where each is, is returned.
+        let is_unread = self.is_unread() && !(self.frames.len() == 1 && self.frames[0].is_object);
         if let Some(frame) = self.frames.last_mut() {
             frame.begun += 1;
             if is_unread {
@@ -650,8 +651,8 @@ mod tests {
         let many = "[[],[],[],[],[],[],1,2,3,4,5,6,7,8,9,\"€€€€€€€€€€€€€€\"]";
         let with = |text: &str| text.replace('X', many);
         for (text, values) in [
-            (r#"{"l":[{"u":X},{"u":1}],"m":{"l":X}}"#, 4),
-            (r#"{"u":X,"v":[1]}"#, 3),
+            (r#"{"l":[{"u":X},{"u":1}],"m":{"l":X}}"#, 5),
+            (r#"{"u":X,"v":[1]}"#, 4),
             (r#"{"l":[{"u":{"f":X}},1]}"#, 4),
         ] {
             assert_eq!(scan(with(text).as_bytes(), &limits).unwrap().values, values, "{text}");
@@ -663,6 +664,7 @@ mod tests {
             r#"{"l":[{"u":1},[X]]}"#,
             r#"{"u":{"v":1},"l":X}"#,
             r#"{"f":{"u":X}}"#,
+            r#"{"a":1,"b":1,"c":1,"d":1,"e":1,"g":1}"#,
             r#"{"f":[{"u":1},{"u":X}]}"#,
             r#"{"\u006c":{"u":X}}"#,
             "X",

@@ -313,7 +313,7 @@ class GenerateRoutes:
             return await self._prepared_form(exchange, kind, request, reader)
         data = request.take_body()
         try:
-            body = await self._bodies.scan(data)
+            body = await self._bodies.scan(data, kind.read_fields if isinstance(kind, PassedRoute) else None)
         except NotJson as error:
             return await self._prepared_unread(exchange, data, error, reader)
         if isinstance(kind, PassedRoute):

@@ -218,6 +218,10 @@ class BodyBounds:
     whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
     of its string take four bytes."""
 
+    read_fields: frozenset[str] | None = None
+    """The fields of which anything is built here, None: all of them. Of the others only depth, names, numbers
+    and blanks are bounded: they pass as they are."""
+
     @property
     def blanks(self) -> int:
         """Blanks outside of strings: those of an indented body with as many token ids as may be."""
@@ -283,6 +287,7 @@ def _native(bounds: BodyBounds) -> JsonBounds:
         blanks=bounds.blanks,
         number_fields=TOKEN_FIELDS,
         short_fields=SHORT_FIELDS,
+        read_fields=None if bounds.read_fields is None else [(name, True) for name in bounds.read_fields],
     )
 
 
