@@ -281,7 +281,7 @@ EMBEDDINGS = next(each for each in PASSED_ROUTES if each.route is CallRoute.EMBE
 def test_of_a_call_whose_prompt_is_not_read_only_fields_that_are_read_are_counted(name: bytes) -> None:
     bounds = BodyBounds(read_fields=EMBEDDINGS.read_fields)
     whole = scanned(b'{"model":"m","input":%s,"%s":1}' % (MANY, name), bounds)
-    assert whole.raw("input") == MANY
+    assert bytes(whole.raw("input") or b"") == MANY
     with pytest.raises(BodyOverBounds) as refused:
         scanned(b'{"input":1,"%s":{"x":%s}}' % (name, MANY), bounds)
     assert refused.value.param == f"{name.decode()}.x"

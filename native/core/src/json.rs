@@ -40,6 +40,8 @@ pub struct Limits {
     pub read_fields: Option<Vec<ReadField>>,
     /// Containers in containers that become objects; what is deeper is skipped too.
     pub read_depth: usize,
+    /// Whether `NaN`, `Infinity` and `-Infinity` are numbers, as Python's own decoder has it.
+    pub takes_nan: bool,
 }
 
 /// A name that is read; of one that is free all fields inside are read too, whatever their names.
@@ -230,8 +232,8 @@ impl Scanner<'_> {
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            b'N' if self.text[self.at..].starts_with(b"NaN") => return Err(Fault::NotFinite),
-            b'I' if self.text[self.at..].starts_with(b"Infinity") => return Err(Fault::NotFinite),
+            b'N' if self.text[self.at..].starts_with(b"NaN") => self.not_finite(b"NaN")?,
+            b'I' if self.text[self.at..].starts_with(b"Infinity") => self.not_finite(b"Infinity")?,
             _ => return Err(Fault::Syntax("a value is missing")),
         }
         Ok(false)
@@ -415,12 +417,20 @@ impl Scanner<'_> {
         Ok(())
     }
 
+    fn not_finite(&mut self, word: &'static [u8]) -> Result<(), Fault> {
+        if self.limits.takes_nan {
+            self.word(word)
+        } else {
+            Err(Fault::NotFinite)
+        }
+    }
+
     fn number(&mut self) -> Result<(), Fault> {
         let begin = self.at;
         if self.peek() == Some(b'-') {
             self.at += 1;
             if self.text[self.at..].starts_with(b"Infinity") {
-                return Err(Fault::NotFinite);
+                return self.not_finite(b"Infinity");
             }
         }
         if self.peek() == Some(b'0') {
@@ -583,6 +593,7 @@ mod tests {
             short_fields: vec![b"s".to_vec()],
             read_fields: None,
             read_depth: usize::MAX,
+            takes_nan: false,
         }
     }
 
@@ -616,6 +627,9 @@ mod tests {
         assert_eq!(refused(r#"{"prompt":[[1,2,3],[4,5,6],[7]]}"#), (Fault::Numbers, "prompt".into()));
         assert_eq!(refused(r#"{"m":[1,{"x":NaN}]}"#), (Fault::NotFinite, "m[1].x".into()));
         assert_eq!(refused(r#"{"m":-Infinity}"#), (Fault::NotFinite, "m".into()));
+        let lax = Limits { takes_nan: true, ..limits() };
+        assert_eq!(scan(br#"{"m":[NaN,Infinity,-Infinity]}"#, &lax).unwrap().values, 5);
+        assert!(scan(br#"{"m":-NaN}"#, &lax).is_err());
         assert_eq!(refused(r#"{"m":{"123456789":1}}"#), (Fault::KeyBytes, "m".into()));
         assert_eq!(refused(r#"{"m":12345678901}"#), (Fault::NumberBytes, "m".into()));
         assert_eq!(refused(r#"{"s":{"a":["12345678901"]}}"#), (Fault::ShortBytes, "s.a[0]".into()));

@@ -451,13 +451,15 @@ class Bodies:
         )
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvrouter-body")
 
-    async def scan(self, data: bytes, read_fields: frozenset[str] | None = None) -> ScannedBody:
+    async def scan(
+        self, data: bytes, read_fields: frozenset[str] | None = None, *, takes_nan: bool = False
+    ) -> ScannedBody:
         """Look through a body of which ``read_fields`` are read, None: all. Raises :class:`InvalidRequest`
         with the field's path as ``param``.
         """
         bounds = self._bounds_of(data)
-        if read_fields is not None:
-            bounds = dataclasses.replace(bounds, read_fields=read_fields)
+        if read_fields is not None or takes_nan:
+            bounds = dataclasses.replace(bounds, read_fields=read_fields, takes_nan=takes_nan)
         try:
             if len(data) <= OFF_LOOP_BYTES:
                 return scanned(data, bounds)
