@@ -16,6 +16,10 @@ import aiohttp
 DEFAULT_LIMITS = aiohttp.ClientTimeout(total=None)
 """No limit: callers set one, by their own clock or for a request."""
 
+HEADER_MAX_BYTES = 64 * 1024
+HEADERS_MAX = 256
+"""The longest header of an answer, and how many it may have: an answer with more is an error."""
+
 Body = bytes | BytesIO
 
 
@@ -60,6 +64,9 @@ class HttpClient:
         notes_connections: bool = False,
     ) -> None:
         self._session = aiohttp.ClientSession(  # noqa: TID251 - the one place that makes one
+            max_line_size=HEADER_MAX_BYTES,
+            max_field_size=HEADER_MAX_BYTES,
+            max_headers=HEADERS_MAX,
             connector=connector,
             headers=headers,
             timeout=limits,

@@ -403,7 +403,9 @@ OWN_HEADERS: Headers = (
 )
 
 
-_BYTES: Headers = (("content-type", "application/octet-stream"), ("metadata", '{"data":[]}'))
+_METADATA = [{"index": at, "embed_dtype": "float32", "start": at, "end": at + 1} for at in range(300)]
+_BYTES: Headers = (("content-type", "application/octet-stream"), ("metadata", json.dumps(_METADATA)))
+"""As vLLM answers a call for the embeddings of 300 inputs in bytes."""
 
 
 def _cut(data: bytes, size: int) -> Iterator[bytes]:

@@ -162,9 +162,8 @@ async def test_an_engine_with_another_tokenizer() -> None:
 
 async def test_an_engine_with_another_chat_template() -> None:
     async with scripted_engine() as engine, before(engine) as here:
-        same = engine.tokens_of
-        assert same is not None
-        engine.tokens_of = lambda body: same(body) if "prompt" in body else [*same(body), 9]
+        text_ids = await router_tokens(here, is_chat=False)
+        engine.tokens_of = lambda body: text_ids if "prompt" in body else [9]
         report = await examined(here)
     finding = the_finding(report, "tokenizers", Severity.CRITICAL)
     assert finding.seen.startswith("of a chat its engine makes ")

@@ -1,5 +1,6 @@
 """Errors of engines reach clients as the engines wrote them, on every route."""
 
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -116,3 +117,21 @@ async def test_a_redirect_is_not_followed_and_tells_no_address() -> None:
         assert engine.url not in response.text
         assert "location" not in response.headers
         assert len(engine.calls) == 1
+
+
+async def test_an_answer_that_its_engine_aborts_is_asked_for_elsewhere_and_else_passes() -> None:
+    """As vLLM ends what it runs when it is asked to end."""
+    aborted, whole = (
+        json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": reason}]}).encode()
+        for reason in ("abort", "length")
+    )
+    async with scripted_engine() as ending, scripted_engine() as running:
+        ending.answers.extend(Answer((aborted,), content_type=JSON) for _ in range(20))
+        running.answers.extend(Answer((whole,), content_type=JSON) for _ in range(20))
+        async with before(ending, router=OFTEN) as here:
+            answer = await ask(here, "/v1/completions")
+            assert (answer.status_code, answer.content) == (200, aborted)
+        async with before(ending, running, router=OFTEN) as here:
+            while len(ending.calls) < 3:
+                answer = await ask(here, "/v1/completions")
+                assert (answer.status_code, answer.content) == (200, whole)

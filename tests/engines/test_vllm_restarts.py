@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.engines.calls import attached, stopped, two_of
+from tests.engines.calls import attached, stopped, two_of, worker_of
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
 from tests.support.processes import Fleet, Frontend
@@ -31,14 +32,16 @@ class Load:
 
     def __init__(self, frontend: Frontend) -> None:
         self.failed: list[str] = []
-        self.answered = 0
+        self.answered = Counter[int]()
+        """How many answers were whole, by the worker that ended them or began them."""
+
         self._frontend = frontend
         self._numbers = itertools.count()
         self._ends = asyncio.Event()
         self._callers = [asyncio.create_task(self._call_on()) for _ in range(CALLERS)]
 
-    def has_answered(self, more_than: int) -> bool:
-        return self.answered > more_than
+    def has_answered(self, worker_id: int, more_than: int) -> bool:
+        return self.answered[worker_id] > more_than
 
     async def end(self) -> None:
         self._ends.set()
@@ -52,9 +55,7 @@ class Load:
                     wrong = await self._call(number, stream=number % 2 == 0)
             except (TimeoutError, httpx.HTTPError) as error:
                 wrong = repr(error)
-            if wrong is None:
-                self.answered += 1
-            else:
+            if wrong is not None:
                 self.failed.append(f"{number}: {wrong}")
 
     async def _call(self, number: int, *, stream: bool) -> str | None:
@@ -70,14 +71,20 @@ class Load:
         answer = await self._frontend.http.post("/v1/chat/completions", json=body)
         if answer.status_code != 200:
             return f"{answer.status_code} {answer.text[-300:]}"
-        if not stream:
-            choice = answer.json()["choices"][0]
-            return None if choice["finish_reason"] == "length" else answer.text[-300:]
-        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-        events = [json.loads(line) for line in lines if line != "[DONE]"]
-        choices = [choice for event in events for choice in event.get("choices", [])]
-        ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-        return None if lines[-1:] == ["[DONE]"] and ends == ["length"] else answer.text[-300:]
+        if not _is_whole(answer.text, stream=stream):
+            return answer.text[-900:]
+        self.answered[worker_of(answer)] += 1
+        return None
+
+
+def _is_whole(text: str, *, stream: bool) -> bool:
+    if not stream:
+        return bool(json.loads(text)["choices"][0]["finish_reason"] == "length")
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    choices = [choice for event in events for choice in event.get("choices", [])]
+    ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return lines[-1:] == ["[DONE]"] and ends == ["length"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -96,13 +103,14 @@ async def test_no_call_fails_while_engines_are_restarted(
             await engine.kill()
         await engine.start(flags=flags)
     load = Load(await attached(kvrouter, engines))
-    await until(lambda: load.answered > CALLERS)
+    await until(lambda: load.answered.total() > CALLERS)
     for n in range(RESTARTS // 2):
-        engine = engines[1 + n % len(engines)]
-        await engine.terminate()
-        await engine.start(flags=flags)
-        answered = load.answered
-        await until(partial(load.has_answered, answered + CALLERS))
+        worker_id = 1 + n % len(engines)
+        await engines[worker_id].terminate()
+        await engines[worker_id].start(flags=flags)
+        await until(partial(load.has_answered, worker_id, load.answered[worker_id]))
+        print(
+            f"restart {n + 1}: {load.answered.total()} calls answered, {len(load.failed)} failed", flush=True
+        )
     await load.end()
     assert load.failed == []
-    print(f"{RESTARTS // 2} restarts, {load.answered} calls answered, {len(load.failed)} failed")

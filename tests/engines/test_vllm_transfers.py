@@ -17,6 +17,7 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.transports.requests.port import EngineStream
 from tests.engines.calls import chat_body, companion, complete, prompt_of, stopped, until_feeds
+from tests.engines.client_law import SCHEMA, TOOL
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
 from tests.support.engine_legs import leg
@@ -31,6 +32,34 @@ LEASE_S = 30.0
 FREED_WITHIN_S = 15.0
 """Long before its lease ends, and far above what a busy machine needs."""
 
+TOOLS = [TOOL]
+NAMED = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
+PREFILLED: dict[str, dict[str, object]] = {
+    "plain": {},
+    "a tool that must be called": {"tools": TOOLS, "tool_choice": "required"},
+    "a named tool": {"tools": TOOLS, "tool_choice": NAMED},
+    "tools": {"tools": TOOLS},
+    "tools that may be called": {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False},
+    "tools in the prompt": {"tools": TOOLS, "tool_choice": "none"},
+    "a schema": {"response_format": SCHEMA},
+    "JSON": {"response_format": {"type": "json_object"}},
+    "one of two": {"structured_outputs": {"choice": ["blocks", "transfers"]}},
+    "a pattern": {"structured_outputs": {"regex": "[0-9]{4,}"}},
+    "a stop": {"stop": ["e"], "include_stop_str_in_output": True},
+    "a stop token": {"stop_token_ids": [300, 301, 302], "ignore_eos": True},
+    "so many at least": {"min_tokens": 5, "max_tokens": 6},
+    "log probabilities": {"logprobs": True, "top_logprobs": 2},
+    "an answer of one token": {"max_completion_tokens": 1},
+}
+"""What chats ask for whose prompt a prefill engine without a tool parser computes."""
+
+ALONE: dict[str, dict[str, object]] = {
+    "several": {"n": 2, "temperature": 0.8, "seed": 7},
+    "log probabilities of the prompt": {"prompt_logprobs": 1},
+    "a cut prompt": {"truncate_prompt_tokens": -1},
+}
+"""What chats ask for that are computed by their decode engine alone."""
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -44,8 +73,9 @@ def _nixl(role: str, *, on_failure: str = "fail") -> dict[str, object]:
 
 
 async def _start_decode(engine: VllmServer, *, on_failure: str = "fail") -> None:
-    """It runs one request at a time, so that a test can make the others wait."""
-    await engine.start(kv_transfer=_nixl("kv_consumer", on_failure=on_failure), flags=("--max-num-seqs", "1"))
+    """It runs one request at a time, so that a test can make the others wait, and reads calls of tools."""
+    flags = ("--max-num-seqs", "1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    await engine.start(kv_transfer=_nixl("kv_consumer", on_failure=on_failure), flags=flags)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -78,6 +108,29 @@ async def test_what_a_decode_engine_fetched_is_reported_and_nothing_waits_any_mo
     assert (await _fetched(frontend, DECODE))["failed"] == 0
     assert (await _fetched(frontend, PREFILL))["transfers"] == 0
     assert (await frontend.metrics()).total("kv_transfer_bytes_total", worker=str(DECODE)) > 0
+    await _nothing_waits(engines[PREFILL])
+
+
+async def test_what_a_chat_asks_of_its_answer_leaves_the_tokens_of_its_prefill_as_they_are(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    frontend = await _before(engines, kvrouter)
+    prefilled: dict[str, float] = {}
+    expected: dict[str, float] = {}
+    for name, asked in {**PREFILLED, **ALONE}.items():
+        body = chat_body(f"{name}: tell of transfers. " * 20, **{"max_tokens": 8, **asked})
+        before = [await _computed(engines[PREFILL]), await _fetched_tokens(engines[DECODE])]
+        answer = await frontend.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, f"{name}: {answer.text}"
+        got = answer.json()
+        prefilled[name] = await _computed(engines[PREFILL]) - before[0]
+        expected[name] = got["usage"]["prompt_tokens"] if name in PREFILLED else 0
+        assert (await _fetched_tokens(engines[DECODE]) > before[1]) is (name in PREFILLED), name
+        direct = await engines[DECODE].ask("/v1/chat/completions", **body)
+        assert _said(got) == _said(direct), name
+    assert prefilled == expected
+    metrics = await frontend.metrics()
+    assert metrics.total("retries_total") == metrics.total("kv_lost_total") == 0
     await _nothing_waits(engines[PREFILL])
 
 
@@ -235,10 +288,34 @@ async def _fetched(frontend: Frontend, worker_id: int) -> dict[str, Any]:
     raise AssertionError(f"worker {worker_id} is not on the page")
 
 
-async def _sample(engine: VllmServer, name: str) -> float:
+async def _sample(engine: VllmServer, name: str, label: str = "") -> float:
     page = (await engine.http.get("/metrics")).raise_for_status().text
-    (value,) = (float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(name + "{"))
+    (value,) = (
+        float(line.rpartition(" ")[2])
+        for line in page.splitlines()
+        if line.startswith(name + "{") and label in line
+    )
     return value
+
+
+async def _computed(engine: VllmServer) -> float:
+    """The prompt tokens of all calls that it has answered."""
+    return await _sample(engine, "vllm:request_prompt_tokens_sum")
+
+
+async def _fetched_tokens(engine: VllmServer) -> float:
+    """The prompt tokens that came from another engine."""
+    return await _sample(engine, "vllm:prompt_tokens_by_source_total", '"external_kv_transfer"')
+
+
+def _said(answer: dict[str, Any]) -> list[object]:
+    """What an answer says and how it ends, without the names that its engine made up."""
+    said: list[object] = []
+    for choice in answer["choices"]:
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        said.append((message["content"], calls, choice["finish_reason"]))
+    return said
 
 
 async def _used(engine: VllmServer) -> float:

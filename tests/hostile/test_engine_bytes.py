@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.core.requests import EngineChunk
 from kvrouter.engines.openai.metrics import PAGE_MAX_BYTES, read_metrics
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import ANSWER_MAX_BYTES, EngineServer
 from kvrouter.engines.openai.streams import AnswerReading, SseStream, WholeStream
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, ScriptedEngine
@@ -54,6 +54,10 @@ class Blocks:
         tracemalloc.start()
         return self
 
+    @property
+    def now_bytes(self) -> int:
+        return tracemalloc.get_traced_memory()[0]
+
     def __exit__(self, *_exc: object) -> None:
         self.peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -73,6 +77,19 @@ async def test_a_whole_answer_becomes_no_more_than_its_bytes(
     size_bytes = sum(map(len, answer))
     print(f"{size_bytes >> 20} MiB of an answer: {held.peak_bytes >> 20} MiB at most")
     assert held.peak_bytes < 4 * size_bytes
+
+
+async def test_nothing_stays_of_an_answer_that_is_too_long(
+    engine: ScriptedEngine, server: EngineServer
+) -> None:
+    """An error's traceback holds what its frames hold, until the garbage collector comes by."""
+    engine.answers.append(Answer(pieces(b'{"a":"', b"a", ANSWER_MAX_BYTES, b'"}'), content_type=JSON))
+    with Blocks() as held:
+        with pytest.raises(StreamBroken, match="bytes allowed") as failed:
+            await server.ask(COMPLETIONS, b"{}")
+        assert failed.tb is not None
+        print(f"{held.now_bytes >> 10} KiB stay")
+        assert held.now_bytes < 4 * PIECE
 
 
 async def test_an_event_becomes_no_more_than_its_bytes(engine: ScriptedEngine, server: EngineServer) -> None:

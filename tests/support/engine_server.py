@@ -91,7 +91,8 @@ class Call:
 
 class ScriptedEngine:
     """``pages`` answers questions, ``answers`` the calls, in order; ``asked`` counts the questions. With
-    ``tokens_of`` it tokenizes the bodies of ``/tokenize``; its clock is ``clock_ahead_s`` ahead.
+    ``tokens_of`` it tokenizes the bodies of ``/tokenize``, or answers otherwise; its clock is
+    ``clock_ahead_s`` ahead.
     """
 
     def __init__(self, pages: Mapping[str, str] = VLLM_PAGES) -> None:
@@ -100,7 +101,7 @@ class ScriptedEngine:
         self.calls: list[Call] = []
         self.asked: Counter[str] = Counter()
         self.question_headers: list[Mapping[str, str]] = []
-        self.tokens_of: Callable[[Any], Sequence[int]] | None = None
+        self.tokens_of: Callable[[Any], Sequence[int] | Answer] | None = None
         self.clock_ahead_s = 0.0
         self._released = asyncio.Event()
         self._called = asyncio.Condition()
@@ -199,8 +200,10 @@ class ScriptedEngine:
             self._called.notify_all()
         try:
             if self.tokens_of is not None and request.path == "/tokenize":
-                tokens = list(self.tokens_of(call.body))
-                body = json.dumps({"count": len(tokens), "tokens": tokens}).encode()
+                tokens = self.tokens_of(call.body)
+                if isinstance(tokens, Answer):
+                    return await self._send(request, tokens)
+                body = json.dumps({"count": len(tokens), "tokens": list(tokens)}).encode()
                 return await self._send(request, Answer((body,), content_type=JSON))
             return await self._send(request, self.answers.popleft())
         except (asyncio.CancelledError, ConnectionError):

@@ -10,7 +10,9 @@ from kvrouter.core.engine_answer import (
     BODY_MAX_BYTES,
     HEADER_MAX_BYTES,
     HEADERS_MAX,
+    HEADERS_MAX_BYTES,
     EngineAnswer,
+    Headers,
     passed_headers,
 )
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
@@ -84,7 +86,7 @@ BLAMES = {
     CALL: (201, 202, 204, 400, 402, 404, 405, 406, 409, 413, 415, 422, 431, 451, 418, 498, 501, 505),
     FULL: (429, 503),
     DECLINED: (403, 408, 421, 425, 499),
-    ENGINE: (301, 302, 307, 308, 401, 500, 502, 504, 507, 529, 599),
+    ENGINE: (300, 301, 302, 304, 305, 307, 308, 399, 401, 500, 502, 504, 507, 529, 599),
 }
 
 
@@ -117,8 +119,20 @@ def test_only_headers_that_clients_act_on_pass(headers: list[tuple[bytes, bytes]
     for name, value in passed:
         assert name == b"allow" or name.startswith(b"x-ratelimit-") or (name, value) in headers
         assert not {0x0A, 0x0D} & set(value)
-        assert len(value) <= HEADER_MAX_BYTES
     assert passed_headers(passed) == passed
+
+
+def test_headers_of_a_good_answer_may_be_longer_than_those_of_an_error() -> None:
+    def named(value: bytes) -> Headers:
+        return ((b"metadata", value), (b"allow", b"POST"))
+
+    longest_of_error = named(b"x" * (HEADER_MAX_BYTES - len("metadata")))
+    longest = named(b"x" * (HEADERS_MAX_BYTES - len("metadata") - len("allowPOST")))
+    assert passed_headers(longest_of_error, of_error=True) == longest_of_error
+    assert passed_headers(longest, of_error=True) == longest[1:]
+    assert passed_headers(longest) == longest
+    too_long = named(longest[0][1] + b"x")
+    assert passed_headers(too_long) == too_long[:1]
 
 
 def test_a_body_that_is_too_long_is_replaced_by_an_error_that_says_so() -> None:

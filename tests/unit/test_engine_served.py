@@ -29,7 +29,7 @@ async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
     [
         (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
         (Answer((b"",), status=503), WorkerFull),
-        (Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (Answer(ends=Ends.REFUSED), StreamBroken),
     ],
 )
 async def test_a_streamed_leg_that_is_refused_tells_so_when_it_is_read(
@@ -140,8 +140,8 @@ async def test_a_decode_leg_that_fails_before_its_first_token_did_not_get_its_kv
         (fetching(), Answer((event_of(TOKEN), event_of(DIED))), StreamBroken),
         (fetching(), Answer((event_of(TOKEN),), ends=Ends.CUT), StreamBroken),
         (fetching(), Answer(ends=Ends.CUT), StreamBroken),
-        (fetching(), Answer(ends=Ends.REFUSED), WorkerUnreachable),
-        (fetching(stream=False), Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (fetching(), Answer(ends=Ends.REFUSED), StreamBroken),
+        (fetching(stream=False), Answer(ends=Ends.REFUSED), StreamBroken),
         (fetching(), Answer((b"",), status=503), WorkerFull),
         (fetching(), Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
         (said_hi(), DOWN, WorkerUnreachable),

@@ -220,7 +220,7 @@ async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
         b'{"choices":null,"usage":"x"}',
         b'{"choices":[{"index":"0","message":{"content":["a"]},"finish_reason":7,"token_ids":"a"}]}',
         b'{"choices":[{"text":5}],"error":"text","system_fingerprint":1,"kv_transfer_params":[]}',
-        b'{"choices":[{"text":"a","finish_reason":"abort"}],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}',
+        b'{"choices":[{"text":"a","finish_reason":"odd"}],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}',
         b'{"error":null,"detail":"\xff"}',
     ],
 )
@@ -229,6 +229,43 @@ async def test_a_whole_answer_passes_whatever_it_is(body: bytes) -> None:
         (chunk,) = await read(at.whole(RAW))
     assert (chunk.raw, chunk.finish) == (body, FinishReason.STOP)
     assert decode_chunk(encode_chunk(chunk)) == chunk
+
+
+async def test_a_whole_answer_that_its_engine_aborts_is_lost_and_passes_where_nobody_else_answers() -> None:
+    """vLLM that is asked to end answers what it runs with what there is of it."""
+    body = json.dumps(token(1, "abort")).encode()
+    async with asked(Answer((body,), content_type=JSON)) as at:
+        with pytest.raises(StreamBroken, match="aborted") as lost:
+            await read(at.whole(RAW))
+    assert lost.value.answer is not None
+    assert (lost.value.answer.status, lost.value.answer.body) == (200, body)
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "events", "is_lost"),
+    [
+        (True, [token(1), token(2, "abort")], True),
+        (True, [token(1, "abort")], True),
+        (False, [token(1, "abort")], True),
+        (False, [token(1), token(2, "abort")], False),
+    ],
+)
+async def test_a_stream_that_its_engine_aborts_is_lost_where_another_one_can_go_on(
+    goes_on: bool, events: list[object], is_lost: bool
+) -> None:
+    """What came before is not lost, nor is the end of an answer that would end there in any case."""
+    async with asked(Answer((*map(event_of, events), b"data: [DONE]\n\n"))) as at:
+        stream = await at.stream(AnswerReading(passes_raw=True, added_token_ids=goes_on))
+        chunks: list[EngineChunk] = []
+        try:
+            async for chunk in stream:
+                chunks.append(chunk)
+        except StreamBroken as error:
+            assert (is_lost, error.message) == (True, streams.ABORTED)  # noqa: PT017
+            assert all(b"abort" not in chunk.raw for chunk in chunks)
+        else:
+            assert not is_lost
+            assert b"".join(chunk.raw for chunk in chunks).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_comment_comes_before_the_answer_does() -> None:
@@ -308,7 +345,7 @@ async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
         (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
         (Answer((b"",), status=429), WorkerFull),
         (Answer((b"",), status=500), WorkerUnreachable),
-        (Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (Answer(ends=Ends.REFUSED), StreamBroken),
         (Answer((WHOLE[:20],), content_type=JSON, ends=Ends.CUT), StreamBroken),
         (Answer((b"no JSON",), content_type=JSON), StreamBroken),
         (Answer((b"{}",), content_type=JSON), StreamBroken),

@@ -66,9 +66,11 @@ class Up:
 
 
 @asynccontextmanager
-async def up(file: str, *, environ: Mapping[str, str] | None = None) -> AsyncIterator[Up]:
+async def up(
+    file: str, *, environ: Mapping[str, str] | None = None, frontend: FrontendSettings | None = None
+) -> AsyncIterator[Up]:
     fleet = load_fleet(parse_document(f"version: 1\n{file}", "fleet.yaml")).fleet
-    settings = Settings(frontend=FrontendSettings(http_port=0))
+    settings = Settings(frontend=frontend or FrontendSettings(http_port=0))
     async with embedded(settings, fleet, environ=environ or {}) as system:
         host, port = system.address
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60.0) as http:

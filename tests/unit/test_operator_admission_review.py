@@ -1,5 +1,7 @@
 """AdmissionReview v1: questions in, answers out."""
 
+from typing import Any
+
 import pytest
 from pydantic import JsonValue
 
@@ -114,3 +116,15 @@ def test_what_is_no_review_is_refused(body: object, param: str | None) -> None:
     with pytest.raises(ProtocolError) as refusal:
         read_review(body)
     assert refusal.value.param == param
+
+
+def test_a_change_of_name_is_told_what_it_does() -> None:
+    old = deployment()
+    new: Any = deployment()
+    component = new["spec"]["components"][-1]
+    was, component["name"] = component["name"], "renamed"
+    asked = read_review(review(object=new, oldObject=old, operation="UPDATE"))
+    response: Any = answer("1", judged(asked, NO_GROVE, DEFAULTS))["response"]
+    (warning,) = response["warnings"]
+    assert f"is new, and {was} is gone" in warning
+    assert "Ready, or after 600 s" in warning

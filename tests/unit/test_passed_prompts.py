@@ -12,7 +12,7 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.body import BodyBounds, scanned
 from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_passed
 from kvrouter.frontend.openai.passthrough import PassthroughCall
-from kvrouter.frontend.response_passthrough import passthrough_tokens
+from kvrouter.frontend.response_passthrough import PassthroughTokens, passthrough_tokens
 from kvrouter.text.prompts.fields import Prompt
 from tests.support.front import mock_text
 
@@ -31,7 +31,7 @@ async def test_what_follows_an_item_that_is_not_known_is_left_out(kind: str) -> 
     items = [*CHAT, {"type": "item_reference", "id": "x"}, {"role": "user", "content": "later"}]
     found = await passthrough_tokens(parsed(CallRoute.RESPONSES, input=items), text, kind)
     prompt = Prompt(CHAT, add_generation_prompt=False)
-    assert found == (await text.encode_made(prompt), False, False, 0)
+    assert found == PassthroughTokens(await text.encode_made(prompt), is_exact=False)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvrouter.commands.output import Output, echo, json_text
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.registry import ENGINES, help_of
-from kvrouter.text.source import is_repository
+from kvrouter.text.source import ENGINE_TOKENIZER, is_repository
 
 if TYPE_CHECKING:
     from kvrouter.config.fleet import FleetFile
@@ -90,8 +90,8 @@ def _engine_command(kind: str) -> click.Command:
         click.option(
             "--tokenizer",
             metavar="FOLDER|REPOSITORY",
-            help="The model's tokenizer: a folder, for frontends on this host, or a Hugging Face repository. "
-            " [default: the engine's own]",
+            help="The model's tokenizer: a folder, for frontends on this host, or a Hugging Face repository, "
+            "or engine, which has its engine tokenize.  [default: the engine's own]",
         ),
         click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]"),
         click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]"),
@@ -238,9 +238,10 @@ def _spec_of_flags(
 
 
 def _checked_tokenizer(tokenizer: str) -> str:
-    if not (is_repository(tokenizer) or Path(tokenizer).is_dir()):
+    if not (tokenizer == ENGINE_TOKENIZER or is_repository(tokenizer) or Path(tokenizer).is_dir()):
         raise ConfigError(
-            f"--tokenizer: {tokenizer} is no folder here, nor the name of a repository", param="tokenizer"
+            f"--tokenizer: {tokenizer} is no folder here, nor the name of a repository, nor engine",
+            param="tokenizer",
         )
     return tokenizer
 

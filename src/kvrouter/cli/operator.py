@@ -39,6 +39,8 @@ class RunFlags:
     image: str
     wait_image: str | None
     wait_timeout_s: int
+    wait_resources: str | None
+    frontend_resources: str | None
     disruption_hold_s: int
     nats_server: str | None
     discovery: str
@@ -241,6 +243,16 @@ def of_admission(command: F) -> F:
     help="How long a worker's init container waits for its place before it is started again.",
 )
 @click.option(
+    "--wait-resources",
+    metavar="JSON",
+    help="The resources of that init container, as containers state them.  [default: limits of 500m, 256Mi]",
+)
+@click.option(
+    "--frontend-resources",
+    metavar="JSON",
+    help="The resources of frontends that state none.  [default: limits of 2 CPUs, 4Gi]",
+)
+@click.option(
     "--disruption-hold-s",
     type=click.IntRange(min=0),
     default=600,
@@ -362,6 +374,15 @@ def _identity() -> str:
 def _defaults(run_flags: RunFlags) -> "PlanDefaults":
     from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind  # noqa: PLC0415
     from kvrouter.operator.plan import PlanDefaults, SecretKey  # noqa: PLC0415
+    from kvrouter.operator.plan.defaults import (  # noqa: PLC0415
+        FRONTEND_RESOURCES,
+        WAIT_RESOURCES,
+        Resources,
+        read_resources,
+    )
+
+    def resources(text: str | None, flag: str, usual: Resources) -> Resources:
+        return usual if text is None else read_resources(text, flag)
 
     secret = run_flags.plane_token_secret
     found = PlanDefaults(
@@ -374,6 +395,10 @@ def _defaults(run_flags: RunFlags) -> "PlanDefaults":
         admin_token=SecretKey(run_flags.admin_token_secret, run_flags.admin_token_key),
         wait_image=run_flags.wait_image,
         wait_timeout_s=run_flags.wait_timeout_s,
+        wait_resources=resources(run_flags.wait_resources, "--wait-resources", WAIT_RESOURCES),
+        frontend_resources=resources(
+            run_flags.frontend_resources, "--frontend-resources", FRONTEND_RESOURCES
+        ),
         disruption_hold_s=run_flags.disruption_hold_s,
         network_policies=run_flags.network_policies,
         api_server_ports=run_flags.api_server_ports,

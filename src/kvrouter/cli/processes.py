@@ -61,8 +61,8 @@ def place_options(command: Command) -> Command:
     "model_paths",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="A model's tokenizer: this host's folder, or a Hugging Face repository; without it what its workers "
-    "name is read.",
+    help="A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "
+    "workers name is read.",
 )
 @click.option(
     "--static-endpoint",
@@ -338,8 +338,8 @@ worker_pods.params.extend(setting_options("planes", "log"))
     "model_paths",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="A model's tokenizer: this host's folder, or a Hugging Face repository; without it what its workers "
-    "name is read. "
+    help="A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "
+    "workers name is read. "
     "Who sends token ids needs none.",
 )
 def router(

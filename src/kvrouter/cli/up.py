@@ -56,7 +56,7 @@ NO_DISCOVERY = "kvrouter up discovers no workers: give it to kvrouter frontend"
     "model_paths",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="A model's tokenizer: this host's folder, or a Hugging Face repository; with --engine-pods.",
+    help="A model's tokenizer: this host's folder, a Hugging Face repository, or engine; with --engine-pods.",
 )
 def up(
     fleet: Path | None,

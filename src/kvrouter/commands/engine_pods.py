@@ -112,7 +112,7 @@ async def pods_served(
         await stack.enter_async_context(following(place, service))
         await stack.enter_async_context(following_links(settings.router, service))
         await stack.enter_async_context(keeping(settings.router, service))
-        loader = TextModelLoader(sources, pool)
+        loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))
         workers = EngineWorkers(settings, MemoryTransports(planes))
@@ -134,6 +134,8 @@ async def pods_served(
                 telemetry=telemetry,
                 sockets=sockets,
                 awaited=fleet.awaited,
+                unread=loader.unread,
+                by_engine=loader.by_engine,
             )
         )
 

@@ -61,7 +61,7 @@ async def frontend(
     cluster = settings.planes.cluster if settings.planes.clusters else None
     place = await read_place(settings.router, os.environ, cluster=cluster)
     pool = encode_pool(front)
-    loader = TextModelLoader(sources, pool)
+    loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
@@ -96,6 +96,7 @@ async def frontend(
                     sockets=sockets,
                     tracing=spans,
                     unread=loader.unread,
+                    by_engine=loader.by_engine,
                 ) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
                 following(place, service),

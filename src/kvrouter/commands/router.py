@@ -86,7 +86,7 @@ async def standalone(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     pool = encode_pool(front)
-    loader = TextModelLoader(sources, pool)
+    loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
@@ -133,6 +133,7 @@ async def standalone(
                 takes_prefills=spec.component is RouterComponent.PREFILL,
                 tracing=spans,
                 unread=loader.unread,
+                by_engine=loader.by_engine,
             )
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
             async with (

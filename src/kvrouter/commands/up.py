@@ -86,7 +86,9 @@ async def embedded(
             traffic=traffic,
             place=place.domains,
         )
-        loader = TextModelLoader(sources, mock.encode_pool, mock.texts)
+        loader = TextModelLoader(
+            sources, mock.encode_pool, mock.texts, fallback=settings.frontend.tokenize_fallback
+        )
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
             async with _attached(settings, fleet, mock.planes, environ) as attached:
@@ -102,6 +104,7 @@ async def embedded(
                         awaited=nobody_awaited if attached is None else attached.awaited,
                         tracing=spans,
                         unread=loader.unread,
+                        by_engine=loader.by_engine,
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvrouter.config.tree import LogLevel as LogLevel
     from kvrouter.config.tree import LogSettings as LogSettings
     from kvrouter.config.tree import Settings as Settings
+    from kvrouter.config.tree import TokenizeFallback as TokenizeFallback
     from kvrouter.config.tree import UnknownNvext as UnknownNvext
     from kvrouter.topology import MismatchPolicy as MismatchPolicy
 
@@ -71,6 +72,7 @@ _HOME = {
     "RequestPlaneKind": "kvrouter.config.planes",
     "Settings": "kvrouter.config.tree",
     "TopologySpec": "kvrouter.config.fleet",
+    "TokenizeFallback": "kvrouter.config.tree",
     "UnknownNvext": "kvrouter.config.tree",
     "WorkerGroup": "kvrouter.config.fleet",
     "default_fleet_document": "kvrouter.config.fleet_checks",

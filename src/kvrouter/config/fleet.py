@@ -75,6 +75,7 @@ class ModelSpec(FleetPart):
     tokenizer: Annotated[str, MinLen(1)] | None = None
     """``mock``, a folder with ``tokenizer.json`` and ``tokenizer_config.json``, or a Hugging Face repository,
     as ``Qwen/Qwen3-8B`` or ``Qwen/Qwen3-8B@REVISION``, which is read from the local cache, else downloaded.
+    ``engine``: nothing is read here, and engines that run already are asked at ``/tokenize``.
     Where engines that run already have one that cannot be read here the model is routed by load alone.
     Unset: ``mock`` for mock engines, and what an engine that runs already has loaded its own from."""
 

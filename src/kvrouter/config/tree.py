@@ -45,6 +45,13 @@ class UnknownNvext(StrEnum):
     IGNORE = "ignore"
 
 
+class TokenizeFallback(StrEnum):
+    """What tokenizes prompts of which this router makes no tokens, or others than the engine."""
+
+    NONE = "none"
+    ENGINE = "engine"
+
+
 class AdminAccess(StrEnum):
     """Who may ask the admin routes where there is no token."""
 
@@ -386,6 +393,29 @@ class FrontendSettings(Section):
         ),
     ] = 10.0
     """How long a prompt may wait to be tokenized before it is answered with 503."""
+
+    tokenize_fallback: Annotated[
+        TokenizeFallback,
+        Setting(
+            flag="--tokenize-fallback",
+            variable="KVROUTER_TOKENIZE_FALLBACK",
+            group=SettingGroup.FRONTEND,
+        ),
+    ] = TokenizeFallback.NONE
+    """With ``engine`` a model's engines are asked at ``/tokenize`` for the tokens of prompts that cannot be
+    made here, and of calls whose shape is found to get another prompt from its engine. With ``none`` such
+    calls are routed by load. ``tokenizer: engine`` has all prompts of one model tokenized so."""
+
+    tokenize_engine_wait_s: Annotated[
+        Positive,
+        Setting(
+            flag="--tokenize-engine-wait-s",
+            variable="KVROUTER_TOKENIZE_ENGINE_WAIT_S",
+            group=SettingGroup.FRONTEND,
+            unit="seconds",
+        ),
+    ] = 0.25
+    """How long a call waits for its engine's ``/tokenize``; then it is routed by load."""
 
     drain_limit_s: Annotated[
         NonNegative,

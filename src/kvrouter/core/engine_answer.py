@@ -12,7 +12,12 @@ BODY_MAX_BYTES = 44 * 1024
 
 HEADERS_MAX = 16
 HEADER_MAX_BYTES = 512
-"""How many headers travel, and the longest value of one: a longer value is left out."""
+"""How many headers travel, and the longest of an error answer: a longer one is left out."""
+
+HEADERS_MAX_BYTES = 60 * 1024
+"""What all headers of a good answer may have together. vLLM's ``metadata`` has some 130 bytes for each input
+of a call for embeddings in bytes, and without it no client can read them.
+"""
 
 PASSED_HEADERS = frozenset(
     {
@@ -53,17 +58,21 @@ class EngineAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     is_events: bool = False
 
 
-def passed_headers(headers: Headers) -> Headers:
+def passed_headers(headers: Headers, *, of_error: bool = False) -> Headers:
     """Return those of ``headers`` that a client gets, with names in lower case. A worker applies it to what
     its engine sent, a frontend to what a worker sent: neither can set any other header here.
     """
-    named = ((name.lower(), value) for name, value in headers)
-    passed = [
-        (name, value)
-        for name, value in named
-        if (name in PASSED_HEADERS or name.startswith(_RATES))
-        and len(name) + len(value) <= HEADER_MAX_BYTES
-        and _NAME.fullmatch(name)
-        and _VALUE.fullmatch(value)
-    ]
-    return tuple(passed[:HEADERS_MAX])
+    left_bytes = HEADERS_MAX * HEADER_MAX_BYTES if of_error else HEADERS_MAX_BYTES
+    passed: list[tuple[bytes, bytes]] = []
+    for name, value in ((name.lower(), value) for name, value in headers):
+        n_bytes = len(name) + len(value)
+        if (
+            len(passed) < HEADERS_MAX
+            and (name in PASSED_HEADERS or name.startswith(_RATES))
+            and n_bytes <= (HEADER_MAX_BYTES if of_error else left_bytes)
+            and _NAME.fullmatch(name)
+            and _VALUE.fullmatch(value)
+        ):
+            passed.append((name, value))
+            left_bytes -= n_bytes
+    return tuple(passed)

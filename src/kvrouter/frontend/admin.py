@@ -16,6 +16,7 @@ from starlette.routing import Route
 from kvrouter.config import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
+from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.cordons import CordonRoutes
 from kvrouter.frontend.decision_json import attempts_json, decided_json, latest_json, refused_json
@@ -23,9 +24,10 @@ from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.fleet_state import fleet_json, flows_json
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import Name, NonNegativeInt, ScannedBody, decode_body
-from kvrouter.frontend.openai.parse import parse_either
+from kvrouter.frontend.openai.parse import NvextReader, parse_either
+from kvrouter.frontend.openai.passthrough import parse_passthrough
 from kvrouter.frontend.pages import json_page
-from kvrouter.frontend.prepare import Bodies, RequestPreparer
+from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
@@ -122,10 +124,8 @@ class AdminRoutes:
             body = await self._bodies.scan(await request.body())
             called = self._preparer.called_model(body)
             request.state.model = called.name
-            text = self._preparer.text_of(called, body)
             reader = self._preparer.nvext_reader(request.headers.raw)
-            parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader, model=called.name))
-            wanted = await self._preparer.prepare(parsed, called, text, request_id)
+            wanted = await self._wanted(body, called, reader, request_id)
         finally:
             self._ids.give_back(request_id)
         model = called.router
@@ -135,6 +135,20 @@ class AdminRoutes:
             mode = wanted.override.router_mode or model.settings.mode
             explained = refused_json(wanted, model.fleet, mode, refused)
         return json_page(explained)
+
+    async def _wanted(
+        self, body: ScannedBody, called: CalledModel, reader: NvextReader, request_id: RequestId
+    ) -> GenerateRequest:
+        """Return the request that a call becomes, which goes to an engine as it is written, or in tokens."""
+        if called.router.fleet.takes_calls:
+            route = CallRoute.COMPLETION if "prompt" in body.fields else CallRoute.CHAT
+            parse_call = partial(parse_passthrough, route, called.name, reader=reader)
+            passed = await self._bodies.parse(body, parse_call)
+            text = self._preparer.passthrough_text(called.name)
+            return await self._preparer.prepare_passthrough(passed, called, text, request_id)
+        text = self._preparer.text_of(called, body)
+        parse = partial(parse_either, nvext=reader, model=called.name)
+        return await self._preparer.prepare(await self._bodies.parse(body, parse), called, text, request_id)
 
     async def decisions(self, request: Request) -> Response:
         """``GET /v1/decisions/{request_id}``: every attempt of one of the last requests."""
@@ -155,7 +169,7 @@ class AdminRoutes:
 
     async def fleet(self, _: Request) -> Response:
         """``GET /v1/fleet``: every worker, and what the router believes of it."""
-        return json_page(fleet_json(self._service, self._preparer.why_by_load))
+        return json_page(fleet_json(self._service, self._preparer.tokenizer))
 
     async def flows(self, _: Request) -> Response:
         """``GET /v1/flows``: KV between domains, as this router counts it."""

@@ -1,7 +1,7 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,6 +18,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.compressed import CompressedBodies
+from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
 from kvrouter.frontend.errors import (
     MethodNotAllowed,
     UnknownPath,
@@ -48,7 +49,7 @@ from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.openapi import Described
 from kvrouter.frontend.origins import Cors, FleetGuard, PublicRoute, page_headers
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
-from kvrouter.frontend.prepare import BODY_BYTES_MAX, NO_REASONS, Bodies, RequestPreparer
+from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
@@ -356,11 +357,10 @@ class FrontendApp(HttpApp):
         settle_s: float = SETTLE_S,
         tracing: "RequestTracing | None" = None,
         unread: Mapping[ModelName, str] = NO_REASONS,
+        by_engine: Container[ModelName] = NO_MODELS,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(
-            service, texts, observed, unknown_nvext=settings.unknown_nvext, unread=unread
-        )
+        preparer = RequestPreparer(service, texts, observed, settings, unread=unread, by_engine=by_engine)
         bodies = Bodies(service, texts, observed, settings)
         generate = GenerateRoutes(
             service, preparer, bodies, observed, tracing, keep_alive_s=settings.sse_keep_alive_s

@@ -1,7 +1,7 @@
 """One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,6 +17,7 @@ from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.frontend.cordons import cordon_json
 from kvrouter.frontend.decision_json import Json, policy_json
+from kvrouter.frontend.engine_tokens import PromptTokenizer
 from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
 from kvrouter.placement.link_speeds import LinkReading
@@ -140,17 +141,16 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
-WhyByLoad = Callable[[ModelRouter], str | None]
 """Returns why calls of a model are routed by load alone, None where they are not."""
 
 
-def fleet_json(service: RouterService, why_by_load: WhyByLoad = lambda _: None) -> Json:
+def fleet_json(service: RouterService, tokenizer: PromptTokenizer | None = None) -> Json:
     """Every worker with its ranks, every model with its queue and index, and the requests that run."""
     models: list[Json] = []
     workers: list[Json] = []
     for model in service.models():
         of_model = list(read_workers(model))
-        models.append(_model_json(model, workers=len(of_model), why_by_load=why_by_load(model)))
+        models.append(_model_json(model, workers=len(of_model), tokenizer=tokenizer))
         default = model.settings.topology_default
         workers.extend(
             {**_worker_json(worker, default), "lapsed": service.has_lapsed(worker.card.worker_id)}
@@ -200,7 +200,8 @@ def _refused_json(refused: RefusedCard) -> Json:
     }
 
 
-def _model_json(model: ModelRouter, *, workers: int, why_by_load: str | None) -> Json:
+def _model_json(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer | None) -> Json:
+    why_by_load = None if tokenizer is None else tokenizer.why_by_load(model)
     settings, index = model.settings, read_index(model)
     default = settings.topology_default
     return {
@@ -210,6 +211,7 @@ def _model_json(model: ModelRouter, *, workers: int, why_by_load: str | None) ->
         "cache_view": _cache_view_of(model),
         "routing": _routing_of(model, why_by_load),
         "routing_reason": why_by_load,
+        "tokenized_by": None if tokenizer is None else tokenizer.tokenized_by(model),
         "prefill_near": None
         if settings.near is None
         else {

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import NamedTuple
 
 from kvrouter.core.errors import KvrouterError
@@ -10,6 +11,7 @@ from kvrouter.frontend.http import HttpServer
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import prefilling
 from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
+from kvrouter.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("kvrouter.frontend")
 
@@ -38,6 +40,7 @@ class FrontendInstrumentation:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._hints_logged: set[str] = set()
+        self._by_engine_throttle = LogThrottle(again_after_s=inf)
         self.tokenized = telemetry.tokenization_duration.observe
         """One prompt was templated and tokenized: seconds, and its model."""
         self.http_events, self.http_connections = telemetry.http_events, telemetry.http_connections
@@ -93,6 +96,11 @@ class FrontendInstrumentation:
     def tokenizing(self, held_bytes: int) -> None:
         """What the prompts that are being tokenized are counted to hold."""
         self._telemetry.tokenize_bytes.set(held_bytes)
+
+    def tokenized_by_engine(self, model: str, why: str) -> None:
+        """An engine tokenized a prompt, for this reason; logged once for each."""
+        if self._by_engine_throttle.allows(f"{model} {why}"):
+            log_event(logger, Event.TOKENIZED_BY_ENGINE, model=model, reason=why)
 
     def by_load(self, models: Mapping[str, bool]) -> None:
         """Which models are routed by load because their prompts cannot be read here."""

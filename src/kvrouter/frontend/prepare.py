@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -13,13 +13,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvrouter.config import FrontendSettings, UnknownNvext
-from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints, adapter_taint
+from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
-from kvrouter.core.ids import ModelName, RequestId, Taint, WorkerRank
+from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
-from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
-from kvrouter.fleet import Fleet
-from kvrouter.frontend.errors import UnknownWorker
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN
+from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS, PromptTokenizer
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
@@ -33,115 +32,12 @@ from kvrouter.frontend.openai.body import (
 from kvrouter.frontend.openai.form import Form, read_form
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.passthrough import PassthroughCall
-from kvrouter.frontend.response_passthrough import estimated_tokens, passthrough_tokens
-from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.routing.cost import rules_of
-from kvrouter.routing.request import RoutingSettings
+from kvrouter.frontend.pins import check_pins
+from kvrouter.frontend.response_passthrough import estimated_tokens
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
-from kvrouter.text.prompts.shape import shape_of
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
-from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_domains
-
-_PIN = "nvext.worker_id"
-_PREFILL_PIN = "nvext.prefill_worker_id"
-_REQUIRED = "nvext.routing_constraints.required_taints"
-_REQUIRED_DECODE = "nvext.routing_constraints.required_decode_taints"
-_OVERRIDE = "nvext.router_config_override"
-
-
-def check_pins(call: Call, model: ModelRouter) -> None:
-    """Raise :class:`InvalidRequest` naming the field of a hint that ``model`` cannot meet."""
-    if isinstance(model.cache, NoCacheView):
-        _check_override(call.override, model.settings)
-    fleet = model.fleet
-    receiver = _pinned(fleet, call.pin, field=_PIN, rank_field="nvext.dp_rank")
-    sender = _pinned(fleet, call.prefill_pin, field=_PREFILL_PIN, rank_field="nvext.prefill_dp_rank")
-    if receiver is not None:
-        _check_receiver_role(receiver)
-    if sender is not None:
-        _check_sender_role(sender, fleet)
-    required, of_decode = call.constraints.required_taints, call.constraints.required_decode_taints
-    for card, field, at, taints in (
-        (receiver, _PIN, _REQUIRED, required),
-        (receiver, _PIN, _REQUIRED_DECODE, of_decode),
-        (sender, _PREFILL_PIN, _REQUIRED, required),
-    ):
-        if card is not None:
-            _check_taints(taints, card, fleet, field=field, at=at)
-    if receiver is not None and sender is not None:
-        _check_domain(sender, receiver, model.settings.topology_default)
-
-
-def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -> None:
-    """Without an index there is no overlap: a request may not weigh what nobody knows."""
-    why = f"no index is kept by this router (its mode is {settings.mode.value}, its overlap_score_weight "
-    why += f"{settings.overlap_score_weight:g}), so there is no overlap to weigh"
-    if override.overlap_score_weight is not None and override.overlap_score_weight > 0:
-        raise _wrong(f"{_OVERRIDE}.overlap_score_weight", why)
-    if override.router_mode is RouterMode.KV and rules_of(settings, override).overlap_score_weight > 0:
-        raise _wrong(
-            f"{_OVERRIDE}.router_mode", f"{why}; together with overlap_score_weight 0, kv weighs load alone"
-        )
-
-
-def _pinned(fleet: Fleet, pin: Pin | None, *, field: str, rank_field: str) -> WorkerCard | None:
-    """Return the worker that is asked for by name; None when none is."""
-    if pin is None:
-        return None
-    card = fleet.card(pin.worker_id)
-    if card is None:
-        raise UnknownWorker(f"{field}: no worker {pin.worker_id} is here", param=field)
-    if pin.dp_rank is not None and fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank)) is None:
-        raise UnknownWorker(
-            f"{rank_field}: worker {pin.worker_id} has no rank {pin.dp_rank}", param=rank_field
-        )
-    return card
-
-
-def _check_receiver_role(card: WorkerCard) -> None:
-    if card.role is Role.PREFILL:
-        raise _wrong(_PIN, f"worker {card.worker_id} only prefills: {_PREFILL_PIN} is the field for it")
-
-
-def _check_sender_role(card: WorkerCard, fleet: Fleet) -> None:
-    if card.role is Role.PREFILL:
-        return
-    why = f"worker {card.worker_id} has the role {card.role}, not prefill"
-    if not any(other.role is Role.PREFILL for other in fleet):
-        why += f"; no worker of {fleet.model!r} has it, so requests are not split"
-    raise _wrong(_PREFILL_PIN, why)
-
-
-def _check_taints(taints: Iterable[Taint], card: WorkerCard, fleet: Fleet, *, field: str, at: str) -> None:
-    """A pin may not name a worker that does not carry what is required of its leg."""
-    slot = fleet.slots_of(card.worker_id)[0]  # the ranks of a worker carry the same
-    missing = [taint for taint in taints if not fleet.carries(taint)[slot]]
-    if missing:
-        names = ", ".join(map(repr, sorted(missing)))
-        raise _wrong(at, f"worker {card.worker_id}, which {field} asks for, does not carry {names}")
-
-
-def _check_domain(
-    sender: WorkerCard, receiver: WorkerCard, router_default: RouterTopologyDefault | None
-) -> None:
-    constraint = derive(sender.runtime_config, router_default=router_default)
-    if constraint is None or not isinstance(constraint.policy, Required):
-        return
-    domain, ours = constraint.domain, constraint.value
-    theirs = topology_domains(receiver.runtime_config).get(domain)
-    if ours is None or theirs is None or ours == theirs:
-        return
-    raise _wrong(
-        _PIN,
-        f"worker {receiver.worker_id} is in {domain}={theirs}, and KV of worker {sender.worker_id}, which "
-        f"{_PREFILL_PIN} asks for, may not leave {domain}={ours}",
-    )
-
-
-def _wrong(field: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: {what}", param=field)
 
 
 class Named(NamedTuple):
@@ -169,15 +65,11 @@ def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
     return dataclasses.replace(text, context_length_tokens=context_tokens)
 
 
-NO_REASONS: Mapping[ModelName, str] = {}
-
-TOKENIZER_ON_ITS_WAY = "its tokenizer is being loaded"
-
-
 class RequestPreparer:
     """One way in, for requests that are sent and for those that are only explained.
 
-    ``unread`` are the reasons why prompts of a model cannot be read here, in whole or in part.
+    ``unread`` are the reasons why prompts of a model cannot be read here, in whole or in part; those of
+    models ``by_engine`` are tokenized by their engines.
     """
 
     def __init__(
@@ -185,15 +77,18 @@ class RequestPreparer:
         service: RouterService,
         texts: Mapping[ModelName, TextModel],
         observed: FrontendInstrumentation,
+        settings: FrontendSettings,
         *,
-        unknown_nvext: UnknownNvext = UnknownNvext.REFUSE,
         unread: Mapping[ModelName, str] = NO_REASONS,
+        by_engine: Container[ModelName] = NO_MODELS,
     ) -> None:
         self._service = service
         self._texts = texts
-        self._unread = unread
         self._observed = observed
-        refuses_unknown = unknown_nvext is UnknownNvext.REFUSE
+        self.tokenizer = PromptTokenizer(
+            service, texts, observed, settings, unread=unread, by_engine=by_engine
+        )
+        refuses_unknown = settings.unknown_nvext is UnknownNvext.REFUSE
         self._on_unknown = refuse_unknown if refuses_unknown else observed.routing_hint_ignored
 
     def nvext_reader(self, headers: Iterable[Header]) -> NvextReader:
@@ -296,15 +191,6 @@ class RequestPreparer:
         is_unknown = known is None and router is not None and len(router.fleet) > 0
         return known if text is None or is_unknown else served_text(text, router).context_length_tokens
 
-    def why_by_load(self, model: ModelRouter) -> str | None:
-        """Why calls of a model are routed by load alone; None where what is cached counts, as far as the
-        router's mode lets it.
-        """
-        if not model.fleet.takes_calls:
-            return None
-        name = model.fleet.model
-        return self._unread.get(name, None if name in self._texts else TOKENIZER_ON_ITS_WAY)
-
     async def prepare_passthrough(
         self, passed: PassthroughCall, called: CalledModel, text: TextModel | None, request_id: RequestId
     ) -> GenerateRequest:
@@ -319,22 +205,19 @@ class RequestPreparer:
         check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            token_ids, is_exact, has_media, estimate = await passthrough_tokens(
-                passed, text, router.fleet.engine_kind
-            )
+            tokens, shape = await self.tokenizer.tokens_of(passed, router, text)
         if text is not None:
             self._observed.tokenized(time.perf_counter() - began_s, model)
         context_tokens = router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
         if text is not None:
             context_tokens = text.context_length_tokens
-        room_tokens = max(1, context_tokens - len(token_ids))
-        wanted_tokens = len(token_ids) + (
-            call.max_tokens or 1
-        )  # more than anybody has is the engine's to judge
+        isl_tokens = len(tokens.token_ids)
+        room_tokens = max(1, context_tokens - isl_tokens)
+        wanted_tokens = isl_tokens + (call.max_tokens or 1)  # more than anybody has is the engine's to judge
         return GenerateRequest(
             request_id=request_id,
             model=model,
-            token_ids=token_ids,
+            token_ids=tokens.token_ids,
             sampling=Sampling(max_tokens=min(call.max_tokens or room_tokens, room_tokens)),
             constraints=call.constraints if adapter is None else _with_adapter(call.constraints, adapter),
             override=call.override,
@@ -342,11 +225,11 @@ class RequestPreparer:
             prefill_pin=call.prefill_pin,
             lora_name=adapter,
             cache_namespace=call.cache_namespace,
-            call=written if is_exact else replace(written, resumable=False),
-            has_media=has_media,
-            shape="" if passed.chat is None else shape_of(passed.chat),
-            context_tokens=0 if estimate or wanted_tokens > context_tokens else wanted_tokens,
-            isl_tokens_estimate=min(estimate, context_tokens),
+            call=written if tokens.is_exact else replace(written, resumable=False),
+            has_media=tokens.has_media,
+            shape=shape,
+            context_tokens=0 if tokens.estimate or wanted_tokens > context_tokens else wanted_tokens,
+            isl_tokens_estimate=min(tokens.estimate, context_tokens),
         )
 
     async def prepare(
@@ -357,11 +240,16 @@ class RequestPreparer:
         request_id: RequestId,
     ) -> GenerateRequest:
         """Check what can never be met, template, tokenize and check the lengths; long texts are tokenized off
-        the event loop. Without a ``text`` the length of the prompt is estimated.
+        the event loop. Without a ``text`` an engine is asked, or the length of the prompt estimated.
         """
         check_pins(parsed.call, called.router)
         if text is None:
-            return _estimated_request(parsed, called, request_id)
+            request = _estimated_request(parsed, called, request_id)
+            prompt = parsed.messages if isinstance(parsed, ChatCall) else parsed.prompt
+            if not request.is_prompt_unknown or isinstance(prompt, array):
+                return request
+            asked = await self.tokenizer.unread_tokens(prompt, called.router)
+            return request if asked is None else replace(request, token_ids=asked, isl_tokens_estimate=0)
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
@@ -375,7 +263,10 @@ class RequestPreparer:
         pools = {text.pool for text in self._texts.values()}
         self._observed.tokenizing(sum(pool.held_bytes for pool in pools))
         self._observed.by_load(
-            {model.fleet.model: self.why_by_load(model) is not None for model in self._service.models()}
+            {
+                model.fleet.model: self.tokenizer.why_by_load(model) is not None
+                for model in self._service.models()
+            }
         )
 
     @contextmanager

@@ -215,7 +215,7 @@ class ResponseWriter:
             return
         request_id = (b"x-request-id", self.request_id.encode())
         if answer is not None:
-            headers = (*passed_headers(answer.headers), request_id)
+            headers = (*passed_headers(answer.headers, of_error=True), request_id)
             self._responder.answer(answer.status, headers, answer.body)
             return
         body = failure_body(error, is_anthropic=is_anthropic)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +24,7 @@ from kvrouter.fleet import Fleet
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_json import Json, policy_json
+from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS, trace_of
@@ -49,13 +50,12 @@ from kvrouter.frontend.openai.parse import (
     one_prompt,
 )
 from kvrouter.frontend.pages import Pages, json_page
+from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.prepare import (
-    NO_REASONS,
     Bodies,
     CalledModel,
     RequestPreparer,
     answer_tokens,
-    check_pins,
 )
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.web_page import WebPage
@@ -534,11 +534,10 @@ class RouterApp(HttpApp):
         takes_prefills: bool,
         tracing: "RequestTracing | None" = None,
         unread: Mapping[ModelName, str] = NO_REASONS,
+        by_engine: Container[ModelName] = NO_MODELS,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(
-            service, texts, observed, unknown_nvext=settings.unknown_nvext, unread=unread
-        )
+        preparer = RequestPreparer(service, texts, observed, settings, unread=unread, by_engine=by_engine)
         bodies = Bodies(service, texts, observed, settings)
         parser = TokenRequestParser(preparer)
         calls = Calls(

@@ -443,6 +443,15 @@ class ServiceInstrumentation:
         """A worker's card cannot be used."""
         log_event(logger, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why)
 
+    def engine_tokenized(self, model: str, outcome: str) -> None:
+        """An engine was to say which tokens it makes of a prompt."""
+        self._telemetry.engine_tokenized.inc(model, outcome)
+
+    def engine_tokenize_failed(self, card: WorkerCard, why: str) -> None:
+        """A worker's engine is not asked about prompts for now."""
+        event, worker = Event.ENGINE_TOKENIZE_FAILED, str(card.worker_id)
+        log_event(logger, event, model=card.model, worker=worker, reason=why)
+
     def worker_warned(self, card: WorkerCard, warning: str) -> None:
         """A worker's card is odd."""
         log_event(logger, Event.CONFIG_WARNING, worker=str(card.worker_id), model=card.model, detail=warning)

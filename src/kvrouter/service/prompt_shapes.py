@@ -28,6 +28,11 @@ TOLERANCE_BLOCKS = 1
 """An engine may count one block otherwise: it computes the last token of a prompt in any case."""
 
 
+def by_engine(shape: str) -> str:
+    """Return the shape of calls whose prompt an engine tokenized: they are judged apart."""
+    return f"{shape} by /tokenize" if shape else ""
+
+
 class ShapeReading(NamedTuple):
     """The last answers of a shape that had something to find, and of how many the router did not find it."""
 
@@ -95,13 +100,20 @@ class PromptShapes:
         is_other = prompt_tokens is not None and prompt_tokens != isl_tokens
         if not is_other and (not cached_tokens or missing_blocks < -TOLERANCE_BLOCKS):
             return None
-        if shape not in self._windows and len(self._windows) >= SHAPES_MAX:
-            shape = OTHER_SHAPES
+        shape = self._counted_as(shape)
         window = self._windows.setdefault(shape, _Window())
         is_missed = is_other or missing_blocks > TOLERANCE_BLOCKS
         turned = window.take(now_s, is_missed=is_missed)
         reading = ShapeReading(shape, len(window.answers), window.missed, window.is_blind)
         return Noted(shape, is_missed, window.is_blind, reading if turned else None)
+
+    def is_blind(self, shape: str) -> bool:
+        """Whether calls of this shape are not found where their engine has them cached."""
+        window = self._windows.get(self._counted_as(shape))
+        return window is not None and window.is_blind
+
+    def _counted_as(self, shape: str) -> str:
+        return shape if shape in self._windows or len(self._windows) < SHAPES_MAX else OTHER_SHAPES
 
     def readings(self) -> Iterator[ShapeReading]:
         """Yield what is known of each shape, by name."""

@@ -23,6 +23,7 @@ from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
 from kvrouter.service.attempt import Timeouts, with_intake_id
 from kvrouter.service.cordons import Cordons
+from kvrouter.service.engine_tokenizer import EngineTokenizer
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.liveness import Liveness
@@ -94,6 +95,7 @@ class RouterService:
         self.cordons = Cordons(
             parts.cordons, models=self.models, apply=self._apply_cordons, observed=parts.observed
         )
+        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.observed)
         self._liveness = Liveness(
             parts.plane,
             parts.subscriber,
@@ -532,6 +534,7 @@ class RouterService:
             return
         for slot in model.fleet.leave(worker_id, card.incarnation):
             model.freed(slot)
+        self.engine_tokenizer.gone(card)
         self._parts.observed.worker_gone(card)
         model.observed.circuits.gone(worker_id)
         model.fleet_changed()

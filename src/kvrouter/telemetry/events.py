@@ -71,6 +71,8 @@ class Event(StrEnum):
     ROUTED_BY_LOAD = "routed_by_load"
     ROUTED_BY_CACHE = "routed_by_cache"
     TOKENIZE_BUDGET_SMALL = "tokenize_budget_small"
+    TOKENIZED_BY_ENGINE = "tokenized_by_engine"
+    ENGINE_TOKENIZE_FAILED = "engine_tokenize_failed"
     PROCESS_STARTED = "process_started"
     PROCESS_NOT_STARTED = "process_not_started"
     PROCESS_ENDED = "process_ended"
@@ -360,6 +362,17 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING,
         "Text that fills a model's context takes more than `--tokenize-max-bytes` to tokenize: it gets a "
         "413. Logged once for each model.",
+    ),
+    Event.TOKENIZED_BY_ENGINE: EventSpec(
+        logging.INFO,
+        "A model's prompts, or those of one shape, are tokenized by its engines' `/tokenize`, for this "
+        "reason: each such call waits for that. Logged once for each reason.",
+    ),
+    Event.ENGINE_TOKENIZE_FAILED: EventSpec(
+        logging.WARNING,
+        "An engine is not asked to tokenize prompts for a while, for this reason: it has no `/tokenize`, or "
+        "it fails again and again. Without another engine of the model its calls are routed by load. Logged "
+        "once for each reason.",
     ),
     Event.PROCESS_STARTED: EventSpec(logging.INFO, "A process of the fleet was started."),
     Event.PROCESS_NOT_STARTED: EventSpec(

@@ -281,6 +281,13 @@ class Telemetry(MetricsPage):
         "by load alone; GET /v1/fleet has the reason.",
         "model",
     )
+    engine_tokenized = counter(
+        "kvrouter_engine_tokenize",
+        "Prompts that an engine was to tokenize, by what came of it: answered, refused, absent (it has no "
+        "/tokenize), late, failed, or not_asked (too long, too many at a time, or after failures).",
+        "model",
+        "outcome",
+    )
     tokenize_bytes = gauge(
         "kvrouter_tokenize_bytes",
         "What long prompts are counted to hold while they are tokenized, by --tokenize-max-bytes.",

@@ -15,6 +15,11 @@ from kvrouter.text.converted import OTHER_FORMATS, other_formats
 MOCK_TOKENIZER = "mock"
 """The name of the tokenizer that ships with the package."""
 
+ENGINE_TOKENIZER = "engine"
+"""Says that the model's engines tokenize its prompts, at their ``/tokenize``, and nothing is read here."""
+
+_WORDS = (MOCK_TOKENIZER, ENGINE_TOKENIZER)
+
 MOCK_FOLDER = Path(__file__).parent / "data" / "mock"
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -49,7 +54,7 @@ def is_repository(source: str) -> bool:
 
 def settled_source(source: str) -> str:
     """Return ``source`` as other processes on this host understand it too: folders are absolute."""
-    if source == MOCK_TOKENIZER or is_repository(source):
+    if source in _WORDS or is_repository(source):
         return source
     return str(Path(source).resolve())
 
@@ -58,7 +63,7 @@ def checked_source(source: str) -> str:
     """Return ``source`` as :func:`settled_source` does; raise :class:`ConfigError` for what is neither a
     folder here nor the name of a repository. Nothing is read.
     """
-    if source != MOCK_TOKENIZER and not is_repository(source) and not Path(source).is_dir():
+    if source not in _WORDS and not is_repository(source) and not Path(source).is_dir():
         raise ConfigError(f"{source} is no folder here, nor the name of a repository", param=source)
     return settled_source(source)
 
@@ -70,6 +75,10 @@ def tokenizer_folder(source: str) -> Path:
     """
     if source == MOCK_TOKENIZER:
         return MOCK_FOLDER
+    if source == ENGINE_TOKENIZER:
+        raise ConfigError(
+            "engine is the tokenizer of engines that run already and have a /tokenize", param=source
+        )
     folder = _repository_folder(source) if is_repository(source) else Path(source)
     if not _has_tokenizer(folder):
         lacks = f"has no {TOKENIZER_FILE} here" if folder.is_dir() else "is no folder here"

@@ -20,7 +20,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.mock import MockConfig, Peer
 from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
-from kvrouter.text.source import MOCK_TOKENIZER, checked_source, tokenizer_folder
+from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, checked_source, tokenizer_folder
 from kvrouter.text.tokenizer import EncodePool
 from kvrouter.topology import LinkTable
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
@@ -103,7 +103,7 @@ def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
         said = fleet.said_tokenizer(model)
-        if said is None:
+        if said is None or (said == ENGINE_TOKENIZER and not fleet.has_mocks(model)):
             continue
         try:
             folder = tokenizer_folder(said)

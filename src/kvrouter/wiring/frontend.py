@@ -1,6 +1,6 @@
 """An HTTP frontend over a router, from its sockets to its drain."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from socket import socket
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.app import FrontendApp, HttpApp
+from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.pages import Awaited, nobody_awaited
-from kvrouter.frontend.prepare import NO_REASONS
 from kvrouter.processes.lifetime import descriptors_for, explained
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
@@ -59,10 +59,11 @@ async def open_door(
     awaited: Awaited = nobody_awaited,
     tracing: "RequestTracing | None" = None,
     unread: Mapping[ModelName, str] = NO_REASONS,
+    by_engine: Container[ModelName] = NO_MODELS,
 ) -> AsyncIterator[ServingApp]:
     """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` returns the
     engines that are to come; ``tracing`` begins the spans of requests; ``unread`` has the reasons why prompts
-    of a model cannot be read here. Raises CannotListen.
+    of a model cannot be read here; engines tokenize those of the models ``by_engine``. Raises CannotListen.
     """
     app = FrontendApp(
         service,
@@ -72,6 +73,7 @@ async def open_door(
         awaited=awaited,
         tracing=tracing,
         unread=unread,
+        by_engine=by_engine,
     )
     end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
     try:

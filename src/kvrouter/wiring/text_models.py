@@ -4,17 +4,17 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config import FrontendSettings, TokenizeFallback
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, WorkerCard
-from kvrouter.frontend.prepare import TOKENIZER_ON_ITS_WAY
+from kvrouter.frontend.engine_tokens import CHOSEN, TOKENIZER_ON_ITS_WAY
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.model import TextModel
-from kvrouter.text.source import MOCK_TOKENIZER, tokenizer_folder
+from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, tokenizer_folder
 from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodeLimits, EncodePool
 from kvrouter.transports.discovery.port import Gone
 
@@ -31,7 +31,7 @@ NO_TOKENIZER = "its workers name no tokenizer that can be read here"
 
 REMEDY = (
     "name the folder or the Hugging Face repository of the engine's tokenizer: tokenizer in the fleet file, "
-    "--model-path, or --tokenizer of its worker"
+    "--model-path, or --tokenizer of its worker; or engine there, to have its engines asked at /tokenize"
 )
 
 _log = logging.getLogger("kvrouter.frontend")
@@ -56,7 +56,8 @@ class TextModelLoader:
     ``sources`` are this host's own, by model; without one what the cards name is read, a folder or a Hugging
     Face repository: what most of the model's workers name of those that can be read, the one in use among
     equals. ``given`` are loaded already. :attr:`texts` are those that are loaded, :attr:`unread` the reasons
-    why prompts of a model cannot be read here, in whole or in part.
+    why prompts of a model cannot be read here, in whole or in part, and :attr:`by_engine` the models whose
+    engines are said to tokenize.
 
     A model whose tokenizer cannot be loaded has workers and no text: its calls are routed by load where its
     engines tokenize, and refused where they get tokens. The next announcement tries again, and so does
@@ -68,13 +69,17 @@ class TextModelLoader:
         sources: Mapping[ModelName, str],
         pool: EncodePool,
         given: Mapping[ModelName, TextModel] | None = None,
+        fallback: TokenizeFallback = TokenizeFallback.NONE,
     ) -> None:
+        self._fallback = fallback
         self._sources = sources
         self._pool = pool
         self._texts: dict[ModelName, TextModel] = dict(given or {})
         self.texts: Mapping[ModelName, TextModel] = MappingProxyType(self._texts)
         self._unread: dict[ModelName, str] = {}
         self.unread: Mapping[ModelName, str] = MappingProxyType(self._unread)
+        self._by_engine: set[ModelName] = set()
+        self.by_engine: Set[ModelName] = self._by_engine
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._loaded_from: dict[ModelName, str] = {}
@@ -91,6 +96,9 @@ class TextModelLoader:
         if card.model in self._loading:
             return
         named = self._named(card)
+        if named == ENGINE_TOKENIZER and card.takes_calls:
+            self._tokenize_by_engine(card)
+            return
         is_loaded = card.model in self._texts
         if is_loaded and self._loaded_from.get(card.model, named) == named:
             return
@@ -102,6 +110,12 @@ class TextModelLoader:
             return
         task = asyncio.get_running_loop().create_task(self._load(card, named))
         self._loading[card.model] = task
+
+    def _tokenize_by_engine(self, card: WorkerCard) -> None:
+        self._unread.pop(card.model, None)
+        if card.model not in self._by_engine:
+            self._by_engine.add(card.model)
+            log_event(_log, Event.TOKENIZED_BY_ENGINE, model=card.model, reason=CHOSEN)
 
     def _fit(self, model: ModelName) -> None:
         """Let the text of a model that workers announced have the longest context of them."""
@@ -171,6 +185,7 @@ class TextModelLoader:
         try:
             text = await asyncio.to_thread(self._read, card, named)
             self._texts[model] = text
+            self._by_engine.discard(model)
             self._loaded_from[model] = named
             self._failed.pop(model, None)
             was_unread = self._unread.pop(model, None)
@@ -221,9 +236,10 @@ class TextModelLoader:
         """Log a reason once for as long as it holds."""
         if self._unread.get(card.model) != why:
             self._unread[card.model] = why
+            is_asked = self._fallback is TokenizeFallback.ENGINE
             log_event(
                 _log,
-                Event.ROUTED_BY_LOAD,
+                Event.TOKENIZED_BY_ENGINE if is_asked else Event.ROUTED_BY_LOAD,
                 model=card.model,
                 worker=str(card.worker_id),
                 reason=why,

@@ -158,7 +158,17 @@ def tokenizers(reading: Reading) -> Iterator[Outcome]:
                 "what its workers have cached counts for nothing, and no answer goes on elsewhere when its "
                 "engine is lost",
                 "name the engine's own tokenizer: its folder or its hub name (tokenizer in the fleet file, "
-                "--model-path, or --tokenizer of its worker)",
+                "--model-path, or --tokenizer of its worker); or let engines that have /tokenize do it "
+                "(--tokenize-fallback engine)",
+            )
+            continue
+        if model.tokenized_by == "engine":
+            yield Problem(
+                Severity.NOTE,
+                f"model {model.model}",
+                "its prompts, or its chats, are tokenized by its engines",
+                "each such call waits for an engine's /tokenize, by --tokenize-engine-wait-s at most",
+                "name the engine's own tokenizer to have them tokenized here",
             )
             continue
         workers = [worker for worker in reading.fleet.workers_of(model) if worker.takes_calls]
@@ -228,7 +238,8 @@ def _blind_shapes(reading: Reading, model: Model) -> Iterator[Outcome]:
                 "the engine makes another prompt of such calls than the router, which routes them by load",
                 "look for flags of the engine that change prompts (--chat-template, "
                 "--chat-template-content-format, defaults of template names), and give the router the "
-                "engine's own template; report the shape where there is none",
+                "engine's own template; or let engines tokenize such calls (--tokenize-fallback engine); "
+                "report the shape where none of that helps",
             )
 
 

@@ -121,6 +121,7 @@ class Model(msgspec.Struct, frozen=True):
     cache_view: str | None = None
     routing_reason: str | None = None
     """Why its calls are routed by load alone; None where they are not."""
+    tokenized_by: str | None = None
     prefill_near: PrefillNear | None = None
 
     @property

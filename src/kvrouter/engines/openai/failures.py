@@ -44,8 +44,6 @@ class Blame(Enum):
 
 
 STATUSES: dict[int, Blame] = {
-    300: Blame.ENGINE, 301: Blame.ENGINE, 302: Blame.ENGINE, 303: Blame.ENGINE, 304: Blame.ENGINE,
-    307: Blame.ENGINE, 308: Blame.ENGINE,  # its address is wrong, or a login page is before it
     401: Blame.ENGINE,    # it refuses the router's key: no client's key ever gets there
     403: Blame.DECLINED,  # a key without the right to this, or a filter of content before the engine
     408: Blame.DECLINED,  # it did not read the call in time: HTTP lets clients send it again
@@ -61,8 +59,11 @@ STATUSES: dict[int, Blame] = {
 
 
 def blame_of(status: int) -> Blame:
-    """Return what a status blames: the call from 200 on, the engine from 500 on, or what the table says."""
-    return STATUSES.get(status, Blame.CALL if 200 <= status < 500 else Blame.ENGINE)
+    """Return what a status blames: what the table says, else the call where it is 2xx or 4xx. Any redirect
+    blames the engine: its address is wrong, or a login page is before it.
+    """
+    is_of_call = 200 <= status < 500 and status not in REDIRECTS
+    return STATUSES.get(status, Blame.CALL if is_of_call else Blame.ENGINE)
 
 
 async def read_failure(answer: aiohttp.ClientResponse) -> KvrouterError:
@@ -93,7 +94,7 @@ def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...
     blame = blame_of(status)
     answer = None
     if 200 <= status < 300 or 400 <= status < 600:
-        passed = passed_headers(headers)
+        passed = passed_headers(headers, of_error=True)
         if len(body) > BODY_MAX_BYTES:
             body, passed = _cut(status, message), _as_json(passed)
         answer = EngineAnswer(status, passed, body)

@@ -6,6 +6,7 @@ Clients may read what an error of a call says, so it omits the engine's address;
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from errno import ECONNREFUSED
+from io import BytesIO
 from typing import Any
 from weakref import WeakSet
 
@@ -249,14 +250,12 @@ async def _page(answer: aiohttp.ClientResponse) -> bytes:
 
 async def _read_whole(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
     """Read a body up to ``bytes_max``. Raises StreamBroken for a longer one."""
-    pieces: list[bytes] = []
-    size_bytes = 0
-    async for piece in answer.content.iter_any():
-        pieces.append(piece)
-        size_bytes += len(piece)
-        if size_bytes > bytes_max:
-            raise StreamBroken(f"the answer is over the {bytes_max} bytes allowed")
-    return b"".join(pieces)
+    with BytesIO() as body:  # an error's traceback would hold a list of pieces for long
+        async for piece in answer.content.iter_any():
+            if body.tell() + len(piece) > bytes_max:
+                raise StreamBroken(f"the answer is over the {bytes_max} bytes allowed")
+            body.write(piece)
+        return body.getvalue()
 
 
 async def attach_server(

@@ -176,6 +176,10 @@ PIECE_BYTES = 256 * 1024
 """What is longer, a whole answer or one event, travels in pieces: a message over NATS holds 1 MiB."""
 
 
+ABORTED = "the engine aborted the answer"
+"""Nobody asked it to: it was told to end, as in a rolling restart."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReading:
     """How an answer is read.
@@ -346,7 +350,7 @@ class SseStream:
         body = before + self._error_raw + rest
         answer = None
         if self._reading.passes_raw and len(body) <= BODY_MAX_BYTES:
-            headers = passed_headers(tuple(self._answer.raw_headers))
+            headers = passed_headers(tuple(self._answer.raw_headers), of_error=True)
             answer = EngineAnswer(self._answer.status, headers, body, is_events=True)
         # Once it began to answer, the call cannot be what was wrong.
         return failure_inside(replace(error, code=None) if self._has_begun else error, answer)
@@ -393,6 +397,10 @@ class SseStream:
         if isinstance(event, UnreadEvent) and not self._reading.passes_raw:
             raise ProtocolError(event.why, param="data")
         self._send_comments()
+        # Tokens are asked for where another engine can go on from them.
+        can_go_on = self._reading.added_token_ids or not self._has_begun
+        if event.finish is FinishReason.CANCELLED and self._reading.passes_raw and can_go_on:
+            raise StreamBroken(ABORTED)
         self._has_begun = True
         self._finish = event.finish or self._finish
         self._params = event.kv_transfer_params or self._params
@@ -480,6 +488,8 @@ class WholeStream:
             raise StreamBroken(error.message) from error
         if event.error is not None:
             raise failure_inside(event.error, self._answer_of(body))
+        if event.finish is FinishReason.CANCELLED and self._reading.passes_raw:
+            raise StreamBroken(ABORTED, answer=self._answer_of(body))
         finish = self._reading.finish_of(event.finish)
         if finish is None:
             why = event.why if isinstance(event, UnreadEvent) else "the engine's answer has no finish reason"
@@ -490,7 +500,9 @@ class WholeStream:
         return gathered.chunk(finish, event.kv_transfer_params)
 
     def _answer_of(self, body: bytes) -> EngineAnswer | None:
-        """Return what passes to the client of an error that has the status of a good answer."""
+        """Return what passes to the client of an error that has the status of a good answer, or of an answer
+        that was aborted.
+        """
         if not self._reading.passes_raw or len(body) > BODY_MAX_BYTES:
             return None
         return EngineAnswer(200, ((b"content-type", b"application/json"),), body)

@@ -253,7 +253,24 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
     kept = [problem for problem in problems if _named(problem, deployment) in known]
     fresh = [problem for problem in problems if _named(problem, deployment) not in known]
     stays = () if before is None else changed_immutable_fields(deployment.spec, before.spec)
-    return Verdict((*fresh, *stays), (*kept, *warnings(reading, planned, facts, known=problems)))
+    renamed = () if before is None else _renamed(deployment.spec, before.spec, defaults)
+    return Verdict((*fresh, *stays), (*kept, *renamed, *warnings(reading, planned, facts, known=problems)))
+
+
+def _renamed(spec: DeploymentSpec, before: DeploymentSpec, defaults: PlanDefaults) -> Iterator[Problem]:
+    """What becomes of the pods of a component that is gone while one of its role is new."""
+    names, had = ({each.name for each in of.components} for of in (spec, before))
+    for index, component in enumerate(spec.components):
+        gone = [
+            each.name for each in before.components if each.type is component.type and each.name not in names
+        ]
+        if component.name not in had and gone:
+            yield Problem(
+                (*COMPONENTS, index, "name"),
+                f"is new, and {', '.join(gone)} is gone: another name is another component. Pods of the old "
+                f"one end once those of {component.name} are Ready, or after {defaults.disruption_hold_s} s; "
+                "until then both need room",
+            )
 
 
 def warnings(

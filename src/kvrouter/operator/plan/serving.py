@@ -81,6 +81,7 @@ def complete(
             for container in draft.init_containers
         ]
     if is_frontend:
+        draft.main.setdefault("resources", defaults.frontend_resources.manifest())
         _add_port_and_probes(draft)
     else:
         ports = count(HEALTH_PORT)

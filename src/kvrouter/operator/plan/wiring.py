@@ -134,7 +134,7 @@ def place_frontend(
 
     It gets the one level alone, so that a topology's other levels may come and go without it.
     """
-    _take_back(draft, [*copies, place.level])
+    resources = _take_back(draft, [*copies, place.level])
     prefill = place.prefill
     entries = [
         variable(pod.TOPOLOGY_ENABLED, "true"),
@@ -148,7 +148,7 @@ def place_frontend(
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
         draft.containers[index] = _with_files(draft, container, entries, names, at)
-    _add_files(draft, [place.level], place.level, defaults)
+    _add_files(draft, [place.level], _wait(place.level, defaults, resources))
 
 
 def wire_worker(
@@ -164,14 +164,15 @@ def wire_worker(
     waited for is the policy's own level: a narrower one that a node lacks holds nobody up, and all levels
     come in one write.
     """
-    _take_back(draft, copies)
+    resources = _take_back(draft, copies)
     entries = _variables(kind, policy, copies)
     for name, containers in (("initContainers", draft.init_containers), ("containers", draft.containers)):
         for index, container in enumerate(containers):
             if name == "containers" or is_sidecar(container):
                 at = (*draft.at, "spec", name, index)
                 containers[index] = _with_files(draft, container, entries, OWNED_ON_WORKERS, at)
-    _add_files(draft, copies, next(copy for copy in copies if copy.domain == policy.domain), defaults)
+    awaited = next(copy for copy in copies if copy.domain == policy.domain)
+    _add_files(draft, copies, _wait(awaited, defaults, resources))
 
 
 def _with_files(
@@ -185,13 +186,19 @@ def _with_files(
     return mounted
 
 
-def _add_files(draft: PodDraft, copies: Sequence[Copy], awaited: Copy, defaults: PlanDefaults) -> None:
+def _add_files(draft: PodDraft, copies: Sequence[Copy], wait: Manifest) -> None:
     draft.volumes.append({"name": VOLUME, "downwardAPI": {"items": listed([_file(copy) for copy in copies])}})
-    draft.init_containers.insert(0, _wait(awaited, defaults))
+    draft.init_containers.insert(0, wait)
 
 
-def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> None:
-    """Remove what a user put in the places that are the operator's."""
+def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> JsonValue:
+    """Remove what a user put in the places that are the operator's. Return the resources that he states for
+    its init container, under its name; None where he states none.
+    """
+    waits = [entry for entry in draft.init_containers if entry.get("name") == WAIT]
+    resources = next((entry["resources"] for entry in waits if "resources" in entry), None)
+    if all(entry.keys() <= {"name", "resources"} for entry in waits):
+        draft.init_containers[:] = [entry for entry in draft.init_containers if entry not in waits]
     for copy in copies:
         if draft.labels.pop(copy.pod_label, None) is not None:
             at = (*draft.at, "metadata", "labels", copy.pod_label)
@@ -206,6 +213,7 @@ def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> None:
                 Problem(at, f"{ours!r} is the operator's own, and yours is left out: rename it")
             )
             entries[:] = [entry for entry in entries if entry.get("name") != ours]
+    return resources
 
 
 def _variables(kind: ComponentType, policy: DeploymentPolicy, copies: Sequence[Copy]) -> list[Manifest]:
@@ -258,8 +266,8 @@ def _file(copy: Copy) -> Manifest:
     return {"path": copy.domain, "fieldRef": field}
 
 
-def _wait(awaited: Copy, defaults: PlanDefaults) -> Manifest:
-    """The init container, which waits for one level."""
+def _wait(awaited: Copy, defaults: PlanDefaults, resources: JsonValue) -> Manifest:
+    """The init container, which waits for one level; ``resources`` are those that a user states for it."""
     return {
         "name": WAIT,
         "image": defaults.wait_image or defaults.image,
@@ -270,10 +278,7 @@ def _wait(awaited: Copy, defaults: PlanDefaults) -> Manifest:
             f"--label={awaited.domain}={awaited.pod_label}",
             f"--timeout-s={defaults.wait_timeout_s}",
         ],
-        "resources": {
-            "requests": {"cpu": "10m", "memory": "64Mi"},
-            "limits": {"memory": "256Mi"},
-        },
+        "resources": defaults.wait_resources.manifest() if resources is None else resources,
         "securityContext": {**restricted(), "readOnlyRootFilesystem": True},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": VOLUME, "mountPath": MOUNT_PATH, "readOnly": True}],

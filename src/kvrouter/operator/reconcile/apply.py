@@ -136,8 +136,10 @@ class Applier:
         manifests: Sequence[Manifest],
         *,
         kept: Collection[ResourceKind] = (),
+        held: Collection[str] = (),
     ) -> Changes:
-        """Make what the deployment owns be ``manifests``; of the kinds that are ``kept`` nothing is removed.
+        """Make what the deployment owns be ``manifests``; of the kinds that are ``kept`` nothing is removed,
+        nor of the components that are ``held``.
 
         A write that is refused holds up no other one; but while one is, nothing but cordons is removed: what
         is there may serve in its place.
@@ -154,7 +156,7 @@ class Applier:
         if changes.refused:  # a cordon that is taken back has nothing that may serve in its place
             kept = {*kept, *(kind for kind in self._owned if kind != CORDONS)}
         planned = {ObjectRef(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
-        await self._prune(owner, owner_uid, planned, changes, kept)
+        await self._prune(owner, owner_uid, planned, changes, kept, held)
         return changes
 
     async def _apply_one(
@@ -210,6 +212,7 @@ class Applier:
         planned: set[ObjectRef],
         changes: Changes,
         kept: Collection[ResourceKind],
+        held: Collection[str],
     ) -> None:
         for kind in self._owned:
             if kind in kept:
@@ -218,9 +221,16 @@ class Applier:
                 place = ObjectRef(kind.name, key_of(manifest))
                 if place in planned or metadata_of(manifest).get("deletionTimestamp"):
                     continue
+                if _component_of(manifest) in held:
+                    continue
                 with _collecting_refusals(changes, place):
                     await self._cluster.delete(kind, place.key, uid=uid_of(manifest))
                     changes.removed.append(place)
+
+
+def _component_of(manifest: Manifest) -> JsonValue:
+    labels = metadata_of(manifest).get("labels")
+    return labels.get(COMPONENT_LABEL) if isinstance(labels, dict) else None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -57,6 +57,19 @@ class Prompt(NamedTuple):
     has_media: bool = False
     is_whole: bool = True
     flat_tools: bool = False
+
+
+class Chat(NamedTuple):
+    """A call of any route as a chat, before an engine's own reading of contents and roles; ``names`` are
+    further names for its template.
+    """
+
+    messages: Any
+    tools: Any
+    names: dict[str, object]
+    tool_choice: object = None
+    add_generation_prompt: bool = True
+    continues: bool = False
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):

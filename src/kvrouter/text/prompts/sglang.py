@@ -12,6 +12,7 @@ from itertools import chain
 from kvrouter.core.requests import CallRoute
 from kvrouter.text.prompts.fields import (
     Arguments,
+    Chat,
     Message,
     Pieces,
     Prompt,
@@ -31,12 +32,11 @@ _ONLY_WHERE_SET = frozenset({"strict", "defer_loading"})
 _DEVELOPER_LABEL = "Developer instructions:"
 
 
-def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
-    """Return what SGLang gives its template. Raises InvalidRequest."""
+def as_chat(fields: PromptFields, traits: TemplateTraits, pieces: Pieces) -> Chat:
+    """Return the chat that SGLang makes of a call of any route. Raises InvalidRequest."""
     names = template_names(fields.chat_template_kwargs)
     effort = fields.reasoning_effort
     tool_choice: object = fields.tool_choice
-    pieces = Pieces()
     if fields.route is CallRoute.RESPONSES:
         messages = _of_responses(fields, traits, pieces)
         tools = _tools(_functions_of_responses(fields.tools))
@@ -60,9 +60,16 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
         names.setdefault("reasoning_effort", effort)
     for name in ("add_generation_prompt", "continue_final_message", "tools"):
         names.pop(name, None)
+    continues = fields.continue_final_message is True and fields.route is CallRoute.CHAT
+    return Chat(messages, tools, names, tool_choice=tool_choice, continues=continues)
+
+
+def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
+    """Return what SGLang gives its template. Raises InvalidRequest."""
+    pieces = Pieces()
+    messages, tools, names, tool_choice, _, continues = as_chat(fields, traits, pieces)
     reader = _Reader(as_parts=traits.takes_parts)
     read = [reader.message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-    continues = fields.continue_final_message is True and fields.route is CallRoute.CHAT
     if not read:
         raise wrong("messages", "has nothing to say")
     last = read[-1]

@@ -10,6 +10,7 @@ from itertools import chain
 from kvrouter.core.requests import CallRoute
 from kvrouter.text.prompts.fields import (
     Arguments,
+    Chat,
     Message,
     Pieces,
     Prompt,
@@ -23,7 +24,7 @@ from kvrouter.text.prompts.fields import (
     wrong,
 )
 
-_TEXT_OF_PART = {
+TEXT_OF_PART = {
     "text": "text",
     "input_text": "text",
     "output_text": "text",
@@ -42,12 +43,11 @@ _BILLING_HEADER = "x-anthropic-billing-header"
 _ENDS_OPEN = ("in_progress", "incomplete")
 
 
-def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
-    """Return what vLLM gives its template. Raises InvalidRequest."""
+def as_chat(fields: PromptFields, traits: TemplateTraits, pieces: Pieces) -> Chat:
+    """Return the chat that vLLM makes of a call of any route. Raises InvalidRequest."""
     names = template_names(fields.chat_template_kwargs)
     effort = fields.reasoning_effort
     continues, add_generation_prompt = False, True
-    pieces = Pieces()
     if fields.route is CallRoute.RESPONSES:
         messages: object = _of_responses(fields, pieces)
         tools: object = _functions_of_responses(fields.tools)
@@ -70,13 +70,21 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
         names["reasoning_effort"] = effort
     for name in ("add_generation_prompt", "continue_final_message"):
         names.pop(name, None)
-    templated, has_media = _conversation(messages, traits, is_ordered=fields.route is not CallRoute.RESPONSES)
+    return Chat(messages, tools, names, add_generation_prompt=add_generation_prompt, continues=continues)
+
+
+def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
+    """Return what vLLM gives its template. Raises InvalidRequest."""
+    pieces = Pieces()
+    chat = as_chat(fields, traits, pieces)
+    is_ordered = fields.route is not CallRoute.RESPONSES
+    templated, has_media = _conversation(chat.messages, traits, is_ordered=is_ordered)
     return Prompt(
         templated,
-        [*_tools(tools)] or None,
-        names,
-        add_generation_prompt=add_generation_prompt and pieces.is_whole,
-        continues=continues and pieces.is_whole,
+        [*_tools(chat.tools)] or None,
+        chat.names,
+        add_generation_prompt=chat.add_generation_prompt and pieces.is_whole,
+        continues=chat.continues and pieces.is_whole,
         has_media=has_media,
         is_whole=pieces.is_whole,
     )
@@ -152,7 +160,7 @@ class _Reader:
         if not isinstance(part, dict):
             raise wrong(path, "must be a string or an object")
         kind = part.get("type")
-        field = _TEXT_OF_PART.get(kind) if isinstance(kind, str) and part.get("uuid") is None else None
+        field = TEXT_OF_PART.get(kind) if isinstance(kind, str) and part.get("uuid") is None else None
         if field is None:
             self.has_media = True
             return {"type": "text", "text": media_text(part)}

@@ -1,0 +1,115 @@
+"""Checks the routing hints of a call against the fleet: workers that are asked for, and what they carry."""
+
+from collections.abc import Iterable
+
+from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import Taint, WorkerRank
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.fleet import Fleet
+from kvrouter.frontend.errors import UnknownWorker
+from kvrouter.frontend.openai.parse import Call
+from kvrouter.placement.cache_view import NoCacheView
+from kvrouter.routing.cost import rules_of
+from kvrouter.routing.request import RoutingSettings
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_domains
+
+_PIN = "nvext.worker_id"
+_PREFILL_PIN = "nvext.prefill_worker_id"
+_REQUIRED = "nvext.routing_constraints.required_taints"
+_REQUIRED_DECODE = "nvext.routing_constraints.required_decode_taints"
+_OVERRIDE = "nvext.router_config_override"
+
+
+def check_pins(call: Call, model: ModelRouter) -> None:
+    """Raise :class:`InvalidRequest` naming the field of a hint that ``model`` cannot meet."""
+    if isinstance(model.cache, NoCacheView):
+        _check_override(call.override, model.settings)
+    fleet = model.fleet
+    receiver = _pinned(fleet, call.pin, field=_PIN, rank_field="nvext.dp_rank")
+    sender = _pinned(fleet, call.prefill_pin, field=_PREFILL_PIN, rank_field="nvext.prefill_dp_rank")
+    if receiver is not None:
+        _check_receiver_role(receiver)
+    if sender is not None:
+        _check_sender_role(sender, fleet)
+    required, of_decode = call.constraints.required_taints, call.constraints.required_decode_taints
+    for card, field, at, taints in (
+        (receiver, _PIN, _REQUIRED, required),
+        (receiver, _PIN, _REQUIRED_DECODE, of_decode),
+        (sender, _PREFILL_PIN, _REQUIRED, required),
+    ):
+        if card is not None:
+            _check_taints(taints, card, fleet, field=field, at=at)
+    if receiver is not None and sender is not None:
+        _check_domain(sender, receiver, model.settings.topology_default)
+
+
+def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -> None:
+    """Without an index there is no overlap: a request may not weigh what nobody knows."""
+    why = f"no index is kept by this router (its mode is {settings.mode.value}, its overlap_score_weight "
+    why += f"{settings.overlap_score_weight:g}), so there is no overlap to weigh"
+    if override.overlap_score_weight is not None and override.overlap_score_weight > 0:
+        raise _wrong(f"{_OVERRIDE}.overlap_score_weight", why)
+    if override.router_mode is RouterMode.KV and rules_of(settings, override).overlap_score_weight > 0:
+        raise _wrong(
+            f"{_OVERRIDE}.router_mode", f"{why}; together with overlap_score_weight 0, kv weighs load alone"
+        )
+
+
+def _pinned(fleet: Fleet, pin: Pin | None, *, field: str, rank_field: str) -> WorkerCard | None:
+    """Return the worker that is asked for by name; None when none is."""
+    if pin is None:
+        return None
+    card = fleet.card(pin.worker_id)
+    if card is None:
+        raise UnknownWorker(f"{field}: no worker {pin.worker_id} is here", param=field)
+    if pin.dp_rank is not None and fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank)) is None:
+        raise UnknownWorker(
+            f"{rank_field}: worker {pin.worker_id} has no rank {pin.dp_rank}", param=rank_field
+        )
+    return card
+
+
+def _check_receiver_role(card: WorkerCard) -> None:
+    if card.role is Role.PREFILL:
+        raise _wrong(_PIN, f"worker {card.worker_id} only prefills: {_PREFILL_PIN} is the field for it")
+
+
+def _check_sender_role(card: WorkerCard, fleet: Fleet) -> None:
+    if card.role is Role.PREFILL:
+        return
+    why = f"worker {card.worker_id} has the role {card.role}, not prefill"
+    if not any(other.role is Role.PREFILL for other in fleet):
+        why += f"; no worker of {fleet.model!r} has it, so requests are not split"
+    raise _wrong(_PREFILL_PIN, why)
+
+
+def _check_taints(taints: Iterable[Taint], card: WorkerCard, fleet: Fleet, *, field: str, at: str) -> None:
+    """A pin may not name a worker that does not carry what is required of its leg."""
+    slot = fleet.slots_of(card.worker_id)[0]  # the ranks of a worker carry the same
+    missing = [taint for taint in taints if not fleet.carries(taint)[slot]]
+    if missing:
+        names = ", ".join(map(repr, sorted(missing)))
+        raise _wrong(at, f"worker {card.worker_id}, which {field} asks for, does not carry {names}")
+
+
+def _check_domain(
+    sender: WorkerCard, receiver: WorkerCard, router_default: RouterTopologyDefault | None
+) -> None:
+    constraint = derive(sender.runtime_config, router_default=router_default)
+    if constraint is None or not isinstance(constraint.policy, Required):
+        return
+    domain, ours = constraint.domain, constraint.value
+    theirs = topology_domains(receiver.runtime_config).get(domain)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    raise _wrong(
+        _PIN,
+        f"worker {receiver.worker_id} is in {domain}={theirs}, and KV of worker {sender.worker_id}, which "
+        f"{_PREFILL_PIN} asks for, may not leave {domain}={ours}",
+    )
+
+
+def _wrong(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", param=field)

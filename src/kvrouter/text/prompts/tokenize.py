@@ -1,0 +1,74 @@
+"""What an engine's own ``/tokenize`` is asked for the tokens of a prompt."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.requests import CallRoute
+from kvrouter.text.prompts import sglang, vllm
+from kvrouter.text.prompts.fields import PLAIN_TEMPLATE, Pieces, PromptFields
+
+_TEXT_PARTS = frozenset(vllm.TEXT_OF_PART)
+
+
+def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
+    """Return the body for a call that an engine of this kind makes a chat of; None where it would not answer
+    with all of the prompt as text: some of it is an image, say, or not known here.
+
+    What depends on the template is left to the engine, which reads contents and roles of a chat by itself.
+    """
+    pieces = Pieces()
+    as_chat = sglang.as_chat if engine_kind == "sglang" else vllm.as_chat
+    try:
+        chat = as_chat(fields, PLAIN_TEMPLATE, pieces)
+    except InvalidRequest:
+        return None
+    if not pieces.is_whole or not isinstance(chat.messages, list) or _has_media(chat.messages):
+        return None
+    is_chat = fields.route is CallRoute.CHAT
+    body: dict[str, object] = {
+        "messages": chat.messages if is_chat else [_written(message) for message in chat.messages]
+    }
+    if chat.tools:
+        body["tools"] = chat.tools if is_chat else [{"type": "function", **tool} for tool in chat.tools]
+    if chat.names:
+        body["chat_template_kwargs"] = chat.names
+    if chat.tool_choice is not None:
+        body["tool_choice"] = chat.tool_choice
+    if chat.continues:
+        body["continue_final_message"] = True
+    if not chat.add_generation_prompt:
+        body["add_generation_prompt"] = False
+    return msgspec.json.encode(body)
+
+
+def tokenize_text(text: str) -> bytes:
+    """Return the body for the prompt of a completion."""
+    return msgspec.json.encode({"prompt": text})
+
+
+def _has_media(messages: list[object]) -> bool:
+    """Whether some part of a message is no text; what is wrong with it is the engine's to say."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(
+        isinstance(part, Mapping) and (part.get("type") not in _TEXT_PARTS or part.get("uuid") is not None)
+        for part in parts
+    )
+
+
+def _written(message: Mapping[str, object]) -> Mapping[str, object]:
+    """A message whose calls of tools have their arguments as a chat has them: JSON in a string."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_written_call(call) for call in calls]}
+
+
+def _written_call(call: Mapping[str, object]) -> Mapping[str, object]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call
+    arguments = msgspec.json.encode(function.get("arguments") or {}).decode()
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,54 @@
+"""Which components stay for a while though they are planned no more."""
+
+from datetime import UTC, datetime, timedelta
+
+from pydantic import JsonValue
+
+from kvrouter.kube.objects import Manifest
+from kvrouter.operator.reconcile.renames import Held, held_components
+
+NOW = datetime(2026, 11, 28, 12, 0, tzinfo=UTC)
+HOLD_S = 600.0
+NOBODY = Held(frozenset(), None)
+
+
+def workload(
+    component: str, role: str = "decode", *, ready: int = 3, age_s: float = 10_000.0, seen: int = 1
+) -> Manifest:
+    labels: JsonValue = {"kvrouter.dev/component": component, "kvrouter.dev/component-type": role}
+    created = (NOW - timedelta(seconds=age_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "metadata": {
+            "name": f"llm-{component}",
+            "namespace": "team",
+            "labels": labels,
+            "creationTimestamp": created,
+            "generation": 1,
+        },
+        "spec": {"replicas": 3},
+        "status": {"observedGeneration": seen, "readyReplicas": ready, "updatedReplicas": ready},
+    }
+
+
+def held(*there: Manifest, planned: str, roles: tuple[str, ...] = ()) -> Held:
+    return held_components(there, {f"llm-{planned}"}, roles, NOW, HOLD_S)
+
+
+def test_the_old_one_stays_until_the_new_one_is_ready() -> None:
+    old = workload("decode")
+    assert held(old, planned="new", roles=("decode",)) == Held(frozenset({"decode"}), HOLD_S)
+    for new in (workload("new", ready=2, age_s=100.0), workload("new", ready=3, age_s=100.0, seen=0)):
+        assert held(old, new, planned="new") == Held(frozenset({"decode"}), HOLD_S - 100.0)
+    assert held(old, workload("new", age_s=100.0), planned="new") == NOBODY
+
+
+def test_nothing_stays_for_another_role_nor_for_one_that_has_long_been_there_nor_after_the_limit() -> None:
+    old = workload("decode")
+    assert held(old, planned="new", roles=("prefill",)) == NOBODY
+    assert held(old, workload("new", "prefill", ready=0, age_s=1.0), planned="new") == NOBODY
+    assert held(old, workload("new", ready=0, age_s=HOLD_S + 1.0), planned="new") == NOBODY
+
+
+def test_what_has_no_labels_is_held_by_nobody() -> None:
+    bare: Manifest = {"metadata": {"name": "llm-decode", "namespace": "team"}}
+    assert held(bare, planned="new", roles=("decode", "")) == NOBODY
