@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,11 +30,13 @@ async def stopped(engines: dict[int, EngineT]) -> AsyncIterator[dict[int, Engine
         await asyncio.gather(*(engine.stop() for engine in engines.values()))
 
 
-async def attached(kvrouter: Fleet, engines: Mapping[int, RealEngine]) -> Frontend:
+async def attached(
+    kvrouter: Fleet, engines: Mapping[int, RealEngine], *flags: str, frontend_flags: Sequence[str] = ()
+) -> Frontend:
     """Start the workers of these engines, by worker id, and a frontend; return once it knows their caches."""
     for worker_id, engine in engines.items():
-        await companion(kvrouter, engine, worker_id)
-    frontend = await kvrouter.frontend()
+        await companion(kvrouter, engine, worker_id, *flags)
+    frontend = await kvrouter.frontend(*frontend_flags)
     await until_feeds(frontend, dict.fromkeys(engines, "live"))
     return frontend
 

@@ -32,6 +32,19 @@ async def test_every_shape_is_found_where_the_engine_has_it(engine: VllmServer, 
     assert await blind_shapes(frontend, SHAPES, block_size=BLOCK_SIZE) == {}
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_so_it_is_where_nothing_is_read_here_and_the_engine_tokenizes(
+    engine: VllmServer, kvrouter: Fleet
+) -> None:
+    patient = ("--tokenize-engine-wait-s", "10")
+    flags = ("--tokenizer", "engine")
+    frontend = await attached(kvrouter, {1: engine}, *flags, frontend_flags=patient)
+    blind = await blind_shapes(frontend, SHAPES, block_size=BLOCK_SIZE)
+    assert blind.keys() == {"responses-called"}  # of chats alone vLLM orders the fields of calls of tools
+    (model,) = (await frontend.fleet())["models"]
+    assert (model["tokenized_by"], model["routing"]) == ("engine", "cache")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_kept_renderings_are_the_engines(template: str) -> None:
     assert made_again("vllm_renderings.py", template) == kept_prompts("vllm-0.32.0")[template]

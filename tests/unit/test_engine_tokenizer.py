@@ -1,20 +1,19 @@
 """Prompts that a model's engines tokenize at their ``/tokenize``, and by load where none answers well."""
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.config import FrontendSettings, TokenizeFallback
-from kvrouter.core.ids import ModelName
-from kvrouter.service import engine_tokenizer
-from kvrouter.service.prompt_shapes import ANSWERS_MIN, SPAN_S, by_engine
+from kvrouter.service import engine_tokenizer, prompt_shapes
+from kvrouter.service.prompt_shapes import ANSWERS_MIN, WINDOW_ANSWERS
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.engine_publisher import publisher, stored_event, vllm_batch
+from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 from tests.support.examined import examined, the_finding
 from tests.support.logged import event_of
@@ -43,6 +42,14 @@ def fields_of(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, An
     return [vars(line)["kvrouter_fields"] for line in caplog.records if event_of(line) == event]
 
 
+def of_events(engine: ScriptedEngine, events: Publisher) -> str:
+    """The line of an engine that publishes its KV events."""
+    return (
+        f"{{kind: vllm, url: '{engine.url}', kv_events_endpoint: '{events.at.events}', "
+        f"kv_events_replay_endpoint: '{events.at.replay}'}}"
+    )
+
+
 async def served(here: Up, engine: ScriptedEngine, call: dict[str, Any], *, path: str) -> None:
     if not engine.answers:
         engine.answers.append(WHOLE)
@@ -68,11 +75,10 @@ async def test_a_model_whose_tokenizer_is_its_engine_is_routed_by_cache(
     caplog.set_level(logging.INFO)
     async with scripted_engine() as engine, publisher() as events:
         engine.tokens_of = lambda body: TOKENS
-        line = (
-            f"{{kind: vllm, url: '{engine.url}', api_key_env: OWN, kv_events_endpoint: '{events.at.events}', "
-            f"kv_events_replay_endpoint: '{events.at.replay}'}}"
+        line = of_events(engine, events)
+        file = file_of(
+            line.replace("vllm,", "vllm, api_key_env: OWN,"), model="{name: tiny, tokenizer: engine}"
         )
-        file = file_of(line, model="{name: tiny, tokenizer: engine}")
         async with up(file, environ={"OWN": "its own"}) as here:
             await events.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
             for path, call in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
@@ -91,6 +97,9 @@ async def test_a_model_whose_tokenizer_is_its_engine_is_routed_by_cache(
             assert await outcomes(here, "answered") == len(asked(engine))
             metrics = Metrics((await here.http.get("/metrics")).text)
             assert metrics.total("model_routed_by_load", model="tiny") == 0
+            host, port = here.system.address
+            note = the_finding(await examined(f"http://{host}:{port}"), "tokenizers", Severity.NOTE)
+            assert "tokenized by its engines" in note.seen
     assert [fields["reason"] for fields in fields_of(caplog, "tokenized_by_engine")] == [
         "its tokenizer is said to be engine"
     ]
@@ -244,40 +253,50 @@ async def test_only_so_many_prompts_are_at_engines_at_a_time(monkeypatch: pytest
             assert all(answer.is_success for answer in await waiting)
 
 
+def counted(prompt_tokens: int) -> Answer:
+    """An answer of which two blocks of the prompt had been cached."""
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 1,
+        "total_tokens": prompt_tokens + 1,
+        "prompt_tokens_details": {"cached_tokens": 64},
+    }
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}
+    body = {"id": "c", "object": "chat.completion", "created": 1, "model": "tiny", "choices": [choice]}
+    return Answer((json.dumps({**body, "usage": usage}).encode(),), content_type=JSON)
+
+
 async def test_a_blind_shape_becomes_seeing_by_what_its_engine_answers(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with scripted_engine() as engine:
+    monkeypatch.setattr(prompt_shapes, "SPAN_S", 0.0)
+    async with scripted_engine() as engine, publisher() as events:
         engine.tokens_of = lambda body: TOKENS
-        file = before(engine, tokenizer=MOCK_FOLDER)
+        file = file_of(of_events(engine, events), model=f"{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}")
         async with up(file, frontend=FALLBACK) as here:
-            await served(here, engine, CHAT, path="/v1/chat/completions")
-            assert asked(engine) == []
-            model = here.system.service.find(ModelName("tiny"))
-            assert model is not None
-            shapes = model.accounts.shapes
+            await events.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
 
-            def answered(shape: str, cached: Sequence[int]) -> None:
-                for at, cached_tokens in enumerate(cached):
-                    shapes.note(
-                        shape,
-                        predicted_tokens=0,
-                        cached_tokens=cached_tokens,
-                        isl_tokens=400,
-                        prompt_tokens=None,
-                        now_s=at * SPAN_S,
-                    )
+            async def chats(n: int, prompt_tokens: int) -> None:
+                for _ in range(n):
+                    engine.answers.append(counted(prompt_tokens))
+                    assert (await here.http.post("/v1/chat/completions", json=CHAT)).is_success
 
-            answered("chat user", [320] * ANSWERS_MIN)
-            await served(here, engine, CHAT, path="/v1/chat/completions")
-            assert await explained(here, CHAT) == (len(TOKENS), 0)
-            assert asked(engine)[0] == {"messages": CHAT["messages"]}
+            async def shapes() -> dict[str, bool]:
+                (model,) = (await here.http.get("/v1/fleet")).json()["models"]
+                return {seen["shape"]: seen["blind"] for seen in model["prompt_shapes"]}
+
+            await chats(ANSWERS_MIN, len(TOKENS))
+            assert (asked(engine), await shapes()) == ([], {"chat user": True})
+            await chats(ANSWERS_MIN, len(TOKENS))
+            assert await explained(here, CHAT) == (len(TOKENS), 2)
+            assert await shapes() == {"chat user": True, "chat user by /tokenize": False}
             await explained(here, COMPLETION)
-            assert all("messages" in body for body in asked(engine))
-            answered(by_engine("chat user"), [320] * ANSWERS_MIN)  # it answers otherwise than it does
-            count = len(asked(engine))
-            await served(here, engine, CHAT, path="/v1/chat/completions")
-            assert len(asked(engine)) == count
+            assert asked(engine) == [{"messages": CHAT["messages"]}] * (ANSWERS_MIN + 1)
+            await chats(2 * WINDOW_ANSWERS, len(TOKENS) + 1)  # from now on it answers otherwise than it does
+            assert await shapes() == {"chat user": True, "chat user by /tokenize": True}
+            n_asked = len(asked(engine))
+            await chats(1, len(TOKENS))
+            assert len(asked(engine)) == n_asked
     (said,) = fields_of(caplog, "tokenized_by_engine")
     assert "'chat user'" in said["reason"]

@@ -181,3 +181,19 @@ def test_annotations_of_a_pod_of_a_wrong_form_are_a_problem_at_their_place() -> 
     of = shared({"frontend": {"metadata": {"annotations": []}}})
     (problem,) = plan(of, FACTS, DEFAULTS).problems
     assert dotted(problem.path) == "spec.components[0].podTemplate.metadata.annotations"
+
+
+def test_a_pods_own_word_on_a_label_of_the_operators_is_reported() -> None:
+    pod: JsonValue = {
+        "metadata": {
+            "labels": {"kvrouter.dev/component": "mine", "app.kubernetes.io/name": "kvrouter", "a": "b"}
+        },
+        "spec": {"containers": [{"name": "main", "image": "engine"}]},
+    }
+    found = planned(shared({"decode": pod}))
+    (warning,) = found.warnings
+    assert warning.path[-1] == "kvrouter.dev/component"
+    assert "is decode: remove it here" in warning.must
+    decode = templates(found)["decode"]
+    assert at(decode, "metadata", "labels", "kvrouter.dev/component") == "decode"
+    assert at(decode, "metadata", "labels", "a") == "b"

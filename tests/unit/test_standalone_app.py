@@ -8,12 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from pydantic import SecretStr
 
 from kvrouter.commands.router import Standalone
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config import FrontendSettings, KvRouterConfig, TokenizeFallback
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.frontend.standalone import RouterApp
 from kvrouter.service.bookings import Bookings
@@ -209,6 +210,20 @@ async def test_token_ids_need_no_tokenizer_here() -> None:
         assert (await here.route())[0] == 200
         status, answer = await here.post("/v1/route", {"model": MODEL, "prompt": "hello"})
         assert (status, answer["error"]["code"]) == (503, "model_not_ready")
+
+
+async def test_an_engine_tokenizes_what_cannot_be_read_here() -> None:
+    def tokenizes(stream: ScriptedStream) -> None:
+        assert stream.request.call is not None
+        assert stream.request.call.route is CallRoute.TOKENIZE
+        stream.feed(EngineChunk(raw=b'{"tokens":[1,2,3]}', finish=FinishReason.STOP))
+
+    front = FrontendSettings(tokenize_fallback=TokenizeFallback.ENGINE)
+    engine = replace(card(1), takes_calls=True)
+    async with open_router(engine, script=tokenizes, settings=front, has_tokenizer=False) as here:
+        for prompt in ({"prompt": "hello there"}, {"messages": [{"role": "user", "content": "hello there"}]}):
+            status, answer = await here.post("/v1/route", {"model": MODEL, **prompt})
+            assert (status, answer["isl_tokens"]) == (200, 3)
 
 
 async def test_hints_hold_as_at_the_front_door() -> None:

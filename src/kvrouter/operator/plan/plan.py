@@ -29,7 +29,7 @@ from kvrouter.operator.plan.packing import (
 )
 from kvrouter.operator.plan.pod import PodDraft, read_pod_template
 from kvrouter.operator.plan.serving import complete, http_port
-from kvrouter.operator.plan.shared import give_shared, read_env, shared_problems
+from kvrouter.operator.plan.shared import OWN_LABEL, give_shared, read_env, shared_problems
 from kvrouter.operator.plan.wiring import (
     frontend_place,
     names_of_policy,
@@ -120,7 +120,13 @@ def plan(
         packed_labels(draft, packing := packings.get(component.name))
         if packing is not None:
             annotations[PACKING_ANNOTATION] = packing.annotation
-        draft.labels = {**deployment.spec.labels, **draft.labels, **labels_of(deployment, component)}
+        labels = labels_of(deployment, component)
+        draft.warnings += [
+            Problem((*draft.at, "metadata", "labels", key), f"{OWN_LABEL}, and is {value}: remove it here")
+            for key, value in labels.items()
+            if draft.labels.get(key, value) != value
+        ]
+        draft.labels = {**deployment.spec.labels, **draft.labels, **labels}
         drafts.append((component, draft, annotations))
     problems += pack(deployment, {component.name: draft for component, draft, _ in drafts}, packings)
     for component, draft, annotations in drafts:

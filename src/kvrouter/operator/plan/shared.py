@@ -25,6 +25,9 @@ class SharedEnv(NamedTuple):
     warnings: tuple[Problem, ...] = ()
 
 
+OWN_LABEL = "is the operator's own label, by which objects and pods are found"
+
+
 def shared_problems(spec: DeploymentSpec, labels_of_nodes: Collection[str] = ()) -> list[Problem]:
     """Return what is wrong with the labels, annotations and variables of all components.
 
@@ -35,7 +38,7 @@ def shared_problems(spec: DeploymentSpec, labels_of_nodes: Collection[str] = ())
         at: Path = ("spec", "labels", key)
         must = label_key_problem(key)
         if must is None and (key in RESERVED_LABELS or key.startswith(RESERVED_LABELS_PREFIXES)):
-            must = "is the operator's own label, by which objects and pods are found: choose another key"
+            must = f"{OWN_LABEL}: choose another key"
         if must is None and key in labels_of_nodes:
             must = "is the node's to say, by the policy of KV transfers: remove it here"
         if must is None and not _is_label_value(value):

@@ -19,7 +19,8 @@ def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
     What depends on the template is left to the engine, which reads contents and roles of a chat by itself.
     """
     pieces = Pieces()
-    as_chat = sglang.as_chat if engine_kind == "sglang" else vllm.as_chat
+    is_vllm = engine_kind != "sglang"
+    as_chat = vllm.as_chat if is_vllm else sglang.as_chat
     try:
         chat = as_chat(fields, PLAIN_TEMPLATE, pieces)
     except InvalidRequest:
@@ -27,9 +28,8 @@ def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
     if not pieces.is_whole or not isinstance(chat.messages, list) or _has_media(chat.messages):
         return None
     is_chat = fields.route is CallRoute.CHAT
-    body: dict[str, object] = {
-        "messages": chat.messages if is_chat else [_written(message) for message in chat.messages]
-    }
+    messages = [_written(message, is_vllm=is_vllm, is_chat=is_chat) for message in chat.messages]
+    body: dict[str, object] = {"messages": messages}
     if chat.tools:
         body["tools"] = chat.tools if is_chat else [{"type": "function", **tool} for tool in chat.tools]
     if chat.names:
@@ -58,12 +58,28 @@ def _has_media(messages: list[object]) -> bool:
     )
 
 
-def _written(message: Mapping[str, object]) -> Mapping[str, object]:
-    """A message whose calls of tools have their arguments as a chat has them: JSON in a string."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
+def _written(message: object, *, is_vllm: bool, is_chat: bool) -> object:
+    """A message as chats have it. vLLM renames ``reasoning_content`` in chats, and not at ``/tokenize``; in
+    the other routes arguments of calls may be objects, and types of texts have other names.
+    """
+    if not isinstance(message, Mapping):
         return message
-    return {**message, "tool_calls": [_written_call(call) for call in calls]}
+    written = dict(message)
+    if is_vllm and "reasoning_content" in written:
+        reasoning = written.pop("reasoning_content")
+        if written.get("reasoning") is None:
+            written["reasoning"] = reasoning
+    content, calls = written.get("content"), written.get("tool_calls")
+    if not is_chat and isinstance(content, list):
+        written["content"] = [
+            {**part, "type": "text"} if part.get("type") in _TEXTS_OF_RESPONSES else part for part in content
+        ]
+    if not is_chat and isinstance(calls, list):
+        written["tool_calls"] = [_written_call(call) for call in calls]
+    return written
+
+
+_TEXTS_OF_RESPONSES = ("input_text", "output_text")
 
 
 def _written_call(call: Mapping[str, object]) -> Mapping[str, object]:

@@ -1,0 +1,61 @@
+"""What engines are asked at ``/tokenize`` is the same prompt as the call's own."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.requests import CallRoute
+from kvrouter.text.prompts import prompt_maker
+from kvrouter.text.prompts.fields import PLAIN_TEMPLATE, PromptFields, TemplateTraits
+from kvrouter.text.prompts.tokenize import tokenize_chat
+from tests.support.prompt_shapes import SHAPES, Shape
+
+TRAITS = {
+    "plain": PLAIN_TEMPLATE,
+    "parts": TemplateTraits(loops_over_content=True, takes_parts=True, names_developer=True),
+}
+
+
+def asked(fields: PromptFields, kind: str) -> PromptFields | None:
+    body = tokenize_chat(fields, kind)
+    return None if body is None else PromptFields(**json.loads(body))
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("shape", SHAPES, ids=[shape.name for shape in SHAPES])
+def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits: str) -> None:
+    fields = msgspec.convert({"route": shape.route, **shape.body}, PromptFields)
+    again = asked(fields, kind)
+    make = prompt_maker(kind)
+    try:
+        wanted = make(fields, TRAITS[traits])
+    except InvalidRequest:
+        return
+    assert (again is not None) is wanted.is_whole
+    assert again is None or make(again, TRAITS[traits]) == wanted
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "uuid": "u"}]}]},
+        {"messages": "hi"},
+        {"messages": None},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 5},
+        {"route": CallRoute.RESPONSES, "input": [{"type": "item_reference", "id": "x"}]},
+        {
+            "route": CallRoute.RESPONSES,
+            "input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "x"}],
+        },
+        {"route": CallRoute.RESPONSES, "input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"route": CallRoute.MESSAGES, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    ],
+)
+def test_what_is_not_all_text_is_not_asked(kind: str, fields: dict[str, Any]) -> None:
+    assert asked(PromptFields(**fields), kind) is None
