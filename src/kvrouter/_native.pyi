@@ -77,6 +77,18 @@ class JsonBounds:
         """
 
 @final
+class MsgpackBounds:
+    """What one frame of msgpack may hold: ``depth`` counts containers in containers, ``values`` all values,
+    keys and containers among them, ``containers`` arrays and maps.
+    """
+
+    def __new__(cls, *, depth: int, values: int, containers: int) -> MsgpackBounds: ...
+    def scan(self, frame: bytes) -> None:
+        """Raise :class:`kvrouter.core.json_bounds.JsonRefused` for a frame that holds more, or announces it.
+        What is no msgpack is left to its decoder. From 64 KiB on others run meanwhile.
+        """
+
+@final
 class Prompt:
     """The hashes of one prompt: immutable, computed once, shared with every lease that is booked for it.
 

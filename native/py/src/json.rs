@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 pyo3::import_exception!(kvrouter.core.json_bounds, JsonRefused);
 
 /// From this size on a scan takes longer than giving the interpreter up and waiting to get it back.
-const DETACHED_BYTES: usize = 64 * 1024;
+pub const DETACHED_BYTES: usize = 64 * 1024;
 
 #[pyclass(frozen, module = "kvrouter._native")]
 pub struct JsonBounds(json::Limits);
