@@ -72,7 +72,9 @@ kvrouter fleet check --strict --connect fleet.yaml
 ```
 
 `init` replaces a file only with `--force`. `check` validates the file, its settings and the topology
-contracts of its groups, reads the tokenizers that it names, and starts nothing. `show` and `check` take
+contracts of its groups, reads the tokenizers that it names, and starts nothing. A tokenizer that cannot be
+read is a mistake for mock engines; before engines that run already it is a warning, because their calls are
+served and [routed by load](http-api.md#a-model-whose-prompts-cannot-be-read). `show` and `check` take
 `--output json`, as every command does that prints a result; `--output json=FILE` prints the table and writes
 the JSON to the file.
 

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
 from kvrouter.kube.account import Account
+from kvrouter.text.source import MOCK_FOLDER
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONE
@@ -109,7 +110,7 @@ class PodsWithEngines:
             small_engine(VllmTongue(CONTEXT_TOKENS), config(role), self.cluster)
         )
         self.engines[name] = engine
-        said = {"role": role.value, "tokenizer": "mock", **(annotations or {})}
+        said = {"role": role.value, "tokenizer": str(MOCK_FOLDER), **(annotations or {})}
         ports = [{"name": "http", "containerPort": urlsplit(engine.url).port}]
         manifest = {
             "apiVersion": "v1",

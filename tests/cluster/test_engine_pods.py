@@ -71,6 +71,12 @@ async def test_a_labelled_pod_is_served_while_it_is_ready_and_until_it_is_gone(
     await until_there(frontend, 1)
     assert await there(frontend) == [(worker_id, "both", NEAR, False)]
     assert await completed(frontend)
+
+    async def is_routed_by_cache() -> bool:
+        (model,) = (await frontend.fleet())["models"]
+        return bool(model["routing"] == "cache")
+
+    await eventually(is_routed_by_cache)
     assert await until_reported(here, "one", "EngineJoined") == (
         f"kvrouter serves tiny here, as worker {worker_id} (both)"
     )

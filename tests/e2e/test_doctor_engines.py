@@ -2,6 +2,8 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -70,6 +72,30 @@ workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false
     assert finding.subject == "model tiny"
     assert finding.seen == "its calls are routed by load alone: tiny-model is no folder here"
     assert "tokenizer in the fleet file" in finding.remedy
+
+
+async def test_a_model_whose_template_fails_on_some_chats(tmp_path: Path) -> None:
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content + m.name }}{% endfor %}")
+    async with scripted_engine() as engine:
+        text = f"""
+version: 1
+models: [{{name: tiny, tokenizer: '{folder}'}}]
+workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
+"""
+        async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
+            said = {"role": "user", "content": "a"}
+            for messages in [[said]] * 8 + [[{**said, "name": "n"}]] * 12:
+                body = {
+                    "model": "tiny",
+                    "messages": messages,
+                    "nvext": {"annotations": ["query_instance_id:"]},
+                }
+                assert (await here.http.post("/v1/chat/completions", json=body)).is_success
+            report = await examined(here)
+    finding = the_finding(report, "tokenizers", Severity.WARNING)
+    assert finding.subject == "model tiny"
+    assert finding.seen.startswith("8 chats could not be made into prompts (template_failed): ")
 
 
 async def test_an_engine_whose_blocks_are_not_what_its_worker_says() -> None:

@@ -122,6 +122,8 @@ OF_CIRCUITS = {"kvrouter_worker_circuit", "kvrouter_circuits_opened_total", "kvr
 """Asserted where workers fail again and again."""
 
 OF_CALLS_AS_WRITTEN = {
+    "kvrouter_chats_unrendered_total",
+    "kvrouter_engine_tokenize_total",
     "kvrouter_prompt_shape_answers_total",
     "kvrouter_retry_body_bytes",
     "kvrouter_retry_bodies_dropped_total",

@@ -11,6 +11,7 @@ import pytest
 from kvrouter.text.source import DOWNLOAD_MAX_BYTES, MOCK_FOLDER
 from tests.support.local_hub import LocalHub, local_hub
 from tests.support.processes import fleet
+from tests.support.tokenizer_files import write_tiktoken
 
 REPOSITORY = "acme/small"
 FILES = {path.name: path.read_bytes() for path in MOCK_FOLDER.iterdir() if path.name.endswith(".json")}
@@ -62,6 +63,22 @@ async def test_a_repository_is_downloaded_once_and_without_its_weights(
         assert (await check(path, REPOSITORY, environ, hub))[0] == 0
         assert (await check(path, REPOSITORY, environ, hub, HF_HUB_OFFLINE="1"))[0] == 0
         assert hub.asked == []
+
+
+async def test_a_repository_may_have_another_format(tmp_path: Path, environ: dict[str, str]) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_tiktoken(source)
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    files |= {"chat_template.jinja": b"plain", "additional_chat_templates/tool_use.jinja": b"tools"}
+    path = tmp_path / "fleet.yaml"
+    async with local_hub(REPOSITORY, files | WEIGHTS) as hub:
+        code, reported = await check(path, REPOSITORY, environ, hub)
+        assert code == 0, reported
+        assert not any("safetensors" in name for name in hub.asked)
+        assert any(name.endswith("/additional_chat_templates/tool_use.jinja") for name in hub.asked)
+    code, reported = await check(path, REPOSITORY, environ, None, HF_HUB_OFFLINE="1")
+    assert code == 0, reported
 
 
 async def test_what_cannot_be_had_is_reported_with_its_line(tmp_path: Path, environ: dict[str, str]) -> None:

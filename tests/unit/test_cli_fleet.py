@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvrouter.config import FleetFile
 from kvrouter.config.fleet_checks import default_fleet_path, load_fleet
 from kvrouter.config.problems import read_document
 from kvrouter.core.workers import Role
+from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import scripted_engine
 from tests.support.mock_fleets import pairs
 from tests.support.served import served
@@ -201,6 +203,54 @@ def test_a_check_as_json_has_each_mistake_with_its_place(folder: Path, capsys: C
     assert main(["fleet", "check", "f.yaml", "--output", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["summary"] == "2 workers for m, KV required on zone"
+
+
+UNREADABLE = {
+    "a folder without a tokenizer": ({}, "has no tokenizer.json here"),
+    "another format that is broken": ({"tiktoken.model": "no base64"}, "tiktoken.model cannot be converted"),
+    "a broken tokenizer.json": ({"tokenizer.json": "{"}, "is not a tokenizer"),
+    "a template that does not compile": ({"chat_template.jinja": "{% if %}"}, "chats cannot be read here: "),
+    "a template that fails": ({"chat_template.jinja": "{{ nowhere.at_all }}"}, "UndefinedError"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(UNREADABLE))
+def test_a_tokenizer_that_cannot_be_read_is_a_warning_before_engines_and_a_mistake_of_mocks(
+    what: str, folder: Path
+) -> None:
+    files, said = UNREADABLE[what]
+    (folder / "model").mkdir()
+    if "chat_template.jinja" in files:
+        copytree(MOCK_FOLDER, folder / "model", dirs_exist_ok=True)
+    for name, content in files.items():
+        (folder / "model" / name).write_text(content)
+    text = "version: 1\nmodels: [{name: m, tokenizer: ./model}]\nworkers: [{name: a%s}]\n"
+    (folder / "f.yaml").write_text(text % ", engine: {kind: vllm, url: 'http://h:1'}")
+    code, found = check("f.yaml")
+    (warning,) = found["warnings"]
+    assert (code, found["is_good"], found["mistakes"]) == (0, True, [])
+    assert warning.startswith("models[0].tokenizer: ")
+    assert said in warning
+    assert warning.endswith("calls of 'm' are routed by load alone")
+    assert check("f.yaml", "--strict")[0] == 2
+    (folder / "f.yaml").write_text(text % "")
+    code, found = check("f.yaml")
+    if said == "UndefinedError":  # a mock engine's calls are refused by it one by one
+        assert code == 0
+        return
+    assert (code, [each["field"] for each in found["mistakes"]]) == (2, ["models[0].tokenizer"])
+
+
+def test_the_mocks_tokenizer_before_engines_is_a_warning(folder: Path) -> None:
+    text = "version: 1\nmodels: [{name: m, tokenizer: %s}]\n"
+    text += "workers: [{name: a, engine: {kind: vllm, url: 'http://h:1'}}]\n"
+    (folder / "f.yaml").write_text(text % "mock")
+    code, found = check("f.yaml")
+    assert (code, len(found["warnings"])) == (0, 1)
+    assert "tokenizer mock are not the engine's" in found["warnings"][0]
+    for said in ("engine", str(MOCK_FOLDER)):
+        (folder / "f.yaml").write_text(text % said)
+        assert check("f.yaml")[1]["warnings"] == []
 
 
 def check(*arguments: str) -> tuple[int, dict[str, Any]]:

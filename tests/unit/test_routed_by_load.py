@@ -192,6 +192,108 @@ async def test_a_template_that_fails_is_no_condition_either(what: str, tmp_path:
         assert "chats cannot be read here: " in str(reason)
 
 
+FAULTS = {
+    "an error of its own": ("{{ messages[0].nowhere.at_all }}", "template_failed", "UndefinedError"),
+    "what the sandbox forbids": ("{{ messages.__class__.__mro__ }}", "template_failed", "SecurityError"),
+    "too much": (
+        "{% if messages[0].content != 'a' %}{% for a in range(10**9) %}a{% endfor %}{% endif %}",
+        "over_bounds",
+        "goes over its bounds",
+    ),
+}
+
+
+async def unrendered(here: Up) -> list[dict[str, object]]:
+    (model,) = (await here.http.get("/v1/fleet")).json()["models"]
+    found: list[dict[str, object]] = model["unrendered_chats"]
+    return found
+
+
+@pytest.mark.parametrize("what", sorted(FAULTS))
+async def test_a_template_that_fails_as_it_renders_says_so(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, reason, said = FAULTS[what]
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(source)
+    async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
+        for _ in range(3):
+            engine.answers.append(STREAM)
+            answer = await here.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+            assert (answer.status_code, answer.content) == (200, page("vllm-0.32.0-chat.sse"))
+        routing, why = await routing_of(here)
+        assert routing == "load"
+        assert "chats cannot be read here (3 of the last 3): " in str(why)
+        assert said in str(why)
+        (counted,) = await unrendered(here)
+        assert (counted["reason"], counted["chats"]) == (reason, 3)
+        metrics = Metrics((await here.http.get("/metrics")).text)
+        assert metrics.total("chats_unrendered_total", model="tiny", reason=reason) == 3
+        assert metrics.total("model_routed_by_load", model="tiny") == 1
+    assert [event_of(line) for line in caplog.records].count("chat_template_failed") == 1
+
+
+async def test_a_template_that_always_fails_says_so_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ nowhere.at_all }}")
+    async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
+        routing, why = await routing_of(here)
+        assert routing == "load"
+        assert "UndefinedError" in str(why)
+        assert [event_of(line) for line in caplog.records].count("chat_template_failed") == 1
+
+
+async def test_what_a_template_refuses_is_the_engines_to_judge(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
+    )
+    async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
+        engine.answers.append(Answer((b'{"error": {"message": "no"}}',), status=400, content_type=JSON))
+        answer = await here.http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.text) == (400, '{"error": {"message": "no"}}')
+        assert await routing_of(here) == ("cache", None)
+        assert await unrendered(here) == []
+        metrics = Metrics((await here.http.get("/metrics")).text)
+        assert metrics.total("chats_unrendered_total", model="tiny", reason="refused") == 1
+    assert "chat_template_failed" not in caplog.text
+
+
+async def test_a_chat_that_fails_among_others_that_do_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content + m.name }}{% endfor %}")
+    async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
+        assert (await routing_of(here))[0] == "load"  # a first message has no name
+        for said in ({"name": "n"}, {"name": "n"}, {}):
+            engine.answers.append(STREAM)
+            messages = [{"role": "user", "content": "hello", **said}]
+            body = {"model": "tiny", "messages": messages, "stream": True}
+            assert (await here.http.post("/v1/chat/completions", json=body)).is_success
+        assert await routing_of(here) == ("cache", None)
+        (counted,) = await unrendered(here)
+        assert counted["chats"] == 1
+
+
+async def test_a_chat_of_a_model_without_a_template_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copytree(MOCK_FOLDER, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text("{}")
+    async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
+        for _ in range(2):
+            engine.answers.append(STREAM)
+            assert (await here.http.post("/v1/chat/completions", json={**CHAT, "stream": True})).is_success
+        (counted,) = await unrendered(here)
+        assert (counted["reason"], counted["chats"]) == ("no_template", 2)
+    assert [event_of(line) for line in caplog.records].count("chat_template_failed") == 1
+
+
 async def test_it_is_served_while_the_tokenizer_is_loaded_and_by_cache_from_then_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ WHERE = {
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
     "JSON of an engine": "core.json.",
+    "a frame of msgpack": "core.json.FRAME_",
     "an engine's answer to a small": "engines.openai.server engines.openai.metrics",
     "requests that wait for a decode": "placement.waiting_line",
     "a field's name": "frontend.openai.body",

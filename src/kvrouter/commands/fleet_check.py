@@ -18,7 +18,7 @@ from kvrouter.config.sources import conflicts, settings_warnings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached
 from kvrouter.transports.requests.port import WorkerUnreachable
-from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems
+from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems, tokenizer_warnings
 
 KEY_FIELDS = ("api_key_env", "api_key_file")
 """Of an engine: where its own key is."""
@@ -64,6 +64,7 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str
     fleet = examined.fleet
     if fleet is not None and not mistakes:
         warnings += [*settings_warnings(settings_in(fleet)), *load_fleet(document).warnings]
+        warnings += tokenizer_warnings(fleet)
         if strict:
             mistakes += [_mistake(document, problem) for problem in strict_problems(fleet)]
         if connect:

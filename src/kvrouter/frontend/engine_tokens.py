@@ -1,11 +1,12 @@
 """Tokenizes the prompts of calls that pass, here or by their engine's ``/tokenize``."""
 
 import asyncio
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kvrouter.config import FrontendSettings, TokenizeFallback
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import TokenBuffer
+from kvrouter.frontend.chat_renderings import ChatRenderings, UnrenderedChats
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_passthrough import (
@@ -51,6 +52,7 @@ class PromptTokenizer:
         by_engine: Container[ModelName],
     ) -> None:
         self._engines = service.engine_tokenizer
+        self._renderings = ChatRenderings(observed)
         self._texts = texts
         self._observed = observed
         self._limit_s = settings.tokenize_engine_wait_s
@@ -74,9 +76,19 @@ class PromptTokenizer:
             return None
         why_unread = self._why_unread(model.fleet.model)
         if self._why_of_model(model) is None:
-            return why_unread
+            return why_unread or self._why_of_chats(model)
         why_not = self._engines.why_not(model)
         return None if why_not is None else "; ".join(filter(None, (why_unread, why_not)))
+
+    def unrendered(self, model: ModelRouter) -> Iterable[UnrenderedChats]:
+        """Which chats of a model are not made into prompts here."""
+        return self._renderings.counts(model.fleet.model)
+
+    def _why_of_chats(self, model: ModelRouter) -> str | None:
+        text = self._texts.get(model.fleet.model)
+        if text is None or (self._falls_back and self._engines.why_not(model) is None):
+            return None
+        return self._renderings.why_by_load(model.fleet.model, text)
 
     def _why_unread(self, name: ModelName) -> str | None:
         is_known = name in self._texts or name in self._by_engine
@@ -111,6 +123,14 @@ class PromptTokenizer:
         self, passed: PassthroughCall, model: ModelRouter, text: TextModel | None
     ) -> tuple[PassthroughTokens, str]:
         """Return what routing may know of the prompt, and the shape of the call."""
+        tokens, shape = await self._tokens_of(passed, model, text)
+        if passed.chat is not None and text is not None and not tokens.estimate:
+            self._renderings.note(model.fleet.model, tokens.missing)
+        return tokens, shape
+
+    async def _tokens_of(
+        self, passed: PassthroughCall, model: ModelRouter, text: TextModel | None
+    ) -> tuple[PassthroughTokens, str]:
         shape = "" if passed.chat is None else shape_of(passed.chat)
         kind = model.fleet.engine_kind
         made = None

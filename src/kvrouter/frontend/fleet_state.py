@@ -234,6 +234,10 @@ def _model_json(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer 
             {"shape": seen.shape, "answers": seen.answers, "missed": seen.missed, "blind": seen.is_blind}
             for seen in model.accounts.shapes.readings()
         ],
+        "unrendered_chats": [
+            {"reason": seen.reason.value, "chats": seen.chats, "detail": seen.detail}
+            for seen in (() if tokenizer is None else tokenizer.unrendered(model))
+        ],
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
         "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,

@@ -93,6 +93,14 @@ class FrontendInstrumentation:
         """A prompt was not tokenized, or not to its end."""
         self._telemetry.prompts_refused.inc(code)
 
+    def chat_unrendered(self, model: str, reason: str) -> None:
+        """A chat was not made into a prompt, and is routed by load."""
+        self._telemetry.chats_unrendered.inc(model, reason)
+
+    def chat_template_failed(self, model: str, reason: str) -> None:
+        """Chats of a model cannot be made into prompts here, for a reason that is new."""
+        log_event(logger, Event.CHAT_TEMPLATE_FAILED, model=model, reason=reason)
+
     def tokenizing(self, held_bytes: int) -> None:
         """What the prompts that are being tokenized are counted to hold."""
         self._telemetry.tokenize_bytes.set(held_bytes)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from kvrouter.core.engine_answer import Headers
-from kvrouter.core.errors import ContextLengthExceeded, InternalError, InvalidRequest
+from kvrouter.core.errors import InternalError, InvalidRequest
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
+from kvrouter.frontend.chat_renderings import Unrendered, UnrenderedReason, unrendered
 from kvrouter.frontend.http import SSE_DONE, sse_event
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
@@ -235,15 +236,20 @@ LONG_BODY_BYTES = 64 * 1024
 class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
     for what is no text, and nobody here knows what an engine makes of it. Without any tokens
-    ``estimate`` is how many there may be, 0 where nothing is known. It ``is_cut`` where no prompt could be
-    made of the call, and these are the first of its texts.
+    ``estimate`` is how many there may be, 0 where nothing is known. ``missing`` tells
+    why no prompt could be made of a chat; these are the first of its texts then.
     """
 
     token_ids: TokenBuffer
     is_exact: bool
     has_media: bool = False
     estimate: int = 0
-    is_cut: bool = False
+    missing: Unrendered | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no prompt could be made of the call, for another reason than its length."""
+        return self.missing is not None and self.missing.reason is not UnrenderedReason.TOO_LONG
 
 
 async def passthrough_tokens(
@@ -273,10 +279,9 @@ async def _known_tokens(passed: PassthroughCall, text: TextModel, engine_kind: s
         token_ids = await text.encode_made(prompt)
     except (InvalidRequest, TemplateOverBounds) as error:
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
-        beginning = _beginning(known, text.prompt_max_chars)
-        token_ids = await text.encode_beginning(beginning)
-        is_cut = not isinstance(error, ContextLengthExceeded)
-        return PassthroughTokens(token_ids, is_exact=False, has_media=has_media, is_cut=is_cut)
+        beginning = await text.encode_beginning(_beginning(known, text.prompt_max_chars))
+        missing = unrendered(text, error)
+        return PassthroughTokens(beginning, is_exact=False, has_media=has_media, missing=missing)
     goes_on = prompt.continues or bool(prompt.continuation)
     is_exact = prompt.is_whole and not has_media and not goes_on and not passed.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)

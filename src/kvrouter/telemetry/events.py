@@ -70,6 +70,7 @@ class Event(StrEnum):
     TOKENIZER_FAILED = "tokenizer_failed"
     ROUTED_BY_LOAD = "routed_by_load"
     ROUTED_BY_CACHE = "routed_by_cache"
+    CHAT_TEMPLATE_FAILED = "chat_template_failed"
     TOKENIZE_BUDGET_SMALL = "tokenize_budget_small"
     TOKENIZED_BY_ENGINE = "tokenized_by_engine"
     ENGINE_TOKENIZE_FAILED = "engine_tokenize_failed"
@@ -357,6 +358,11 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.ROUTED_BY_CACHE: EventSpec(
         logging.INFO, "A model's prompts can be read here again: what its workers have cached counts."
+    ),
+    Event.CHAT_TEMPLATE_FAILED: EventSpec(
+        logging.WARNING,
+        "A chat could not be made into a prompt here, for this reason: it is served, and routed by load. "
+        "Logged once for each model and reason.",
     ),
     Event.TOKENIZE_BUDGET_SMALL: EventSpec(
         logging.WARNING,

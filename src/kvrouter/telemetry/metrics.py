@@ -275,6 +275,15 @@ class Telemetry(MetricsPage):
         "longer than the context can hold, prompt_over_budget, or encode_pool_full.",
         "code",
     )
+    chats_unrendered = counter(
+        "kvrouter_chats_unrendered",
+        "Chats that were not made into prompts here, so that each was routed by load: no_template, "
+        "template_failed (an error in the chat template), over_bounds (it takes too much time or memory), "
+        "refused (by the template itself, or fields that are not known) or too_long. The last two are for "
+        "the engine to judge.",
+        "model",
+        "reason",
+    )
     routed_by_load = gauge(
         "kvrouter_model_routed_by_load",
         "1 for a model whose prompts cannot be read here, or not all of them, so that its calls are routed "

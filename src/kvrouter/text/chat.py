@@ -141,6 +141,15 @@ RESERVED_NAMES = frozenset({"messages", "range", "raise_exception", "strftime_no
 CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a last message that an answer goes on with, as transformers does."""
 
+
+class TemplateFailed(InvalidRequest):
+    """A chat template failed on messages, other than by a refusal of its own."""
+
+
+class _TemplateRefusal(TemplateError):
+    """A template called ``raise_exception``."""
+
+
 # What a template can raise when messages are not as it expects: its own refusals and Python's.
 TEMPLATE_FAULTS = (
     TemplateError,
@@ -179,7 +188,8 @@ class ChatTemplate:
         self._tool_template = self._template if tool_source is None else _compile(tool_source, strftime_now)
         self._special_tokens = dict(special_tokens or {})
         self._rendered_chars_max = rendered_chars_max
-        self._probe()
+        self.fault = self._probe()
+        """Why the template fails on a first message; None where it renders or refuses it."""
         self.traits: TemplateTraits = traits_of(source, self._template.environment.parse(source), self._tried)
 
     @classmethod
@@ -211,9 +221,9 @@ class ChatTemplate:
     def render_prompt(self, prompt: Prompt, *, cpu_s_max: float = CPU_S_MAX) -> str:
         """Return the text of a prompt, made within so much processor time.
 
-        Raises ``InvalidRequest`` naming ``messages`` when the template refuses them, and naming
-        ``chat_template_kwargs`` when that takes a reserved name. Raises ``TemplateOverBounds`` when the
-        template takes too long or makes too much.
+        Raises ``InvalidRequest`` naming ``messages`` when the template refuses them, ``TemplateFailed`` when
+        it fails on them, and ``InvalidRequest`` naming ``chat_template_kwargs`` when that takes a reserved
+        name. Raises ``TemplateOverBounds`` when the template takes too long or makes too much.
         """
         if taken := sorted(RESERVED_NAMES & prompt.names.keys()):
             raise InvalidRequest(
@@ -235,10 +245,15 @@ class ChatTemplate:
                 else "there is no memory left"
             )
             raise self._over_bounds(why) from error
-        except TEMPLATE_FAULTS as error:
+        except _TemplateRefusal as error:
             message = str(error)[:ERROR_CHARS_MAX]
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {message}", param="messages"
+            ) from error
+        except TEMPLATE_FAULTS as error:
+            message = f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
+            raise TemplateFailed(
+                f"messages: the model's chat template fails: {message}", param="messages"
             ) from error
         return _until_mark(text) if prompt.continues else text + prompt.continuation
 
@@ -263,14 +278,19 @@ class ChatTemplate:
     def _over_bounds(self, why: str) -> TemplateOverBounds:
         return TemplateOverBounds(f"the chat template of {self._name} goes over its bounds: {why}")
 
-    def _probe(self) -> None:
-        """See that the template renders one message, or refuses it. Raises ConfigError."""
+    def _probe(self) -> str | None:
+        """Return why the template fails on one message; None where it renders or refuses it. Raises
+        ConfigError.
+        """
         try:
             self.render([{"role": "user", "content": "a"}])
+        except TemplateFailed as error:
+            return error.message.removeprefix("messages: ")
         except InvalidRequest:
-            return
+            return None
         except TemplateOverBounds as error:
             raise ConfigError(error.message, param="chat_template") from error
+        return None
 
     def _bounded_text(self, template: Template, names: Mapping[str, object]) -> str:
         pieces: list[str] = []
@@ -412,4 +432,4 @@ def to_json(
 
 
 def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+    raise _TemplateRefusal(message)

@@ -260,6 +260,13 @@ class TextModel:
     """Why its chats cannot be made into prompts here; None where they can, or where it has no template."""
 
     @property
+    def why_by_load(self) -> str | None:
+        """Why its chats are routed by load as far as is known before any came; None where they are not."""
+        if self.unread is not None or self.template is None or self.template.fault is None:
+            return self.unread
+        return f"chats cannot be read here: {self.template.fault}"
+
+    @property
     def prompt_max_chars(self) -> int:
         """How many characters a text may have whose tokens fit into the context."""
         per_token = self.pool.limits.token_max_chars or self.tokenizer.token_max_chars or TOKEN_CHARS_UNKNOWN

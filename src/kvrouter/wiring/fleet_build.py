@@ -16,13 +16,14 @@ from kvrouter.config import (
 )
 from kvrouter.config.fleet_workers import mock_config, mock_workers, table_of
 from kvrouter.config.problems import Problem, config_error, problem_of
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.mock import MockConfig, Peer
 from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
 from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, checked_source, tokenizer_folder
 from kvrouter.text.tokenizer import EncodePool
 from kvrouter.topology import LinkTable
+from kvrouter.wiring.text_models import read_text
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 
@@ -99,17 +100,44 @@ def contract_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Read every tokenizer and chat template that the file names; yield those that cannot be read."""
+    """Yield what keeps ``kvrouter up`` from starting with the tokenizers that the file names: those of mock
+    engines are read, of others it must be a folder or the name of a repository.
+    """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
         said = fleet.said_tokenizer(model)
-        if said is None or (said == ENGINE_TOKENIZER and not fleet.has_mocks(model)):
+        if said is None:
             continue
         try:
-            folder = tokenizer_folder(said)
-            TextModel.load(folder, context_length_tokens=model.mock_context_length, pool=pool)
+            if fleet.has_mocks(model):
+                _read_text(model, said, pool, takes_calls=False)
+            else:
+                checked_source(said)
         except ConfigError as error:
             yield Problem(("models", position, "tokenizer"), error.message)
+
+
+def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
+    """Read the tokenizers that the file names for engines that run already; yield why calls of a model would
+    be routed by load.
+    """
+    pool = EncodePool()
+    for position, model in enumerate(fleet.models):
+        said = fleet.said_tokenizer(model)
+        if said is None or said == ENGINE_TOKENIZER or fleet.has_mocks(model):
+            continue
+        try:
+            why = _read_text(model, said, pool, takes_calls=True).why_by_load
+        except (KvrouterError, OSError, ValueError) as error:
+            why = str(error)
+        if why is not None:
+            yield f"models[{position}].tokenizer: {why}: calls of {model.name!r} are routed by load alone"
+
+
+def _read_text(model: ModelSpec, said: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:
+    return read_text(
+        said, context_length_tokens=model.mock_context_length, pool=pool, takes_calls=takes_calls
+    )
 
 
 def text_mock_config(

@@ -191,6 +191,8 @@ class TextModelLoader:
             was_unread = self._unread.pop(model, None)
             self._fit(model)
             self._check_budget(model)
+            if text.template is not None and text.template.fault is not None:
+                log_event(_log, Event.CHAT_TEMPLATE_FAILED, model=model, reason=text.template.fault)
             if text.unread is not None and card.takes_calls:
                 self._say_by_load(card, f"{named}: {text.unread}")
             elif was_unread is not None:
@@ -211,14 +213,11 @@ class TextModelLoader:
             self.on_card(card)
 
     def _read(self, card: WorkerCard, source: str) -> TextModel:
-        if source == MOCK_TOKENIZER and card.takes_calls:
-            raise ConfigError("the token ids of tokenizer mock are not the engine's", param="tokenizer")
-        folder = tokenizer_folder(source)
-        return TextModel.load(
-            folder,
+        return read_text(
+            source,
             context_length_tokens=_context_tokens(card),
             pool=self._pool,
-            needs_template=not card.takes_calls,
+            takes_calls=card.takes_calls,
         )
 
     async def loaded(self, limit_s: float | None = None) -> None:
@@ -245,6 +244,19 @@ class TextModelLoader:
                 reason=why,
                 detail=REMEDY,
             )
+
+
+def read_text(source: str, *, context_length_tokens: int, pool: EncodePool, takes_calls: bool) -> TextModel:
+    """Read a tokenizer for a model whose engines take calls as they are written, or get tokens. Blocks.
+
+    Raises ConfigError for one that cannot be read, and for that of the mock before engines that take calls.
+    """
+    if source == MOCK_TOKENIZER and takes_calls:
+        raise ConfigError("the token ids of tokenizer mock are not the engine's", param="tokenizer")
+    folder = tokenizer_folder(source)
+    return TextModel.load(
+        folder, context_length_tokens=context_length_tokens, pool=pool, needs_template=not takes_calls
+    )
 
 
 def _context_tokens(card: WorkerCard) -> int:

@@ -3,7 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvrouter.commands.doctor.findings import Check, NotMade, Outcome, Problem, Severity
-from kvrouter.commands.doctor.reading import EngineReading, Model, Reading, TokenProbe, Worker, first_of
+from kvrouter.commands.doctor.reading import (
+    EngineReading,
+    Model,
+    Reading,
+    TokenProbe,
+    Worker,
+    first_of,
+)
 
 CLOCK_APART_S = 2.0
 """Clocks that differ by less are alike: an engine says the time in whole seconds."""
@@ -179,6 +186,7 @@ def tokenizers(reading: Reading) -> Iterator[Outcome]:
         )
         yield from _other_prompts(reading, model)
         yield from _blind_shapes(reading, model)
+        yield from _unrendered_chats(model)
 
 
 def _differing(model: Model, workers: Iterable[Worker], probes: Sequence[TokenProbe]) -> Iterator[Outcome]:
@@ -241,6 +249,20 @@ def _blind_shapes(reading: Reading, model: Model) -> Iterator[Outcome]:
                 "engine's own template; or let engines tokenize such calls (--tokenize-fallback engine); "
                 "report the shape where none of that helps",
             )
+
+
+def _unrendered_chats(model: Model) -> Iterator[Outcome]:
+    for seen in model.unrendered_chats:
+        if seen.chats < ANSWERS_COMPARED:
+            continue
+        yield Problem(
+            Severity.WARNING,
+            f"model {model.model}",
+            f"{seen.chats} chats could not be made into prompts ({seen.reason}): {seen.detail}",
+            "such chats are routed by load: what its workers have cached of them counts for nothing",
+            "give the router the engine's own chat template (chat_template.jinja in the folder of its "
+            "tokenizer); report the template where it is that already",
+        )
 
 
 def _first_ids(ids: Sequence[int]) -> str:

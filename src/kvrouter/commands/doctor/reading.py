@@ -105,6 +105,14 @@ class Links(msgspec.Struct, frozen=True):
     learned: Sequence[LearnedLink]
 
 
+class UnrenderedChats(msgspec.Struct, frozen=True):
+    """Chats of a model that its router did not make into prompts, for one reason."""
+
+    reason: str
+    chats: int
+    detail: str
+
+
 class Model(msgspec.Struct, frozen=True):
     """A model that workers registered."""
 
@@ -123,6 +131,7 @@ class Model(msgspec.Struct, frozen=True):
     """Why its calls are routed by load alone; None where they are not."""
     tokenized_by: str | None = None
     prefill_near: PrefillNear | None = None
+    unrendered_chats: Sequence[UnrenderedChats] = ()
 
     @property
     def hears_events(self) -> bool:
