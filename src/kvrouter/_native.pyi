@@ -44,7 +44,8 @@ class JsonBounds:
     each run of blanks outside of strings, ``blanks`` all of them together. ``containers`` counts lists and
     objects. ``read_fields`` are the names that what decodes the text reads, each with whether it reads all
     inside, and ``read_depth`` is down to where: in the rest only depth, names, numbers and blanks are
-    bounded.
+    bounded. With ``takes_nan`` ``NaN``, ``Infinity`` and ``-Infinity`` are numbers, as they are for Python's
+    own decoder.
     """
 
     def __new__(
@@ -65,6 +66,7 @@ class JsonBounds:
         containers: int = ...,
         read_fields: Sequence[tuple[str, bool]] | None = ...,
         read_depth: int = ...,
+        takes_nan: bool = ...,
     ) -> JsonBounds: ...
     def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int, int, int]], int]:
         """The fields of the outermost object by their names as they are written, of equal names the last
