@@ -203,7 +203,7 @@ WHERE = {
     "requests that are booked": "service.bookings service.prefill_dispatch",
     "pairs of workers": "placement.circuits",
     "decisions in one answer": "frontend.admin.DECISIONS service.model_router.TABLES service.kv_flows.PAIRS",
-    "decisions kept of one": "service.model_router frontend.instrumentation frontend.chat_renderings telemetry",
+    "decisions kept of one": "service.model_router frontend.instrumentation frontend.chat_render telemetry",
     "records of traffic": "recording",
     "values of taints": "fleet.columns frontend.response_writer",
     "a key, token": "core.secret",
