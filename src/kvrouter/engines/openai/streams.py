@@ -182,7 +182,7 @@ PIECE_BYTES = 256 * 1024
 
 
 ABORTED = "the engine aborted the answer"
-"""Nobody asked it to: it was told to end, as in a rolling restart."""
+"""No client asked for it: the engine was stopped, as in a rolling restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
