@@ -44,7 +44,8 @@ class JsonBounds:
     each run of blanks outside of strings, ``blanks`` all of them together. ``containers`` counts lists and
     objects. ``read_fields`` are the names that what decodes the text reads, each with whether it reads all
     inside, and ``read_depth`` is down to where: in the rest only depth, names, numbers and blanks are
-    bounded.
+    bounded. With ``takes_nan`` ``NaN``, ``Infinity`` and ``-Infinity`` are numbers, as they are for Python's
+    own decoder.
     """
 
     def __new__(
@@ -65,6 +66,7 @@ class JsonBounds:
         containers: int = ...,
         read_fields: Sequence[tuple[str, bool]] | None = ...,
         read_depth: int = ...,
+        takes_nan: bool = ...,
     ) -> JsonBounds: ...
     def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int, int, int]], int]:
         """The fields of the outermost object by their names as they are written, of equal names the last
@@ -72,6 +74,18 @@ class JsonBounds:
         many values there are.
 
         Raises :class:`kvrouter.core.json_bounds.JsonRefused`. From 64 KiB on others run meanwhile.
+        """
+
+@final
+class MsgpackBounds:
+    """What one frame of msgpack may hold: ``depth`` counts containers in containers, ``values`` all values,
+    keys and containers among them, ``containers`` arrays and maps.
+    """
+
+    def __new__(cls, *, depth: int, values: int, containers: int) -> MsgpackBounds: ...
+    def scan(self, frame: bytes) -> None:
+        """Raise :class:`kvrouter.core.json_bounds.JsonRefused` for a frame that holds more, or announces it.
+        What is no msgpack is left to its decoder. From 64 KiB on others run meanwhile.
         """
 
 @final

@@ -258,6 +258,14 @@ PASSED_FIELDS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "/rerank": ({"top_n": "1"}, {"documents": [{"text": "a"}]}),
 }
 
+LONG: Mapping[str, dict[str, Any]] = {
+    "/detokenize": {"tokens": [*range(100_000)]},
+    "/v1/embeddings": {"input": [[*range(100)]] * 1_000},
+    "/rerank": {"documents": ["a"] * 10_000},
+    "/generate": {"input_ids": [*range(20_000)]},
+}
+"""More than is counted of a call whose prompt is read here."""
+
 
 def field_calls() -> Iterator[Call]:
     """Fields that a client may leave out, or write in another type."""
@@ -269,6 +277,8 @@ def field_calls() -> Iterator[Call]:
     for path, variants in PASSED_FIELDS.items():
         for fields in variants:
             yield _asked(path, _told(fields), **fields)
+    for path, fields in LONG.items():
+        yield _asked(path, f"many {', '.join(fields)}", **fields)
 
 
 def _told(fields: Mapping[str, Any]) -> str:
@@ -612,6 +622,14 @@ def odd_calls() -> Iterator[Call]:
     yield Call(f"{CHAT}: blanks around", CHAT, b"\n " + whole + b"\r\n")
     yield Call(f"{CHAT}: a name twice", CHAT, whole[:-1] + b',"max_tokens":"17"}')
     yield Call(f"{CHAT}: a byte order mark", CHAT, b"\xef\xbb\xbf" + whole)
+    yield Call(f"{CHAT}: a half of a pair in UTF-8", CHAT, whole.replace(b"cache", b"\xed\xa0\xbd"))
+    for path in (CHAT, COMPLETION, "/v1/embeddings"):
+        fields = GENERATED.get(path, {"model": MODEL, **PASSED.get(path, {})})
+        for encoding in ("utf-16", "utf-16-be", "utf-32"):
+            yield Call(f"{path}: in {encoding}", path, json.dumps(fields).encode(encoding))
+        for number in ("NaN", "Infinity", "-Infinity", "1e400", f"1{'0' * 400}"):
+            body = json.dumps(fields).encode()[:-1] + b',"x":[%b]}' % number.encode()
+            yield Call(f"{path}: a field of {number:.9}", path, body)
     for path in (
         "/v1/models",
         "/version",

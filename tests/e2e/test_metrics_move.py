@@ -88,6 +88,7 @@ ASSERTED_HERE = {
     "kvrouter_prompts_refused_total",
     "kvrouter_tokenize_bytes",
     "kvrouter_model_routed_by_load",
+    "kvrouter_engine_tokenize_total",
     "kvrouter_build_info",
 }
 
@@ -276,6 +277,18 @@ async def test_a_model_whose_prompts_cannot_be_read() -> None:
             assert (await here.metrics()).value("model_routed_by_load", model="tiny") == 1
     async with served(alike(replicas=1)) as here:
         assert (await here.metrics()).value("model_routed_by_load", model=MODEL) == 0
+
+
+async def test_a_prompt_that_an_engine_tokenizes() -> None:
+    async with scripted_engine() as engine:
+        engine.tokens_of = lambda _body: [1, 2, 3]
+        line = f"{{name: v, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}"
+        file = fleet_file(f"version: 1\nmodels: [{{name: tiny, tokenizer: engine}}]\nworkers: [{line}]\n")
+        async with served(file) as here:
+            body = {"model": "tiny", "prompt": "hello"}
+            assert (await here.http.post("/v1/route/explain", json=body)).json()["isl_tokens"] == 3
+            counted = (await here.metrics()).value("engine_tokenize_total", model="tiny", outcome="answered")
+            assert counted == 1
 
 
 async def test_what_running_requests_hold() -> None:

@@ -9,7 +9,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import CostRule
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import CircuitState
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, StreamBroken, WorkerUnreachable
@@ -187,3 +187,34 @@ async def test_a_call_that_kills_engines_gets_as_many_as_it_has_tries(retries_ma
     bench = await bench_of(plane, *map(card, range(1, 7)), config=config)
     await poison(bench)
     assert len({each.address for each in plane.opened}) == len(plane.opened) == retries_max + 1
+
+
+NO_KV = EngineChunk(finish=FinishReason.ERROR, error="the engine answered 500", kv_lost=KvLoss.BROKEN)
+
+
+class Pairs(Engines):
+    """Decode engines fail what they cannot answer as if its KV were lost; the one at ``cut`` gets none."""
+
+    cut = ""
+
+    def __call__(self, stream: ScriptedStream) -> None:
+        is_poison = stream.request.request_id.startswith("poison")
+        if stream.request.leg is Leg.DECODE and (is_poison or stream.address == self.cut):
+            stream.feed(NO_KV)
+        else:
+            super().__call__(stream)
+
+
+async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
+    bench = await bench_of(ScriptedPlane(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG)
+    await poison(bench, 12)
+    assert list(bench.model.broken_pairs()) == []
+    assert circuits_open(bench, 1, 2, 3, 4, 5) == set()
+
+
+async def test_a_pair_whose_call_is_answered_without_its_kv_is_parted() -> None:
+    engines = Pairs(FAILURES[0])
+    engines.cut = address_of(2)
+    bench = await bench_of(ScriptedPlane(engines), *PAIRS, config=LONG)
+    await send(bench, 20)
+    assert {pair.decode for pair, _ in bench.model.broken_pairs()} == {2}

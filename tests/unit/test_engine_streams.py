@@ -13,7 +13,13 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.engines.openai import streams
 from kvrouter.engines.openai.events import read_event
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import PIECE_BYTES, AnswerReading, SseStream, WholeStream
+from kvrouter.engines.openai.streams import (
+    BEHIND_MAX_BYTES,
+    PIECE_BYTES,
+    AnswerReading,
+    SseStream,
+    WholeStream,
+)
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.stream import decode_chunk, encode_chunk
@@ -82,6 +88,27 @@ async def test_a_fingerprint_with_the_usage_goes_back_to_the_last_event(fingerpr
         chunks = await read(await at.stream(reading))
     own = sse(token(1), {**last, "system_fingerprint": fingerprint})
     assert b"".join(chunk.raw for chunk in chunks) == own
+
+
+LAST: dict[str, object] = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize("late", [{"object": "error", "message": "no", "code": 500}, {"error": None}])
+async def test_what_comes_behind_the_last_event_and_is_no_usage_passes(late: dict[str, object]) -> None:
+    own = sse(token(1), LAST, late)
+    async with asked(Answer((own,))) as at:
+        chunks = await read(await at.stream(AnswerReading(passes_raw=True, added_usage=True)))
+    assert b"".join(chunk.raw for chunk in chunks) == own
+
+
+async def test_comments_behind_the_last_event_wait_up_to_a_limit() -> None:
+    last, comments = event_of(LAST), b": keep-alive\n\n" * (BEHIND_MAX_BYTES // 14 + 1)
+    answer = Answer((last + comments,), ends=Ends.HELD)
+    async with asked(answer) as at:
+        stream = await at.stream(AnswerReading(passes_raw=True, added_usage=True))
+        chunk = await anext(stream)
+        assert chunk.raw == last + comments
+        stream.cancel("the client left")
 
 
 async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() -> None:

@@ -13,11 +13,19 @@ from msgspec import structs
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName, WorkerId
-from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend import prepare
 from kvrouter.frontend.openai import parse
-from kvrouter.frontend.openai.body import NUMBERS_MIN, BodyBounds, ScannedBody, scanned
+from kvrouter.frontend.openai.body import (
+    ITEMS_MAX,
+    NUMBERS_MIN,
+    BodyBounds,
+    BodyOverBounds,
+    ScannedBody,
+    scanned,
+)
+from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
@@ -263,3 +271,23 @@ async def test_the_body_of_a_request_ends_before_its_answer() -> None:
         await reader.readuntil(b"[DONE]")
         writer.close()
     assert peak_bytes > kept_bytes, "it was held once"
+
+
+MANY = b"[%s]" % b",".join([b"{}"] * 100_000)
+EMBEDDINGS = next(each for each in PASSED_ROUTES if each.route is CallRoute.EMBEDDINGS)
+
+
+@pytest.mark.parametrize("name", [b"model", b"stream", b"max_tokens", b"cache_salt", b"nvext", b"vllm_xargs"])
+def test_of_a_call_whose_prompt_is_not_read_only_fields_that_are_read_are_counted(name: bytes) -> None:
+    bounds = BodyBounds(read_fields=EMBEDDINGS.read_fields)
+    whole = scanned(b'{"model":"m","input":%s,"%s":1}' % (MANY, name), bounds)
+    assert bytes(whole.raw("input") or b"") == MANY
+    with pytest.raises(BodyOverBounds) as refused:
+        scanned(b'{"input":1,"%s":{"x":%s}}' % (name, MANY), bounds)
+    assert refused.value.param == f"{name.decode()}.x"
+
+
+def test_the_fields_of_a_body_are_counted_whether_they_are_read_or_not() -> None:
+    fields = b",".join(b'"%d":1' % at for at in range(ITEMS_MAX + 1))
+    with pytest.raises(BodyOverBounds, match="elements or fields"):
+        scanned(b"{%s}" % fields, BodyBounds(read_fields=EMBEDDINGS.read_fields))

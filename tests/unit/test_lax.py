@@ -115,6 +115,9 @@ NO_JSON = [b"", b"{", b'{"model":', b"[1]", b"null", b'"text"', b'{"a":1}x', b'{
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"]
 
 
+NAN = '"a":[NaN,Infinity,-Infinity,"\u00fc"]'
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_what_is_no_json_reaches_the_engine_of_the_only_model(path: str) -> None:
     async with open_house(taking(1), script=answers) as house:
@@ -126,13 +129,27 @@ async def test_what_is_no_json_reaches_the_engine_of_the_only_model(path: str) -
             assert (call.route, call.body) == (path, body)
 
 
-@pytest.mark.parametrize(
-    "body", [b'{"a": NaN}', '{"kv_transfer_params":{}}'.encode("utf-16"), b'{"a":-Infinity}']
-)
-async def test_what_an_engine_could_read_and_the_router_cannot_stays_here(body: bytes) -> None:
+@pytest.mark.parametrize("extra", [NAN, '"a":"\u00fc"'])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32"])
+async def test_what_python_reads_as_json_is_judged_as_any_body_is(encoding: str, extra: str) -> None:
     async with open_house(taking(1), script=answers) as house:
-        response = await house.http.post(PATHS[0], content=body)
-        assert (response.status_code, house.plane.opened) == (400, [])
+        body = f"{{{extra}}}"
+        response = await house.http.post(PATHS[0], content=body.encode(encoding))
+        assert (response.status_code, response.content) == (200, WHOLE)
+        call = (await house.plane.wait_for(Leg.AGGREGATED)).request.call
+        assert call is not None
+        assert call.body == body.encode()
+        for name in ("kv_transfer_params", "data_parallel_rank"):
+            body = f'{{{extra},"{name}":{{}}}}'
+            response = await house.http.post(PATHS[0], content=body.encode(encoding))
+            assert (response.status_code, error_of(response)["param"]) == (400, name)
+        assert len(house.plane.opened) == 1
+
+
+async def test_an_engine_that_takes_tokens_is_given_finite_numbers() -> None:
+    async with open_house(card(1)) as house:
+        response = await house.http.post(PATHS[0], content=b'{"model":"%s","top_p":NaN}' % MODEL.encode())
+        assert (response.status_code, error_of(response)["param"]) == (400, "top_p")
 
 
 def test_a_long_body_is_not_read_twice() -> None:

@@ -40,6 +40,8 @@ pub struct Limits {
     pub read_fields: Option<Vec<ReadField>>,
     /// Containers in containers that become objects; what is deeper is skipped too.
     pub read_depth: usize,
+    /// Whether `NaN`, `Infinity` and `-Infinity` are numbers, as Python's own decoder has it.
+    pub takes_nan: bool,
 }
 
 /// A name that is read; of one that is free all fields inside are read too, whatever their names.
@@ -230,8 +232,8 @@ impl Scanner<'_> {
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            b'N' if self.text[self.at..].starts_with(b"NaN") => return Err(Fault::NotFinite),
-            b'I' if self.text[self.at..].starts_with(b"Infinity") => return Err(Fault::NotFinite),
+            b'N' if self.text[self.at..].starts_with(b"NaN") => self.not_finite(b"NaN")?,
+            b'I' if self.text[self.at..].starts_with(b"Infinity") => self.not_finite(b"Infinity")?,
             _ => return Err(Fault::Syntax("a value is missing")),
         }
         Ok(false)
@@ -240,7 +242,8 @@ impl Scanner<'_> {
     #[inline]
     fn count(&mut self, first: u8) -> Result<(), Fault> {
         let is_number = matches!(first, b'-' | b'0'..=b'9');
-        let is_unread = self.is_unread();
+        // Fields of the outermost object are counted all the same: where each is, is returned.
+        let is_unread = self.is_unread() && !(self.frames.len() == 1 && self.frames[0].is_object);
         if let Some(frame) = self.frames.last_mut() {
             frame.begun += 1;
             if is_unread {
@@ -414,12 +417,20 @@ impl Scanner<'_> {
         Ok(())
     }
 
+    fn not_finite(&mut self, word: &'static [u8]) -> Result<(), Fault> {
+        if self.limits.takes_nan {
+            self.word(word)
+        } else {
+            Err(Fault::NotFinite)
+        }
+    }
+
     fn number(&mut self) -> Result<(), Fault> {
         let begin = self.at;
         if self.peek() == Some(b'-') {
             self.at += 1;
             if self.text[self.at..].starts_with(b"Infinity") {
-                return Err(Fault::NotFinite);
+                return self.not_finite(b"Infinity");
             }
         }
         if self.peek() == Some(b'0') {
@@ -582,6 +593,7 @@ mod tests {
             short_fields: vec![b"s".to_vec()],
             read_fields: None,
             read_depth: usize::MAX,
+            takes_nan: false,
         }
     }
 
@@ -615,6 +627,9 @@ mod tests {
         assert_eq!(refused(r#"{"prompt":[[1,2,3],[4,5,6],[7]]}"#), (Fault::Numbers, "prompt".into()));
         assert_eq!(refused(r#"{"m":[1,{"x":NaN}]}"#), (Fault::NotFinite, "m[1].x".into()));
         assert_eq!(refused(r#"{"m":-Infinity}"#), (Fault::NotFinite, "m".into()));
+        let lax = Limits { takes_nan: true, ..limits() };
+        assert_eq!(scan(br#"{"m":[NaN,Infinity,-Infinity]}"#, &lax).unwrap().values, 5);
+        assert!(scan(br#"{"m":-NaN}"#, &lax).is_err());
         assert_eq!(refused(r#"{"m":{"123456789":1}}"#), (Fault::KeyBytes, "m".into()));
         assert_eq!(refused(r#"{"m":12345678901}"#), (Fault::NumberBytes, "m".into()));
         assert_eq!(refused(r#"{"s":{"a":["12345678901"]}}"#), (Fault::ShortBytes, "s.a[0]".into()));
@@ -650,8 +665,8 @@ mod tests {
         let many = "[[],[],[],[],[],[],1,2,3,4,5,6,7,8,9,\"€€€€€€€€€€€€€€\"]";
         let with = |text: &str| text.replace('X', many);
         for (text, values) in [
-            (r#"{"l":[{"u":X},{"u":1}],"m":{"l":X}}"#, 4),
-            (r#"{"u":X,"v":[1]}"#, 3),
+            (r#"{"l":[{"u":X},{"u":1}],"m":{"l":X}}"#, 5),
+            (r#"{"u":X,"v":[1]}"#, 4),
             (r#"{"l":[{"u":{"f":X}},1]}"#, 4),
         ] {
             assert_eq!(scan(with(text).as_bytes(), &limits).unwrap().values, values, "{text}");
@@ -663,6 +678,7 @@ mod tests {
             r#"{"l":[{"u":1},[X]]}"#,
             r#"{"u":{"v":1},"l":X}"#,
             r#"{"f":{"u":X}}"#,
+            r#"{"a":1,"b":1,"c":1,"d":1,"e":1,"g":1}"#,
             r#"{"f":[{"u":1},{"u":X}]}"#,
             r#"{"\u006c":{"u":X}}"#,
             "X",

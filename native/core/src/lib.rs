@@ -8,6 +8,7 @@ pub mod index;
 pub mod json;
 pub mod ledger;
 pub mod links;
+pub mod msgpack;
 mod overlap;
 pub mod paged_kv;
 mod pages;

@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 pyo3::import_exception!(kvrouter.core.json_bounds, JsonRefused);
 
 /// From this size on a scan takes longer than giving the interpreter up and waiting to get it back.
-const DETACHED_BYTES: usize = 64 * 1024;
+pub const DETACHED_BYTES: usize = 64 * 1024;
 
 #[pyclass(frozen, module = "kvrouter._native")]
 pub struct JsonBounds(json::Limits);
@@ -17,7 +17,7 @@ pub struct JsonBounds(json::Limits);
 impl JsonBounds {
     #[new]
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, blanks_in_row, blanks, number_fields, short_fields, containers=usize::MAX, read_fields=None, read_depth=usize::MAX))]
+    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, blanks_in_row, blanks, number_fields, short_fields, containers=usize::MAX, read_fields=None, read_depth=usize::MAX, takes_nan=false))]
     fn new(
         depth: usize,
         values: usize,
@@ -34,6 +34,7 @@ impl JsonBounds {
         containers: usize,
         read_fields: Option<Vec<(String, bool)>>,
         read_depth: usize,
+        takes_nan: bool,
     ) -> Self {
         JsonBounds(json::Limits {
             depth,
@@ -55,6 +56,7 @@ impl JsonBounds {
                 fields.into_iter().map(read).collect()
             }),
             read_depth,
+            takes_nan,
         })
     }
 

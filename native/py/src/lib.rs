@@ -10,6 +10,7 @@ mod index;
 mod json;
 mod ledger;
 mod links;
+mod msgpack;
 mod paged_kv;
 mod prediction;
 mod prefix_set;
@@ -32,6 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ledger::Ledger>()?;
     module.add_class::<links::LinkMap>()?;
     module.add_class::<links::Senders>()?;
+    module.add_class::<msgpack::MsgpackBounds>()?;
     module.add_class::<paged_kv::PagedKv>()?;
     module.add_class::<prediction::Predictor>()?;
     module.add_class::<prediction::RankColumns>()?;

@@ -1,8 +1,8 @@
 """Decoding of what comes from outside: from a client, an engine, another process or a file.
 
-A few bytes of JSON become an object of a hundred. So before anything is built the native core counts what a
-long text would become, and refuses one that holds more than its bounds allow. A short text is not counted:
-its bytes alone keep the number of objects below the bounds.
+A few bytes of JSON, or one of msgpack, become an object of a hundred. So before anything is built the native
+core counts what a long text or frame would become, and refuses one that holds more than its bounds allow. A
+short one is not counted: its bytes alone keep the number of objects below the bounds.
 
 Every failure of a decoder is caught here and nowhere else.
 """
@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+from kvrouter.core.json_bounds import JsonBounds, JsonRefused, MsgpackBounds
 
 CONTAINERS_MAX = 16_384
 """Lists and objects of one text. Each becomes an object of some hundred bytes."""
@@ -37,6 +37,10 @@ UNSCANNED_BYTES = 3 * CONTAINERS_MAX
 
 OFF_LOOP_BYTES = 1024 * 1024
 """From so many bytes on a text takes milliseconds: an event loop has a thread decode it."""
+
+FRAME_CONTAINERS_MAX = 8 * CONTAINERS_MAX
+FRAME_VALUES_MAX = 2 * VALUES_MAX
+"""The same of one frame of msgpack, as processes send to each other: those carry what many streams bring."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -68,6 +72,7 @@ def bounds_of(kind: object, times: int = 1) -> JsonBounds:
         short_fields=(),
         read_fields=None if is_free else tuple(fields.items()),
         read_depth=depth,
+        takes_nan=True,  # the decoder refuses it, where it reads it
     )
 
 
@@ -129,7 +134,6 @@ _OVER = {
     "key_bytes": "a field's name is too long",
     "number_bytes": "a number is too long",
     "blanks": "more blanks than are read",
-    "not_finite": "must be a finite number",
 }
 
 
@@ -196,10 +200,28 @@ def attempted(decode: Callable[[Source], T], data: Source) -> T:
         raise _unreadable(error) from error
 
 
-def unpacked(decoder: Decoder[T], frame: Data, what: str, *, error: MakesError = ProtocolError) -> T:
-    """Return what msgpack holds, whose size is bounded; raise as :func:`decoded` does."""
+@lru_cache(maxsize=16)
+def _frame_bounds(times: int) -> MsgpackBounds:
+    values, containers = FRAME_VALUES_MAX * times, FRAME_CONTAINERS_MAX * times
+    return MsgpackBounds(depth=DEPTH_MAX, values=values, containers=containers)
+
+
+def parsed_frame(decoder: Decoder[T], frame: Data, *, times: int = 1) -> T:
+    """Return what msgpack holds, within ``times`` the bounds; raise :class:`Unreadable`."""
     try:
-        return parsed_counted(decoder, frame)
+        if len(frame) > FRAME_CONTAINERS_MAX * times:
+            _frame_bounds(times).scan(bytes(frame))
+        return decoder.decode(frame)
+    except _FAILURES as error:
+        raise _unreadable(error) from error
+
+
+def unpacked(
+    decoder: Decoder[T], frame: Data, what: str, *, times: int = 1, error: MakesError = ProtocolError
+) -> T:
+    """Return what msgpack holds, within ``times`` the bounds; raise as :func:`decoded` does."""
+    try:
+        return parsed_frame(decoder, frame, times=times)
     except Unreadable as unreadable:
         raise error(f"{what}: {unreadable}", param=what) from unreadable
 

@@ -54,7 +54,7 @@ class UnrenderedChats(NamedTuple):
 
 
 def unrendered(text: TextModel, error: KvrouterError) -> Unrendered:
-    """Return what is told of a chat that this error kept from becoming a prompt."""
+    """Return the reason for a chat that this error kept from becoming a prompt."""
     if text.template is None:
         return Unrendered(UnrenderedReason.NO_TEMPLATE, NO_TEMPLATE)
     if isinstance(error, TemplateFailed):

@@ -23,7 +23,7 @@ from kvrouter.frontend.errors import RouteNotServed
 from kvrouter.frontend.http import SSE_DONE, Disconnected, Handler, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.answers import RouteKind
-from kvrouter.frontend.openai.body import NotJson, ScannedBody
+from kvrouter.frontend.openai.body import NotFinite, NotJson, ScannedBody
 from kvrouter.frontend.openai.parse import (
     Call,
     ChatCall,
@@ -33,7 +33,12 @@ from kvrouter.frontend.openai.parse import (
     parse_completion,
 )
 from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_form, parse_passed
-from kvrouter.frontend.openai.passthrough import is_surely_unreadable, parse_passthrough, parse_unread
+from kvrouter.frontend.openai.passthrough import (
+    as_utf8,
+    is_surely_unreadable,
+    parse_passthrough,
+    parse_unread,
+)
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_passthrough import pass_events, pass_stream, pass_whole
 from kvrouter.frontend.response_writer import (
@@ -313,7 +318,7 @@ class GenerateRoutes:
             return await self._prepared_form(exchange, kind, request, reader)
         data = request.take_body()
         try:
-            body = await self._bodies.scan(data)
+            body = await self._scanned(data, kind.read_fields if isinstance(kind, PassedRoute) else None)
         except NotJson as error:
             return await self._prepared_unread(exchange, data, error, reader)
         if isinstance(kind, PassedRoute):
@@ -331,6 +336,23 @@ class GenerateRoutes:
         matcher = StopMatcher(parsed.call.stops)
         generate = await self._preparer.prepare(parsed, called, text, exchange.request_id)
         return _Prepared(parsed.call, generate, text, matcher)
+
+    async def _scanned(self, data: bytes, read_fields: frozenset[str] | None) -> ScannedBody:
+        """Look through a body as engines read it, with Python's own decoder: it may be in UTF-16 or UTF-32,
+        and where its engine takes calls numbers need not be finite. Raises :class:`InvalidRequest`.
+        """
+        try:
+            return await self._bodies.scan(data, read_fields)
+        except NotFinite:
+            body = await self._bodies.scan(data, read_fields, takes_nan=True)
+            if not self._preparer.called_model(body).router.fleet.takes_calls:
+                raise
+            return body
+        except NotJson:
+            written = as_utf8(data)
+            if written is None:
+                raise
+        return await self._scanned(written, read_fields)
 
     async def _prepared_unread(
         self, exchange: ResponseWriter, data: bytes, error: NotJson, reader: NvextReader

@@ -451,13 +451,20 @@ class Bodies:
         )
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvrouter-body")
 
-    async def scan(self, data: bytes) -> ScannedBody:
-        """Look through a body; raise :class:`InvalidRequest` with the field's path as ``param``."""
+    async def scan(
+        self, data: bytes, read_fields: frozenset[str] | None = None, *, takes_nan: bool = False
+    ) -> ScannedBody:
+        """Look through a body of which ``read_fields`` are read, None: all. Raises :class:`InvalidRequest`
+        with the field's path as ``param``.
+        """
+        bounds = self._bounds_of(data)
+        if read_fields is not None or takes_nan:
+            bounds = dataclasses.replace(bounds, read_fields=read_fields, takes_nan=takes_nan)
         try:
             if len(data) <= OFF_LOOP_BYTES:
-                return scanned(data, self._bounds)
+                return scanned(data, bounds)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, scanned, data, self._bounds_of(data))
+            return await loop.run_in_executor(self._threads, scanned, data, bounds)
         except BodyOverBounds as refused:
             self._observed.body_refused(refused.bound)
             raise

@@ -394,11 +394,16 @@ class FailedLegs:
         self._model = model
         self._prefill: list[_FailedLeg] = []
         self._last: list[_FailedLeg] = []
+        self._kv_lost: list[Attempt] = []
 
     def add(self, attempt: Attempt, leg: Leg) -> None:
         """A worker failed a leg that it had."""
         failed = self._prefill if leg is Leg.PREFILL else self._last
         failed.append(_FailedLeg(attempt, leg, time.monotonic()))
+
+    def add_kv_lost(self, attempt: Attempt) -> None:
+        """A decode worker failed a leg that fetches KV, and did not say why."""
+        self._kv_lost.append(attempt)
 
     def prefilled(self) -> None:
         """A worker prefilled the request: those that failed to are at fault."""
@@ -407,13 +412,16 @@ class FailedLegs:
     def begun(self) -> None:
         """A worker answers: those that failed to are at fault. Prefill legs that failed were left out."""
         self._blame(self._last, Suspicion.SURE)
+        for attempt in self._kv_lost:
+            self._model.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
         self.end()
 
     def end(self) -> None:
         """No other worker is given the request. Idempotent."""
-        is_shared = len(self._prefill) + len(self._last) > 1
+        is_shared = len(self._prefill) + len(self._last) + len(self._kv_lost) > 1
         for failed in (self._prefill, self._last):
             self._blame(failed, Suspicion.SHARED if is_shared else Suspicion.ALONE)
+        self._kv_lost.clear()
 
     def _blame(self, failed: list[_FailedLeg], suspicion: Suspicion) -> None:
         for each in failed:

@@ -194,7 +194,10 @@ class RequestRun:
             return
         self._silence = None
         if not self._model.prefill_worker_left(attempt.placement):
-            self._model.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
+            if loss is KvLoss.BROKEN:  # also what an engine's failure is taken for that may be the request's
+                self._failed_legs.add_kv_lost(attempt)
+            else:
+                self._model.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
         self._lost_leg = LegLost(Leg.PREFILL, sender, lost.why)
         await self._perform(self.journey.handle(lost))
 

@@ -209,7 +209,7 @@ class Synced(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 def decode_frame(payload: bytes) -> EngineFrame:
     """Return what an engine said; raise ProtocolError."""
-    return unpacked(_decoder, payload, "frame")
+    return unpacked(_decoder, payload, "frame", times=FRAME_TIMES)
 
 
 def encode_reply(reply: Welcome | EngineRefused | Synced) -> bytes:
@@ -223,6 +223,9 @@ _decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineF
 
 
 FRAME_BYTES_MAX = 1024 * 1024
+FRAME_TIMES = 2
+"""A frame may hold a token for each of its bytes: twice as many values as others."""
+
 TOKEN_BYTES_MAX = 1024
 CONNECTIONS_MAX = 64
 

@@ -16,12 +16,13 @@ import msgspec
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, EngineHash
-from kvrouter.core.json import Decoder, Unreadable, parsed_counted
+from kvrouter.core.json import Decoder, Unreadable, parsed_frame
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.engines.kv_events.records import (
     EVENTS_MAX,
     HASHES_MAX,
     PAYLOAD_BYTES_MAX,
+    PAYLOAD_TIMES,
     TOKENS_MAX,
     CacheGroup,
     EngineBatch,
@@ -133,7 +134,7 @@ def decoded(
     Raises ProtocolError, which names the field.
     """
     try:
-        return parsed_counted(decoder, data)
+        return parsed_frame(decoder, data, times=PAYLOAD_TIMES)
     except Unreadable as error:
         field = _field(str(error), where, array_fields)
         raise ProtocolError(f"{field}: {error}", param=field) from error

@@ -17,6 +17,9 @@ HASHES_MAX = 1 << 16
 TOKENS_MAX = 1 << 22
 """The most events in a batch, hashes in one event, token ids in one event."""
 
+PAYLOAD_TIMES = 9
+"""A batch holds so many times what a frame between processes may: more values than an event has tokens."""
+
 FIRST_RANK = DpRank(0)
 
 HASH_MASK = (1 << 64) - 1

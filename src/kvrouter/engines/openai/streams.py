@@ -40,6 +40,9 @@ from kvrouter.engines.openai.server import (
 from kvrouter.http_client import connection_failure
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
 
+BEHIND_MAX_BYTES = 4096
+"""So many bytes of comments wait behind an answer's last event for the usage, and no more."""
+
 
 class RawEvents:
     """Takes out of the events of one stream what was asked for the router's sake.
@@ -54,6 +57,7 @@ class RawEvents:
         self._takes_usage = reading.added_usage
         self._last = b""
         self._behind: list[bytes] = []
+        self._behind_bytes = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -64,7 +68,7 @@ class RawEvents:
         """Return what of ``raw``, and of what waits, goes to the client now."""
         if event.choices and event.usage is not None and not isinstance(event, UnreadEvent):
             self._takes_usage = False
-        if self._takes_usage and (event.is_usage_alone or self._is_empty_usage(event)):
+        if self._takes_usage and (event.is_usage_alone or self._is_empty_usage(event, raw)):
             return self._released(event.system_fingerprint)
         if self._reading.added_token_ids:
             if exists_for_tokens(event, raw):
@@ -75,16 +79,16 @@ class RawEvents:
             return released
         return self._released(None) + raw
 
-    def _is_empty_usage(self, event: AnswerEvent) -> bool:
-        """Whether it is where the usage was asked for, without one: nothing else comes behind the last event
-        of an answer.
-        """
-        is_read = not isinstance(event, UnreadEvent)
+    def _is_empty_usage(self, event: AnswerEvent, raw: bytes) -> bool:
+        """Whether it is where the usage was asked for, without one: it has choices, and none in them."""
+        is_read = not isinstance(event, UnreadEvent) and b'"choices"' in raw
         return is_read and self.is_waiting and not event.choices and event.error is None
 
-    def hold(self, comment: bytes) -> None:
-        """A comment came behind bytes that wait."""
+    def hold(self, comment: bytes) -> bytes:
+        """A comment came behind bytes that wait; return what waits no longer, as there are many."""
         self._behind.append(comment)
+        self._behind_bytes += len(comment)
+        return self._released(None) if self._behind_bytes > BEHIND_MAX_BYTES else b""
 
     def end(self) -> bytes:
         """Return what still waits: no usage comes any more."""
@@ -97,6 +101,7 @@ class RawEvents:
         if self._behind:
             raw += b"".join(self._behind)
             self._behind.clear()
+            self._behind_bytes = 0
         return raw
 
 
@@ -177,7 +182,7 @@ PIECE_BYTES = 256 * 1024
 
 
 ABORTED = "the engine aborted the answer"
-"""Nobody asked it to: it was told to end, as in a rolling restart."""
+"""No client asked for it: the engine was stopped, as in a rolling restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +389,7 @@ class SseStream:
         elif data:
             self._take_event(self._read(data), raw)
         elif self._raw.is_waiting:
-            self._raw.hold(raw)
+            self._gathered.add_urgent(self._raw.hold(raw))
         elif self._gathered.is_empty:
             self._comments.append(raw)
         else:

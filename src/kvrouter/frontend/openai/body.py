@@ -191,6 +191,10 @@ class NotJson(InvalidRequest):
     """The body is no JSON, or no object."""
 
 
+class NotFinite(InvalidRequest):
+    """The body holds NaN or an infinity: JSON has neither, and Python's own decoder takes them."""
+
+
 class BodyOverBounds(InvalidRequest):
     """The body is JSON, and would become more objects than a request needs."""
 
@@ -217,6 +221,12 @@ class BodyBounds:
     """Strings that are not plain ASCII, as images are: as they are written or as Python holds them,
     whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
     of its string take four bytes."""
+
+    read_fields: frozenset[str] | None = None
+    """The fields of which anything is built here, None: all of them. Of the others only depth, names, numbers
+    and blanks are bounded: they pass as they are."""
+    takes_nan: bool = False
+    """Whether NaN and infinities pass too."""
 
     @property
     def blanks(self) -> int:
@@ -283,6 +293,8 @@ def _native(bounds: BodyBounds) -> JsonBounds:
         blanks=bounds.blanks,
         number_fields=TOKEN_FIELDS,
         short_fields=SHORT_FIELDS,
+        read_fields=None if bounds.read_fields is None else [(name, True) for name in bounds.read_fields],
+        takes_nan=bounds.takes_nan,
     )
 
 
@@ -294,7 +306,7 @@ def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRe
         return NotJson(f"the body is not valid JSON: {refused.what} ({where})")
     if refused.kind == "not_finite":
         what = "must be a finite number"
-        return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+        return NotFinite(f"{path}: {what}" if path else what, param=path or None)
     over = {
         "depth": f"more than {bounds.depth} lists and objects inside each other (KVROUTER_BODY_MAX_DEPTH)",
         "values": f"with it the body holds more than {bounds.values} values (KVROUTER_BODY_MAX_VALUES)",

@@ -38,6 +38,15 @@ class PassedRoute(NamedTuple):
     is_anthropic: bool = False
     is_form: bool = False
 
+    @property
+    def read_fields(self) -> frozenset[str] | None:
+        """The fields of its calls that are read here, None where the prompt is: then any may be."""
+        return None if self.is_chat else _READ_FIELDS
+
+
+_READ_FIELDS = frozenset(
+    {"model", "stream", "max_tokens", "max_output_tokens", "cache_salt", "nvext", "vllm_xargs"}
+)
 
 PASSED_ROUTES: Sequence[PassedRoute] = (
     PassedRoute(CallRoute.RESPONSES, "OpenAI's Responses", is_chat=True, streams=True),
@@ -113,10 +122,10 @@ def parse_passed(
 
 def _chat_of(route: PassedRoute, fields: LaxFields, nvext: NvExt) -> PromptFields | None:
     """What the prompt is made from; None where it goes on from what one engine keeps."""
-    goes_on = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
-    if not route.is_chat or goes_on or fields.has_unknown_salt(nvext):
+    if not route.is_chat or fields.has_unknown_salt(nvext):
         return None
-    return chat_of(fields, route.route)
+    goes_on = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
+    return None if goes_on else chat_of(fields, route.route)
 
 
 def parse_form(

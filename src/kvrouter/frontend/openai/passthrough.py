@@ -4,6 +4,7 @@ The engine is the judge of everything else, fields that nobody here has heard of
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -219,6 +220,23 @@ def is_surely_unreadable(data: bytes) -> bool:
         return not isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):
         return True
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def as_utf8(data: bytes) -> bytes | None:
+    """Return in UTF-8 a body that engines read and that is not: in UTF-16 or UTF-32, or with halves of
+    surrogate pairs. None where it is, or is too long, or in none of these.
+    """
+    if len(data) > UNREAD_BYTES_MAX:
+        return None
+    try:
+        text = data.decode(json.detect_encoding(data), "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+    written = _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text).encode()
+    return None if written == data else written
 
 
 def passed_call_of(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:

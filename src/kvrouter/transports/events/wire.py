@@ -31,6 +31,9 @@ SNAPSHOT_LEAST_BYTES = 1024 * 1024
 RANGE_MAX_BYTES = 64 * 1024 * 1024
 """The largest answer about a range of events; a gap of more than that is filled by a snapshot."""
 
+EVENT_TIMES = 64
+"""Events, and ranks of a snapshot, become objects no larger than their bytes: a long range has many."""
+
 EVENT_ID_MAX = 2**62
 """No stream of events comes this far: a larger id is a mistake."""
 
@@ -129,7 +132,7 @@ def encode_parts(batch: KvBatch, *, max_bytes: int) -> Iterator[tuple[bytes, int
 
 def decode_batch(frame: bytes | memoryview) -> KvBatch:
     """Return the batch in ``frame``; raise ProtocolError."""
-    batch = unpacked(_batch, frame, "batch")
+    batch = unpacked(_batch, frame, "batch", times=EVENT_TIMES)
     return _checked(batch)
 
 
@@ -145,7 +148,7 @@ def snapshot_max_bytes(blocks_max: int) -> int:
 
 def decode_snapshot(frame: bytes | memoryview) -> KvSnapshot | None:
     """Return the snapshot in ``frame``; raise ProtocolError."""
-    snapshot = unpacked(_snapshot, frame, "snapshot")
+    snapshot = unpacked(_snapshot, frame, "snapshot", times=EVENT_TIMES)
     if snapshot is not None and not 0 <= snapshot.next_event_id <= EVENT_ID_MAX:
         raise ProtocolError("snapshot: next_event_id: out of range", param="next_event_id")
     return snapshot
@@ -158,7 +161,7 @@ def encode_range(batch: KvBatch | None) -> bytes:
 
 def decode_range(frame: bytes | memoryview) -> KvBatch | None:
     """Return the answer in ``frame``; raise ProtocolError."""
-    batch = unpacked(_range, frame, "batch")
+    batch = unpacked(_range, frame, "batch", times=EVENT_TIMES)
     return None if batch is None else _checked(batch)
 
 

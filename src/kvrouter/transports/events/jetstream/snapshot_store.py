@@ -33,7 +33,7 @@ from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.core.json import decoded, unpacked
 from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamReading
-from kvrouter.transports.events.wire import decode_snapshot
+from kvrouter.transports.events.wire import EVENT_TIMES, decode_snapshot
 from kvrouter.transports.message_auth import MessageAuth
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def encode_ranks(ranks: Sequence[HeldRank]) -> bytes:
 
 def decode_ranks(body: memoryview) -> dict[WorkerRank, HeldRank]:
     """Return a snapshot's ranks; raise ProtocolError."""
-    return {held.rank: held for held in unpacked(_ranks, body, "snapshot ranks")}
+    return {held.rank: held for held in unpacked(_ranks, body, "snapshot ranks", times=EVENT_TIMES)}
 
 
 _claim = msgspec.json.Decoder(Claim)

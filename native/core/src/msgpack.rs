@@ -1,0 +1,124 @@
+//! A scan of msgpack: counts and depth are bounded before any object is built. It holds none itself.
+
+/// What one frame may hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Containers in containers.
+    pub depth: usize,
+    /// Values of all kinds, keys and containers among them.
+    pub values: usize,
+    /// Arrays and maps.
+    pub containers: usize,
+}
+
+/// The bound that a frame is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    Depth,
+    Values,
+    Containers,
+}
+
+/// A frame that holds more than its limits allow: why, and the byte where that begins.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Refused {
+    pub fault: Fault,
+    pub at: usize,
+}
+
+/// Refuses a frame over its limits. Values count as soon as they are announced. What is cut short, or no
+/// msgpack, ends the scan: whoever decodes it refuses it.
+pub fn scan(frame: &[u8], limits: &Limits) -> Result<(), Refused> {
+    let mut outer: Vec<usize> = Vec::new();
+    let (mut left, mut at) = (1_usize, 0_usize);
+    let (mut values, mut containers) = (1_usize, 0_usize);
+    loop {
+        while left == 0 {
+            match outer.pop() {
+                Some(more) => left = more,
+                None => return Ok(()),
+            }
+        }
+        left -= 1;
+        let Some((inner, behind)) = value_at(frame, at) else { return Ok(()) };
+        if let Some(inner) = inner {
+            containers += 1;
+            values = values.saturating_add(inner);
+            let refused = |fault| Err(Refused { fault, at });
+            if containers > limits.containers {
+                return refused(Fault::Containers);
+            }
+            if values > limits.values {
+                return refused(Fault::Values);
+            }
+            if outer.len() >= limits.depth {
+                return refused(Fault::Depth);
+            }
+            outer.push(left);
+            left = inner;
+        }
+        at = behind;
+    }
+}
+
+/// How many values are in the container that begins at `at`, None where it is no container; and where it, or
+/// what is not one, is read on. None at the end of the frame, and for what is no msgpack.
+fn value_at(frame: &[u8], at: usize) -> Option<(Option<usize>, usize)> {
+    let head = *frame.get(at)?;
+    let body = at + 1;
+    let sized = |bytes: usize| -> Option<(usize, usize)> {
+        let size = frame.get(body..body + bytes)?.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
+        Some((size, body + bytes))
+    };
+    let skipped = |(size, body): (usize, usize)| Some((None, body.checked_add(size)?));
+    match head {
+        0x80..=0x8f => Some((Some(2 * usize::from(head & 0x0f)), body)),
+        0x90..=0x9f => Some((Some(usize::from(head & 0x0f)), body)),
+        0xa0..=0xbf => skipped((usize::from(head & 0x1f), body)),
+        0x00..=0x7f | 0xc0 | 0xc2 | 0xc3 | 0xe0..=0xff => Some((None, body)),
+        0xc4 | 0xd9 => skipped(sized(1)?),
+        0xc5 | 0xda => skipped(sized(2)?),
+        0xc6 | 0xdb => skipped(sized(4)?),
+        0xc7..=0xc9 => sized(1 << (head - 0xc7)).and_then(|(size, body)| skipped((size, body + 1))),
+        0xcc..=0xcf => skipped((1 << (head - 0xcc), body)),
+        0xd0..=0xd3 => skipped((1 << (head - 0xd0), body)),
+        0xca => skipped((4, body)),
+        0xcb => skipped((8, body)),
+        0xd4..=0xd8 => skipped((1 + (1 << (head - 0xd4)), body)),
+        0xdc | 0xdd => sized(2 << (head - 0xdc)).map(|(size, body)| (Some(size), body)),
+        0xde | 0xdf => sized(2 << (head - 0xde)).map(|(size, body)| (Some(2 * size), body)),
+        0xc1 => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { depth: 4, values: 20, containers: 8 };
+
+    fn fault(frame: &[u8]) -> Option<Fault> {
+        scan(frame, &LIMITS).err().map(|refused| refused.fault)
+    }
+
+    #[test]
+    fn containers_values_and_depth_are_bounded() {
+        assert_eq!(fault(&[&[0x97][..], &[0x90; 7]].concat()), None);
+        assert_eq!(fault(&[&[0x98][..], &[0x80; 8]].concat()), Some(Fault::Containers));
+        assert_eq!(fault(&[0x91, 0x91, 0x91, 0x90]), None);
+        assert_eq!(fault(&[0x91, 0x91, 0x91, 0x91, 0x90]), Some(Fault::Depth));
+        assert_eq!(fault(&[&[0xdc, 0, 19][..], &[0xc0; 19]].concat()), None);
+        assert_eq!(fault(&[0xdc, 0, 20]), Some(Fault::Values));
+        assert_eq!(fault(&[0xde, 0, 10]), Some(Fault::Values));
+        assert_eq!(fault(&[0xdd, 0xff, 0xff, 0xff, 0xff]), Some(Fault::Values));
+    }
+
+    #[test]
+    fn what_is_cut_short_or_no_msgpack_ends_it() {
+        for frame in
+            [&[][..], &[0xc1], &[0x92, 0xc1], &[0xdd, 0, 0], &[0xc6, 0xff, 0xff, 0xff, 0xff], &[0xd9]]
+        {
+            assert_eq!(fault(frame), None);
+        }
+    }
+}
