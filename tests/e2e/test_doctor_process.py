@@ -43,8 +43,9 @@ async def heard_and_served(frontend: Frontend) -> bool:
     """Whether both workers answered, and their clocks are known."""
     if not await frontend.serves(2):
         return False
-    for first in range(4):
-        body = {"model": "mock", "prompt": words(first=first, n=100), "max_tokens": 2}
+    for each in (await frontend.fleet())["workers"]:
+        pin = {"backend_instance_id": each["worker_id"]}
+        body = {"model": "mock", "prompt": words(n=100), "max_tokens": 2, "nvext": pin}
         (await frontend.http.post("/v1/completions", json=body)).raise_for_status()
     ranks = [rank for each in (await frontend.fleet())["workers"] for rank in each["ranks"]]
     return all(rank["index_blocks"] and rank["feed"]["clock_ahead_s"] is not None for rank in ranks)
