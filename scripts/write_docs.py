@@ -308,6 +308,10 @@ that goes unnoticed. `make test-engines` compares the same before a real vLLM, a
 and `anthropic` are answered. Not compared are headers of one connection or one moment (`connection`, `date`,
 `keep-alive`, `server`, `transfer-encoding`), and the chunks that an answer comes in.
 
+Two differences have no row, because the scripted engine does not make them. vLLM makes the `id` of an answer
+of the call's `X-Request-Id`; through kvrouter that is the client's, with what tells attempts apart behind it.
+An answer that an engine compresses though nobody asked for that passes as it is, without `content-encoding`.
+
 What becomes of a call whose engine is lost is on the page [When things die](when-things-die.md): kvrouter
 answers it, and the engine alone does not.
 """
