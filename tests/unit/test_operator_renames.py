@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pydantic import JsonValue
 
 from kvrouter.kube.objects import Manifest
+from kvrouter.operator.api import API_VERSION, KIND, read_deployment
 from kvrouter.operator.reconcile.renames import Held, held_components
 
 NOW = datetime(2026, 11, 28, 12, 0, tzinfo=UTC)
@@ -30,25 +31,30 @@ def workload(
     }
 
 
-def held(*there: Manifest, planned: str, roles: tuple[str, ...] = ()) -> Held:
-    return held_components(there, {f"llm-{planned}"}, roles, NOW, HOLD_S)
+def held(*there: Manifest, has: str = "new", role: str = "decode") -> Held:
+    """What stays of ``there`` in a deployment that has this component with three pods, and no other."""
+    component: JsonValue = {"name": has, "type": role, "replicas": 3}
+    fleet = {"metadata": {"name": "llm", "namespace": "team"}, "spec": {"components": [component]}}
+    deployment = read_deployment({"apiVersion": API_VERSION, "kind": KIND, **fleet}).deployment
+    assert deployment is not None
+    return held_components(deployment, there, NOW, HOLD_S)
 
 
 def test_the_old_one_stays_until_the_new_one_is_ready() -> None:
     old = workload("decode")
-    assert held(old, planned="new", roles=("decode",)) == Held(frozenset({"decode"}), HOLD_S)
+    assert held(old) == Held(frozenset({"decode"}), HOLD_S)
     for new in (workload("new", ready=2, age_s=100.0), workload("new", ready=3, age_s=100.0, seen=0)):
-        assert held(old, new, planned="new") == Held(frozenset({"decode"}), HOLD_S - 100.0)
-    assert held(old, workload("new", age_s=100.0), planned="new") == NOBODY
+        assert held(old, new) == Held(frozenset({"decode"}), HOLD_S - 100.0)
+    assert held(old, workload("new", age_s=100.0)) == NOBODY
 
 
 def test_nothing_stays_for_another_role_nor_for_one_that_has_long_been_there_nor_after_the_limit() -> None:
     old = workload("decode")
-    assert held(old, planned="new", roles=("prefill",)) == NOBODY
-    assert held(old, workload("new", "prefill", ready=0, age_s=1.0), planned="new") == NOBODY
-    assert held(old, workload("new", ready=0, age_s=HOLD_S + 1.0), planned="new") == NOBODY
+    assert held(old, role="prefill") == NOBODY
+    assert held(old, workload("new", "prefill", ready=0, age_s=1.0), role="prefill") == NOBODY
+    assert held(old, workload("new", ready=0, age_s=HOLD_S + 1.0)) == NOBODY
 
 
 def test_what_has_no_labels_is_held_by_nobody() -> None:
     bare: Manifest = {"metadata": {"name": "llm-decode", "namespace": "team"}}
-    assert held(bare, planned="new", roles=("decode", "")) == NOBODY
+    assert held(bare) == NOBODY

@@ -57,11 +57,11 @@ from kvrouter.operator.plan import (
     registers_elsewhere,
     zone_budgets,
 )
-from kvrouter.operator.plan.manifest import MANAGER, mapping
-from kvrouter.operator.reconcile.apply import BUDGETS, OWNED, WORKLOADS, Applier, Changes, kind_of
+from kvrouter.operator.plan.manifest import MANAGER
+from kvrouter.operator.reconcile.apply import BUDGETS, OWNED, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
 from kvrouter.operator.reconcile.link_reader import LinkReader
-from kvrouter.operator.reconcile.renames import Held, held_components
+from kvrouter.operator.reconcile.renames import held_components
 from kvrouter.operator.status import (
     NAME_TAKEN_FIX,
     RefusedObjects,
@@ -286,7 +286,8 @@ class Reconciler:
         else:
             now = datetime.now(UTC)
             budgets = self._zone_budgets(found, deployment, planned, pods, now)
-            held = self._held_components(found, planned, now)
+            workloads_there = self._applied.objects_of(found, WORKLOADS)
+            held = held_components(deployment, workloads_there, now, self._defaults.disruption_hold_s)
             ends_s = (held.ends_s, hold_ends_s(budgets, now, self._defaults.disruption_hold_s))
             again_s = min((each for each in ends_s if each is not None), default=None)
             changes = await self._applied.apply(
@@ -369,14 +370,6 @@ class Reconciler:
         if found is not None:
             said = takeover_instructions(self._name, holder, *key)
             await self._recorder.record_once(found, "OtherOperator", said, warns=True)
-
-    def _held_components(self, found: Manifest, planned: Plan, now: datetime) -> Held:
-        """The components that another name takes the place of, and whose pods serve until that one's do."""
-        there = self._applied.objects_of(found, WORKLOADS)
-        wanted = {key_of(each).name: each for each in planned.manifests if kind_of(each) == WORKLOADS}
-        new = wanted.keys() - {key_of(each).name for each in there}
-        roles = [str(mapping(metadata_of(wanted[name]).get("labels")).get(TYPE_LABEL)) for name in new]
-        return held_components(there, wanted, roles, now, self._defaults.disruption_hold_s)
 
     def _zone_budgets(
         self,
