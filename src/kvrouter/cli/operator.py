@@ -257,7 +257,8 @@ def of_admission(command: F) -> F:
     type=click.IntRange(min=0),
     default=600,
     show_default=True,
-    help="How long a zone that lost workers keeps its PodDisruptionBudget: longer than an engine loads.",
+    help="How long a zone that lost workers keeps its PodDisruptionBudget, and a renamed component its "
+    "old pods: longer than an engine loads.",
 )
 @of_planes
 @click.option("--host", default="0.0.0.0", show_default=True, help="Where it listens.")  # noqa: S104
