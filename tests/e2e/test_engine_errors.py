@@ -141,7 +141,7 @@ async def test_an_answer_that_its_engine_aborts_is_asked_for_elsewhere_and_else_
 
 
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "a"}]}
-MESSAGE_END = {"type": "message_stop"}
+MESSAGE_END: dict[str, object] = {"type": "message_stop"}
 USAGE = {"input_tokens": 3, "output_tokens": 1}
 WHOLE: dict[str, Sequence[dict[str, object]]] = {
     "/v1/messages": ({**MESSAGE, "usage": USAGE}, {**MESSAGE, "stop_reason": "end_turn", "usage": USAGE}),
