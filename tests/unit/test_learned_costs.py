@@ -158,7 +158,7 @@ def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -
     engines = Engines()
     engines.shares(PHASE_S, stream=None)
     engines.shares(PHASE_S, stream=True)
-    slowness = [engines.placer.learned.speeds.reading(Slot(slot)).slowness for slot in (0, 1)]
+    slowness = engines.placer.learned.speeds.speeds(2, now_s=engines.now_s).slowness
     assert slowness[0] == pytest.approx(slowness[1], rel=0.05)
 
 
