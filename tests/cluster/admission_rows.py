@@ -38,6 +38,8 @@ def of_port(port: str, **fields: Any) -> Fields:
 
 
 MAIN = "spec.components[0].podTemplate.spec.containers[0]"
+MOCK: Fields = {"name": "main", "args": ["worker", "mock"]}
+ON_HOST = component("decode", podTemplate={"spec": {"hostNetwork": True, "containers": [MOCK]}})
 FORGED = component("decode", podTemplate={**ENGINE, "metadata": {"labels": {ZONE: "here"}}})
 
 
@@ -372,6 +374,13 @@ WARNED: list[Case] = [
         f"{GRAPH}.labelKey: is 'app.kubernetes.io/zone', by which people and tools find pods",
         labelKey="app.kubernetes.io/zone",
         domain="zone",
+    ),
+    Case(
+        spec([*WORKERS[:2], ON_HOST]),
+        (
+            "spec.components[2].podTemplate.spec.hostNetwork: pods take 9190 of their nodes",
+            "those without a node stay Pending. Components that share nodes need other ports",
+        ),
     ),
     Case(
         spec([of_port("70000"), *WORKERS[1:]]),
