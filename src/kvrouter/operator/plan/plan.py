@@ -28,6 +28,7 @@ from kvrouter.operator.plan.packing import (
     read_packings,
 )
 from kvrouter.operator.plan.pod import PodDraft, read_pod_template
+from kvrouter.operator.plan.programs import unregistered
 from kvrouter.operator.plan.serving import complete, http_port
 from kvrouter.operator.plan.shared import OWN_LABEL, give_shared, read_env, shared_problems
 from kvrouter.operator.plan.wiring import (
@@ -105,6 +106,7 @@ def plan(
         if isinstance(draft, list):
             problems += draft
             continue
+        draft.warnings += unregistered(draft, component.type)
         problems += complete(draft, deployment, component, defaults, env.entries)
         give_account(draft, deployment, component.type, defaults)
         annotations: Manifest = {}
