@@ -5,12 +5,14 @@ squares of a line through 0, in which long prompts weigh most, as what else dela
 all, and old ones less. A rank without evidence is as slow as
 ranks are on average; one that was not heard of for long becomes so again by halves, so that it is tried
 again.
-Requests that had to wait for KV memory or a seat say nothing of its speed.
+Requests that had to wait for KV memory or a seat say nothing of its speed. Nor do those that were placed
+before the first answer of an engine since it started, where they take long: it is cold. A rank that counted
+as slow for it would get nothing for minutes where the others are not busy.
 """
 
 from collections import deque
 from collections.abc import Mapping
-from math import ceil, log
+from math import ceil, inf, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -195,6 +197,10 @@ class LearnedSpeeds:
             rank = self._ranks[slot] = _Rank()
             rank.who = expected.rank
         rank.predicted(expected.predicted_s, seen_s)
+        was_cold = expected.at_s < rank.warm_s
+        rank.warm_s = min(rank.warm_s, now_s)
+        if was_cold and seen_s > SLOW * expected.predicted_s:
+            return
         if not expected.is_clear or expected.plain_s <= 0.0 or not self._counts(rank, client, now_s):
             return
         before = float(self._slowness[slot])
@@ -240,6 +246,13 @@ class LearnedSpeeds:
         if not self._decode_is_settled:
             self._refresh_slowness(now_s)
         self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
+
+    def fleet_changed(self) -> None:
+        """Engines that do not answer start again: they are cold then."""
+        columns = self._fleet.columns
+        for slot, rank in self._ranks.items():
+            if columns.engine_silent[slot] or not columns.alive[slot]:
+                rank.warm_s = inf
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
@@ -348,6 +361,7 @@ class _Rank:
         "n_seen",
         "predicted_s",
         "seen_s",
+        "warm_s",
         "who",
     )
 
@@ -359,6 +373,8 @@ class _Rank:
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
         self.is_slow = False
+        self.warm_s = inf
+        """When the first answer came since its engine started."""
         self.who: WorkerRank | None = None
 
     def predicted(self, predicted_s: float, seen_s: float) -> None:
