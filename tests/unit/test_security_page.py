@@ -113,7 +113,7 @@ NO_LIMITS = {
         transports.events.wire.EVENT_ID_MAX engines.openai.pages.COUNT_MAX
         engines.vllm.events.LOOKAHEAD_TOKENS_MAX
         transports.events.wire.COUNT_MAX transports.requests.tcp.plane._ID_LIMIT
-        placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX
+        placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX placement.interference.RATIO_MAX
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LABEL_VALUE_CHARS_MAX
