@@ -38,6 +38,10 @@ def of_port(port: str, **fields: Any) -> Fields:
 
 
 MAIN = "spec.components[0].podTemplate.spec.containers[0]"
+MOCK: Fields = {"name": "main", "args": ["worker", "mock"]}
+ON_HOST = component("decode", podTemplate={"spec": {"hostNetwork": True, "containers": [MOCK]}})
+SOURCES: Fields = {"envFrom": [{"configMapRef": {"name": "settings"}}, {"secretRef": {"name": "hub"}}]}
+FROM_SOURCES = component("decode", podTemplate={"spec": {"containers": [{**MOCK, **SOURCES}]}})
 FORGED = component("decode", podTemplate={**ENGINE, "metadata": {"labels": {ZONE: "here"}}})
 
 
@@ -372,6 +376,22 @@ WARNED: list[Case] = [
         f"{GRAPH}.labelKey: is 'app.kubernetes.io/zone', by which people and tools find pods",
         labelKey="app.kubernetes.io/zone",
         domain="zone",
+    ),
+    Case(
+        spec([*WORKERS[:2], FROM_SOURCES]),
+        (
+            "spec.components[2].podTemplate.spec.containers[0].envFrom: is overruled, since env takes",
+            "DYN_DISCOVERY_BACKEND",
+            "KVROUTER_HEALTH_PORT",
+            "To set one of these, write it as env of this container",
+        ),
+    ),
+    Case(
+        spec([*WORKERS[:2], ON_HOST]),
+        (
+            "spec.components[2].podTemplate.spec.hostNetwork: pods take 9190 of their nodes",
+            "those without a node stay Pending. Components that share nodes need other ports",
+        ),
     ),
     Case(
         spec([of_port("70000"), *WORKERS[1:]]),

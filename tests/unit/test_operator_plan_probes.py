@@ -3,6 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.config.problems import dotted
 from kvrouter.operator.plan.manifest import Manifest, objects
 from kvrouter.operator.plan.serving import HEALTH_PORT
 from tests.support.deployments import at, deployment, environment, has, of_kind, planned, templates
@@ -119,3 +120,30 @@ def test_a_users_own_health_port_and_probes_of_a_worker_win() -> None:
     assert at(found, "spec", "containers", 0, "livenessProbe") == {"exec": {}}
     found = templates(planned(deployment(pods={"worker": worker(unknown)})))["worker"]
     assert not has(at(found, "spec", "containers", 0), "readinessProbe")
+
+
+def test_in_its_nodes_network_a_pod_declares_every_port_that_it_does_not_choose() -> None:
+    words: JsonValue = ["worker", "mock", "--listen-port", "7000"]
+    other: JsonValue = {"name": "own", "command": ["kvrouter", "worker", "mock"], "image": "own"}
+    engine: JsonValue = {"name": "engine", "image": "vllm", "ports": [{"containerPort": 8001}]}
+    spec: dict[str, JsonValue] = {"containers": [{"name": "main", "args": words}, other, engine]}
+    pods: dict[str, JsonValue] = {
+        "worker": {"spec": {**spec, "hostNetwork": True}},
+        "decode": {"spec": spec},
+        "frontend": {"spec": {"hostNetwork": True, "containers": [{"name": "main"}]}},
+    }
+    found = planned(deployment(types=("frontend", "decode", "worker"), pods=pods))
+    made = templates(found)
+    assert declared(made["worker"]) == {HEALTH_PORT, 7000, HEALTH_PORT + 1, 8001}
+    assert declared(made["decode"]) == {8001}  # its pods do not roll for this
+    assert declared(made["frontend"]) == {8000}
+    assert at(made["worker"], "spec", "dnsPolicy") == "ClusterFirstWithHostNet"
+    reported = {dotted(warning.path): warning.must for warning in found.warnings}
+    where = "spec.components[{}].podTemplate.spec.hostNetwork"
+    assert reported[where.format(2)].startswith("pods take 7000, 8001, 9190, 9191 of their nodes")
+    assert reported[where.format(0)].endswith("(DYN_HTTP_PORT)")
+
+
+def declared(template: JsonValue) -> set[JsonValue]:
+    containers = objects(at(template, "spec", "containers"))
+    return {entry["containerPort"] for each in containers for entry in objects(each.get("ports"))}

@@ -197,3 +197,34 @@ def test_a_pods_own_word_on_a_label_of_the_operators_is_reported() -> None:
     decode = templates(found)["decode"]
     assert at(decode, "metadata", "labels", "kvrouter.dev/component") == "decode"
     assert at(decode, "metadata", "labels", "a") == "b"
+
+
+def test_sources_of_variables_that_the_operator_sets_are_reported_with_those_that_they_may_hold() -> None:
+    sources: JsonValue = [{"secretRef": {"name": "hub"}}]
+    prefixed: JsonValue = [{"prefix": "HF_", "secretRef": {"name": "hub"}}]
+    of_kvrouter: JsonValue = [{"prefix": "KVROUTER_EVENT", "configMapRef": {"name": "of-kvrouter"}}]
+    own: JsonValue = [{"name": "DYN_NAMESPACE", "value": "mine"}]
+    main: JsonValue = {"name": "main", "args": ["worker", "mock"], "envFrom": sources, "env": own}
+    containers: JsonValue = [
+        main,
+        {"name": "plain", "image": "example.com/engine:1"},
+        {"name": "hub", "image": "example.com/engine:1", "envFrom": prefixed},
+        {"name": "events", "image": "example.com/engine:1", "envFrom": of_kvrouter},
+    ]
+    companion: JsonValue = {"name": "with", "image": "a", "restartPolicy": "Always", "envFrom": sources}
+    before: JsonValue = {"name": "before", "image": "a", "envFrom": sources}
+    pod: JsonValue = {"spec": {"containers": containers, "initContainers": [before, companion]}}
+    found = planned(shared({"decode": pod}, experimental=POLICY, env=[{"name": "HF_HOME", "value": "/hub"}]))
+    said = {
+        dotted(warning.path).removeprefix("spec.components[1].podTemplate.spec."): warning.must
+        for warning in found.warnings
+        if warning.path[-1] == "envFrom"
+    }
+    assert set(said) == {f"containers[{index}].envFrom" for index in (0, 2, 3)} | {
+        "initContainers[1].envFrom"
+    }
+    for name in ("DYN_DISCOVERY_BACKEND", "KVROUTER_HEALTH_PORT", "DYN_KV_TRANSFER_DOMAIN", "HF_HOME"):
+        assert name in said["containers[0].envFrom"]
+    assert "DYN_NAMESPACE" not in said["containers[0].envFrom"]  # the container says it itself
+    assert ": HF_HOME." in said["containers[2].envFrom"]
+    assert ": DYN_EVENT_PLANE." in said["containers[3].envFrom"]  # one variable under two names

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -20,6 +21,8 @@ REVIEW_KIND = "AdmissionReview"
 WARNING_CHARS_MAX = 256
 WARNINGS_CHARS_MAX = 4096
 """The API server cuts a longer warning, and drops those that come after these characters of them."""
+WARNING_LINES_MAX = 4
+"""So many lines one warning may take, at most."""
 
 JUDGED = frozenset({"CREATE", "UPDATE"})
 
@@ -132,17 +135,22 @@ def _printable(text: str) -> str:
 
 
 def _fitting(warnings: Sequence[Problem]) -> list[str]:
-    """The warnings that an API server passes on: each short enough, and together."""
+    """The warnings that an API server passes on: each in lines that are short enough, and all together."""
     fitting: list[str] = []
     left = WARNINGS_CHARS_MAX
     for warning in warnings:
-        text = line(warning)
-        if len(text) > WARNING_CHARS_MAX:
-            text = text[: WARNING_CHARS_MAX - 1] + "…"
-        left -= len(text)
-        if left < 0:
-            break
-        fitting.append(text)
+        for text in wrap(
+            line(warning),
+            WARNING_CHARS_MAX,
+            subsequent_indent="… ",
+            max_lines=WARNING_LINES_MAX,
+            placeholder="…",
+            break_on_hyphens=False,
+        ):
+            left -= len(text)
+            if left < 0:
+                return fitting
+            fitting.append(text)
     return fitting
 
 

@@ -1,6 +1,7 @@
 """The plan: every manifest of one deployment, in one order, from arguments alone."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
@@ -27,7 +28,8 @@ from kvrouter.operator.plan.packing import (
     packed_labels,
     read_packings,
 )
-from kvrouter.operator.plan.pod import PodDraft, read_pod_template
+from kvrouter.operator.plan.pod import PodDraft, overruled_sources, read_pod_template
+from kvrouter.operator.plan.programs import unregistered
 from kvrouter.operator.plan.serving import complete, http_port
 from kvrouter.operator.plan.shared import OWN_LABEL, give_shared, read_env, shared_problems
 from kvrouter.operator.plan.wiring import (
@@ -105,6 +107,8 @@ def plan(
         if isinstance(draft, list):
             problems += draft
             continue
+        written = replace(draft, containers=[*draft.containers], init_containers=[*draft.init_containers])
+        draft.warnings += unregistered(draft, component.type)
         problems += complete(draft, deployment, component, defaults, env.entries)
         give_account(draft, deployment, component.type, defaults)
         annotations: Manifest = {}
@@ -117,6 +121,7 @@ def plan(
             wire_worker(draft, component.type, policy, resolution.copies, defaults)
             annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
         give_shared(draft, deployment.spec, env)
+        draft.warnings += overruled_sources(written, draft)
         packed_labels(draft, packing := packings.get(component.name))
         if packing is not None:
             annotations[PACKING_ANNOTATION] = packing.annotation

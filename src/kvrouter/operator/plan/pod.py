@@ -1,6 +1,6 @@
 """A component's pod template: parsed, completed with defaults and rendered; its environment variables."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
@@ -175,6 +175,32 @@ def owned(
     ]
     kept = [entry for entry in own if entry.get("name") not in taken]
     return {**container, "env": listed([*entries, *kept])}, warnings
+
+
+def overruled_sources(written: PodDraft, completed: PodDraft) -> Iterator[Problem]:
+    """Yield a warning for each ``envFrom`` that may hold variables which the operator sets in ``env``, where
+    they take precedence. What the sources hold is not read: the operator has no right to read Secrets.
+    """
+    for name in ("containers", "initContainers"):
+        is_init = name == "initContainers"
+        made = completed.init_containers if is_init else completed.containers
+        by_name = {str(container.get("name")): container for container in made}
+        for index, container in enumerate(written.init_containers if is_init else written.containers):
+            prefixes = [str(source.get("prefix") or "") for source in objects(container.get("envFrom"))]
+            own = [entry.get("name") for entry in objects(container.get("env"))]
+            set_here = objects(by_name.get(str(container.get("name")), {}).get("env"))
+            added = [str(entry.get("name")) for entry in set_here if entry.get("name") not in own]
+            held = [one for one in added if any(_may_hold(prefix, one) for prefix in prefixes)]
+            if held:
+                must = (
+                    "is overruled, since env takes precedence over it, on what the operator sets: "
+                    f"{', '.join(held)}. To set one of these, write it as env of this container"
+                )
+                yield Problem((*completed.at, "spec", name, index, "envFrom"), must)
+
+
+def _may_hold(prefix: str, name: str) -> bool:
+    return any(spelling.startswith(prefix) for spelling in spellings(name))
 
 
 def _is_one(name: JsonValue, other: str) -> bool:

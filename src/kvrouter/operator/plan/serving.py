@@ -20,6 +20,11 @@ HEALTH_PORT = 9190
 """The first of a worker pod's ports for probes: one for each container, in case it runs a worker."""
 
 HEALTH_PORT_VARIABLE = "KVROUTER_HEALTH_PORT"
+FIXED_PORTS = {HEALTH_PORT_VARIABLE: "--health-port", "KVROUTER_LISTEN_PORT": "--listen-port"}
+"""The variables of a worker's ports that it does not choose itself, and their flags."""
+
+HOST_DNS = "ClusterFirstWithHostNet"
+"""Without it a pod in its node's network asks the node's resolver, which knows no Service."""
 GRACE_S = 60
 """Above a drain's own limit of 30 s and the time before it."""
 
@@ -90,6 +95,9 @@ def complete(
             _with_health(container, next(ports)) if is_sidecar(container) else container
             for container in draft.init_containers
         ]
+    if draft.spec.get("hostNetwork") is True:
+        draft.spec.setdefault("dnsPolicy", HOST_DNS)
+        draft.warnings += _share_host(draft, component)
     draft.spec.setdefault("enableServiceLinks", False)  # a Service's variables could be read as settings
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
@@ -235,6 +243,44 @@ def _field(name: str, path: str) -> Manifest:
     """A variable with what the pod is, by the Downward API."""
     field: JsonValue = {"fieldRef": {"fieldPath": path}}
     return {"name": name, "valueFrom": field}
+
+
+def _share_host(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
+    """Declare the ports that a pod takes of its node, so that the scheduler keeps pods of one port apart.
+
+    Ports that are not declared are tried and found taken by the second pod of a node, again and again.
+    """
+    for containers in (draft.containers, draft.init_containers):
+        containers[:] = [_with_declared_ports(container) for container in containers]
+    taken = {
+        port
+        for container in (*draft.containers, *draft.init_containers)
+        for entry in objects(container.get("ports"))
+        if isinstance(port := entry.get("containerPort"), int)
+    }
+    if not taken:
+        return []
+    is_frontend = component.type is ComponentType.FRONTEND
+    must = (
+        f"pods take {', '.join(map(str, sorted(taken)))} of their nodes: a node holds one pod of a port, and "
+        "those without a node stay Pending. Components that share nodes need other ports "
+        f"({HTTP_PORT_VARIABLE if is_frontend else HEALTH_PORT_VARIABLE})"
+    )
+    return [Problem((*draft.at, "spec", "hostNetwork"), must)]
+
+
+def _with_declared_ports(container: Manifest) -> Manifest:
+    """``container`` with the ports of a worker that it states, among those that it declares."""
+    ports = objects(container.get("ports"))
+    there = [entry.get("containerPort") for entry in ports]
+    stated = {
+        port
+        for name, flag in FIXED_PORTS.items()
+        for text in (value_of(container, name), flag_of(container, flag))
+        if (port := _port(text or "")) is not None and port not in there
+    }
+    added: list[Manifest] = [{"containerPort": port, "protocol": "TCP"} for port in sorted(stated)]
+    return {**container, "ports": listed([*ports, *added])} if added else container
 
 
 def _add_port_and_probes(draft: PodDraft) -> None:
