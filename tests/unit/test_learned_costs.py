@@ -153,6 +153,15 @@ def test_five_seconds_after_the_attacker_left_others_go_where_they_went_before(p
     assert abs(after - before) <= 0.05
 
 
+def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -> None:
+    """Prompts do not wait for decode steps here, and the attacker's answers never end at worker 1."""
+    engines = Engines()
+    engines.shares(PHASE_S, stream=None)
+    engines.shares(PHASE_S, stream=True)
+    slowness = engines.placer.learned.speeds.speeds(2, now_s=engines.now_s).slowness
+    assert slowness[0] == pytest.approx(slowness[1], rel=0.05)
+
+
 def test_an_answer_that_shows_no_first_token_leaves_the_queue_when_its_prompt_should_be_computed() -> None:
     engines = Engines(Role.BOTH)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.fleet import Fleet
 from kvrouter.fleet.columns import resized
+from kvrouter.placement.interference import Interference
 from kvrouter.placement.link_speeds import LinkListener
 from kvrouter.routing.prediction import ANSWER_S
 from kvrouter.routing.request import Pick, Speeds
@@ -148,6 +149,7 @@ class LearnedSpeeds:
         self._answer_s = ANSWER_S
         self._answers = 0
         self._clients: deque[int] = deque(maxlen=CLIENTS_SEEN)
+        self._interference = Interference()
 
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
         """What is known now; the columns are those of the next reading too."""
@@ -159,6 +161,7 @@ class LearnedSpeeds:
             self._decode_slowness[:n_slots],
             self._turnover[:n_slots],
             self._answer_s,
+            self._interference.share,
         )
 
     def decode_slowness(self, slot: Slot) -> float:
@@ -176,9 +179,10 @@ class LearnedSpeeds:
         if times is None:
             return None
         own_s = times.queue_s + times.prefill_s
-        plain_s = max(0.0, own_s - steps_s) / float(self._slowness[slot])
+        waits_s = self._interference.share * steps_s
+        plain_s = max(0.0, own_s - waits_s) / float(self._slowness[slot])
         # Where decode steps are most of the wait it says little of how fast prompts are computed.
-        is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and steps_s <= own_s / 2
+        is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and waits_s <= own_s / 2
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
         return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear)
 
@@ -200,7 +204,10 @@ class LearnedSpeeds:
         if not expected.is_clear or expected.plain_s <= 0.0 or not self._counts(rank, client, now_s):
             return
         before = float(self._slowness[slot])
-        rank.note(expected.plain_s, max(seen_s - expected.steps_s, seen_s / 10), before, now_s)
+        plain_s, steps_s = expected.plain_s, expected.steps_s
+        self._interference.note(slot, plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)
+        waited_s = self._interference.share * steps_s
+        rank.note(plain_s, max(seen_s - waited_s, seen_s / 10), before, now_s)
         if not self._is_settled:
             self._refresh_slowness(now_s)
         self._slowness[slot] = rank.slowness(self._mean, now_s)
@@ -253,6 +260,7 @@ class LearnedSpeeds:
         if rank is not None and rank.who is not None:
             self.listener.gone(rank.who)
         self._decoding.pop(slot, None)
+        self._interference.freed(slot)
         if slot < len(self._slowness):
             self._slowness[slot] = self._mean
             self._decode_slowness[slot] = self._decode_mean
@@ -313,6 +321,7 @@ class LearnedSpeeds:
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean / TURNOVER_FLOOR, 1.0))
+        self._interference.refresh()
         self._refresh_slowness(now_s)
 
     def _refresh_slowness(self, now_s: float) -> None:
