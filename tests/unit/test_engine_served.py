@@ -1,6 +1,7 @@
 """An engine behind its own server, as the worker next to it has it: the answers to its legs."""
 
 import asyncio
+import json
 
 import pytest
 from msgspec.structs import replace
@@ -79,6 +80,51 @@ async def test_a_prefill_with_tools_is_served_by_an_engine_without_a_parser_for_
         with pytest.raises(InvalidRequest):
             await anext(aiter(stream))
         assert len(scripted.calls) == 4
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "about it " * 9}}]
+PREFILLED = {"remote_host": "there", "remote_block_ids": [1]}
+
+
+def prefilled(prompt_tokens: int) -> Answer:
+    said = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": PREFILLED}
+    body = {**said, "usage": {"prompt_tokens": prompt_tokens}}
+    return Answer((json.dumps(body).encode(),), content_type=JSON)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}, "auto", None]
+)
+async def test_a_prefill_engine_that_leaves_tools_out_where_none_may_be_called_prefills_no_other_prompt(
+    choice: object,
+) -> None:
+    """As vLLM with --exclude-tools-when-tool-choice-none: its prompt has fewer tokens than the call has."""
+    call = client_call({"messages": [], "tools": TOOLS, "tool_choice": choice})
+    request = leg(tuple(range(90)), kind=Leg.PREFILL, call=call)
+    refusal = Answer.error(400, "vllm-0.32.0-error-field.json")
+    first_asked = [choice] if choice in ("auto", None) else []
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+
+        async def prefill(*answers: Answer) -> object:
+            scripted.answers.extend(answers)
+            scripted.calls.clear()
+            (chunk,) = [chunk async for chunk in await watched.engine.submit(request)]
+            return chunk.kv_transfer_params
+
+        def choices() -> list[object]:
+            return [asked.body.get("tool_choice") for asked in scripted.calls]
+
+        refusals = [refusal] * len(first_asked)
+        assert await prefill(*refusals, prefilled(90)) == PREFILLED
+        assert choices() == [*first_asked, "none"]
+        assert await prefill(*refusals, prefilled(12)) == {}
+        assert choices() == [*first_asked, "none"]
+        kept = first_asked or ["auto"]
+        assert await prefill(prefilled(90)) == PREFILLED
+        assert choices() == kept
+        with pytest.raises(InvalidRequest):
+            await prefill(refusal)
+        assert choices() == kept
 
 
 async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:

@@ -17,7 +17,7 @@ from kvrouter.engines.openai.engine import REFUSED_PROBES, EngineCall, Probe, Se
 from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES
 from kvrouter.engines.openai.pages import EnginePages, check_serves
 from kvrouter.engines.openai.server import EngineServer, attach_server
-from kvrouter.engines.vllm.calls import call_of
+from kvrouter.engines.vllm.calls import ToolsLeftOut, call_of
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import (
     LOAD_METRICS,
@@ -41,6 +41,7 @@ class VllmClient:
         self._facts = facts
         self._model = model
         self._started_s = facts.started_s
+        self._tools_left_out = ToolsLeftOut()
 
     def call_of(self, request: EngineRequest) -> EngineCall:
         """Return how vLLM is asked for a leg."""
@@ -50,6 +51,7 @@ class VllmClient:
             n_ranks=len(self._facts.ranks),
             tells_where_kv_waits=self._facts.uses_nixl,
             writes_choices=self._facts.writes_choices,
+            tools_left_out=self._tools_left_out,
         )
 
     async def look(self, server: EngineServer) -> Probe:
@@ -62,7 +64,7 @@ class VllmClient:
         if started_s is not None and self._started_s not in (None, started_s):
             now = await ask_info(server, model=self._model, dp_size=len(self._facts.ranks))
             check_identity(server.url, now.identity, self._facts.identity)
-            self._facts = now
+            self._facts, self._tools_left_out = now, ToolsLeftOut()
         self._started_s = started_s or self._started_s
         return Probe(tuple(load_reports(samples, self._facts.ranks, self._worker_id)), started_s)
 

@@ -109,6 +109,21 @@ _REQUIRED = b'"required"'
 _AUTO = b'"auto"'
 
 
+TOOLS_BYTES_PER_TOKEN = 16
+"""Four times as many as JSON has, of which a template may leave some out: a prompt that has fewer tokens by
+one for so many bytes of tools lacks them.
+"""
+
+
+class ToolsLeftOut:
+    """Whether an engine leaves the tools out of a prompt where none may be called, as vLLM does with
+    ``--exclude-tools-when-tool-choice-none``: its answers to prefill legs show it, and nothing else does.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+
+
 def call_of(
     request: EngineRequest,
     *,
@@ -116,12 +131,14 @@ def call_of(
     n_ranks: int = 1,
     tells_where_kv_waits: bool = True,
     writes_choices: bool = False,
+    tools_left_out: ToolsLeftOut | None = None,
 ) -> EngineCall:
     """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
 
     A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another one an answer that does
     not say means that the decode engine finds the KV, in storage that both share. An engine that
     ``writes_choices`` writes into the prompt which tool must be called, and which form the answer must have.
+    ``tools_left_out`` remembers what the engine's prefill legs show.
 
     Raises InvalidRequest naming a field that is no object where it must be one.
     """
@@ -141,6 +158,7 @@ def call_of(
             headers,
             tells_where_kv_waits=tells_where_kv_waits,
             writes_choices=writes_choices,
+            tools_left_out=tools_left_out or ToolsLeftOut(),
         )
     if request.call is not None and not request.resumed_tokens:
         return _as_written(request, request.call, model, headers)
@@ -173,6 +191,7 @@ def _prefill(
     *,
     tells_where_kv_waits: bool,
     writes_choices: bool,
+    tools_left_out: ToolsLeftOut,
 ) -> EngineCall:
     """One token of the same prompt, whose KV the engine then keeps for the decode worker.
 
@@ -181,7 +200,10 @@ def _prefill(
 
     A tool that must be called becomes one that must not: the tools stay in the prompt, and no engine asks for
     a parser. Without ``tool_choice`` it would be ``auto``, which needs one: so where the client wants that,
-    the engine is asked as for a tool that must not be called if it refuses.
+    the engine is asked as for a tool that must not be called if it refuses. An engine that leaves the tools
+    out then has KV of another prompt, which has fewer tokens than are known here: the decode engine computes
+    all of such a call. From then on the engine is asked with ``auto``, and what it refuses is left to the
+    decode engine.
     """
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
@@ -201,18 +223,48 @@ def _prefill(
     else:
         _put_prompt(body, request)
     drop(body, *_ANSWER_ONLY)
+    read = read_event if tells_where_kv_waits else _read_kv_as_found
+    tools_tokens = len(memoryview(body.get("tools", b""))) // TOOLS_BYTES_PER_TOKEN
+    reader = _PrefillReader(read, len(request.token_ids) - tools_tokens, tools_left_out)
     if _must_call_a_tool(body):
-        put(body, tool_choice="none")
+        reader.is_without_calls = not tools_left_out.is_known
+        put(body, tool_choice="none" if reader.is_without_calls else "auto")
+    may_refuse = _may_call_a_tool(body) and not tools_left_out.is_known
     put(body, stream=False, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
-    call = EngineCall(
+    return EngineCall(
         path=path,
         body=bytes_of(body),
         headers=headers,
         streams=False,
         reading=AnswerReading(passes_raw=False),
-        otherwise=partial(_without_calls, body) if _may_call_a_tool(body) else None,
+        reader=lambda: reader,
+        otherwise=partial(reader.without_calls, body) if may_refuse else None,
     )
-    return call if tells_where_kv_waits else dataclasses.replace(call, reader=_reads_kv_as_found)
+
+
+class _PrefillReader:
+    """Reads the answer to a prefill leg; of a prompt without its tools it is as if nothing were prefilled."""
+
+    def __init__(self, read: ReadEvent, tokens_with_tools: int, tools_left_out: ToolsLeftOut) -> None:
+        self._read = read
+        self._tokens_with_tools = tokens_with_tools
+        self._tools_left_out = tools_left_out
+        self.is_without_calls = False
+        """Whether the engine was asked to call no tool where the client's call may."""
+
+    def without_calls(self, body: Body) -> bytes:
+        """Return the body that asks for no call of a tool."""
+        self.is_without_calls = True
+        put(body, tool_choice="none")
+        return bytes_of(body)
+
+    def __call__(self, data: bytes) -> AnswerEvent:
+        event = self._read(data)
+        counted = None if event.usage is None else event.usage.prompt_tokens
+        if not self.is_without_calls or counted is None or counted >= self._tokens_with_tools:
+            return event
+        self._tools_left_out.is_known = True
+        return self._read(NOT_PREFILLED)
 
 
 def _must_call_a_tool(body: Body) -> bool:
@@ -222,11 +274,6 @@ def _must_call_a_tool(body: Body) -> bool:
 
 def _may_call_a_tool(body: Body) -> bool:
     return says_other_than(body, "tools", b"[]") and not says_other_than(body, "tool_choice", _AUTO)
-
-
-def _without_calls(body: Body) -> bytes:
-    put(body, tool_choice="none")
-    return bytes_of(body)
 
 
 def _is_for_one_engine(body: Body) -> bool:
@@ -244,10 +291,6 @@ def _is_for_one_engine(body: Body) -> bool:
         or says_other_than(body, "prompt_embeds", b"[]")
         or has_several_prompts(body)
     )
-
-
-def _reads_kv_as_found() -> ReadEvent:
-    return _read_kv_as_found
 
 
 def _read_kv_as_found(data: bytes) -> AnswerEvent:
