@@ -668,6 +668,8 @@ def router_calls() -> Iterator[Call]:
     yield Call(f"{CHAT}: gzipped", CHAT, gzip.compress(plain, mtime=0), headers=gzipped)
     for path in ("/health", "/version"):
         yield Call(f"{path}: HEAD", path, method="HEAD", headers=())
+    for path in (CHAT, "/version"):
+        yield Call(f"{path}: OPTIONS", path, method="OPTIONS", headers=())
 
 
 def all_calls() -> tuple[Call, ...]:

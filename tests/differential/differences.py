@@ -201,6 +201,10 @@ def _is_head(call: Call, alone: Seen) -> bool:
     return call.method == "HEAD"
 
 
+def _is_options(call: Call, alone: Seen) -> bool:
+    return call.method == "OPTIONS"
+
+
 def _no_json_type(call: Call, alone: Seen) -> bool:
     types = [value.lower().partition(";")[0] for name, value in call.headers if name == "content-type"]
     return call.method == "POST" and types not in (["application/json"], ["multipart/form-data"])
@@ -604,5 +608,26 @@ DIFFERENCES: tuple[Difference, ...] = (
         "absent",
         "Pages take HEAD where they take GET.",
         where(_is_head, equals(None)),
+    ),
+    *(
+        Difference(
+            field,
+            "`OPTIONS`",
+            shown,
+            "Browsers ask by it what they may send, and `--cors-origins` says to which pages' origins.",
+            where(_is_options, equals(through)),
+        )
+        for field, shown, through in (
+            ("status", "204", "HTTP/1.1 204 No Content"),
+            ("header content-type", "absent", None),
+            ("body", "empty", b""),
+        )
+    ),
+    Difference(
+        "header allow",
+        "`OPTIONS`",
+        "also names OPTIONS, and HEAD where the path takes GET",
+        "That is what the path takes.",
+        where(_is_options, _any_of(equals("OPTIONS, POST"), equals("GET, HEAD, OPTIONS"))),
     ),
 )

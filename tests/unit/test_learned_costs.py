@@ -101,6 +101,14 @@ class Engines:
         heappush(self._due, (end_s, next(self._numbers), "end", placement, answer, stream, client))
         return worker
 
+    def queued(self, now_s: float) -> int:
+        """Return the prompt tokens that wait at the first worker then."""
+        self.now_s = now_s
+        probe = self.place(request_of(2, BLOCK_SIZE))
+        tokens = int(self.placer.ledger.columns().prefill_tokens[Slot(0)]) - BLOCK_SIZE
+        self.placer.release(probe, now_s=now_s)
+        return tokens
+
     def shares(self, seconds: float, *, stream: bool | None, pin: int | None = 1) -> tuple[float, int]:
         """Serve honest requests beside attackers that stream, do not, or are not there; return the share of
         the honest ones that worker 1 got, and how many they were.
@@ -167,15 +175,8 @@ def test_an_answer_that_shows_no_first_token_leaves_the_queue_when_its_prompt_sh
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
     ends_s = engines.placer.learned.prefill_ends_s(placement, now_s=0.0)
 
-    def queued(now_s: float) -> int:
-        engines.now_s = now_s
-        probe = engines.place(request_of(2, BLOCK_SIZE))
-        tokens = int(engines.placer.ledger.columns().prefill_tokens[Slot(0)]) - BLOCK_SIZE
-        engines.placer.release(probe, now_s=now_s)
-        return tokens
-
-    assert queued(0.9 * ends_s) == HONEST_TOKENS
-    assert queued(1.1 * ends_s) == 0
+    assert engines.queued(0.9 * ends_s) == HONEST_TOKENS
+    assert engines.queued(1.1 * ends_s) == 0
     engines.placer.first_token(placement, now_s=60.0)
     engines.placer.release(placement, now_s=60.0, tokens=1000)
     assert engines.events.came_s == []
@@ -223,18 +224,11 @@ def test_the_prefill_of_a_pair_ends_when_its_worker_says_so_whether_the_answer_s
     engines = Engines(Role.PREFILL, Role.DECODE)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
 
-    def queued(now_s: float) -> int:
-        engines.now_s = now_s
-        probe = engines.place(request_of(2, BLOCK_SIZE))
-        tokens = int(engines.placer.ledger.columns().prefill_tokens[Slot(0)]) - BLOCK_SIZE
-        engines.placer.release(probe, now_s=now_s)
-        return tokens
-
-    assert queued(1000.0) == HONEST_TOKENS
+    assert engines.queued(1000.0) == HONEST_TOKENS
     engines.placer.prefill_done(placement, now_s=1000.0)
-    assert queued(1000.0) == 0
+    assert engines.queued(1000.0) == 0
     assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 1
-    assert queued(2000.0) == 0
+    assert engines.queued(2000.0) == 0
     assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 0
 
 
