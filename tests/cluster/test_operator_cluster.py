@@ -14,7 +14,7 @@ from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.lease import Leader, LeaseTimes
 from kvrouter.kube.objects import LEASES, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of, uid_of
 from kvrouter.operator.cluster_info import Grove
-from kvrouter.operator.reconcile.controller import read_facts
+from kvrouter.operator.reconcile.info_reader import read_facts
 from tests.support.processes import eventually
 
 CONFIG_MAPS = ResourceKind("v1", "ConfigMap", "configmaps")

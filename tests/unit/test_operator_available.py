@@ -158,7 +158,7 @@ def test_a_renewal_is_no_change_and_a_lease_that_nobody_renews_runs_out() -> Non
 def test_while_the_objects_cannot_be_watched_nobody_expires_and_then_every_lease_is_whole() -> None:
     found, _, there = cards()
     found.update(card(), 0.0, is_there=True)
-    found.watch_lost()
+    found.watch_lost("no")
     found.expire(1000.0)
     assert there() == ["pod-1"]
     found.watch_restored(1000.0)

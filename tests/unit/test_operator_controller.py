@@ -1,4 +1,4 @@
-"""What the leader does about nodes: no more than it must, where there are thousands of them."""
+"""What the leader does over time: what it reads again, holds, records and reports."""
 
 import asyncio
 import json
@@ -16,67 +16,17 @@ from pydantic import JsonValue
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
 from kvrouter.operator.api import Condition
-from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, PODS, TOPOLOGIES
 from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
 from kvrouter.operator.reconcile.apply import BUDGETS
-from kvrouter.operator.reconcile.controller import FACTS_S, Controller
+from kvrouter.operator.reconcile.controller import Controller
+from kvrouter.operator.reconcile.info_reader import FACTS_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
-from kvrouter.operator.reconcile.reconciler import node_name_of
 from kvrouter.operator.status.resolved import copy_of
 from kvrouter.telemetry import Telemetry
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.quiet_cluster import QuietCluster
 from tests.support.statuses import REQUIRED
-
-THERE: dict[ResourceKind, list[Manifest]] = {
-    NODES: [{"metadata": {"name": f"n{number}", "resourceVersion": "1"}} for number in range(50)],
-    PODS: [
-        {
-            "metadata": {
-                "namespace": "team",
-                "name": f"llm-decode-{number}",
-                "resourceVersion": "1",
-                "labels": {"kvrouter.dev/deployment": "llm"},
-            },
-            "spec": {"nodeName": f"n{number}"},
-        }
-        for number in range(5)
-    ],
-}
-
-
-class Quiet(KubeClient):
-    """A cluster of these nodes and pods, in which a node's label changes once."""
-
-    def __init__(self) -> None:
-        self.nodes_may_come = asyncio.Event()
-        self.relabelled = asyncio.Event()
-
-    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
-        if kind == NODES:
-            await self.nodes_may_come.wait()
-        return ObjectList(THERE.get(kind, []), "1")
-
-    @asynccontextmanager
-    async def watch(
-        self, path: str, version: str, *, labels: str = "", accept: str = "", for_s: int = 0
-    ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
-        yield self._changes(path)
-
-    async def _changes(self, path: str) -> AsyncIterator[list[WatchEvent]]:
-        if path == NODES.path():
-            changed = {
-                "metadata": {"name": "n1", "resourceVersion": "2", "labels": {"example.com/rack": "r1"}}
-            }
-            yield [WatchEvent("MODIFIED", Raw(json.dumps(changed).encode()))]
-            self.relabelled.set()
-        await asyncio.Event().wait()
-
-    async def served(self, group_version: str) -> frozenset[str]:
-        return frozenset()
-
-    async def version(self) -> tuple[int, int]:
-        return (1, 34)
 
 
 class Looks:
@@ -347,21 +297,3 @@ async def test_conditions_are_reported_and_go_with_their_deployment() -> None:
         cluster.is_deleted.set()
         while await looks.conditions.get():
             pass
-
-
-async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    searched = list[Manifest]()
-
-    def searching(pod: Manifest) -> str:
-        searched.append(pod)
-        return node_name_of(pod)
-
-    monkeypatch.setattr("kvrouter.operator.reconcile.controller.node_name_of", searching)
-    cluster, looks = Quiet(), Looks()
-    async with leads(cluster, looks):
-        cluster.nodes_may_come.set()
-        await cluster.relabelled.wait()
-        assert searched == THERE[PODS]
-        assert await looks.done.get() == Key("team", "llm")

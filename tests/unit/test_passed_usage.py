@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.requests import CallRoute, ClientCall
+from kvrouter.core.requests import CallRoute, ClientCall, FinishReason
 from kvrouter.engines.openai.passed import passed_call
 
 WHOLE: list[tuple[CallRoute, dict[str, Any], tuple[int, int | None]]] = [
@@ -72,3 +72,14 @@ def test_of_a_stream_of_messages_the_last_count_holds() -> None:
         usage and (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) for usage in counted
     ]
     assert seen == [(352, None, 0), None, (352, 320, 2)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"), [("abort", FinishReason.CANCELLED), ("length", FinishReason.STOP)]
+)
+def test_of_several_chats_in_one_call_one_that_was_aborted_is_the_end_of_all(
+    reason: str, finish: FinishReason
+) -> None:
+    call = passed_call(ClientCall(CallRoute.CHATS, b"{}", stream=False, resumable=False), {})
+    answer = {"choices": [{"finish_reason": "stop"}, {"finish_reason": reason}]}
+    assert call.reader()(json.dumps(answer).encode()).finish is finish

@@ -158,7 +158,7 @@ NO_LIMITS = {
     """,
     "what messages of our own quote": """
         config.problems._SHOWN_MAX_CHARS frontend.openai.body.SHOWN_BYTES_MAX text.chat.ERROR_CHARS_MAX
-        operator.reconcile.reconciler.WARNINGS_REPORTED_MAX frontend.openai.body.SHOWN_CHARS_MAX
+        operator.reconcile.recorder.WARNINGS_REPORTED_MAX frontend.openai.body.SHOWN_CHARS_MAX
     """,
     "processes of `kvrouter up` and mock engines, which serve nobody else": """
         commands.multi_process.STOP_LIMIT_S commands.multi_process.NATS_LOG_MAX_BYTES

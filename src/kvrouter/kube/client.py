@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.http_client import connection_failure
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, fields_of, key_of, metadata_of
 
 ANSWER_S = 10.0
 """How long the API server may take for an answer, where nothing else is said."""
@@ -346,8 +346,8 @@ class KubeClient:
         content_type: str = JSON,
     ) -> Manifest:
         text = None if body is None else json.dumps(body).encode()
-        answer = _manifest(await self.ask(method, path, query=query, body=text, content_type=content_type))
-        return answer if isinstance(answer, dict) else {}
+        answer = await self.ask(method, path, query=query, body=text, content_type=content_type)
+        return fields_of(_manifest(answer))
 
     async def _send(
         self,
@@ -399,7 +399,7 @@ def manifest_of(kind: ResourceKind, text: msgspec.Raw) -> Manifest:
         part, _, name = path.partition(".")
         fields, kept = manifest.get(part), reduced.get(part)
         if isinstance(fields, dict) and name in fields:
-            reduced[part] = {**(kept if isinstance(kept, dict) else {}), name: fields[name]}
+            reduced[part] = {**fields_of(kept), name: fields[name]}
     return reduced
 
 

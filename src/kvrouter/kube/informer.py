@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 from enum import Enum, auto
 from math import inf
@@ -283,7 +283,7 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         """Return the object at ``key``; None when there is none."""
         return self._by_key.get(key)
 
-    def all(self) -> Iterable[Manifest]:
+    def all(self) -> list[Manifest]:
         """Return every object."""
         return list(self._by_key.values())
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvrouter.core.clock import LastChange
 from kvrouter.kube.client import CONFLICT, ClusterError, KubeClient, RequestRefused
-from kvrouter.kube.objects import LEASES, Key, Manifest, metadata_of
+from kvrouter.kube.objects import LEASES, Key, Manifest, fields_of, metadata_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,7 @@ class LeaseCandidate:
 
 
 def _spec(lease: Manifest | None) -> Manifest:
-    found = None if lease is None else lease.get("spec")
-    return found if isinstance(found, dict) else {}
+    return fields_of(None if lease is None else lease.get("spec"))
 
 
 def _written(today: datetime) -> str:

@@ -69,10 +69,29 @@ class WatchEvent(msgspec.Struct, frozen=True):
     object: msgspec.Raw
 
 
+def fields_of(found: JsonValue) -> Manifest:
+    """Return ``found`` where it is a JSON object, else an empty one."""
+    return found if isinstance(found, dict) else {}
+
+
+def objects_in(found: JsonValue) -> list[Manifest]:
+    """Return the JSON objects in ``found`` where it is a list, else none."""
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
 def metadata_of(manifest: Manifest) -> Manifest:
     """Return the metadata of an object, empty where it has none."""
-    found = manifest.get("metadata")
-    return found if isinstance(found, dict) else {}
+    return fields_of(manifest.get("metadata"))
+
+
+def labels_of(manifest: Manifest) -> Manifest:
+    """Return the labels of an object, empty where it has none."""
+    return fields_of(metadata_of(manifest).get("labels"))
+
+
+def annotations_of(manifest: Manifest) -> Manifest:
+    """Return the annotations of an object, empty where it has none."""
+    return fields_of(metadata_of(manifest).get("annotations"))
 
 
 def key_of(manifest: Manifest) -> Key:

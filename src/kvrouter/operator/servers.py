@@ -17,9 +17,9 @@ from kvrouter.operator.admission.certificates import ServingCertificate
 from kvrouter.operator.admission.server import AdmissionServer
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
 from kvrouter.operator.plan import PlanDefaults
-from kvrouter.operator.reconcile.controller import facts_for_admission
 from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.dry_run import DryRun
+from kvrouter.operator.reconcile.info_reader import facts_for_admission
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
 from kvrouter.operator.reconcile.places import NodePlaces
 from kvrouter.telemetry import Event, MetricsFormat, OperatorTelemetry, log_event

@@ -101,7 +101,8 @@ class _Answer(msgspec.Struct, frozen=True):
         if self.type == "message_delta":
             return self.delta_stop_reason == b"null"
         inner = None if self.response is None else self.response.status
-        return _CANCELLED in (bytes(self.status), b"" if inner is None else bytes(inner))
+        is_cancelled = _CANCELLED in (bytes(self.status), b"" if inner is None else bytes(inner))
+        return is_cancelled or any(piece.finish_reason == "abort" for piece in self.choices)
 
     @property
     def delta_stop_reason(self) -> bytes | None:

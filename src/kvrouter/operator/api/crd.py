@@ -52,7 +52,7 @@ def _plain(node: Schema, definitions: dict[str, Schema]) -> Schema:
             plain[key] = _plain(cast(Schema, value), definitions)
         else:
             plain[key] = value
-    if "type" not in plain:
+    if "type" not in plain and "x-kubernetes-int-or-string" not in plain:
         raise TypeError(f"no structural schema says this: {node}")
     return _ordered(plain)
 

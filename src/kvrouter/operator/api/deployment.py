@@ -19,12 +19,14 @@ from kvrouter.operator.api.names import (
     LabelKey,
     ObjectName,
     ObjectPart,
+    Quantity,
     Rule,
     VariableName,
     list_map,
     rules,
 )
 from kvrouter.operator.api.qos import NetworkQoS
+from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, Strategy
 from kvrouter.operator.api.status import DeploymentStatus
 from kvrouter.topology import MismatchPolicy
 
@@ -50,6 +52,11 @@ RESERVED_LABELS = (
 )
 """Labels that the operator sets: no deployment has them for all of its components."""
 
+SECONDS_MAX = 7 * 24 * 3600
+"""Of what a rollout waits for."""
+
+SERVICE_OF_FRONTENDS = "service belongs to the component of type frontend"
+BELOW_DEADLINE = f"must be below progressDeadlineSeconds, which is {PROGRESS_DEADLINE_S} where it is left out"
 TYPE_IS_IMMUTABLE = "cannot change: add a component under another name, then remove this one"
 TOPOLOGY_IS_IMMUTABLE = "cannot change once it is set: delete the deployment and create it again"
 
@@ -170,6 +177,35 @@ class SpecTopologyConstraint(ObjectPart):
     those of components that name another level. A pod for which that domain has no room stays Pending."""
 
 
+_NO_RESERVED_ANNOTATIONS = Rule(
+    f"self.all(key, !key.startsWith('{OPERATORS_PREFIX}'))",
+    f"annotations {OPERATORS_PREFIX}… are the operator's own",
+)
+
+
+Seconds = Annotated[int, Strict(), Ge(0), Le(SECONDS_MAX), Field(json_schema_extra={"format": "int32"})]
+
+
+class ServiceType(StrEnum):
+    """From where a Service is reached."""
+
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+class FrontendService(ObjectPart):
+    """The Service of a frontend."""
+
+    type: ServiceType = ServiceType.CLUSTER_IP
+    """From where it is reached: ``ClusterIP`` (the cluster), ``NodePort`` or ``LoadBalancer``."""
+    annotations: Annotated[
+        Mapping[str, str], MaxLen(SHARED_MAX), Field(json_schema_extra=rules(_NO_RESERVED_ANNOTATIONS))
+    ] = {}
+    """Annotations of the Service alone, such as a load balancer's settings. They take precedence over
+    ``spec.annotations``."""
+
+
 class ComponentSpec(ObjectPart):
     """One set of equal pods."""
 
@@ -178,7 +214,13 @@ class ComponentSpec(ObjectPart):
             Rule(
                 "!has(self.kvCacheTransferTopology) || self.type == 'frontend'",
                 "kvCacheTransferTopology belongs to the component of type frontend",
-            )
+            ),
+            Rule("!has(self.service) || self.type == 'frontend'", SERVICE_OF_FRONTENDS),
+            Rule(
+                "(has(self.minReadySeconds) ? self.minReadySeconds : 0) < "
+                f"(has(self.progressDeadlineSeconds) ? self.progressDeadlineSeconds : {PROGRESS_DEADLINE_S})",
+                f"minReadySeconds {BELOW_DEADLINE}",
+            ),
         )
     )
 
@@ -199,6 +241,19 @@ class ComponentSpec(ObjectPart):
         Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}),
     ] = {}
     """Template of its pods, as in a Deployment. The operator adds what topology and routing need."""
+    strategy: Strategy | None = None
+    """How a change replaces its pods. Left out, frontends go one by one, each after a new one is Ready, and
+    up to a quarter of workers at a time, before the new ones start."""
+    min_ready_seconds: Seconds | None = None
+    """For how long a new pod must be Ready before it counts as available, and the next one is replaced."""
+    progress_deadline_seconds: Annotated[Seconds, Ge(1)] | None = None
+    """Within how many seconds a rollout must get on; else it counts as stalled. Left out, 600: more where
+    engines load longer."""
+    shared_memory_size: Quantity | None = None
+    """Size of ``/dev/shm`` in its containers, such as 8Gi: memory that counts as the containers' own. Left
+    out, or 0, it is as large as the container runtime makes it."""
+    service: FrontendService | None = None
+    """Its Service; only on a component of type frontend."""
     topology_constraint: PodTopologyConstraint | None = None
     """Where its pods are placed; the deployment's own packDomain when it is left out."""
     kv_cache_transfer_topology: KvCacheTransferTopology | None = None
@@ -240,11 +295,6 @@ _NO_RESERVED_LABELS = Rule(
     f"the operator's own labels are reserved: {', '.join(RESERVED_LABELS)}, "
     f"{', '.join(f'{prefix}…' for prefix in RESERVED_LABELS_PREFIXES)}",
 )
-_NO_RESERVED_ANNOTATIONS = Rule(
-    f"self.all(key, !key.startsWith('{OPERATORS_PREFIX}'))",
-    f"annotations {OPERATORS_PREFIX}… are the operator's own",
-)
-
 _UNIQUE = Rule(
     "self.all(a, self.exists_one(b, a.name.lowerAscii() == b.name.lowerAscii()))",
     "names of components must be unique, whatever their case",

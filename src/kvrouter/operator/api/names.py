@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, WithJsonSchema
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
@@ -212,3 +212,50 @@ ComponentName = Annotated[
     ),
     WithJsonSchema({"type": "string", "maxLength": SERVICE_CHARS_MAX, "pattern": COMPONENT_PATTERN}),
 ]
+
+PODS_MAX = 2**31 - 1
+SHARE_PATTERN = "^[0-9]{1,3}%$"
+QUANTITY_CHARS_MAX = 32
+QUANTITY_PATTERN = r"^([0-9]+(\.[0-9]+)?)([KMGTPE]i?|k|e[0-9]{1,2})?$"
+
+
+def _number_or_text(pattern: str, chars_max: int, must: str) -> Callable[[object], int | str]:
+    """Return what checks a value that Kubernetes takes as a number or as a text."""
+
+    def check(value: object) -> int | str:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= PODS_MAX:
+            return value
+        if isinstance(value, str) and len(value) <= chars_max and re.fullmatch(pattern, value):
+            return value
+        raise PydanticCustomError("kubernetes_name", "{must}", {"must": must})
+
+    return check
+
+
+def _number_or_text_schema(pattern: str, chars_max: int) -> JsonDict:
+    return {"x-kubernetes-int-or-string": True, "minimum": 0, "maxLength": chars_max, "pattern": pattern}
+
+
+PodsOrShare = Annotated[
+    int | str,
+    PlainValidator(
+        _number_or_text(SHARE_PATTERN, 4, "must be a number of pods, such as 1, or a share, such as 25%")
+    ),
+    WithJsonSchema(_number_or_text_schema(SHARE_PATTERN, 4)),
+]
+
+Quantity = Annotated[
+    int | str,
+    PlainValidator(
+        _number_or_text(
+            QUANTITY_PATTERN, QUANTITY_CHARS_MAX, "must be an amount of bytes, such as 8Gi, or 0 for none"
+        )
+    ),
+    WithJsonSchema(_number_or_text_schema(QUANTITY_PATTERN, QUANTITY_CHARS_MAX)),
+]
+
+
+def is_nothing(amount: int | str) -> bool:
+    """Return whether a :data:`PodsOrShare` or :data:`Quantity` is 0, whatever its unit."""
+    digits = re.match(r"[0-9.]+", str(amount))
+    return digits is None or float(digits[0]) == 0

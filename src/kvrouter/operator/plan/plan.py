@@ -39,7 +39,7 @@ from kvrouter.operator.plan.wiring import (
     wire_frontend,
     wire_worker,
 )
-from kvrouter.operator.plan.workload import service, workload
+from kvrouter.operator.plan.workload import rollout_problems, service, workload
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
 
 LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
@@ -103,6 +103,7 @@ def plan(
     drafts: list[tuple[ComponentSpec, PodDraft, Manifest]] = []
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
+        problems += rollout_problems(component, at)
         draft = read_pod_template(component, at)
         if isinstance(draft, list):
             problems += draft

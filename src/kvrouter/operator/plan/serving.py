@@ -8,6 +8,7 @@ from pydantic import JsonValue
 from kvrouter.config import AdminAccess
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import ComponentSpec, ComponentType, DeploymentSpec, DynamoGraphDeployment
+from kvrouter.operator.api.names import is_nothing
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, listed, mapping, objects
 from kvrouter.operator.plan.pod import PodDraft, entry_of, offered, read_pod_template, value_of, variable
@@ -32,6 +33,8 @@ LEAVING_S = 5
 """A frontend that is to end keeps taking requests so long: until then Services still send it some."""
 
 RUN_AS_USER = 65_532
+SHARED_MEMORY = "shared-memory"
+SHARED_MEMORY_PATH = "/dev/shm"  # noqa: S108 - where every program looks for it
 
 WHERE_WORKERS_ARE = frozenset(
     {
@@ -95,6 +98,7 @@ def complete(
             _with_health(container, next(ports)) if is_sidecar(container) else container
             for container in draft.init_containers
         ]
+    problems += _give_shared_memory(draft, component)
     if draft.spec.get("hostNetwork") is True:
         draft.spec.setdefault("dnsPolicy", HOST_DNS)
         draft.warnings += _share_host(draft, component)
@@ -243,6 +247,33 @@ def _field(name: str, path: str) -> Manifest:
     """A variable with what the pod is, by the Downward API."""
     field: JsonValue = {"fieldRef": {"fieldPath": path}}
     return {"name": name, "valueFrom": field}
+
+
+def _give_shared_memory(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
+    """Mount memory of the stated size at ``/dev/shm`` in every container that runs along, unless it has a
+    mount there; return what keeps that from being done.
+    """
+    size, at = component.shared_memory_size, (*draft.at, "spec")
+    if size is None or is_nothing(size):
+        return []
+    if SHARED_MEMORY in [volume.get("name") for volume in draft.volumes]:
+        must = (
+            f"is a volume {SHARED_MEMORY}, and podTemplate.spec.volumes has one of that name: leave one out"
+        )
+        return [Problem((*draft.at[:-1], "sharedMemorySize"), must)]
+    draft.volumes.append({"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
+    for name, containers in (("containers", draft.containers), ("initContainers", draft.init_containers)):
+        for index, container in enumerate(containers):
+            mounts = objects(container.get("volumeMounts"))
+            if name == "initContainers" and not is_sidecar(container):
+                continue
+            if any(str(mount.get("mountPath", "")).rstrip("/") == SHARED_MEMORY_PATH for mount in mounts):
+                must = f"has its own {SHARED_MEMORY_PATH}, so sharedMemorySize has no effect there"
+                draft.warnings.append(Problem((*at, name, index, "volumeMounts"), must))
+                continue
+            mount: Manifest = {"name": SHARED_MEMORY, "mountPath": SHARED_MEMORY_PATH}
+            containers[index] = {**container, "volumeMounts": listed([*mounts, mount])}
+    return []
 
 
 def _share_host(draft: PodDraft, component: ComponentSpec) -> list[Problem]:

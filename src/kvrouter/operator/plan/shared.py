@@ -1,7 +1,7 @@
 """What the deployment gives all of its components: labels, annotations, variables, a priority class."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
@@ -44,17 +44,24 @@ def shared_problems(spec: DeploymentSpec, labels_of_nodes: Collection[str] = ())
         if must is None and not _is_label_value(value):
             must = f"must have at most {LABEL_VALUE_CHARS_MAX} letters, digits, '-', '_' and '.'"
         problems += [] if must is None else [Problem(at, must)]
-    for key in spec.annotations:
-        must = label_key_problem(key)
-        if must is None and key.startswith(OPERATORS_PREFIX):
-            must = "is the operator's own annotation: choose another key"
-        problems += [] if must is None else [Problem(("spec", "annotations", key), must)]
+    problems += annotation_problems(spec.annotations, ("spec", "annotations"))
     names = [entry.name for entry in spec.env]
     for index, entry in enumerate(spec.env):
         if entry.name in names[:index]:
             problems.append(Problem(("spec", "env", index, "name"), f"{entry.name!r} is there twice"))
         if entry.value and entry.value_from is not None:
             problems.append(Problem(("spec", "env", index), "has both value and valueFrom: remove one"))
+    return problems
+
+
+def annotation_problems(annotations: Iterable[str], at: Path) -> list[Problem]:
+    """Return what is wrong with the keys of annotations at the path ``at``."""
+    problems = []
+    for key in annotations:
+        must = label_key_problem(key)
+        if must is None and key.startswith(OPERATORS_PREFIX):
+            must = "is the operator's own annotation: choose another key"
+        problems += [] if must is None else [Problem((*at, key), must)]
     return problems
 
 

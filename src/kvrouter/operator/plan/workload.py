@@ -2,7 +2,11 @@
 
 from pydantic import JsonValue
 
+from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api import API_VERSION, KIND, ComponentSpec, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.api.deployment import BELOW_DEADLINE, FrontendService
+from kvrouter.operator.api.names import is_nothing
+from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, StrategyType
 from kvrouter.operator.plan.manifest import (
     TEMPLATE_HASH,
     Manifest,
@@ -12,6 +16,7 @@ from kvrouter.operator.plan.manifest import (
     strings,
     template_hash,
 )
+from kvrouter.operator.plan.shared import annotation_problems
 
 
 def owned_metadata(
@@ -48,6 +53,27 @@ def component_metadata(
     return owned_metadata(deployment, name, labels_of(deployment, component), annotations)
 
 
+def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
+    """Return what is wrong with how a component at the path ``at`` is rolled out and reached."""
+    problems = []
+    rolling = _rolling_update(component)
+    if component.strategy is not None and component.strategy.rolling_update is not None:
+        place = (*at, "strategy", "rollingUpdate")
+        if component.strategy.type is StrategyType.RECREATE:
+            problems.append(Problem(place, "is only for type: RollingUpdate"))
+        elif all(is_nothing(amount) for amount in rolling.values()):
+            stated = " and ".join(f"{name} {amount}" for name, amount in rolling.items())
+            problems.append(Problem(place, f"comes to {stated}: no pod could be replaced, so raise one"))
+    if (component.min_ready_seconds or 0) >= (component.progress_deadline_seconds or PROGRESS_DEADLINE_S):
+        problems.append(Problem((*at, "minReadySeconds"), BELOW_DEADLINE))
+    if component.service is not None:
+        if component.type is not ComponentType.FRONTEND:
+            problems.append(Problem((*at, "service"), "belongs to the component of type frontend"))
+        annotations = component.service.annotations
+        problems += annotation_problems(annotations, (*at, "service", "annotations"))
+    return problems
+
+
 def workload(
     deployment: DynamoGraphDeployment, component: ComponentSpec, template: Manifest, annotations: Manifest
 ) -> Manifest:
@@ -57,6 +83,10 @@ def workload(
     """
     annotations = {TEMPLATE_HASH: template_hash(template), **annotations}
     stated: Manifest = {} if component.replicas is None else {"replicas": component.replicas}
+    if component.min_ready_seconds is not None:
+        stated["minReadySeconds"] = component.min_ready_seconds
+    if component.progress_deadline_seconds is not None:
+        stated["progressDeadlineSeconds"] = component.progress_deadline_seconds
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -64,31 +94,41 @@ def workload(
         "spec": {
             **stated,
             "selector": {"matchLabels": strings(selector(deployment.metadata.name, component.name))},
-            "strategy": _strategy(component.type),
+            "strategy": _strategy(component),
             "template": template,
         },
     }
 
 
-def _strategy(kind: ComponentType) -> Manifest:
-    """A frontend is replaced by one that is there already; an engine leaves first: the next one needs its
-    accelerator.
+def _strategy(component: ComponentSpec) -> Manifest:
+    stated = component.strategy
+    if stated is not None and stated.type is StrategyType.RECREATE:
+        return {"type": stated.type.value}
+    return {"type": StrategyType.ROLLING_UPDATE.value, "rollingUpdate": {**_rolling_update(component)}}
+
+
+def _rolling_update(component: ComponentSpec) -> dict[str, int | str]:
+    """How many pods are replaced at a time, as the component states or else by its type: a frontend is
+    replaced by one that is there already; an engine leaves first, since the next one needs its accelerator.
     """
-    if kind is ComponentType.FRONTEND:
-        rolling: JsonValue = {"maxSurge": 1, "maxUnavailable": 0}
-    else:
-        rolling = {"maxSurge": 0, "maxUnavailable": "25%"}
-    return {"type": "RollingUpdate", "rollingUpdate": rolling}
+    stated = None if component.strategy is None else component.strategy.rolling_update
+    surge, unavailable = (None, None) if stated is None else (stated.max_surge, stated.max_unavailable)
+    is_frontend = component.type is ComponentType.FRONTEND
+    return {
+        "maxSurge": (1 if is_frontend else 0) if surge is None else surge,
+        "maxUnavailable": (0 if is_frontend else "25%") if unavailable is None else unavailable,
+    }
 
 
 def service(deployment: DynamoGraphDeployment, component: ComponentSpec, port: int) -> Manifest:
     """Return the Service on ``port``, which is the frontends' own."""
+    stated = component.service or FrontendService()
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": component_metadata(deployment, component),
+        "metadata": component_metadata(deployment, component, strings(stated.annotations)),
         "spec": {
-            "type": "ClusterIP",
+            "type": stated.type.value,
             "selector": strings(selector(deployment.metadata.name, component.name)),
             "ports": [{"name": "http", "port": port, "targetPort": port, "protocol": "TCP"}],
         },

@@ -16,8 +16,11 @@ from kvrouter.kube.objects import (
     Key,
     Manifest,
     ResourceKind,
+    fields_of,
     key_of,
+    labels_of,
     metadata_of,
+    objects_in,
     uid_of,
     version_of,
 )
@@ -79,11 +82,6 @@ class Changes:
     taken: list[ObjectRef] = field(default_factory=list)
     refused: list[RefusedWrite] = field(default_factory=list)
     set_back: list[ObjectRef] = field(default_factory=list)
-
-    @property
-    def are_any(self) -> bool:
-        """Whether something was written."""
-        return bool(self.done)
 
     @property
     def done(self) -> dict[str, list[ObjectRef]]:
@@ -229,8 +227,7 @@ class Applier:
 
 
 def _component_of(manifest: Manifest) -> JsonValue:
-    labels = metadata_of(manifest).get("labels")
-    return labels.get(COMPONENT_LABEL) if isinstance(labels, dict) else None
+    return labels_of(manifest).get(COMPONENT_LABEL)
 
 
 @contextmanager
@@ -251,10 +248,8 @@ def owner_uid_of(manifest: Manifest) -> str:
 
 
 def _controller_of(manifest: Manifest) -> Manifest | None:
-    for owner in _listed(metadata_of(manifest).get("ownerReferences")):
-        if isinstance(owner, dict) and owner.get("controller"):
-            return owner
-    return None
+    owners = objects_in(metadata_of(manifest).get("ownerReferences"))
+    return next((owner for owner in owners if owner.get("controller")), None)
 
 
 def _is_of_predecessor(there: Manifest, manifest: Manifest) -> bool:
@@ -277,21 +272,15 @@ def _has_lost_owner(there: Manifest, known: _WriteResult | None) -> bool:
 def _has_metadata(there: Manifest, manifest: Manifest) -> bool:
     """Whether an object has all the labels, annotations and owners that are planned; it may have others."""
     has, planned = metadata_of(there), metadata_of(manifest)
-    owners = [owner for owner in _listed(has.get("ownerReferences")) if isinstance(owner, dict)]
+    owners, wanted = (objects_in(metadata.get("ownerReferences")) for metadata in (has, planned))
     return all(_includes(has.get(part), planned.get(part)) for part in ("labels", "annotations")) and all(
-        any(_includes(owner, wanted) for owner in owners)
-        for wanted in _listed(planned.get("ownerReferences"))
+        any(_includes(owner, each) for owner in owners) for each in wanted
     )
 
 
 def _includes(has: JsonValue, planned: JsonValue) -> bool:
     """Whether an object has every field that is planned of it, with that value."""
-    fields = planned if isinstance(planned, dict) else {}
-    return all(isinstance(has, dict) and has.get(name) == value for name, value in fields.items())
-
-
-def _listed(value: JsonValue) -> list[JsonValue]:
-    return value if isinstance(value, list) else []
+    return all(fields_of(has).get(name) == value for name, value in fields_of(planned).items())
 
 
 def is_orphan(there: Manifest, manifest: Manifest) -> bool:
@@ -302,14 +291,12 @@ def is_orphan(there: Manifest, manifest: Manifest) -> bool:
     metadata = metadata_of(there)
     if owner_uid_of(there) or metadata.get("deletionTimestamp"):
         return False
-    labels, wanted = metadata.get("labels"), metadata_of(manifest).get("labels")
-    if not isinstance(labels, dict) or not isinstance(wanted, dict):
-        return False
+    labels, wanted = labels_of(there), labels_of(manifest)
     if any(labels.get(key) != wanted.get(key) for key in OWNER_LABELS):
         return False
     return any(
-        isinstance(entry, dict) and (entry.get("manager"), entry.get("operation")) == (MANAGER, "Apply")
-        for entry in _listed(metadata.get("managedFields"))
+        (entry.get("manager"), entry.get("operation")) == (MANAGER, "Apply")
+        for entry in objects_in(metadata.get("managedFields"))
     )
 
 
@@ -339,8 +326,7 @@ async def release_replicas(cluster: KubeClient, kind: ResourceKind, manifest: Ma
 
 def stated_replicas(manifest: Manifest) -> int | None:
     """Return the number of pods that a manifest states; None where it states none."""
-    spec = manifest.get("spec")
-    replicas = spec.get("replicas") if isinstance(spec, dict) else None
+    replicas = fields_of(manifest.get("spec")).get("replicas")
     return replicas if isinstance(replicas, int) else None
 
 
@@ -348,15 +334,10 @@ def is_held_alone(manifest: Manifest) -> bool:
     """Whether the operator holds the number of pods, and nobody else does."""
     holders = {
         (str(entry.get("manager")), str(entry.get("operation")))
-        for entry in _listed(metadata_of(manifest).get("managedFields"))
-        if isinstance(entry, dict) and _has_replicas(entry.get("fieldsV1"))
+        for entry in objects_in(metadata_of(manifest).get("managedFields"))
+        if "f:replicas" in fields_of(fields_of(entry.get("fieldsV1")).get("f:spec"))
     }
     return holders == {(MANAGER, "Apply")}
-
-
-def _has_replicas(fields: JsonValue) -> bool:
-    spec = fields.get("f:spec") if isinstance(fields, dict) else None
-    return isinstance(spec, dict) and "f:replicas" in spec
 
 
 def kind_of(manifest: Manifest) -> ResourceKind:

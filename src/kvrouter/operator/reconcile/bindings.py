@@ -2,11 +2,13 @@
 
 import asyncio
 import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.kube.client import NOT_FOUND, KubeClient, RequestRefused
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
+from kvrouter.core.backoff import Backoff, Failures
+from kvrouter.kube.client import NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
+from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, labels_of, metadata_of, uid_of
 from kvrouter.operator.api import Level, read_deployment
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import (
@@ -16,11 +18,14 @@ from kvrouter.operator.labels import (
     Copy,
     Node,
     binding_policy,
+    gather_s,
     node_places,
+    read_node,
     resolve,
 )
 from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
+from kvrouter.operator.reconcile.sources import Sources
 
 POLICIES = ResourceKind(
     "admissionregistration.k8s.io/v1",
@@ -177,13 +182,68 @@ class Bindings:
         self._there = None
 
 
+class BindingsReconciler:
+    """Has those policies written before the pods of what changed. Where the cluster cannot do that, or
+    refuses one, labels come late and engines wait for them: it stops no deployment.
+
+    ``wanted`` returns what a deployment wants. One whose policy begins to be refused, or is refused in other
+    words, is queued.
+    """
+
+    def __init__(
+        self, bindings: Bindings, sources: Sources, wanted: Callable[[Manifest], WantedLabels | None]
+    ) -> None:
+        self._bindings, self._sources, self._wanted = bindings, sources, wanted
+        self._error: ClusterError | None = None
+        self._failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
+
+    async def write_due(self) -> None:
+        """Write the policies if they are due and it is known where the nodes are."""
+        sources = self._sources
+        can_write = sources.facts.has_mutating_policies and sources.nodes.synced.is_set()
+        if not (sources.bindings_are_due and can_write):
+            return
+        sources.bindings_are_due = False
+        wanted = [each for each in map(self._wanted, sources.deployments.all()) if each is not None]
+        nodes = [node for node in map(read_node, sources.nodes.all()) if node is not None]
+        before = self._bindings.refused
+        try:
+            await self._bindings.write(wanted, nodes)
+        except ClusterError as error:
+            self._error = error
+            sources.bindings_are_due = isinstance(error, ClusterLost) or (
+                isinstance(error, RequestRefused) and error.is_passing
+            )
+            sources.lost(POLICIES, error)
+        else:
+            self._failures.reset()
+            if self._error is not None:
+                self._error = None
+                sources.lost(POLICIES, None)
+        for key, said in self._bindings.refused.items():
+            if before.get(key) != said:
+                sources.enqueue(key, 0.0)
+
+    async def follow_nodes(self) -> None:
+        """Write the policies after each burst of changes of nodes, until cancelled."""
+        sources = self._sources
+        await sources.nodes.synced.wait()
+        while True:
+            await sources.nodes_changed.wait()
+            await asyncio.sleep(gather_s(len(sources.nodes.all())))
+            sources.nodes_changed.clear()
+            sources.bindings_are_due = True
+            await self.write_due()
+            if self._error is not None and sources.bindings_are_due:
+                await asyncio.sleep(wait_after(self._failures, self._error))
+                sources.nodes_changed.set()
+
+
 def _policy_name(copies: tuple[Copy, ...], owner: str) -> str:
     levels = hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]
     return f"kvrouter-topology-{owner.rpartition('-')[2]}-{levels}"
 
 
 def _owned(manifest: Manifest, owner: str) -> Manifest:
-    metadata = metadata_of(manifest)
-    labels = metadata.get("labels")
-    ours: Manifest = {**(labels if isinstance(labels, dict) else {}), OPERATOR_LABEL: owner}
-    return {**manifest, "metadata": {**metadata, "labels": ours}}
+    ours: Manifest = {**labels_of(manifest), OPERATOR_LABEL: owner}
+    return {**manifest, "metadata": {**metadata_of(manifest), "labels": ours}}

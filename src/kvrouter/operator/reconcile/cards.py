@@ -8,7 +8,16 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest, key_of, metadata_of, version_of
+from kvrouter.kube.objects import (
+    FLEET_LABEL,
+    Key,
+    Manifest,
+    key_of,
+    labels_of,
+    metadata_of,
+    objects_in,
+    version_of,
+)
 from kvrouter.operator.status import Registered
 from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
 
@@ -68,6 +77,8 @@ class Cards:
         self._changed = changed
         self._fleets: dict[Key, dict[Key, _Entry]] = {}
         self._is_lost = False
+        self.unread_because = "they were not read yet"
+        """Why workers are not known, where they were never read."""
 
     def update(self, manifest: Manifest, now_s: float, *, is_there: bool) -> None:
         """Take an object as a watch shows it, or the last of it when it ``is_there`` no more.
@@ -104,9 +115,9 @@ class Cards:
             if over:
                 self._changed(fleet)
 
-    def watch_lost(self) -> None:
+    def watch_lost(self, reason: str) -> None:
         """The objects cannot be watched: who was there last stays."""
-        self._is_lost = True
+        self._is_lost, self.unread_because = True, reason
 
     def watch_restored(self, now_s: float) -> None:
         """They can be again: every lease has its whole length to be renewed."""
@@ -128,9 +139,7 @@ class Cards:
 
 def fleet_of(manifest: Manifest) -> Key:
     """Return the fleet that a worker's object belongs to: its namespace, and the fleet's name there."""
-    labels = metadata_of(manifest).get("labels")
-    name = labels.get(FLEET_LABEL) if isinstance(labels, dict) else ""
-    return Key(key_of(manifest).namespace, str(name))
+    return Key(key_of(manifest).namespace, str(labels_of(manifest).get(FLEET_LABEL)))
 
 
 def _read(manifest: Manifest, now_s: float) -> _Entry | None:
@@ -154,8 +163,5 @@ def _read(manifest: Manifest, now_s: float) -> _Entry | None:
 
 
 def _pod_of(manifest: Manifest) -> str:
-    owners = metadata_of(manifest).get("ownerReferences")
-    for owner in owners if isinstance(owners, list) else []:
-        if isinstance(owner, dict) and owner.get("kind") == "Pod":
-            return str(owner.get("name"))
-    return ""
+    owners = objects_in(metadata_of(manifest).get("ownerReferences"))
+    return next((str(owner.get("name")) for owner in owners if owner.get("kind") == "Pod"), "")

@@ -4,23 +4,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvrouter.core.clock import LastChange
-from kvrouter.kube.client import NOT_FOUND, ClusterError, KubeClient, RequestRefused
-from kvrouter.kube.objects import LEASES, Key, Manifest, key_of, uid_of, version_of
-from kvrouter.operator.api import API_VERSION, KIND
+from kvrouter.kube.client import KubeClient, RequestRefused
+from kvrouter.kube.objects import LEASES, Key, Manifest, fields_of, key_of, uid_of, version_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
-from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
+from kvrouter.operator.reconcile.status_writer import write_status
 
 GONE_S = 120.0
 """For how long another operator's lease must not be renewed, or not be there, before it counts as gone: far
 more than its replicas need to take over from each other, for two operators in turns would roll the fleet."""
 AGAIN_S = 15.0
 """How often that is checked."""
-
-
-class StatusRefused(ClusterError):
-    """The API server does not take the status of a deployment; the message is its own sentence."""
-
-    code = "status_refused"
 
 
 class _ReadLease(NamedTuple):
@@ -40,7 +33,7 @@ class Claims:
     def __init__(
         self, cluster: KubeClient, lease: Key, clock: Callable[[], float], class_name: str = DEFAULT_CLASS
     ) -> None:
-        self._cluster, self._clock = cluster, clock
+        self._cluster, self._clock, self.lease = cluster, clock, lease
         self.name = str(lease) if class_name == DEFAULT_CLASS else f"{class_name}:{lease}"
         self._held: dict[Key, str] = {}
         self._read: dict[str, _ReadLease] = {}
@@ -69,8 +62,7 @@ class Claims:
         """Write this operator's name. Refused with 409 when the deployment was changed since it was seen:
         another operator may have been quicker.
         """
-        status = found.get("status")
-        claimed: Manifest = {**(status if isinstance(status, dict) else {}), "operator": self.name}
+        claimed: Manifest = {**fields_of(found.get("status")), "operator": self.name}
         await write_status(self._cluster, found, claimed, version=version_of(found))
 
     async def _is_gone(self, holder: str) -> bool:
@@ -92,25 +84,6 @@ class Claims:
         return not change.is_within(GONE_S, now_s)
 
 
-async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
-    """Apply the status of a deployment; with ``version`` only while it is of that resourceVersion.
-
-    Raises StatusRefused where the API server refuses the status itself, and ClusterError as it comes where
-    the deployment is gone, has changed, or the same write may be taken a moment later.
-    """
-    key = key_of(found)
-    metadata: Manifest = {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)}
-    if version:
-        metadata["resourceVersion"] = version
-    manifest: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
-    try:
-        await cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
-    except RequestRefused as refused:
-        if refused.is_passing or refused.status == NOT_FOUND:
-            raise
-        raise StatusRefused(refused.said) from refused
-
-
 def takeover_instructions(name: str, holder: str, namespace: str, deployment: str) -> str:
     """Return what a deployment's event says when another operator manages it."""
     patch = f'{{"status": {{"operator": "{name}"}}}}'
@@ -127,6 +100,5 @@ def _class_in(name: str) -> str:
 
 
 def _holder(found: Manifest) -> str:
-    status = found.get("status")
-    holder = status.get("operator") if isinstance(status, dict) else None
+    holder = fields_of(found.get("status")).get("operator")
     return holder if isinstance(holder, str) else ""

@@ -5,10 +5,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from pydantic import JsonValue
-
 from kvrouter.kube.client import FORBIDDEN, ClusterError, KubeClient, RequestRefused
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, metadata_of
+from kvrouter.kube.objects import (
+    Key,
+    Manifest,
+    ResourceKind,
+    annotations_of,
+    fields_of,
+    metadata_of,
+    objects_in,
+)
 from kvrouter.operator.api.crd import CRD_NAME, DEFINITION
 
 DEFINITIONS = ResourceKind(
@@ -97,8 +103,7 @@ class Definition:
 
 def definition_version(definition: Manifest) -> str | None:
     """Return the version that a definition of kvrouter's has; None for another project's."""
-    annotations = metadata_of(definition).get("annotations")
-    version = annotations.get(DEFINITION) if isinstance(annotations, dict) else None
+    version = annotations_of(definition).get(DEFINITION)
     return version if isinstance(version, str) else None
 
 
@@ -216,14 +221,11 @@ def _foreign(found: InstalledDefinition, definition: Manifest) -> str:
 
 def _holders(definition: Manifest) -> set[tuple[str, str]]:
     """Who holds what versions the definition has, and by which operation."""
-    entries = metadata_of(definition).get("managedFields")
-    found = set()
-    for entry in entries if isinstance(entries, list) else []:
-        fields = entry.get("fieldsV1") if isinstance(entry, dict) else None
-        spec = fields.get("f:spec") if isinstance(fields, dict) else None
-        if isinstance(entry, dict) and isinstance(spec, dict) and "f:versions" in spec:
-            found.add((str(entry.get("manager")), str(entry.get("operation"))))
-    return found
+    return {
+        (str(entry.get("manager")), str(entry.get("operation")))
+        for entry in objects_in(metadata_of(definition).get("managedFields"))
+        if "f:versions" in fields_of(fields_of(entry.get("fieldsV1")).get("f:spec"))
+    }
 
 
 def _versions(definition: Manifest) -> list[str]:
@@ -232,20 +234,13 @@ def _versions(definition: Manifest) -> list[str]:
 
 def _kind_of(definition: Manifest) -> ResourceKind | None:
     """The kind that it defines, in one of the versions that it serves; None where it serves none."""
-    spec = definition.get("spec")
-    served = _served(definition)
-    if not isinstance(spec, dict) or not served:
+    spec, served = fields_of(definition.get("spec")), _served(definition)
+    if not served:
         return None
-    names = spec.get("names")
-    plural = names.get("plural") if isinstance(names, dict) else ""
-    version = f"{spec.get('group')}/{served[0].get('name')}"
-    return ResourceKind(version, str(names.get("kind")) if isinstance(names, dict) else "", str(plural))
+    names, version = fields_of(spec.get("names")), f"{spec.get('group')}/{served[0].get('name')}"
+    return ResourceKind(version, str(names.get("kind")), str(names.get("plural")))
 
 
-def _served(definition: Manifest) -> list[dict[str, JsonValue]]:
-    spec = definition.get("spec")
-    versions = spec.get("versions") if isinstance(spec, dict) else None
-    found = (
-        [version for version in versions if isinstance(version, dict)] if isinstance(versions, list) else []
-    )
-    return [version for version in found if version.get("served")]
+def _served(definition: Manifest) -> list[Manifest]:
+    versions = objects_in(fields_of(definition.get("spec")).get("versions"))
+    return [version for version in versions if version.get("served")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from kvrouter.kube.client import CONFLICT, ClusterError, KubeClient, RequestRefused
-from kvrouter.kube.objects import Key, Manifest, ResourceKind
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, fields_of
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
 
 SECRETS = ResourceKind("v1", "Secret", "secrets")
@@ -109,13 +109,12 @@ class OwnCertificate:
 def _trusting(webhook: JsonValue, bundle: str) -> JsonValue:
     if not isinstance(webhook, dict):
         return webhook
-    client = webhook.get("clientConfig")
-    return {**webhook, "clientConfig": {**(client if isinstance(client, dict) else {}), "caBundle": bundle}}
+    return {**webhook, "clientConfig": {**fields_of(webhook.get("clientConfig")), "caBundle": bundle}}
 
 
 def _decoded(data: JsonValue) -> dict[str, bytes]:
     found = {}
-    for key, value in data.items() if isinstance(data, dict) else ():
+    for key, value in fields_of(data).items():
         try:
             found[key] = base64.b64decode(str(value), validate=True)
         except (binascii.Error, ValueError):

@@ -1,25 +1,21 @@
 """The place of every node, for the webhook that labels pods when they are bound."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import Informer
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
+from kvrouter.kube.objects import Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
-from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, TOPOLOGIES, ClusterFacts
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, ClusterFacts
 from kvrouter.operator.labels import BindingTarget, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
-from kvrouter.operator.reconcile.controller import read_facts
+from kvrouter.operator.reconcile.info_reader import FACTS_S, InfoReader, Lost
 
-FACTS_S = 15.0
-"""How often topologies are read again."""
 AGAIN_S = 1.0
 """How soon after a deployment named one that is not known."""
-
-Lost = Callable[[ResourceKind, ClusterError | None], None]
-"""Is notified that a kind cannot be watched, or read; with None that it can again."""
 
 
 class _Workers(NamedTuple):
@@ -46,10 +42,10 @@ class NodePlaces:
         facts_s: float = FACTS_S,
         again_s: float = AGAIN_S,
     ) -> None:
-        self._cluster, self._lost = cluster, lost
+        self._cluster = cluster
         self._facts_s, self._again_s = facts_s, again_s
         self._facts: ClusterFacts | None = None
-        self._facts_lost = False
+        self._info_reader = InfoReader(cluster, changed=self._facts_changed, lost=lost)
         self._stale = asyncio.Event()
         self._workers: dict[str, dict[Key, _Workers]] = {}
         self._generations: dict[Key, tuple[str, object]] = {}
@@ -69,7 +65,8 @@ class NodePlaces:
             following: asyncio.Task[None] | None = None
             while True:
                 self._stale.clear()
-                await self._read_facts()
+                if await self._info_reader.read() is not None:
+                    self._stale.set()
                 if following is None and self._facts is not None and _is_wanted(self._facts):
                     following = group.create_task(self._deployments.run())
                 await asyncio.sleep(self._again_s)
@@ -106,30 +103,15 @@ class NodePlaces:
         }
         return found[max(found, key=len)] if found else ()
 
-    async def _read_facts(self) -> None:
-        """Read topologies; while they cannot be read, those that were read last hold."""
-        try:
-            facts = await read_facts(self._cluster, is_first=self._facts is None)
-        except ClusterError as error:
-            if not self._facts_lost:
-                self._facts_lost = True
-                self._lost(TOPOLOGIES[0], error)
-            self._stale.set()
-            return
-        if self._facts_lost:
-            self._facts_lost = False
-            self._lost(TOPOLOGIES[0], None)
-        if facts != self._facts:
-            self._facts = facts
-            for found in self._deployments.all():
-                self._learn(found)
+    def _facts_changed(self, facts: ClusterFacts) -> None:
+        self._facts = facts
+        for found in self._deployments.all():
+            self._learn(found)
 
     async def _until_stale(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._facts_s):
                 await self._stale.wait()
-        except TimeoutError:
-            return
 
     def _changed(self, found: Manifest) -> None:
         key = key_of(found)

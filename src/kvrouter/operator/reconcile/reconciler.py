@@ -1,42 +1,26 @@
-"""Reconciles one deployment: applies its plan, and writes its status and events."""
+"""The reconciler: what is done for one deployment, from whose it is to its status and events."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
 
-from pydantic import ValidationError
-
-from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
-from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import (
     CORDONS,
-    EVENTS,
-    Involved,
     Key,
     Manifest,
     ResourceKind,
-    event_of,
+    annotations_of,
     key_of,
     metadata_of,
     uid_of,
 )
 from kvrouter.operator.admission import warnings
-from kvrouter.operator.api import (
-    API_VERSION,
-    KIND,
-    ComponentType,
-    Condition,
-    DeploymentStatus,
-    DynamoGraphDeployment,
-    Level,
-    read_deployment,
-)
+from kvrouter.operator.api import ComponentType, Condition, DynamoGraphDeployment, Level, read_deployment
 from kvrouter.operator.cluster_info import PODS, ClusterFacts
-from kvrouter.operator.labels import Copy, Pod, backfill_labels, read_node, read_pod
+from kvrouter.operator.labels import Pod, backfill_labels, read_node, read_pod
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
     LEVELS_ANNOTATION,
@@ -57,11 +41,18 @@ from kvrouter.operator.plan import (
     registers_elsewhere,
     zone_budgets,
 )
-from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import BUDGETS, OWNED, WORKLOADS, Applier, Changes
-from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
-from kvrouter.operator.reconcile.link_reader import LinkReader
+from kvrouter.operator.reconcile.bindings import (
+    Bindings,
+    BindingsReconciler,
+    WantedLabels,
+    is_known,
+    wanted_by,
+)
+from kvrouter.operator.reconcile.claims import Claims, takeover_instructions
 from kvrouter.operator.reconcile.renames import held_components
+from kvrouter.operator.reconcile.sources import Sources, spec_of
+from kvrouter.operator.reconcile.status_writer import StatusRefused, StatusWriter
 from kvrouter.operator.status import (
     NAME_TAKEN_FIX,
     RefusedObjects,
@@ -69,92 +60,11 @@ from kvrouter.operator.status import (
     component_status,
     deployment_status,
     door_of,
-    events_of,
     refused_pods,
     role_mistakes,
     unreadable_status,
 )
 from kvrouter.operator.status.resolved import copy_of
-
-
-class Recorder:
-    """Writes events about deployments. The same one again is counted, not written again.
-
-    ``on_refused`` is called for one that the API server refuses (no right, a quota), which is dropped: what
-    has to be known is in the status.
-    """
-
-    def __init__(
-        self, cluster: KubeClient, identity: str, on_refused: Callable[[RequestRefused], None]
-    ) -> None:
-        self._cluster = cluster
-        self._identity = identity
-        self._on_refused = on_refused
-        self._recorded: dict[Key, tuple[str, set[str]]] = {}
-
-    async def record(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
-        """Record ``reason``, a stable word in CamelCase, and a sentence. Raises ClusterError."""
-        event = self._event(about, reason, message, warns)
-        with self._dropping_refused():
-            there = await self._cluster.read(EVENTS, key_of(event))
-            if there is None:
-                await self._cluster.create(EVENTS, event)
-                return
-            count = there.get("count")
-            again: Manifest = {
-                "count": (count if isinstance(count, int) else 0) + 1,
-                "lastTimestamp": event["lastTimestamp"],
-            }
-            await self._cluster.merge(EVENTS, key_of(event), again)
-
-    async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
-        """Record it once for each generation of the spec, however often it is found. Raises ClusterError."""
-        generation = f"{uid_of(about)}/{metadata_of(about).get('generation')}"
-        known, names = self._recorded.get(key_of(about), ("", set()))
-        if known != generation:
-            names = set()
-        event = self._event(about, reason, message, warns, generation)
-        name = key_of(event).name
-        if name in names:
-            return
-        with self._dropping_refused():
-            if await self._cluster.read(EVENTS, key_of(event)) is None:
-                await self._cluster.create(EVENTS, event)
-        self._recorded[key_of(about)] = (generation, names | {name})
-
-    def forget(self, key: Key) -> None:
-        """The deployment at ``key`` is gone."""
-        self._recorded.pop(key, None)
-
-    @contextmanager
-    def _dropping_refused(self) -> Iterator[None]:
-        try:
-            yield
-        except RequestRefused as refused:
-            if refused.is_passing:
-                raise
-            self._on_refused(refused)
-
-    def _event(
-        self, about: Manifest, reason: str, message: str, warns: bool, generation: str = ""
-    ) -> Manifest:
-        return event_of(
-            Involved(API_VERSION, KIND, key_of(about), uid_of(about)),
-            reason,
-            message,
-            warns=warns,
-            reporter=MANAGER,
-            instance=self._identity,
-            now=datetime.now(UTC),
-            digest_of=generation,
-        )
-
-
-WARNINGS_REPORTED_MAX = 20
-SET_BACK = (
-    "was scaled by somebody else, and is set back to the replicas that its component states: leave replicas "
-    "out of spec.components where an autoscaler or kubectl scale has the say"
-)
 
 POLICY_REFUSED = (
     "the operator labels workers after their binding, since the API server refuses the policy that labels "
@@ -162,22 +72,10 @@ POLICY_REFUSED = (
 )
 
 
-class NameTaken(ClusterError):
-    """An object is where one of a deployment belongs, and is not that deployment's."""
+class NotApplied(ClusterError):
+    """An object of a deployment was not written: another is in its place, or the API server refuses it."""
 
-    code = "name_taken"
-
-
-class AwaitingGarbageCollection(ClusterError):
-    """Objects of a deleted deployment of the same name are still there."""
-
-    code = "awaiting_garbage_collection"
-
-
-class WriteRefused(ClusterError):
-    """The API server did not take an object of a deployment."""
-
-    code = "write_refused"
+    code = "not_applied"
 
 
 class ControllerListener(Protocol):
@@ -208,104 +106,109 @@ class ControllerListener(Protocol):
         """This kind cannot be watched; with None it can again."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    """What is watched. ``pods`` are grouped by their deployment; ``nodes`` may never come where they may not
-    be read. ``workers`` returns those that are registered in a fleet; it is given which pods are there.
-    ``links`` reads what frontends learned.
-    """
-
-    deployments: Informer[None]
-    pods: Informer[Key]
-    nodes: Informer[None]
-    workers: Callable[[Key, Callable[[str], bool]], Workers]
-    links: LinkReader
-
-
 class Reconciler:
     """Reconciles deployments; no two calls at a time for the same one."""
 
     def __init__(
         self,
         cluster: KubeClient,
-        seen: ClusterView,
-        applied: Applier,
+        sources: Sources,
+        claims: Claims,
+        statuses: StatusWriter,
         *,
         defaults: PlanDefaults,
-        recorder: Recorder,
         listener: ControllerListener,
-        name: str,
     ) -> None:
-        self._cluster, self._seen, self._applied = cluster, seen, applied
-        self._defaults, self._recorder, self._listener = defaults, recorder, listener
-        self._name = name
-        self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
+        self._cluster, self._sources, self._claims = cluster, sources, claims
+        self._statuses, self._recorder = statuses, statuses.recorder
+        self._defaults, self._listener = defaults, listener
+        self._applied = Applier(cluster, sources.owned)
+        self._bindings = Bindings(cluster, claims.lease)
+        self.policies = BindingsReconciler(self._bindings, sources, self._wanted_labels)
+        self.others: dict[Key, str] = {}
+        """The deployments that another operator manages, and which."""
+        self._asked: dict[Key, object] = {}
+        """The deployments for which topologies were read again, as they were then."""
 
-    async def reconcile(self, key: Key, facts: ClusterFacts, *, policy_refused: str = "") -> float | None:
+    async def reconcile(self, key: Key) -> float | None:
         """Reconcile the deployment at ``key``; return in how many seconds it is to be reconciled again though
         nothing changes, None when it need not. Raises ClusterError when that is to be done again at once.
-
-        ``policy_refused`` is what the API server says where it refuses the binding policy of its workers.
         """
-        found = self._seen.deployments.get(key)
-        if found is None or metadata_of(found).get("deletionTimestamp"):
-            self._applied.forget(key)  # what it owns goes with it: Kubernetes sees to that
+        try:
+            if await self._is_anothers(key):
+                return None
+            await self._know_topology(key)
+            await self.policies.write_due()
+            return await self._reconcile_own(key)
+        except Exception as error:
+            self._applied.forget(key)
+            found = self._sources.deployments.get(key)
+            if found is not None and isinstance(error, StatusRefused):  # an event is the only place left
+                message = f"the API server refuses the status of this deployment: {error.message}"
+                with suppress(ClusterError):  # the log has the refused status, which explains more
+                    await self._recorder.record_once(found, "StatusRefused", message, warns=True)
+            raise
+
+    def write_again(self) -> None:
+        """Apply everything the next time, regardless of changes by other clients meanwhile."""
+        self._applied.forget()
+        self._bindings.forget()
+
+    async def _is_anothers(self, key: Key) -> bool:
+        """Whether another operator manages a deployment; this one then leaves everything of it alone."""
+        found = self._sources.deployments.get(key)
+        holder = None if found is None or _is_leaving(found) else await self._claims.other(found)
+        if holder != self.others.get(key):
+            self._sources.bindings_are_due = True
+            self._listener.stood_back(key, holder)
+        if found is None or holder is None:
+            self.others.pop(key, None)
+            return False
+        self.others[key] = holder
+        self._forget(key)
+        said = takeover_instructions(self._claims.name, holder, *key)
+        await self._recorder.record_once(found, "OtherOperator", said, warns=True)
+        return True
+
+    def _forget(self, key: Key) -> None:
+        self._applied.forget(key)
+        self._sources.links.forget(key)
+        self._statuses.forget(key)
+
+    async def _know_topology(self, key: Key) -> None:
+        """A topology may be newer than what was read; the admitting replica had read it again."""
+        found = self._sources.deployments.get(key)
+        spec = None if found is None else spec_of(found)
+        if found and self._asked.get(key) != spec and not is_known(found, self._sources.facts):
+            self._asked[key] = spec
+            await self._sources.info_reader.read()
+
+    def _wanted_labels(self, found: Manifest) -> WantedLabels | None:
+        if key_of(found) in self.others:
+            return None
+        return wanted_by(found, self._sources.facts, self._last_levels(found))
+
+    async def _reconcile_own(self, key: Key) -> float | None:
+        found = self._sources.deployments.get(key)
+        if found is None or _is_leaving(found):
+            self._forget(key)  # what it owns goes with it: Kubernetes sees to that
             self._recorder.forget(key)
-            self._seen.links.forget(key)
-            self._written.pop(key, None)
-            self._listener.conditions_are(key, ())
+            if found is None:
+                self._claims.forget(key)
+                self._asked.pop(key, None)
             return None
-        reading = read_deployment(found)
-        before = self._status_before(found)
-        if reading.deployment is None:
-            generation = _generation_of(found)
-            now = datetime.now(UTC)
-            status = unreadable_status(generation, reading.problems, previous=before, now=now)
-            await self._write(found, before, status)
-            return None
+        reading, before, facts = read_deployment(found), self._statuses.before(found), self._sources.facts
         deployment = reading.deployment
-        planned = plan(
-            deployment,
-            facts,
-            self._defaults,
-            last_levels=last_levels(self._applied, found),
-            last_qos=read_qos(_annotation(self._applied, found, QOS_ANNOTATION)),
-            last_pack_levels=[
-                level
-                for text in _annotations(self._applied, found, PACKING_ANNOTATION)
-                for level in read_levels(text)
-            ],
-        )
-        changes, again_s = Changes(), None
-        pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
-        cordons = self._node_cordons(deployment)
-        if planned.problems:  # its pods serve on as they were, and keep away from nodes that are cordoned
-            if cordons is not None:
-                others = [kind for kind in OWNED if kind != CORDONS]
-                changes = await self._applied.apply(key, uid_of(found), cordons, kept=others)
-        else:
-            now = datetime.now(UTC)
-            budgets = self._zone_budgets(found, deployment, planned, pods, now)
-            workloads_there = self._applied.objects_of(found, WORKLOADS)
-            held = held_components(deployment, workloads_there, now, self._defaults.disruption_hold_s)
-            ends_s = (held.ends_s, hold_ends_s(budgets, now, self._defaults.disruption_hold_s))
-            again_s = min((each for each in ends_s if each is not None), default=None)
-            changes = await self._applied.apply(
-                key,
-                uid_of(found),
-                (*planned.manifests, *budgets, *(cordons or ())),
-                kept=(CORDONS,) if cordons is None else (),
-                held=held.components,
-            )
-            if changes.are_any:
-                self._listener.changed(key, changes)
+        if deployment is None:
+            generation, now = _generation_of(found), datetime.now(UTC)
+            status = unreadable_status(generation, reading.problems, previous=before, now=now)
+            await self._statuses.write(found, status)
+            return None
+        planned = self._plan(found, deployment, facts)
+        pods = [pod for pod in map(read_pod, self._sources.pods.of_group(key)) if pod is not None]
+        changes, again_s = await self._apply(found, deployment, planned, pods)
         unlabelled: list[str] = []
-        if planned.resolution is not None:
-            copies = planned.resolution.copies
-            pods = [
-                await self._labelled(pod, copies, unlabelled) if _is_placed(pod, planned) else pod
-                for pod in pods
-            ]
+        pods = [await self._labelled(pod, planned, unlabelled) for pod in pods]
         workloads = {key_of(each).name: each for each in self._applied.objects_of(found, WORKLOADS)}
         pairs = [
             (component, workloads[name])
@@ -330,46 +233,72 @@ class Reconciler:
             now=datetime.now(UTC),
             refusals=refusals,
             workers=workers,
-            links=self._seen.links.follow(key, door_of(planned, pods), before),
+            links=self._sources.links.follow(key, door_of(planned, pods), before),
         )
-        await self._write(found, before, status)
-        await self._record_changes(found, changes)
-        await self._warn(found, warnings(reading, planned, facts))
+        await self._statuses.write(found, status)
+        await self._recorder.record_changes(found, changes)
+        await self._recorder.record_warnings(found, warnings(reading, planned, facts))
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
+        await self._report_refused(found, changes, refusals)
+        return again_s
+
+    def _plan(self, found: Manifest, deployment: DynamoGraphDeployment, facts: ClusterFacts) -> Plan:
+        """Plan a deployment, by what it was planned with last where that has to last."""
+        return plan(
+            deployment,
+            facts,
+            self._defaults,
+            last_levels=self._last_levels(found),
+            last_qos=read_qos(next(self._annotations(found, QOS_ANNOTATION), None)),
+            last_pack_levels=[
+                level for text in self._annotations(found, PACKING_ANNOTATION) for level in read_levels(text)
+            ],
+        )
+
+    async def _apply(
+        self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
+    ) -> tuple[Changes, float | None]:
+        """Write what is planned; return what was done, and in how many seconds something that is held for a
+        time comes down.
+        """
+        key, now = key_of(found), datetime.now(UTC)
+        cordons = self._node_cordons(deployment)
+        if planned.problems:  # its pods serve on as they were, and keep away from nodes that are cordoned
+            if cordons is None:
+                return Changes(), None
+            others = [kind for kind in OWNED if kind != CORDONS]
+            return await self._applied.apply(key, uid_of(found), cordons, kept=others), None
+        budgets = self._zone_budgets(found, deployment, planned, pods, now)
+        workloads_there = self._applied.objects_of(found, WORKLOADS)
+        held = held_components(deployment, workloads_there, now, self._defaults.disruption_hold_s)
+        ends_s = (held.ends_s, hold_ends_s(budgets, now, self._defaults.disruption_hold_s))
+        changes = await self._applied.apply(
+            key,
+            uid_of(found),
+            (*planned.manifests, *budgets, *(cordons or ())),
+            kept=(CORDONS,) if cordons is None else (),
+            held=held.components,
+        )
+        if changes.done:
+            self._listener.changed(key, changes)
+        return changes, min((each for each in ends_s if each is not None), default=None)
+
+    async def _report_refused(self, found: Manifest, changes: Changes, refusals: RefusedObjects) -> None:
+        """Raise ClusterError where something was not written, and is to be tried again."""
+        policy_refused = self._bindings.refused.get(key_of(found))
         if policy_refused:
             message = f"{POLICY_REFUSED}: {policy_refused}"
             await self._recorder.record_once(found, "BindingPolicyRefused", message, warns=True)
         if changes.taken:
-            await self._name_taken(found, changes)
+            message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_FIX}"
+            await self._recorder.record(found, "NameTaken", message, warns=True)
+            raise NotApplied(message)
         if refusals.writes or refusals.labels:
-            raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
+            raise NotApplied("; ".join((*refusals.writes, *refusals.labels)))
         if changes.awaiting_gc:
             there = ", ".join(map(str, changes.awaiting_gc))
-            raise AwaitingGarbageCollection(
-                f"{there}: still there of a deployment of this name that was deleted"
-            )
-        return again_s
-
-    async def report_status_refused(self, key: Key, refused: StatusRefused) -> None:
-        """Write the event of a refused status, which is the only place left in the cluster. Raises
-        ClusterError.
-        """
-        found = self._seen.deployments.get(key)
-        if found is not None:
-            message = f"the API server refuses the status of this deployment: {refused.message}"
-            await self._recorder.record_once(found, "StatusRefused", message, warns=True)
-
-    async def leave(self, key: Key, holder: str) -> None:
-        """Another operator manages the deployment at ``key``: record it, and forget what was written."""
-        found = self._seen.deployments.get(key)
-        self._applied.forget(key)
-        self._seen.links.forget(key)
-        self._written.pop(key, None)
-        self._listener.conditions_are(key, ())
-        if found is not None:
-            said = takeover_instructions(self._name, holder, *key)
-            await self._recorder.record_once(found, "OtherOperator", said, warns=True)
+            raise NotApplied(f"{there}: still there of a deployment of this name that was deleted")
 
     def _zone_budgets(
         self,
@@ -401,14 +330,10 @@ class Reconciler:
 
     def _node_cordons(self, deployment: DynamoGraphDeployment) -> list[Manifest] | None:
         """The cordons that annotations of nodes ask for; None while that is not known, or the kind is not."""
-        if not self._applied.knows(CORDONS) or not self._seen.nodes.synced.is_set():
+        if not self._applied.knows(CORDONS) or not self._sources.nodes.synced.is_set():
             return None
-        cordons = [cordon for cordon in map(node_cordon, self._seen.nodes.all()) if cordon is not None]
+        cordons = [cordon for cordon in map(node_cordon, self._sources.nodes.all()) if cordon is not None]
         return cordon_manifests(deployment, self._defaults, cordons)
-
-    def is_own_status(self, found: Manifest) -> bool:
-        """Whether the status that a watch shows is the one that was written last."""
-        return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
 
     def _workers_of(self, deployment: DynamoGraphDeployment, pods: Sequence[Pod]) -> Workers:
         elsewhere = registers_elsewhere(deployment.spec)
@@ -417,76 +342,21 @@ class Reconciler:
         there = {pod.name for pod in pods if not pod.is_over}
         gone = {pod.name for pod in pods if pod.is_over}
         namespace, name = deployment.metadata.namespace, deployment.metadata.name
-        found = self._seen.workers(Key(namespace, fleet_name(namespace, name)), there.__contains__)
+        found = self._sources.workers_of(Key(namespace, fleet_name(namespace, name)), there.__contains__)
         kept = tuple(each for each in found.registered if each.pod not in gone)
         return Workers(kept, found.unknown_because)
 
-    def _status_before(self, found: Manifest) -> DeploymentStatus | None:
-        """What was written last, which a watch may not have shown yet."""
-        uid, status = self._written.get(key_of(found), ("", None))
-        return status if uid == uid_of(found) else _status_of(found)
-
-    async def _write(
-        self, found: Manifest, before: DeploymentStatus | None, status: DeploymentStatus
-    ) -> None:
-        self._listener.conditions_are(key_of(found), status.conditions)
-        status = status.model_copy(update={"operator": self._name})
-        if status == before == _status_of(found):
-            return
-        key = key_of(found)
-        known = self._written.get(key)
-        self._written[key] = (uid_of(found), status)  # a watch may show it before this call ends
-        is_written = False
-        try:
-            manifest = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-            await write_status(self._cluster, found, manifest)
-            is_written = True
-        except RequestRefused as refused:
-            if refused.status not in (NOT_FOUND, CONFLICT):
-                raise
-            return  # it was deleted meanwhile
-        finally:
-            if not is_written:
-                self._restore(key, known)
-        for event in events_of(before, status):
-            await self._recorder.record(found, event.reason, event.note, warns=event.type.value != "Normal")
-
-    def _restore(self, key: Key, known: tuple[str, DeploymentStatus] | None) -> None:
-        if known is None:
-            self._written.pop(key, None)
-        else:
-            self._written[key] = known
-
-    async def _warn(self, found: Manifest, problems: Sequence[Problem]) -> None:
-        """Record what the user wrote and does not get, as it is written."""
-        messages = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_REPORTED_MAX]]
-        if len(problems) > WARNINGS_REPORTED_MAX:
-            messages.append(f"and {len(problems) - WARNINGS_REPORTED_MAX} warnings more")
-        for message in messages:
-            await self._recorder.record_once(found, "SpecWarning", message, warns=True)
-
-    async def _record_changes(self, found: Manifest, changes: Changes) -> None:
-        if not changes.are_any:
-            return
-        parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in changes.done.items()]
-        await self._recorder.record(found, "Applied", "; ".join(parts))
-        for place in changes.set_back:
-            await self._recorder.record(found, "ReplicasSetBack", f"{place} {SET_BACK}", warns=True)
-
-    async def _name_taken(self, found: Manifest, changes: Changes) -> None:
-        message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_FIX}"
-        await self._recorder.record(found, "NameTaken", message, warns=True)
-        raise NameTaken(message)
-
-    async def _labelled(self, pod: Pod, copies: Sequence[Copy], refused_of: list[str]) -> Pod:
+    async def _labelled(self, pod: Pod, planned: Plan, refused_of: list[str]) -> Pod:
         """Return the pod with the labels of its node, which it is given where it lacks them. What the API
         server says when it does not take them is added to ``refused_of``.
         """
-        if pod.node_name is None:
+        kind = pod.labels.get(TYPE_LABEL)
+        is_placed = kind is not None and (planned.places_frontends or kind != ComponentType.FRONTEND)
+        if planned.resolution is None or pod.node_name is None or not is_placed:
             return pod
-        found = self._seen.nodes.get(Key("", pod.node_name))
+        found = self._sources.nodes.get(Key("", pod.node_name))
         node = None if found is None else read_node(found)
-        patch = None if node is None else backfill_labels(pod, node, copies).patch
+        patch = None if node is None else backfill_labels(pod, node, planned.resolution.copies).patch
         if patch is None:
             return pod
         place = Key(pod.namespace, pod.name)
@@ -501,47 +371,20 @@ class Reconciler:
         self._listener.labelled(place)
         return read_pod(patched) or pod
 
+    def _last_levels(self, found: Manifest) -> tuple[Level, ...]:
+        """The levels that a deployment's workers were planned with last; none when there are none."""
+        return read_levels(next(self._annotations(found, LEVELS_ANNOTATION), None))
 
-def last_levels(applied: Applier, found: Manifest) -> tuple[Level, ...]:
-    """Return the levels that a deployment's workers were planned with last; none when there are none."""
-    return read_levels(_annotation(applied, found, LEVELS_ANNOTATION))
-
-
-def _annotation(applied: Applier, found: Manifest, name: str) -> str | None:
-    """The first that is there of an annotation of a deployment's Deployments."""
-    return next(_annotations(applied, found, name), None)
-
-
-def _annotations(applied: Applier, found: Manifest, name: str) -> Iterator[str]:
-    """What a deployment's Deployments have of an annotation."""
-    for workload in applied.objects_of(found, WORKLOADS):
-        annotations = metadata_of(workload).get("annotations")
-        text = annotations.get(name) if isinstance(annotations, dict) else None
-        if isinstance(text, str):
-            yield text
+    def _annotations(self, found: Manifest, name: str) -> Iterator[str]:
+        """What a deployment's Deployments have of an annotation."""
+        for workload in self._applied.objects_of(found, WORKLOADS):
+            text = annotations_of(workload).get(name)
+            if isinstance(text, str):
+                yield text
 
 
-def _is_placed(pod: Pod, planned: Plan) -> bool:
-    """Whether a pod gets the labels of its node."""
-    kind = pod.labels.get(TYPE_LABEL)
-    return kind is not None and (planned.places_frontends or kind != ComponentType.FRONTEND)
-
-
-def node_name_of(pod: Manifest) -> str:
-    """Return the node that a pod is bound to, empty when it is bound to none."""
-    spec = pod.get("spec")
-    name = spec.get("nodeName") if isinstance(spec, dict) else None
-    return name if isinstance(name, str) else ""
-
-
-def _status_of(found: Manifest) -> DeploymentStatus | None:
-    """What was written last; None when nothing was, or when it can no longer be read."""
-    if not found.get("status"):
-        return None
-    try:
-        return DeploymentStatus.model_validate(found["status"], by_alias=True, by_name=False)
-    except ValidationError:
-        return None
+def _is_leaving(found: Manifest) -> bool:
+    return bool(metadata_of(found).get("deletionTimestamp"))
 
 
 def _generation_of(found: Manifest) -> int:

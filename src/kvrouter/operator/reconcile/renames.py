@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
 
-from kvrouter.kube.objects import Manifest, key_of, metadata_of
+from kvrouter.kube.objects import Manifest, key_of, labels_of, metadata_of
 from kvrouter.operator.api import DynamoGraphDeployment
 from kvrouter.operator.plan import COMPONENT_LABEL, TYPE_LABEL, object_name
-from kvrouter.operator.plan.manifest import mapping
 from kvrouter.operator.status import component_status
 
 
@@ -37,7 +36,7 @@ def held_components(
             ends[status.type] = max(left_s, ends.get(status.type, 0.0))
     held: dict[str, float] = {}
     for workload in old.values():
-        labels = mapping(metadata_of(workload).get("labels"))
+        labels = labels_of(workload)
         name, role = labels.get(COMPONENT_LABEL), labels.get(TYPE_LABEL)
         if isinstance(name, str) and isinstance(role, str) and role in ends:
             held[name] = ends[role]

@@ -1,0 +1,104 @@
+"""The writer of statuses, which knows what it wrote last."""
+
+from collections.abc import Callable, Iterable
+
+from pydantic import ValidationError
+
+from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, key_of, uid_of
+from kvrouter.operator.api import API_VERSION, KIND, Condition, DeploymentStatus
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
+from kvrouter.operator.reconcile.recorder import Recorder
+from kvrouter.operator.status import events_of
+
+
+class StatusRefused(ClusterError):
+    """The API server does not take the status of a deployment; the message is its own sentence."""
+
+    code = "status_refused"
+
+
+async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
+    """Apply the status of a deployment; with ``version`` only while it is of that resourceVersion.
+
+    Raises StatusRefused where the API server refuses the status itself, and ClusterError as it comes where
+    the deployment is gone, has changed, or the same write may be taken a moment later.
+    """
+    key = key_of(found)
+    metadata: Manifest = {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)}
+    if version:
+        metadata["resourceVersion"] = version
+    manifest: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
+    try:
+        await cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+    except RequestRefused as refused:
+        if refused.is_passing or refused.status == NOT_FOUND:
+            raise
+        raise StatusRefused(refused.said) from refused
+
+
+class StatusWriter:
+    """Writes statuses in the name of one operator, and their events. ``conditions_are`` is called with the
+    conditions of each; without any when the deployment is forgotten.
+    """
+
+    def __init__(
+        self,
+        cluster: KubeClient,
+        name: str,
+        recorder: Recorder,
+        conditions_are: Callable[[Key, Iterable[Condition]], None],
+    ) -> None:
+        self._cluster, self._name, self.recorder = cluster, name, recorder
+        self._conditions_are = conditions_are
+        self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
+
+    def is_own(self, found: Manifest) -> bool:
+        """Whether the status that a watch shows is the one that was written last."""
+        return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
+
+    def before(self, found: Manifest) -> DeploymentStatus | None:
+        """What was written last, which a watch may not have shown yet."""
+        uid, status = self._written.get(key_of(found), ("", None))
+        return status if uid == uid_of(found) else _status_of(found)
+
+    async def write(self, found: Manifest, status: DeploymentStatus) -> None:
+        """Write a status unless it is there, and the events of what it changes.
+
+        Raises StatusRefused, and ClusterError.
+        """
+        self._conditions_are(key_of(found), status.conditions)
+        status = status.model_copy(update={"operator": self._name})
+        before = self.before(found)
+        if status == before == _status_of(found):
+            return
+        key = key_of(found)
+        known = self._written.get(key)
+        self._written[key] = (uid_of(found), status)  # a watch may show it before this call ends
+        try:
+            manifest = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+            await write_status(self._cluster, found, manifest)
+        except BaseException as error:
+            del self._written[key]
+            if known is not None:
+                self._written[key] = known
+            if isinstance(error, RequestRefused) and error.status in (NOT_FOUND, CONFLICT):
+                return  # it was deleted meanwhile
+            raise
+        for event in events_of(before, status):
+            await self.recorder.record(found, event.reason, event.note, warns=event.type.value != "Normal")
+
+    def forget(self, key: Key) -> None:
+        """The deployment at ``key`` is gone, or another operator's."""
+        self._written.pop(key, None)
+        self._conditions_are(key, ())
+
+
+def _status_of(found: Manifest) -> DeploymentStatus | None:
+    """What was written last; None when nothing was, or when it can no longer be read."""
+    if not found.get("status"):
+        return None
+    try:
+        return DeploymentStatus.model_validate(found["status"], by_alias=True, by_name=False)
+    except ValidationError:
+        return None
