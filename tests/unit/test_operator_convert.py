@@ -20,6 +20,7 @@ from kvrouter.config.problems import read_documents
 from kvrouter.operator.admission.validate import validate
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.convert import Conversion, convert
+from kvrouter.operator.convert.convert import OF_STORED_OBJECTS
 from kvrouter.operator.plan import PlanDefaults
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,36 @@ def test_no_field_is_lost_without_a_word(data: st.DataObject) -> None:
     ]
     at = (*place, "surprise")
     assert any(at[: len(path)] == path for path in named), f"{at} is named by none of {named}"
+
+
+def parts(found: JsonValue, at: Place = ()) -> Iterator[Place]:
+    """Where each value of a document is."""
+    if at:
+        yield at
+    entries = (
+        found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    )
+    for key, value in entries:
+        yield from parts(value, (*at, key))
+
+
+@given(data=st.data())
+def test_no_value_of_a_wrong_form_is_lost_without_a_word(data: st.DataObject) -> None:
+    document: Any = copy.deepcopy(data.draw(st.sampled_from(DOCUMENTS)))
+    place = data.draw(st.sampled_from([*parts(document)]))
+    is_list = document["kind"] == "List" and len(place) == 1
+    if is_list or "status" in place or {*place} & {*OF_STORED_OBJECTS} or place[:2] == ("spec", "pvcs"):
+        return
+    around = document
+    for part in place[:-1]:
+        around = around[part]
+    around[place[-1]] = "of-the-user"
+    found = convert(document)
+    if "of-the-user" in json.dumps(found.manifests):
+        return
+    named = [note.path for note in found.notes] + [problem.path for problem in found.problems]
+    near = [path for path in named if place[: len(path)] == path or path[: len(place)] == place]
+    assert near, f"{place} is named by none of {named}"
 
 
 JSON: st.SearchStrategy[JsonValue] = st.recursive(

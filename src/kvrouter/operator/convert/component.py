@@ -1,6 +1,6 @@
 """A component of Dynamo's: of ``spec.services`` (v1alpha1), or of ``spec.components`` (v1beta1)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pydantic import JsonValue
 
@@ -8,7 +8,7 @@ from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api import ComponentSpec, ComponentType
 from kvrouter.operator.api.names import COMPONENT_PATTERN
 from kvrouter.operator.convert.frontend import Places, as_our_frontend
-from kvrouter.operator.convert.part import Json, Part, named
+from kvrouter.operator.convert.part import Json, Part, check_container, listed, named
 from kvrouter.operator.plan.manifest import mapping, object_name, objects
 from kvrouter.operator.plan.programs import Program, Speaks, program_of, words_of
 
@@ -55,37 +55,53 @@ ROLE_FLAG = "--disaggregation-mode"
 
 @dataclass(slots=True)
 class Component:
-    """A component on its way: ``at`` is where Dynamo's manifest has it, ``main_at`` its main container."""
+    """A component on its way. ``places`` are where Dynamo's manifest has it, ``index`` is that of its main
+    container among all.
+    """
 
-    at: Path
-    main_at: Path
+    places: Places
     name: str
     fields: Json
     template: Json
-    main: Json = field(default_factory=dict)
-    others: list[Json] = field(default_factory=list)
+    main: Json
+    others: list[Json]
+    index: int = 0
 
     def manifest(self) -> Json:
         """Return it as kvrouter's manifest has it."""
         spec = mapping(self.template.get("spec"))
         spec.pop("containers", None)
         if set(self.main) - {"name"} or self.others:
-            spec["containers"] = [{"name": "main", **self.main}, *self.others]
+            main: Json = {"name": "main", **self.main}
+            spec["containers"] = [*self.others[: self.index], main, *self.others[self.index :]]
         template: Json = {**self.template, "spec": spec} if spec else {**self.template}
         if not spec:
             template.pop("spec", None)
         return {**self.fields, "podTemplate": template} if template else self.fields
 
+    def in_input(self, path: Path) -> Path:
+        """Where Dynamo's manifest has what the component has at ``path``."""
+        places = self.places
+        match path:
+            case ("podTemplate", "spec", "containers", int() as index, *rest):
+                if index == self.index:
+                    return (*places.main, *rest)
+                return (*places.spec, "containers", index - places.n_before, *rest)
+            case ("podTemplate", "spec", *rest):
+                return (*places.spec, *rest)
+        return (*places.component, *path)
+
 
 def of_service(name: str, service: Part, deployment: str, framework: str) -> Component | None:
     """Return a service of the v1alpha1 shape; None for one that is left out."""
-    pod = service.mapping("extraPodSpec")
-    main_at: Path = (*service.at, "extraPodSpec", "mainContainer")
-    stated = pod.pop("mainContainer", None)
-    if stated is not None and not isinstance(stated, dict):
-        service.notes.problems.append(Problem(main_at, "must be a mapping"))
-    main: Json = {**mapping(stated), "name": "main"}
-    others = objects(pod.pop("containers", None))
+    pod, pod_at = service.mapping("extraPodSpec"), (*service.at, "extraPodSpec")
+    main_at: Path = (*pod_at, "mainContainer")
+    main: Json = {**Part(pod, pod_at, service.notes).mapping("mainContainer"), "name": "main"}
+    check_container(main, main_at, service.notes)
+    others = listed(pod, "containers", pod_at, service.notes)
+    listed(pod, "volumes", pod_at, service.notes)
+    for name_of_list in ("mainContainer", "containers"):
+        pod.pop(name_of_list, None)
     template: Json = {"spec": pod}
     _metadata(service, template)
     env = _environment(service, main, main_at)
@@ -104,75 +120,77 @@ def of_service(name: str, service: Part, deployment: str, framework: str) -> Com
     if service.text("serviceName") not in ("", name):
         service.notes.changed((*service.at, "serviceName"), f"is left out: the component is called {name}")
     kind = _kind(service, "componentType", main, name)
-    places = Places(main_at, tuple(env), fields)
-    return _completed(service, name, kind, template, main, others, places, size, deployment)
+    places = Places(service.at, pod_at, main_at, tuple(env), fields, n_before=1)
+    found = Component(places, name, {}, template, main, others)
+    return _completed(service, found, kind, size, deployment)
 
 
 def of_entry(entry: Part, deployment: str, framework: str) -> Component | None:
     """Return an entry of ``spec.components``, the v1beta1 shape; None for one that is left out."""
     name = entry.text("name")
     template = entry.mapping("podTemplate")
-    spec = mapping(template.get("spec"))
-    containers = objects(spec.get("containers"))
+    template_at = (*entry.at, "podTemplate")
+    spec = Part(template, template_at, entry.notes).mapping("spec")
+    containers = listed(spec, "containers", (*template_at, "spec"), entry.notes)
+    listed(spec, "volumes", (*template_at, "spec"), entry.notes)
     names = [container.get("name") for container in containers]
     index = names.index("main") if "main" in names else 0
     main: Json = containers.pop(index) if containers else {"name": "main"}
-    main_at: Path = (*entry.at, "podTemplate", "spec", "containers", index)
+    main_at: Path = (*template_at, "spec", "containers", index)
+    check_container(main, main_at, entry.notes)
     cache = entry.part("compilationCache")
     if cache is not None:
         path = cache.text("mountPath") or CACHE_PATHS.get(framework or _engine(main), "")
         _claim(template, main, cache.text("pvcName"), path, cache)
         cache.close()
     sidecar = entry.text("frontendSidecar")
-    if sidecar:
-        containers = [container for container in containers if container.get("name") != sidecar]
-        entry.notes.lost((*entry.at, "frontendSidecar"), LOST["frontendSidecar"])
+    for at, container in reversed([*enumerate(containers)]) if sidecar else ():
+        if container.get("name") == sidecar:
+            entry.notes.lost(
+                (*template_at, "spec", "containers", at + (at >= index)), LOST["frontendSidecar"]
+            )
+            del containers[at]
+            index -= at < index
     kind = _kind(entry, "type", main, name)
     size = entry.value("sharedMemorySize")
     env = tuple((*main_at, "env", at) for at in range(len(objects(main.get("env")))))
-    places = Places(main_at, env)
-    return _completed(entry, name, kind, template, main, containers, places, size, deployment)
+    places = Places(entry.at, (*template_at, "spec"), main_at, env)
+    found = Component(places, name, {}, template, main, containers, index)
+    return _completed(entry, found, kind, size, deployment)
 
 
 def _completed(
-    part: Part,
-    name: str,
-    kind: str | None,
-    template: Json,
-    main: Json,
-    others: list[Json],
-    places: Places,
-    memory: JsonValue,
-    deployment: str,
+    part: Part, found: Component, kind: str | None, memory: JsonValue, deployment: str
 ) -> Component | None:
     """What both shapes have in common; closes ``part``."""
     if kind is None or kind in LEFT_OUT:
         if kind is not None:
             part.notes.lost(part.at, LEFT_OUT[kind])
         return None
-    ours = named(name, COMPONENT_PATTERN)
-    if ours != name:
-        part.notes.changed(part.at, f"is called {ours}: a component's name is of letters, digits and '-'")
-    fields: Json = {"name": ours, "type": kind}
+    name = named(found.name, COMPONENT_PATTERN)
+    if name != found.name:
+        part.notes.changed(part.at, f"is called {name}: a component's name is of letters, digits and '-'")
+    found.name = name
+    found.fields = {"name": name, "type": kind}
     replicas = part.number("replicas")
     if _is_scaled(part):
-        target = object_name(deployment, ours)
+        target = object_name(deployment, name)
         part.notes.changed(
             (*part.at, "scalingAdapter"),
             f"is the Deployment {target}, which an autoscaler scales by itself"
             + ("" if replicas is None else f": replicas ({replicas}) are left out for it"),
         )
     elif replicas is not None:
-        fields["replicas"] = replicas
-    fields |= part.fields(ComponentSpec)
+        found.fields["replicas"] = replicas
+    found.fields |= part.fields(ComponentSpec)
     is_frontend = kind == ComponentType.FRONTEND
     if is_frontend:
-        as_our_frontend(main, places, part.notes)
-    if memory is not None or not (is_frontend or program_of(main).speaks is Speaks.KVROUTER):
-        _shared_memory(part, template, main, memory)
+        as_our_frontend(found.main, found.places, part.notes)
+    if memory is not None or not (is_frontend or program_of(found.main).speaks is Speaks.KVROUTER):
+        _shared_memory(part, found.template, found.main, memory)
     _without_effect(part)
     part.close(LOST)
-    return Component(part.at, places.main, ours, fields, template, main, others)
+    return found
 
 
 def _without_effect(part: Part) -> None:
@@ -263,7 +281,7 @@ def _environment(service: Part, main: Json, main_at: Path) -> list[Path]:
     of them is.
     """
     own = objects(main.get("env"))
-    names = {entry.get("name") for entry in own}
+    names = [entry.get("name") for entry in own]
     env: list[Json] = []
     places: list[Path] = []
     for index, entry in enumerate(service.objects("envs")):

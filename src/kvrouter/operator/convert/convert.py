@@ -132,11 +132,12 @@ def _deployment(document: Part) -> Iterator[Json]:
         made = _claim(claim, namespace if isinstance(namespace, str) else "")
         if made is not None:
             yield made
+    renamed = {"env": "envs"} if "envs" in spec else {}
     components = [*_components(spec, str(metadata.get("name") or ""))]
     converted = _spec(spec, components)
     spec.close(LOST)
     result: Json = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": converted}
-    _check(result, components, spec.at, notes)
+    _check(result, components, spec.at, renamed, notes)
     yield result
 
 
@@ -153,7 +154,8 @@ def _metadata(document: Part) -> Json:
         metadata["name"] = ours
     elif not metadata.get("generateName"):
         notes.problems.append(Problem((*at, "name"), "is needed, as text"))
-    annotations = mapping(metadata.pop("annotations", None))
+    annotations = Part(metadata, at, notes).mapping("annotations")
+    metadata.pop("annotations", None)
     for key in [*annotations]:
         if key == LAST_APPLIED:
             del annotations[key]
@@ -193,9 +195,10 @@ def _components(spec: Part, deployment: str) -> Iterator[Component]:
             (*spec.at, "backendFramework"), "is left out: each worker says which engine it has"
         )
     found: list[Component | None] = []
-    services = spec.part("services")
-    for name in () if services is None else services.names:
-        service = services.part(name) if services is not None else None
+    stated = spec.mapping("services")
+    services = Part({name: stated[name] or {} for name in stated}, (*spec.at, "services"), spec.notes)
+    for name in services.names:
+        service = services.part(name)
         if service is not None:
             found.append(of_service(name, service, deployment, framework))
     found += [of_entry(entry, deployment, framework) for entry in spec.parts("components")]
@@ -249,7 +252,9 @@ def _is_reserved(key: str, *, is_label: bool) -> bool:
     return key.startswith(prefixes) or (is_label and key in RESERVED_LABELS)
 
 
-def _check(result: Json, components: list[Component], at: Path, notes: Notes) -> None:
+def _check(
+    result: Json, components: list[Component], at: Path, renamed: Mapping[str, str], notes: Notes
+) -> None:
     """Judge the result as admission does, and note what never registers; places are those of the input."""
     reading = read_deployment(result)
     problems = list(reading.problems)
@@ -259,11 +264,10 @@ def _check(result: Json, components: list[Component], at: Path, notes: Notes) ->
             draft = read_pod_template(component, ("spec", "components", index, "podTemplate"))
             if isinstance(draft, list):
                 continue
-            mine = components[index]
             for warning in unregistered(draft, component.type):
-                is_main = warning.path[-2:] == ("containers", draft.main_index)
-                notes.lost(mine.main_at if is_main else mine.at, warning.must)
-    notes.problems += [Problem(_in_input(problem.path, components, at), problem.must) for problem in problems]
+                notes.lost(_in_input(warning.path, components, at, renamed), warning.must)
+    for problem in problems:
+        notes.problems.append(Problem(_in_input(problem.path, components, at, renamed), problem.must))
 
 
 def _planned(deployment: DynamoGraphDeployment) -> list[Problem]:
@@ -271,10 +275,11 @@ def _planned(deployment: DynamoGraphDeployment) -> list[Problem]:
     return [*name_problems(deployment), *planned.problems]
 
 
-def _in_input(path: Path, components: list[Component], at: Path) -> Path:
+def _in_input(path: Path, components: list[Component], at: Path, renamed: Mapping[str, str]) -> Path:
+    """Where Dynamo's manifest has what the result has at ``path``."""
     match path:
         case ("spec", "components", int() as index, *rest) if index < len(components):
-            return (*components[index].at, *rest)
-        case ("spec", *rest):
-            return (*at, *rest)
+            return components[index].in_input(tuple(rest))
+        case ("spec", str() as first, *rest):
+            return (*at, renamed.get(first, first), *rest)
     return (*at[:-1], *path)

@@ -53,13 +53,18 @@ HTTP_PORT_FLAG = "--http-port"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a main container is in Dynamo's manifest: v1alpha1 has some of its fields next to it."""
+    """Where a component, its pods' spec and their main container are in Dynamo's manifest. In v1alpha1 some
+    of the container's fields are next to it; the others' list begins ``n_before`` later in the result.
+    """
 
+    component: Path
+    spec: Path
     main: Path
     env: tuple[Path, ...]
     """Of each of its variables."""
     fields: Mapping[str, Path] = field(default_factory=dict)
     """Of fields that are not in ``main``."""
+    n_before: int = 0
 
     def of(self, name: str) -> Path:
         """Return where a field of the container is."""
@@ -80,7 +85,7 @@ def as_our_frontend(main: Json, places: Places, notes: Notes) -> None:
     for name in REPLACED:
         if name in main:
             del main[name]
-            if name not in ("command", "args"):
+            if name != "args":
                 notes.changed(places.of(name), "is left out: the operator runs kvrouter's own frontend")
     kept, port = _flags(flags, (*at, "args"), notes)
     env = kept_env(objects(main.pop("env", None)), places.env, notes)

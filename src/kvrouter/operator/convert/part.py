@@ -146,6 +146,21 @@ class Part:
         return nothing
 
 
+def listed(content: Json, name: str, at: Path, notes: Notes) -> list[Json]:
+    """Return a list of mappings in a part that is passed on; empty where it is left out, or is a problem."""
+    return Part({name: content.get(name)}, at, notes).objects(name)
+
+
+def check_container(container: Json, at: Path, notes: Notes) -> None:
+    """Note what has a wrong form in a container, of what is read of it."""
+    part = Part(container, at, notes)
+    for name in ("env", "envFrom", "volumeMounts"):
+        part.objects(name)
+    for name in ("command", "args"):
+        part.words(name)
+    part.mapping("resources")
+
+
 def _model_in(annotation: object) -> type[BaseModel] | None:
     """The model that a field holds, or may hold; None where it holds none, or several."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
