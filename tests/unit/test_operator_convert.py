@@ -74,9 +74,8 @@ def test_what_people_have_becomes_what_admission_takes(path: Path) -> None:
                 assert [problem for problem in verdict.problems if "grove.io" not in problem.must] == []
                 assert not [warning for warning in verdict.warnings if "no field" in warning.must]
                 again = convert(manifest)
-                if "sharedMemorySize" not in path.read_text():  # without any, Dynamo's default is written
-                    assert again.manifests == (manifest,)
-                    assert {note.text for note in again.notes} <= {note.text for note in found.notes}
+                assert again.manifests == (manifest,)
+                assert {note.text for note in again.notes} <= {note.text for note in found.notes}
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
@@ -209,13 +208,11 @@ def test_resources_are_those_of_a_container() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "limit"),
-    [({}, "8Gi"), ({"sharedMemory": {"size": "2Gi"}}, "2Gi"), ({"sharedMemory": {"disabled": True}}, None)],
+    ("stated", "size"),
+    [({}, "8Gi"), ({"sharedMemory": {"size": "2Gi"}}, "2Gi"), ({"sharedMemory": {"disabled": True}}, "0")],
 )
-def test_shared_memory_is_what_dynamo_gives(stated: dict[str, Any], limit: str | None) -> None:
-    spec = of_worker(**stated)["podTemplate"]["spec"]
-    sizes = [volume["emptyDir"]["sizeLimit"] for volume in spec.get("volumes", [])]
-    assert sizes == ([] if limit is None else [limit])
+def test_shared_memory_is_what_dynamo_gives(stated: dict[str, Any], size: str) -> None:
+    assert of_worker(**stated)["sharedMemorySize"] == size
 
 
 def frontend(

@@ -187,7 +187,7 @@ def _completed(
     if is_frontend:
         as_our_frontend(found.main, found.places, part.notes)
     if memory is not None or not (is_frontend or program_of(found.main).speaks is Speaks.KVROUTER):
-        _shared_memory(part, found.template, found.main, memory)
+        _shared_memory(part, found, memory)
     _without_effect(part)
     part.close(LOST)
     return found
@@ -347,15 +347,11 @@ def _mount(template: Json, main: Json, volume: Json, path: str) -> None:
     template["spec"] = spec
 
 
-def _shared_memory(part: Part, template: Json, main: Json, size: JsonValue) -> None:
-    """Dynamo gives every engine a volume at ``/dev/shm``; kvrouter's operator gives what is written."""
-    if str(size) in ("0", "0Gi"):
+def _shared_memory(part: Part, found: Component, size: JsonValue) -> None:
+    """Dynamo gives every engine 8Gi at ``/dev/shm``; kvrouter's operator gives what is written."""
+    if SHARED_MEMORY in [each.get("mountPath") for each in objects(found.main.get("volumeMounts"))]:
         return
-    if SHARED_MEMORY in [each.get("mountPath") for each in objects(main.get("volumeMounts"))]:
-        return
-    limit: JsonValue = SHARED_MEMORY_DEFAULT if size is None else str(size)
-    _mount(
-        template, main, {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}, SHARED_MEMORY
-    )
+    found.fields["sharedMemorySize"] = SHARED_MEMORY_DEFAULT if size is None else str(size)
     if size is None:
-        part.notes.changed(part.at, f"has {limit} at {SHARED_MEMORY}, which Dynamo gives engines by itself")
+        text = f"has {SHARED_MEMORY_DEFAULT} at {SHARED_MEMORY}, which Dynamo gives engines by itself"
+        part.notes.changed(part.at, text)
