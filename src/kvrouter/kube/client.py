@@ -90,6 +90,13 @@ class RequestRefused(ClusterError):
         """Whether the same write may be taken a moment later, though nobody changes anything."""
         return self.status in _PASSING
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the same write is refused until somebody changes it, or what judges it. An error of the
+        server itself (500) lasts where it is about a field of a wrong form.
+        """
+        return not self.is_passing and (self.status < 500 or _NO_FORM.match(self.said) is not None)
+
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
@@ -97,6 +104,8 @@ NOT_FOUND = 404
 CONFLICT = 409
 GONE = 410
 _PASSING = frozenset({CONFLICT, 429, 503, 504})
+_NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
+"""Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
 
 
 class Connection(Protocol):

@@ -53,10 +53,13 @@ class ObjectRef(NamedTuple):
 
 
 class RefusedWrite(NamedTuple):
-    """A write that the API server did not take, and its words."""
+    """A write that the API server did not take, and its words. ``is_lasting``: somebody has to change
+    something before it does.
+    """
 
     place: ObjectRef
     said: str
+    is_lasting: bool = True
 
     def __str__(self) -> str:
         return f"{self.place}: {self.said}"
@@ -108,9 +111,12 @@ class _WriteResult(NamedTuple):
         """Whether an object is as it was written, or a watch has not shown that yet."""
         if (self.digest, self.uid) != (digest, uid_of(there)):
             return False
+        return self.is_ahead_of(there) or _stamp(there) == self.stamp
+
+    def is_ahead_of(self, there: Manifest) -> bool:
+        """Whether a watch has not shown yet what was written of an object."""
         generation = metadata_of(there).get("generation")
-        is_behind = isinstance(generation, int) and self.stamp.isdigit() and generation < int(self.stamp)
-        return is_behind or _stamp(there) == self.stamp
+        return isinstance(generation, int) and self.stamp.isdigit() and generation < int(self.stamp)
 
 
 class Applier:
@@ -126,8 +132,16 @@ class Applier:
         return self._owned[kind].synced.is_set()
 
     def objects_of(self, owner: Manifest, kind: ResourceKind) -> list[Manifest]:
-        """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid."""
-        return self._of(key_of(owner).namespace, uid_of(owner), kind)
+        """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid.
+
+        What a watch has not shown yet as it was written is of the written generation, which its controller
+        has not seen: else its last status would count for what was just written.
+        """
+        written = self._written.get(key_of(owner), {})
+        return [
+            _of_generation(each, written.get(ObjectRef(kind.name, key_of(each))))
+            for each in self._of(key_of(owner).namespace, uid_of(owner), kind)
+        ]
 
     async def apply(
         self,
@@ -228,6 +242,12 @@ class Applier:
                     changes.removed.append(place)
 
 
+def _of_generation(there: Manifest, known: _WriteResult | None) -> Manifest:
+    if known is None or known.uid != uid_of(there) or not known.is_ahead_of(there):
+        return there
+    return {**there, "metadata": {**metadata_of(there), "generation": int(known.stamp)}}
+
+
 def _component_of(manifest: Manifest) -> JsonValue:
     labels = metadata_of(manifest).get("labels")
     return labels.get(COMPONENT_LABEL) if isinstance(labels, dict) else None
@@ -241,7 +261,7 @@ def _collecting_refusals(changes: Changes, place: ObjectRef) -> Iterator[None]:
     except RequestRefused as refused:
         if refused.is_passing:
             raise
-        changes.refused.append(RefusedWrite(place, refused.said))
+        changes.refused.append(RefusedWrite(place, refused.said, refused.is_lasting))
 
 
 def owner_uid_of(manifest: Manifest) -> str:

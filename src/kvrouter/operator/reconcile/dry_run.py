@@ -20,8 +20,6 @@ _NO_RIGHT = re.compile(
     r'user "[^"]*" (cannot \w+ resource|.*attempting to grant RBAC permissions)', re.IGNORECASE
 )
 _NO_TRIAL = "does not support dry run"
-_NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
-"""Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
 
 
 class DryRun:
@@ -89,9 +87,7 @@ def _is_about_the_object(refused: RequestRefused) -> bool:
     """Whether it would be refused in earnest, as far as the object goes."""
     if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
         return False
-    if refused.status >= 500:
-        return _NO_FORM.match(refused.said) is not None
-    return refused.status not in (401, 404, 405, 409, 429)
+    return refused.is_lasting and refused.status not in (401, 404, 405)
 
 
 def _untried_warning(untried: list[str]) -> list[Problem]:

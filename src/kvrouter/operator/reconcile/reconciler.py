@@ -70,8 +70,10 @@ from kvrouter.operator.status import (
     deployment_status,
     door_of,
     events_of,
+    pull_ends_s,
     refused_pods,
     role_mistakes,
+    rollout_of,
     unreadable_status,
 )
 from kvrouter.operator.status.resolved import copy_of
@@ -288,7 +290,8 @@ class Reconciler:
             budgets = self._zone_budgets(found, deployment, planned, pods, now)
             workloads_there = self._applied.objects_of(found, WORKLOADS)
             held = held_components(deployment, workloads_there, now, self._defaults.disruption_hold_s)
-            ends_s = (held.ends_s, hold_ends_s(budgets, now, self._defaults.disruption_hold_s))
+            hold_s = hold_ends_s(budgets, now, self._defaults.disruption_hold_s)
+            ends_s = (held.ends_s, hold_s, pull_ends_s(pods, now))
             again_s = min((each for each in ends_s if each is not None), default=None)
             changes = await self._applied.apply(
                 key,
@@ -315,6 +318,7 @@ class Reconciler:
         refused_of = [refused_pods(component, workload) for component, workload in pairs]
         refusals = RefusedObjects(
             writes=[*map(str, changes.refused)],
+            are_lasting=any(each.is_lasting for each in changes.refused),
             taken=[*map(str, changes.taken)],
             pods=[refused for refused in refused_of if refused is not None],
             labels=unlabelled,
@@ -331,6 +335,9 @@ class Reconciler:
             refusals=refusals,
             workers=workers,
             links=self._seen.links.follow(key, door_of(planned, pods), before),
+            rollouts=[
+                rollout_of(component, key_of(workload).name, workload) for component, workload in pairs
+            ],
         )
         await self._write(found, before, status)
         await self._record_changes(found, changes)
