@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.kube.client import KubeClient, RequestRefused
+from kvrouter.kube.client import KubeClient, RequestRefused, collected_warnings
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import (
     CORDONS,
@@ -71,7 +71,7 @@ class Changes:
     ``awaiting_gc`` those of one that was deleted, which Kubernetes deletes after it; ``taken`` are places
     where something is that this deployment does not own, ``refused`` are writes that the API server did not
     take, ``set_back`` workloads that somebody else had scaled though the plan, the same as before, states
-    their number.
+    their number; ``warned`` is what the API server warns of in answers to writes, with their objects.
     """
 
     created: list[ObjectRef] = field(default_factory=list)
@@ -82,6 +82,7 @@ class Changes:
     taken: list[ObjectRef] = field(default_factory=list)
     refused: list[RefusedWrite] = field(default_factory=list)
     set_back: list[ObjectRef] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
 
     @property
     def are_any(self) -> bool:
@@ -198,9 +199,11 @@ class Applier:
             await release_replicas(self._cluster, kind, manifest)
         if known is not None and known.digest == digest and _is_scaled(there, manifest):
             changes.set_back.append(place)
-        now = await self._cluster.apply(
-            kind, manifest if there is None else _with_uid(manifest, uid_of(there))
-        )
+        with collected_warnings() as warned:
+            now = await self._cluster.apply(
+                kind, manifest if there is None else _with_uid(manifest, uid_of(there))
+            )
+        changes.warned += [f"{place}: {text}" for text in warned]
         self._written[owner][place] = _WriteResult(digest, uid_of(now), _stamp(now))
         if there is None:
             changes.created.append(place)

@@ -341,6 +341,8 @@ class Reconciler:
         )
         await self._write(found, before, status)
         await self._record_changes(found, changes)
+        for warned in changes.warned[:WARNINGS_REPORTED_MAX]:
+            await self._recorder.record_once(found, "ApiServerWarning", warned, warns=True)
         await self._warn(found, warnings(reading, planned, facts))
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
