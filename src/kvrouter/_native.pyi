@@ -23,9 +23,9 @@ from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 from kvrouter.recording.request import RequestFields
 
-PredictionAsked = tuple[tuple[float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
-"""Prompt tokens and blocks, block size, seconds of an answer, weight of overlap; whether the leg prefills and
-decodes, whether tokens and blocks count, and whether those do who are answered meanwhile."""
+PredictionAsked = tuple[tuple[float, float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
+"""Prompt tokens and blocks, block size, seconds of an answer, interference, weight of overlap; whether the
+leg prefills and decodes, whether tokens and blocks count, and whether those do who are answered meanwhile."""
 
 Seconds = npt.NDArray[np.float64]
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import RouterMode
 from tests.e2e.test_passed_routes import before
 from tests.support.engine_server import JSON, Answer, ScriptedEngine, event_of, scripted_engine
 from tests.support.served import Served
@@ -31,6 +32,8 @@ HEADERS = {
 }
 OFTEN = KvRouterConfig(circuit_failures=1000)
 """No circuit opens in these tests."""
+
+IN_TURN = KvRouterConfig(circuit_failures=1000, router_mode=RouterMode.ROUND_ROBIN)
 
 CALLS_FAULT = (201, 202, 400, 404, 405, 409, 413, 415, 422, 431, 451, 498, 501)
 ENGINES_FAULT = (401, 403, 408, 421, 429, 499, 500, 502, 503, 504, 507, 599)
@@ -135,3 +138,73 @@ async def test_an_answer_that_its_engine_aborts_is_asked_for_elsewhere_and_else_
             while len(ending.calls) < 3:
                 answer = await ask(here, "/v1/completions")
                 assert (answer.status_code, answer.content) == (200, whole)
+
+
+MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "a"}]}
+MESSAGE_END: dict[str, object] = {"type": "message_stop"}
+USAGE = {"input_tokens": 3, "output_tokens": 1}
+WHOLE: dict[str, Sequence[dict[str, object]]] = {
+    "/v1/messages": ({**MESSAGE, "usage": USAGE}, {**MESSAGE, "stop_reason": "end_turn", "usage": USAGE}),
+    "/v1/responses": (
+        {"object": "response", "status": "cancelled", "usage": USAGE},
+        {"object": "response", "status": "completed", "usage": USAGE},
+    ),
+}
+"""As vLLM writes them: one that it aborted, and one that came to its end."""
+
+BEGINS: dict[str, dict[str, object]] = {
+    "/v1/messages": {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None}},
+    "/v1/responses": {"type": "response.created", "response": {"status": "in_progress"}},
+}
+ENDS: dict[str, Sequence[Sequence[dict[str, object]]]] = {
+    "/v1/messages": tuple(
+        ({"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": None}}, MESSAGE_END)
+        for reason in (None, "end_turn")
+    ),
+    "/v1/responses": tuple(
+        ({"type": "response.completed", "response": {"status": status}},)
+        for status in ("cancelled", "completed")
+    ),
+}
+
+
+def named(*events: dict[str, object]) -> tuple[bytes, ...]:
+    return tuple(f"event: {event['type']}\n".encode() + event_of(event) for event in events)
+
+
+@pytest.mark.parametrize("path", WHOLE)
+async def test_what_passes_and_was_aborted_is_asked_for_elsewhere_and_else_passes(path: str) -> None:
+    aborted, whole = (json.dumps(answer).encode() for answer in WHOLE[path])
+    async with scripted_engine() as ending, scripted_engine() as running:
+        ending.answers.extend(Answer((aborted,), content_type=JSON) for _ in range(20))
+        running.answers.extend(Answer((whole,), content_type=JSON) for _ in range(20))
+        async with before(ending, router=OFTEN) as here:
+            answer = await ask(here, path)
+            assert (answer.status_code, answer.content) == (200, aborted)
+        async with before(ending, running, router=IN_TURN) as here:
+            while len(ending.calls) < 3:
+                answer = await ask(here, path)
+                assert (answer.status_code, answer.content) == (200, whole)
+
+
+@pytest.mark.parametrize("path", ENDS)
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_stream_that_passes_and_was_aborted_does_not_look_whole(path: str, has_begun: bool) -> None:
+    """Of which nothing had come it is asked for elsewhere; the others end with an error."""
+    aborted, ended = (named(*events) for events in ENDS[path])
+    (begun,) = named(BEGINS[path])
+    whole = begun + b"".join(ended)
+    async with scripted_engine() as ending, scripted_engine() as running:
+        first = (begun,) if has_begun else ()
+        ending.answers.extend(Answer((*first, *aborted)) for _ in range(20))
+        running.answers.extend(Answer((begun, *ended)) for _ in range(20))
+        async with before(ending, running, router=IN_TURN) as here:
+            while len(ending.calls) < 3:
+                already = len(ending.calls)
+                answer = await ask(here, path, stream=True)
+                if not has_begun or len(ending.calls) == already:
+                    assert (answer.status_code, answer.content) == (200, whole)
+                    continue
+                assert answer.content.startswith(begun)
+                assert b"the engine aborted the answer" in answer.content
+                assert aborted[-1] not in answer.content

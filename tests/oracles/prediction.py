@@ -33,6 +33,7 @@ def predicted(
     block_size: int,
     answer_s: float,
     decode_weight: float,
+    interference: float = 1.0,
 ) -> Times:
     """Return the parts of one leg at one rank, without a transfer."""
     token_s = timing.prefill_ms(CHUNK_TOKENS) / 1e3 / CHUNK_TOKENS
@@ -49,7 +50,7 @@ def predicted(
         if running:
             use = min(1.0, load.active_blocks / load.total_blocks)
             step_s = timing.decode_ms(use, running, load.active_blocks * block_size) / 1e3
-            queue_s += load.decode_slowness * (1 + (queued + new) / CHUNK_TOKENS) * step_s
+            queue_s += interference * load.decode_slowness * (1 + (queued + new) / CHUNK_TOKENS) * step_s
     if leg is not Leg.PREFILL:
         held = load.active_blocks + load.not_active
         lacking, unseated = held - load.total_blocks, load.requests + 1 - load.seats

@@ -42,7 +42,13 @@ LOADS = st.builds(
 )
 
 
-def view_of(loads: list[RankLoad], settings: RoutingSettings, answer_s: float, *roles: Role) -> View:
+def view_of(
+    loads: list[RankLoad],
+    settings: RoutingSettings,
+    answer_s: float,
+    *roles: Role,
+    interference: float = 1.0,
+) -> View:
     """Return a fleet whose workers have ``roles`` by turns."""
     fleet = Fleet(ModelName("m"), BLOCK)
     for (worker_id, load), role in zip(enumerate(loads, start=1), cycle(roles), strict=False):
@@ -70,6 +76,7 @@ def view_of(loads: list[RankLoad], settings: RoutingSettings, answer_s: float, *
                 np.array([load.decode_slowness for load in loads]),
                 np.array([load.turnover for load in loads]),
                 answer_s,
+                interference,
             ),
         ),
     )
@@ -85,12 +92,18 @@ def cost_of(times: Times) -> float:
     isl_tokens=st.integers(1, 50_000),
     answer_s=st.floats(0.0, 60.0),
     decode_weight=st.sampled_from((0.0, 1.0, 8.0)),
+    interference=st.sampled_from((0.0, 0.3, 1.0)),
 )
 def test_each_part_is_what_its_formula_says_and_the_least_sum_is_picked(
-    loads: list[RankLoad], timing: Timing, isl_tokens: int, answer_s: float, decode_weight: float
+    loads: list[RankLoad],
+    timing: Timing,
+    isl_tokens: int,
+    answer_s: float,
+    decode_weight: float,
+    interference: float,
 ) -> None:
     settings = RoutingSettings(cost=CostRule.TIME, timing=timing, decode_weight=decode_weight)
-    view = view_of(loads, settings, answer_s, Role.BOTH)
+    view = view_of(loads, settings, answer_s, Role.BOTH, interference=interference)
     decision = route(RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK)), view, explain=True)
     costs = []
     for row, load in zip(decision.rows, loads, strict=True):
@@ -102,6 +115,7 @@ def test_each_part_is_what_its_formula_says_and_the_least_sum_is_picked(
             block_size=BLOCK,
             answer_s=answer_s,
             decode_weight=decode_weight,
+            interference=interference,
         )
         assert row.times == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert row.times is not None

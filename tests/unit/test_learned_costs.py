@@ -1,8 +1,8 @@
 """What a client may teach a placer: first tokens that are none, pins, and one client among others."""
 
 from array import array
-from collections import Counter
-from heapq import heappop, heappush
+from collections import Counter, deque
+from heapq import heapify, heappop, heappush
 from itertools import count
 from random import Random
 
@@ -153,6 +153,15 @@ def test_five_seconds_after_the_attacker_left_others_go_where_they_went_before(p
     assert abs(after - before) <= 0.05
 
 
+def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -> None:
+    """Prompts do not wait for decode steps here, and the attacker's answers never end at worker 1."""
+    engines = Engines()
+    engines.shares(PHASE_S, stream=None)
+    engines.shares(PHASE_S, stream=True)
+    slowness = engines.placer.learned.speeds.speeds(2, now_s=engines.now_s).slowness
+    assert slowness[0] == pytest.approx(slowness[1], rel=0.05)
+
+
 def test_an_answer_that_shows_no_first_token_leaves_the_queue_when_its_prompt_should_be_computed() -> None:
     engines = Engines(Role.BOTH)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
@@ -227,3 +236,48 @@ def test_the_prefill_of_a_pair_ends_when_its_worker_says_so_whether_the_answer_s
     assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 1
     assert queued(2000.0) == 0
     assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 0
+
+
+CALLERS, WARM_S, COLD_S, ANSWER_TOKENS, STEP_S = 4, 0.02, 0.5, 100, 0.005
+
+
+def test_a_restarted_engine_gets_calls_at_once_and_goes_on_to_get_them_though_its_first_were_slow() -> None:
+    """Few callers ask one call after the other, short ones that no cache holds: either engine alone could
+    answer them all.
+    """
+    engines = Engines()
+    placer = engines.placer
+    got = [Counter[int]() for _ in range(3)]
+    cold = {2}
+    due: list[tuple[float, int, str, Placement | None]]
+    due = [(0.0, caller, "call", None) for caller in range(CALLERS)]
+    number = CALLERS
+    starts_s, ends_s = 40.0, 100.0
+    changes = deque([(20.0, True), (starts_s, False)])
+    heapify(due)
+    while due[0][0] < ends_s:
+        if changes and changes[0][0] <= due[0][0]:
+            engines.now_s, is_silent = changes.popleft()
+            cold = {2}
+            before = placer.fleet.card_at(Slot(1))
+            assert before is not None
+            placer.fleet.join(structs.replace(before, engine_silent=is_silent))
+            placer.fleet_changed(now_s=engines.now_s)
+            continue
+        engines.now_s, _, what, placement = heappop(due)
+        now_s, number = engines.now_s, number + 1
+        if placement is None:
+            placement = engines.place(request_of(100 * number, 20))
+            worker = placement.decision.decode.rank.worker_id
+            got[(now_s >= starts_s) + (now_s >= starts_s + 2.0)][worker] += 1
+            heappush(due, (now_s + (COLD_S if worker in cold else WARM_S), number, "first", placement))
+        elif what == "first":
+            placer.first_token(placement, now_s=now_s)
+            cold -= {placement.decision.decode.rank.worker_id}
+            heappush(due, (now_s + ANSWER_TOKENS * STEP_S, number, "end", placement))
+        else:
+            placer.release(placement, now_s=now_s, tokens=ANSWER_TOKENS)
+            heappush(due, (now_s, number, "call", None))
+    _, at_once, behind = got
+    assert at_once[2] > 0
+    assert 0.4 <= behind[2] / behind.total() <= 0.6

@@ -4,6 +4,7 @@ from math import log
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
@@ -16,6 +17,7 @@ from kvrouter.placement.speeds import (
     SLOWNESS_MIN,
     TURNOVER_FLOOR,
     TURNOVER_S,
+    Expected,
     LearnedSpeeds,
 )
 from kvrouter.routing.request import Pick, Times
@@ -52,6 +54,20 @@ class Ranks:
         client: int = 0,
     ) -> None:
         """One request, that takes so many times as long as it would a rank of slowness 1."""
+        expected = self.place(slot, plain_s=plain_s, memory_s=memory_s, queue_s=queue_s, steps_s=steps_s)
+        self.now_s += takes * plain_s + queue_s + steps_s
+        self.learned.came(expected, client=client, now_s=self.now_s)
+
+    def serve_at_once(self, slot: int, takes: list[float]) -> None:
+        """Several, that are placed before the first of them is answered."""
+        placed = [self.place(slot, plain_s=0.2, memory_s=0.0, queue_s=0.0, steps_s=0.0) for _ in takes]
+        for expected, its in zip(placed, takes, strict=True):
+            self.learned.came(expected, now_s=self.now_s + 0.2 * its)
+        self.now_s += 0.2 * max(takes)
+
+    def place(
+        self, slot: int, *, plain_s: float, memory_s: float, queue_s: float, steps_s: float
+    ) -> Expected:
         slowness = self.slowness()[slot]
         times = Times(queue_s + steps_s, slowness * plain_s, memory_s, 0.0, 0.0, 0.0, 0.0)
         rank = self.fleet.rank_at(Slot(slot))
@@ -59,8 +75,7 @@ class Ranks:
         pick = Pick(Slot(slot), rank, Leg.AGGREGATED, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1, times=times)
         expected = self.learned.placed(pick, 1000, steps_s=steps_s, now_s=self.now_s)
         assert expected is not None
-        self.now_s += takes * plain_s + queue_s + steps_s
-        self.learned.came(expected, client=client, now_s=self.now_s)
+        return expected
 
     def serve_all(self, takes: list[float], n: int = 30) -> None:
         for _ in range(n):
@@ -165,6 +180,28 @@ def test_one_request_that_took_very_long_changes_the_view_within_bounds() -> Non
     ranks.serve(1, 1000.0)
     assert ranks.slowness()[1] < 1.3
     assert ranks.events.turns == []
+
+
+def test_a_cold_rank_is_not_slow_and_one_that_stays_slow_is() -> None:
+    """What was placed before its first answer does not count where it takes long: at its start, and when its
+    engine answers again.
+    """
+    ranks = Ranks(2)
+    ranks.serve_all([1.0, 1.0])
+    ranks.fleet.join(card(9, Role.BOTH))
+    for is_silent in (False, True):
+        if is_silent:
+            ranks.fleet.join(replace(card(9, Role.BOTH), engine_silent=True))
+            ranks.learned.fleet_changed()
+            ranks.fleet.join(card(9, Role.BOTH))
+            ranks.learned.fleet_changed()
+        ranks.serve_at_once(2, [10.0, 11.0, 12.0, 13.0])
+        assert ranks.slowness() == pytest.approx([1.0] * 3, rel=0.02)
+        for _ in range(30):
+            ranks.serve(2, 1.0)
+    for _ in range(4):
+        ranks.serve(2, 10.0)
+    assert ranks.slowness()[2] > 1.5
 
 
 def test_waits_for_memory_say_nothing_of_speed() -> None:

@@ -58,7 +58,7 @@ def test_a_decode_worker_that_prefills_holds_the_request_alone() -> None:
     assert placement.transfer is None
     slot = placement.decision.decode.slot
     assert placer.ledger.columns().prefill_tokens[slot] == placement.prompt.isl_tokens
-    placer.first_token(placement, now_s=1.0)
+    placer.first_token(placement, now_s=0.01)
     assert placer.ledger.columns().prefill_tokens[slot] == 0
     placer.release(placement, now_s=2.0)
     assert len(placer.ledger) == 0

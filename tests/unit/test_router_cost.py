@@ -280,7 +280,7 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
     counts, figures = np.zeros(2, np.int64), np.ones(2)
     read = (None, None, counts, counts, counts, counts, *[figures] * 5)
     columns = _native.RankColumns(2, read)
-    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (True, True, True, True, False))
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
     with pytest.raises(ValueError, match="among: at least 2"):
         predictor.totals(np.empty(2), columns, wanted, np.ones(1, np.uint8))
@@ -309,7 +309,7 @@ def test_only_slots_among_those_that_are_asked_for_have_a_cost(flags: tuple[bool
     predictor = predictor_of(Timing(), 8.0)
     counts, figures = np.arange(3), np.full(3, 100.0)
     columns = _native.RankColumns(3, (None, None, counts, counts, counts, counts, *[figures] * 5))
-    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0), (*flags, True, True, False))
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0), (*flags, True, True, False))
     everywhere, some = np.empty(3), np.empty(3)
     predictor.totals(everywhere, columns, wanted)
     predictor.totals(some, columns, wanted, np.array([1, 0, 1], np.uint8))

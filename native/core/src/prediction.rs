@@ -49,6 +49,8 @@ pub struct Rates {
     pub chunk_tokens: f64,
     /// How long an answer keeps its blocks.
     pub answer_s: f64,
+    /// What share of the decode steps of others a prompt waits for.
+    pub interference: f64,
     pub overlap_weight: f64,
     pub others_weight: f64,
     pub stalls_weight: f64,
@@ -172,7 +174,7 @@ impl<'a> Prediction<'a> {
                 let use_share = (held * of_blocks).min(1.0);
                 let n_steps = 1.0 + (queued_tokens + new_tokens) * steps.of_chunk;
                 let step_s = steps.decode_s(use_share, running, held * asked.block_size);
-                queue_s += decode_slowness * n_steps * step_s;
+                queue_s += rates.interference * decode_slowness * n_steps * step_s;
             }
         }
         if DECODES && !PREFILLS && asked.stalls && asked.counts_tokens {

@@ -60,6 +60,7 @@ impl Predictor {
             timing: Timing::from(timing),
             chunk_tokens,
             answer_s: 0.0,
+            interference: 1.0,
             overlap_weight: 1.0,
             others_weight,
             stalls_weight,
@@ -109,13 +110,13 @@ impl Predictor {
     }
 }
 
-/// Prompt tokens and blocks, the size of a block, the seconds of an answer, the weight of overlap; whether the leg
-/// prefills and decodes, whether tokens and blocks count, and whether those do who are answered meanwhile.
-pub type AskedArgs = ([f64; 5], [bool; 5]);
+/// Prompt tokens and blocks, the size of a block, the seconds of an answer, the interference, the weight of overlap;
+/// whether the leg prefills and decodes, whether tokens and blocks count, and whether those do who are answered meanwhile.
+pub type AskedArgs = ([f64; 6], [bool; 5]);
 
 impl Predictor {
     pub fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
-        let ([isl_tokens, total_blocks, block_size, answer_s, overlap_weight], flags) = asked;
+        let ([isl_tokens, total_blocks, block_size, answer_s, interference, overlap_weight], flags) = asked;
         let [prefills, decodes, counts_tokens, counts_blocks, stalls] = flags;
         let asked = Asked {
             isl_tokens,
@@ -127,7 +128,7 @@ impl Predictor {
             counts_blocks,
             stalls,
         };
-        Prediction::new(slots, n_slots, asked, Rates { answer_s, overlap_weight, ..self.0 })
+        Prediction::new(slots, n_slots, asked, Rates { answer_s, interference, overlap_weight, ..self.0 })
     }
 }
 

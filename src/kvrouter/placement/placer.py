@@ -265,6 +265,7 @@ class Placer:
         if self._replication is not None:
             self._replication.replicas.fleet_changed(self.fleet.model, now_s=now_s)
         self.circuits.fleet_changed()
+        self.learned.speeds.fleet_changed()
         self.waiting.domain.pulse()
         self.waiting.admission.pulse()
 

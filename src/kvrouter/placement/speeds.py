@@ -5,12 +5,14 @@ squares of a line through 0, in which long prompts weigh most, as what else dela
 all, and old ones less. A rank without evidence is as slow as
 ranks are on average; one that was not heard of for long becomes so again by halves, so that it is tried
 again.
-Requests that had to wait for KV memory or a seat say nothing of its speed.
+Requests that had to wait for KV memory or a seat say nothing of its speed. Nor do those that were placed
+before the first answer of an engine since it started, where they take long: it is cold. A rank that counted
+as slow for it would get nothing for minutes where the others are not busy.
 """
 
 from collections import deque
 from collections.abc import Mapping
-from math import ceil, log
+from math import ceil, inf, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +21,7 @@ import numpy.typing as npt
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.fleet import Fleet
 from kvrouter.fleet.columns import resized
+from kvrouter.placement.interference import Interference
 from kvrouter.placement.link_speeds import LinkListener
 from kvrouter.routing.prediction import ANSWER_S
 from kvrouter.routing.request import Pick, Speeds
@@ -146,6 +149,7 @@ class LearnedSpeeds:
         self._answer_s = ANSWER_S
         self._answers = 0
         self._clients: deque[int] = deque(maxlen=CLIENTS_SEEN)
+        self._interference = Interference()
 
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
         """What is known now; the columns are those of the next reading too."""
@@ -157,6 +161,7 @@ class LearnedSpeeds:
             self._decode_slowness[:n_slots],
             self._turnover[:n_slots],
             self._answer_s,
+            self._interference.share,
         )
 
     def decode_slowness(self, slot: Slot) -> float:
@@ -174,9 +179,10 @@ class LearnedSpeeds:
         if times is None:
             return None
         own_s = times.queue_s + times.prefill_s
-        plain_s = max(0.0, own_s - steps_s) / float(self._slowness[slot])
+        waits_s = self._interference.share * steps_s
+        plain_s = max(0.0, own_s - waits_s) / float(self._slowness[slot])
         # Where decode steps are most of the wait it says little of how fast prompts are computed.
-        is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and steps_s <= own_s / 2
+        is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and waits_s <= own_s / 2
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
         return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear)
 
@@ -191,10 +197,17 @@ class LearnedSpeeds:
             rank = self._ranks[slot] = _Rank()
             rank.who = expected.rank
         rank.predicted(expected.predicted_s, seen_s)
+        was_cold = expected.at_s < rank.warm_s
+        rank.warm_s = min(rank.warm_s, now_s)
+        if was_cold and seen_s > SLOW * expected.predicted_s:
+            return
         if not expected.is_clear or expected.plain_s <= 0.0 or not self._counts(rank, client, now_s):
             return
         before = float(self._slowness[slot])
-        rank.note(expected.plain_s, max(seen_s - expected.steps_s, seen_s / 10), before, now_s)
+        plain_s, steps_s = expected.plain_s, expected.steps_s
+        self._interference.note(slot, plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)
+        waited_s = self._interference.share * steps_s
+        rank.note(plain_s, max(seen_s - waited_s, seen_s / 10), before, now_s)
         if not self._is_settled:
             self._refresh_slowness(now_s)
         self._slowness[slot] = rank.slowness(self._mean, now_s)
@@ -234,12 +247,20 @@ class LearnedSpeeds:
             self._refresh_slowness(now_s)
         self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
 
+    def fleet_changed(self) -> None:
+        """Engines that do not answer start again: they are cold then."""
+        columns = self._fleet.columns
+        for slot, rank in self._ranks.items():
+            if columns.engine_silent[slot] or not columns.alive[slot]:
+                rank.warm_s = inf
+
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
         rank = self._ranks.pop(slot, None)
         if rank is not None and rank.who is not None:
             self.listener.gone(rank.who)
         self._decoding.pop(slot, None)
+        self._interference.freed(slot)
         if slot < len(self._slowness):
             self._slowness[slot] = self._mean
             self._decode_slowness[slot] = self._decode_mean
@@ -300,6 +321,7 @@ class LearnedSpeeds:
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean / TURNOVER_FLOOR, 1.0))
+        self._interference.refresh()
         self._refresh_slowness(now_s)
 
     def _refresh_slowness(self, now_s: float) -> None:
@@ -339,6 +361,7 @@ class _Rank:
         "n_seen",
         "predicted_s",
         "seen_s",
+        "warm_s",
         "who",
     )
 
@@ -350,6 +373,8 @@ class _Rank:
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
         self.is_slow = False
+        self.warm_s = inf
+        """When the first answer came since its engine started."""
         self.who: WorkerRank | None = None
 
     def predicted(self, predicted_s: float, seen_s: float) -> None:

@@ -4,7 +4,8 @@ With t tokens of the prompt that are not cached there, a chunk of :data:`CHUNK_T
 and the settings' ``timing`` for a step::
 
     queue_s    = slowness · q · step of a chunk / chunk
-                 + decode slowness · (1 + (q + t) / chunk) · the step of decode there, where requests decode
+                 + interference · decode slowness · (1 + (q + t) / chunk) · the step of decode there,
+                   where requests decode
                  q = queued tokens, less half of a chunk of them
     prefill_s  = slowness · (the steps that t tokens take, full ones first)
     memory_s   = decode slowness · answer_s · max(blocks that are lacking / blocks,
@@ -101,6 +102,7 @@ class LegTimes:
                 request.total_blocks,
                 fleet.block_size,
                 speeds.answer_s,
+                speeds.interference,
                 overlap_score_weight,
             ),
             (

@@ -137,12 +137,14 @@ class Speeds(NamedTuple):
     ``slowness`` and ``decode_slowness``: how many times as long as the settings' timing says prompts and
     decode steps take there. ``turnover``: the natural logarithm of how fast what is cached there is replaced,
     over a calm cache; 0 or more. ``answer_s``: how many seconds an answer keeps its blocks, where that is 1.
+    ``interference``: what share of the decode steps of others a prompt waits for, 0 to 1.
     """
 
     slowness: FloatColumn
     decode_slowness: FloatColumn
     turnover: FloatColumn
     answer_s: float
+    interference: float = 1.0
 
 
 class Times(NamedTuple):

@@ -27,6 +27,7 @@ may also stream transcriptions as they stream chats.
 """
 
 _AT_AN_END = (Choice(finish_reason="stop"),)
+_ABORTED = (Choice(finish_reason="abort"),)
 
 
 class _Usage(AnswerUsage, frozen=True):
@@ -53,6 +54,11 @@ class _Usage(AnswerUsage, frozen=True):
 
 class _Inner(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
+    status: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    stop_reason: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -81,9 +87,36 @@ class _Answer(msgspec.Struct, frozen=True):
     message: _Inner | None = None
     meta_info: _Meta | None = None
     error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    status: msgspec.Raw = msgspec.Raw(b"null")
+    delta: msgspec.Raw = msgspec.Raw(b"{}")
+    stop_reason: msgspec.Raw = msgspec.Raw(b"null")
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it is a whole answer, or an event of one, that says that its engine aborted it: vLLM then
+        writes a message without a reason to stop, and a response that is cancelled.
+        """
+        if self.type == "message":
+            return bytes(self.stop_reason) == b"null"
+        if self.type == "message_delta":
+            return self.delta_stop_reason == b"null"
+        inner = None if self.response is None else self.response.status
+        return _CANCELLED in (bytes(self.status), b"" if inner is None else bytes(inner))
+
+    @property
+    def delta_stop_reason(self) -> bytes | None:
+        """Why a message stops, by the event that says so; None where it says nothing of it."""
+        try:
+            reason = parsed(_delta, self.delta).stop_reason
+        except Unreadable:
+            return None
+        return None if isinstance(reason, msgspec.UnsetType) else bytes(reason)
+
+
+_CANCELLED = b'"cancelled"'
 
 _answer = msgspec.json.Decoder(_Answer)
+_delta = msgspec.json.Decoder(_Delta)
 
 
 def passed_call(call: ClientCall, body: Body, headers: dict[str, str] | None = None) -> EngineCall:
@@ -93,7 +126,7 @@ def passed_call(call: ClientCall, body: Body, headers: dict[str, str] | None = N
         body=bytes_of(body),
         headers=headers or {},
         streams=call.stream,
-        reading=AnswerReading(passes_raw=True),
+        reading=AnswerReading(passes_raw=True, shows_aborts=False),
         reader=_reads_events if call.stream else _reads_whole,
     )
 
@@ -128,6 +161,8 @@ def _reads_whole() -> ReadEvent:
 
 def _read_event(data: bytes) -> AnswerEvent:
     said = _said(data)
+    if said.is_aborted:
+        return AnswerEvent(choices=_ABORTED, usage=_usage_of(said))
     is_last = (
         said.type in _ENDS
         or not isinstance(said.error, msgspec.UnsetType)
@@ -138,7 +173,8 @@ def _read_event(data: bytes) -> AnswerEvent:
 
 
 def _read_whole(data: bytes) -> AnswerEvent:
-    return AnswerEvent(choices=_AT_AN_END, usage=_usage_of(_said(data)))
+    said = _said(data)
+    return AnswerEvent(choices=_ABORTED if said.is_aborted else _AT_AN_END, usage=_usage_of(said))
 
 
 def _said(data: bytes) -> _Answer:

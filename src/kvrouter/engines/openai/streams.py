@@ -192,6 +192,8 @@ class AnswerReading:
     ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
     ``added_usage``: asked for the router's sake, so cut out again; ``unasked`` is what the engine writes in
     place of the tokens when nobody asks, and ``cleaned`` returns a whole answer without what else was.
+    ``shows_aborts``: the last event of an aborted stream tells its client so. Where it does not, the stream
+    ends with an error.
     """
 
     passes_raw: bool
@@ -199,6 +201,7 @@ class AnswerReading:
     unasked: Unasked = Unasked.NULL
     added_usage: bool = False
     cleaned: Callable[[bytes], bytes] = bytes
+    shows_aborts: bool = True
 
     def finish_of(self, said: FinishReason | None) -> FinishReason | None:
         """Return how an answer that came to its end ended. A client that gets the engine's bytes has them
@@ -404,7 +407,8 @@ class SseStream:
         self._send_comments()
         # Tokens are asked for where another engine can go on from them.
         can_go_on = self._reading.added_token_ids or not self._has_begun
-        if event.finish is FinishReason.CANCELLED and self._reading.passes_raw and can_go_on:
+        is_lost = can_go_on or not self._reading.shows_aborts
+        if event.finish is FinishReason.CANCELLED and self._reading.passes_raw and is_lost:
             raise StreamBroken(ABORTED)
         self._has_begun = True
         self._finish = event.finish or self._finish
