@@ -304,8 +304,8 @@ def _share_host(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
 
 
 def _with_declared_ports(container: Manifest) -> Manifest:
-    """``container`` with the ports that it states for a worker or an engine's server, and those that its probes
-    ask, among those that it declares.
+    """``container`` with the ports that it states for a worker or an engine's server, and those that its
+    probes ask, among those that it declares.
     """
     ports = objects(container.get("ports"))
     there = [entry.get("containerPort") for entry in ports]
