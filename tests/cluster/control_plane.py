@@ -175,11 +175,12 @@ class ControlPlane:
     def apply(self, *manifests: Mapping[str, object]) -> list[str]:
         """Create these objects, or change them: server-side, as the field manager ``kubectl``.
 
-        Answers with the warnings that it printed.
+        Answers with the warnings that it printed, those of several lines as one each.
         """
         stored = yaml.safe_dump_all(manifests)
         done = self._kubectl("apply", "--server-side", "--filename", "-", stdin=stored)
-        return [line for line in done.stderr.splitlines() if line.startswith("Warning: ")]
+        printed = done.stderr.replace("\nWarning: … ", " ")
+        return [line for line in printed.splitlines() if line.startswith("Warning: ")]
 
     def read(self, *arguments: str) -> dict[str, Any]:
         """What ``kubectl get ARGUMENTS`` answers, as JSON: an object, or a list of them in ``items``."""

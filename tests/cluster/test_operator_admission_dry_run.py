@@ -109,6 +109,20 @@ async def test_a_quota_and_a_policy_engine_are_reported_and_what_is_stored_may_s
                 await apply(plane, graph(namespace, "other"))
 
 
+async def test_what_the_api_server_warns_of_is_reported_to_who_writes_it(
+    plane: ControlPlane, namespace: str
+) -> None:
+    plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/warn=restricted")
+    changed = with_main(graph(namespace, "llm"), {"image": "example.com/engine:1"})
+    async with judging(plane, namespace, account_with_roles(plane, namespace, SERVICE)):
+        assert await apply(plane, graph(namespace, "other")) == []
+        found = await apply(plane, changed)
+        assert found[0].startswith(
+            "Warning: spec.components[2]: the API server warns of Deployment llm-decode:"
+        )
+        assert 'would violate PodSecurity "restricted:latest"' in found[0]
+
+
 async def test_without_the_right_to_try_it_is_admitted_with_a_warning(
     plane: ControlPlane, namespace: str
 ) -> None:

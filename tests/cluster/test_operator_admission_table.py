@@ -90,11 +90,6 @@ def grove(plane: ControlPlane) -> None:
     plane.apply(topology("fabric", LEVELS), topology("older", LEVELS, OLDER))
 
 
-def whole(lines: list[str]) -> list[str]:
-    """Warnings of several lines as one each."""
-    return "\0".join(lines).replace("\0Warning: … ", " ").split("\0") if lines else []
-
-
 @asynccontextmanager
 async def judged(plane: ControlPlane, **values: Any) -> AsyncIterator[str]:
     """Such a namespace; the operator has the chart's roles with these values, if there are any."""
@@ -171,7 +166,7 @@ def test_both_kinds_of_topologies_are_read_in_both_spellings(
 def test_what_is_odd_is_admitted_and_kubectl_prints_the_warning(
     plane: ControlPlane, namespace: str, case: Case
 ) -> None:
-    (warning,) = whole(plane.apply(manifest(namespace, f"row-{next(_numbers)}", case.spec)))
+    (warning,) = plane.apply(manifest(namespace, f"row-{next(_numbers)}", case.spec))
     assert [words for words in case.reported if words not in warning] == [], warning
 
 
@@ -200,7 +195,7 @@ def test_a_policy_may_come_change_and_go_and_a_topology_that_somebody_deleted_st
     plane.kubectl("delete", "clustertopologybinding", "passing")
     grown = [*WORKERS[:2], {**WORKERS[2], "replicas": 1}]
     kept = {"components": grown, "experimental": steps[-1]}
-    (warning,) = whole(plane.apply(manifest(namespace, "steps", kept)))
+    (warning,) = plane.apply(manifest(namespace, "steps", kept))
     assert "no ClusterTopologyBinding or ClusterTopology 'passing' is in this cluster" in warning
     changed = {"kvTransferPolicy": {"clusterTopologyName": "passing", "domain": "zone"}}
     with pytest.raises(KubectlError, match="'passing' is in this cluster"):

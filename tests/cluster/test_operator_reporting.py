@@ -58,7 +58,8 @@ async def test_what_cannot_be_read_is_reported_in_the_status_and_fixed(
         plane.apply(graph(namespace, "llm", labelKey=f"{'a.' * 130}a/zone", domain="zone"))
         wait_for(plane, namespace, "Ready=False")
         found = plane.read("dgd", "llm", "--namespace", namespace)
-        (ready,) = found["status"]["conditions"]  # of what cannot be read nothing else is known
+        ready, stalled = found["status"]["conditions"]  # of what cannot be read nothing else is known
+        assert (stalled["type"], stalled["message"]) == ("Stalled", ready["message"])
         assert ready["reason"] == "SpecInvalid"
         assert "spec.experimental.kvTransferPolicy.labelKey" in ready["message"]
         assert found["status"]["observedGeneration"] == 1

@@ -168,6 +168,19 @@ def scaled_to(replicas: int) -> Manifest:
     return {**owned("Deployment", "llm-decode", api="apps/v1"), "spec": {"replicas": replicas}}
 
 
+async def test_what_a_watch_has_not_shown_yet_is_of_the_generation_that_was_written() -> None:
+    server, shown = Generations(), Generations()
+    applied = Applier(cast(KubeClient, server), shown.watched())
+    shown.put(scaled_to(3))
+    for replicas in (3, 4):
+        await applied.apply(Key("team", "llm"), UID, [scaled_to(replicas)])
+    (there,) = applied.objects_of(LLM, WORKLOADS)
+    assert (metadata_of(there)["generation"], there["spec"]) == (2, {"replicas": 3})
+    shown.put(scaled_to(4))
+    (there,) = applied.objects_of(LLM, WORKLOADS)
+    assert (metadata_of(there)["generation"], there["spec"]) == (2, {"replicas": 4})
+
+
 async def test_a_watch_that_is_behind_does_not_look_like_somebody_who_scales() -> None:
     server, shown = Generations(), Generations()
     applied = Applier(cast(KubeClient, server), shown.watched())

@@ -293,7 +293,8 @@ class Deleted(Linked):
 async def test_conditions_are_reported_and_go_with_their_deployment() -> None:
     cluster, looks = Deleted(), Looks()
     async with asyncio.timeout(30.0), leads(cluster, looks):
-        assert await looks.conditions.get() == {"Ready": "False", "Available": "False"}
+        expected = {"Ready": "False", "Available": "False", "Reconciling": "True"}
+        assert await looks.conditions.get() == expected
         cluster.is_deleted.set()
         while await looks.conditions.get():
             pass

@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_not_ready_and_stays_known_for_what_it_was() -> N
     again = unreadable_status(7, problems, previous=found, now=NOW + timedelta(hours=2))
     assert again == found
     alone = unreadable_status(1, problems, previous=None, now=NOW)
-    assert [each.type for each in alone.conditions] == ["Ready"]
+    assert [each.type for each in alone.conditions] == ["Ready", "Stalled"]
 
 
 # What the API server refuses.

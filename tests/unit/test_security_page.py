@@ -118,6 +118,7 @@ NO_LIMITS = {
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LABEL_VALUE_CHARS_MAX
         operator.api.names.LEVEL_CHARS_MAX operator.api.names.VARIABLE_CHARS_MAX
+        operator.api.names.PODS_MAX operator.api.names.QUANTITY_CHARS_MAX
         operator.labels.copies.POD_NAME_STEM_CHARS_MAX operator.labels.copies.POD_NAME_CHARS_MAX
         operator.api.status.BANDWIDTH_MAX operator.plan.manifest.NAME_CHARS_MAX
         operator.reconcile.bindings.OWNER_CHARS_MAX
@@ -253,7 +254,7 @@ WHERE = {
     "a leg in a worker": "worker.worker",
     "words of the API server": "operator.reconcile.dry_run operator.status",
     "bodies at admission": "operator.admission.server",
-    "a warning at admission": "operator.admission operator.api.deployment",
+    "a line of a warning at admission": "operator.admission operator.api.deployment",
     "components of a deployment": "operator.api",
     "`tracestate` or `baggage`": "frontend.generate.TRACE",
     "links in a status": "operator.reconcile.link_reader operator.api.status.LINKS",

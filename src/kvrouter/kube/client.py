@@ -7,8 +7,9 @@ hide all others: what lies deeper than :data:`DEPTH_MAX` is read as null.
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import NamedTuple, Protocol, TypeVar
 
 import aiohttp
@@ -90,6 +91,13 @@ class RequestRefused(ClusterError):
         """Whether the same write may be taken a moment later, though nobody changes anything."""
         return self.status in _PASSING
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the same write is refused until somebody changes it, or what judges it. An error of the
+        server itself (500) lasts where it is about a field of a wrong form.
+        """
+        return not self.is_passing and (self.status < 500 or _NO_FORM.match(self.said) is not None)
+
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
@@ -97,6 +105,37 @@ NOT_FOUND = 404
 CONFLICT = 409
 GONE = 410
 _PASSING = frozenset({CONFLICT, 429, 503, 504})
+_NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
+"""Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
+
+
+WARNINGS_MAX = 20
+WARNING_CHARS_MAX = 1024
+"""Of one answer; what an API server warns of is what its webhooks and policies write."""
+
+_WARNING = re.compile(r'299 \S{1,64} "((?:[^"\\]|\\.)*)"')
+_collected: ContextVar[list[str] | None] = ContextVar("collected_warnings", default=None)
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Yield a list that gets what the API server warns of, in the answers to this task's requests."""
+    found: list[str] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def warnings_in(headers: Iterable[str]) -> list[str]:
+    """Return what ``Warning`` headers of an API server say, each once; not more than the limits allow."""
+    found: dict[str, None] = {}
+    for header in headers:
+        for quoted in _WARNING.findall(header):
+            text = re.sub(r"\\(.)", r"\1", quoted)[:WARNING_CHARS_MAX]
+            found["".join(letter if letter.isprintable() else " " for letter in text)] = None
+    return [*found][:WARNINGS_MAX]
 
 
 class Connection(Protocol):
@@ -166,13 +205,19 @@ class KubeClient:
     """Asks one API server. Every method raises ClusterLost or RequestRefused for what was not done.
 
     ``answer_s`` is how long the API server may take for an answer. ``manager`` is the field manager of what
-    is written.
+    is written. ``on_warning`` is called with what was asked, and what the API server warns of.
     """
 
     def __init__(
-        self, connection: Connection, *, answer_s: float = ANSWER_S, manager: str = "kvrouter"
+        self,
+        connection: Connection,
+        *,
+        answer_s: float = ANSWER_S,
+        manager: str = "kvrouter",
+        on_warning: Callable[[str, str], None] | None = None,
     ) -> None:
         self._connection = connection
+        self._on_warning = on_warning
         self._answer_s = answer_s
         self._managed = (("fieldManager", manager),)
         self._forced = (*self._managed, ("force", "true"))
@@ -372,6 +417,7 @@ class KubeClient:
                 body=body,
                 limits=limits or aiohttp.ClientTimeout(total=None),
             )
+            self._hear_warnings(f"{method} {path}", response)
             if response.status >= 400:
                 if response.status == UNAUTHORIZED:
                     self._connection.refused()
@@ -380,6 +426,14 @@ class KubeClient:
         except (aiohttp.ClientError, OSError) as error:
             raise _lost(f"{method} {path}", error) from error
         return response
+
+    def _hear_warnings(self, what: str, response: aiohttp.ClientResponse) -> None:
+        found, collected = warnings_in(response.headers.getall("Warning", ())), _collected.get()
+        if collected is not None:
+            collected += found
+        if self._on_warning is not None:
+            for text in found:
+                self._on_warning(what, text)
 
 
 def manifest_of(kind: ResourceKind, text: msgspec.Raw) -> Manifest:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Mapping
 
 from kvrouter.kube.client import ClusterError, RequestRefused
@@ -67,6 +68,7 @@ class OperatorInstrumentation:
         self.telemetry = OperatorTelemetry()
         self.telemetry.before_scrape(self._show_conditions)
         self._throttle = LogThrottle()
+        self._warnings = LogThrottle(again_after_s=math.inf)
         self._lost: dict[str, set[str]] = {}
         self._others: dict[Key, str] = {}
         self._conditions: dict[Key, dict[str, str]] = {}
@@ -126,6 +128,12 @@ class OperatorInstrumentation:
         """An event was refused, and dropped."""
         if self._throttle.allows(f"event: {error.message}"):
             log_event(log, Event.EVENT_REFUSED, detail=error.message)
+
+    def warned(self, asked: str, text: str) -> None:
+        """The API server warns of what it was asked."""
+        line = f"{asked}: {text}"
+        if self._warnings.allows(line):
+            log_event(log, Event.API_SERVER_WARNS, detail=line)
 
     def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
         """A reconcile of a deployment ended."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -122,7 +122,8 @@ async def _run(settings: OperatorSettings) -> None:
     health = ReplicaHealth()
     observed = OperatorInstrumentation(health)
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(_signed_in(settings.kubeconfig))
+        signed_in = _signed_in(settings.kubeconfig, observed.warned)
+        cluster = await stack.enter_async_context(signed_in)
         server = serve_probes(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
         http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
@@ -185,13 +186,15 @@ async def _until_signalled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 @asynccontextmanager
-async def _signed_in(kubeconfig: Path | None) -> AsyncIterator[KubeClient]:
+async def _signed_in(
+    kubeconfig: Path | None, on_warning: Callable[[str, str], None] | None = None
+) -> AsyncIterator[KubeClient]:
     """Ask as the user of ``kubeconfig``, else as this pod's service account. Raises ConfigError."""
     if kubeconfig is not None:
         from kvrouter.kube.kubeconfig import signed_in  # noqa: PLC0415 - an extra of the package
 
         async with signed_in(kubeconfig) as connection:
-            yield KubeClient(connection, manager=MANAGER)
+            yield KubeClient(connection, manager=MANAGER, on_warning=on_warning)
         return
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
     try:
@@ -206,7 +209,7 @@ async def _signed_in(kubeconfig: Path | None) -> AsyncIterator[KubeClient]:
         raise ConfigError(
             f"no --kubeconfig is given, and this is no pod of a cluster: {error.message}", param="kubeconfig"
         ) from error
-    client = KubeClient(AccountConnection(account), manager=MANAGER)
+    client = KubeClient(AccountConnection(account), manager=MANAGER, on_warning=on_warning)
     try:
         yield client
     finally:

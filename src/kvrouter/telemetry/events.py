@@ -132,6 +132,7 @@ class Event(StrEnum):
     LEASE_NOT_RENEWED = "lease_not_renewed"
     CLUSTER_LOST = "cluster_lost"
     CLUSTER_BACK = "cluster_back"
+    API_SERVER_WARNS = "api_server_warns"
     DEPLOYMENT_APPLIED = "deployment_applied"
     DEPLOYMENT_FAILED = "deployment_failed"
     EVENT_REFUSED = "event_refused"
@@ -558,6 +559,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "Objects of this kind cannot be watched; what was seen of them last is kept."
     ),
     Event.CLUSTER_BACK: EventSpec(logging.INFO, "Objects of this kind can be watched again."),
+    Event.API_SERVER_WARNS: EventSpec(
+        logging.WARNING, "The API server did what the operator asked, and warns of it; each is logged once."
+    ),
     Event.DEPLOYMENT_APPLIED: EventSpec(logging.INFO, "Objects of a deployment were written, or removed."),
     Event.DEPLOYMENT_FAILED: EventSpec(
         logging.WARNING, "Reconciling a deployment failed; it is retried after so many seconds."

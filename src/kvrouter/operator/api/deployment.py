@@ -27,7 +27,7 @@ from kvrouter.operator.api.names import (
 )
 from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, Strategy
-from kvrouter.operator.api.status import DeploymentStatus
+from kvrouter.operator.api.status import NEVER_OBSERVED, DeploymentStatus
 from kvrouter.topology import MismatchPolicy
 
 GROUP = "nvidia.com"
@@ -398,7 +398,10 @@ class DynamoGraphDeployment(ObjectPart):
     """Name, namespace, labels and annotations."""
     spec: DeploymentSpec
     """What the fleet should be."""
-    status: DeploymentStatus | None = None
+    status: Annotated[
+        DeploymentStatus | None,
+        Field(json_schema_extra={"default": {"observedGeneration": NEVER_OBSERVED}}),
+    ] = None
     """What the fleet is; the operator writes it."""
 
 

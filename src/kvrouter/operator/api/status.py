@@ -16,6 +16,8 @@ BANDWIDTH_MAX = 10**18
 """Fits the API server's int64."""
 
 Count = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int32"})]
+NEVER_OBSERVED = -1
+"""What a status observed that no operator wrote yet: tools that wait do not take its deployment for done."""
 Generation = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int64"})]
 
 
@@ -31,7 +33,7 @@ class Condition(ObjectPart):
     """One thing that holds or does not."""
 
     type: Annotated[str, MaxLen(316)]
-    """Which condition: Ready, Available, TopologyResolved or DomainBalanced."""
+    """Which condition: Ready, Available, TopologyResolved, DomainBalanced, Stalled or Reconciling."""
     status: ConditionStatus
     """Whether it holds."""
     reason: Annotated[str, MaxLen(1024)]
@@ -107,12 +109,15 @@ class PolicyStatus(ObjectPart):
 class DeploymentStatus(ObjectPart):
     """What the fleet is."""
 
-    observed_generation: Generation | None = None
-    """Generation of the spec that this status speaks of."""
+    observed_generation: (
+        Annotated[int, Ge(NEVER_OBSERVED), Field(json_schema_extra={"format": "int64"})] | None
+    ) = None
+    """Generation of the spec that this status speaks of; -1 until an operator wrote it."""
     operator: Annotated[str, MaxLen(381)] | None = None
     """Operator that looks after it: the namespace and name of its lease. Others leave it alone."""
     conditions: Annotated[tuple[Condition, ...], MaxLen(16), Field(json_schema_extra=list_map("type"))] = ()
-    """Ready, Available, TopologyResolved and DomainBalanced."""
+    """Ready, Available, TopologyResolved and DomainBalanced; Stalled while somebody has to change something,
+    and Reconciling while it is not Ready and gets on."""
     components: Annotated[
         tuple[ComponentStatus, ...], MaxLen(25), Field(json_schema_extra=list_map("name"))
     ] = ()

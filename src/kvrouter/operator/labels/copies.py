@@ -13,6 +13,24 @@ from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 
 
+class Unstartable(StrEnum):
+    """Why a container cannot start."""
+
+    NO_IMAGE = "its image cannot be pulled"
+    BAD_IMAGE_NAME = "its image has no valid name"
+    NO_CONFIG = "a Secret or ConfigMap that it refers to is missing, or has no such key"
+
+
+UNSTARTABLE = {
+    "ErrImagePull": Unstartable.NO_IMAGE,
+    "ImagePullBackOff": Unstartable.NO_IMAGE,
+    "ErrImageNeverPull": Unstartable.NO_IMAGE,
+    "InvalidImageName": Unstartable.BAD_IMAGE_NAME,
+    "CreateContainerConfigError": Unstartable.NO_CONFIG,
+}
+"""What a kubelet says of a container that waits, some of it in turns while it tries again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node and its labels."""
@@ -26,7 +44,8 @@ class Pod:
     """A pod. ``node_name`` is None until it is bound; ``is_over`` once it ended or is being deleted.
 
     ``is_stuck``: it cannot be scheduled, or a container of it cannot start or ended and was started again.
-    ``address``: its IP.
+    ``unstartable`` says why a container of it cannot start until somebody changes something; ``created`` is
+    when the pod was, in ISO 8601. ``address``: its IP.
     """
 
     name: str
@@ -37,6 +56,8 @@ class Pod:
     is_ready: bool = False
     is_over: bool = False
     is_stuck: bool = False
+    unstartable: Unstartable | None = None
+    created: str = ""
     address: str | None = None
 
 
@@ -63,6 +84,8 @@ def read_pod(document: object) -> Pod | None:
         is_ready=_is_ready(status),
         is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
         is_stuck=_is_stuck(status),
+        unstartable=_unstartable(status),
+        created=_text(metadata.get("creationTimestamp")),
         address=_text(status.get("podIP")) or None,
     )
 
@@ -76,17 +99,25 @@ def _is_stuck(status: Mapping[str, object]) -> bool:
     conditions = _mappings(status.get("conditions"))
     if any(entry.get("type") == "PodScheduled" and entry.get("status") == "False" for entry in conditions):
         return True
-    containers = [
-        container
-        for name in ("initContainerStatuses", "containerStatuses")
-        for container in _mappings(status.get(name))
-    ]
-    return any(bool(each.get("restartCount")) or _cannot_start(each) for each in containers)
+    return any(bool(each.get("restartCount")) or _cannot_start(each) for each in _containers(status))
+
+
+def _unstartable(status: Mapping[str, object]) -> Unstartable | None:
+    found = [UNSTARTABLE.get(_waits_for(container)) for container in _containers(status)]
+    return next((why for why in found if why is not None), None)
+
+
+def _containers(status: Mapping[str, object]) -> list[Mapping[str, object]]:
+    names = ("initContainerStatuses", "containerStatuses")
+    return [container for name in names for container in _mappings(status.get(name))]
 
 
 def _cannot_start(container: Mapping[str, object]) -> bool:
-    waits = _mapping(_mapping(container.get("state")).get("waiting")).get("reason")
-    return waits not in (None, "", "ContainerCreating", "PodInitializing")
+    return _waits_for(container) not in ("", "ContainerCreating", "PodInitializing")
+
+
+def _waits_for(container: Mapping[str, object]) -> str:
+    return _text(_mapping(_mapping(container.get("state")).get("waiting")).get("reason"))
 
 
 def _mappings(found: object) -> list[Mapping[str, object]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.kube.client import KubeClient, RequestRefused
+from kvrouter.kube.client import KubeClient, RequestRefused, collected_warnings
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import (
     CORDONS,
@@ -56,10 +56,13 @@ class ObjectRef(NamedTuple):
 
 
 class RefusedWrite(NamedTuple):
-    """A write that the API server did not take, and its words."""
+    """A write that the API server did not take, and its words. ``is_lasting``: somebody has to change
+    something before it does.
+    """
 
     place: ObjectRef
     said: str
+    is_lasting: bool = True
 
     def __str__(self) -> str:
         return f"{self.place}: {self.said}"
@@ -71,7 +74,7 @@ class Changes:
     ``awaiting_gc`` those of one that was deleted, which Kubernetes deletes after it; ``taken`` are places
     where something is that this deployment does not own, ``refused`` are writes that the API server did not
     take, ``set_back`` workloads that somebody else had scaled though the plan, the same as before, states
-    their number.
+    their number; ``warned`` is what the API server warns of in answers to writes, with their objects.
     """
 
     created: list[ObjectRef] = field(default_factory=list)
@@ -82,6 +85,7 @@ class Changes:
     taken: list[ObjectRef] = field(default_factory=list)
     refused: list[RefusedWrite] = field(default_factory=list)
     set_back: list[ObjectRef] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
 
     @property
     def done(self) -> dict[str, list[ObjectRef]]:
@@ -106,9 +110,12 @@ class _WriteResult(NamedTuple):
         """Whether an object is as it was written, or a watch has not shown that yet."""
         if (self.digest, self.uid) != (digest, uid_of(there)):
             return False
+        return self.is_ahead_of(there) or _stamp(there) == self.stamp
+
+    def is_ahead_of(self, there: Manifest) -> bool:
+        """Whether a watch has not shown yet what was written of an object."""
         generation = metadata_of(there).get("generation")
-        is_behind = isinstance(generation, int) and self.stamp.isdigit() and generation < int(self.stamp)
-        return is_behind or _stamp(there) == self.stamp
+        return isinstance(generation, int) and self.stamp.isdigit() and generation < int(self.stamp)
 
 
 class Applier:
@@ -124,8 +131,16 @@ class Applier:
         return self._owned[kind].synced.is_set()
 
     def objects_of(self, owner: Manifest, kind: ResourceKind) -> list[Manifest]:
-        """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid."""
-        return self._of(key_of(owner).namespace, uid_of(owner), kind)
+        """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid.
+
+        What a watch has not shown yet as it was written is of the written generation, which its controller
+        has not seen: else its last status would count for what was just written.
+        """
+        written = self._written.get(key_of(owner), {})
+        return [
+            _of_generation(each, written.get(ObjectRef(kind.name, key_of(each))))
+            for each in self._of(key_of(owner).namespace, uid_of(owner), kind)
+        ]
 
     async def apply(
         self,
@@ -182,9 +197,11 @@ class Applier:
             await release_replicas(self._cluster, kind, manifest)
         if known is not None and known.digest == digest and _is_scaled(there, manifest):
             changes.set_back.append(place)
-        now = await self._cluster.apply(
-            kind, manifest if there is None else _with_uid(manifest, uid_of(there))
-        )
+        with collected_warnings() as warned:
+            now = await self._cluster.apply(
+                kind, manifest if there is None else _with_uid(manifest, uid_of(there))
+            )
+        changes.warned += [f"{place}: {text}" for text in warned]
         self._written[owner][place] = _WriteResult(digest, uid_of(now), _stamp(now))
         if there is None:
             changes.created.append(place)
@@ -226,6 +243,12 @@ class Applier:
                     changes.removed.append(place)
 
 
+def _of_generation(there: Manifest, known: _WriteResult | None) -> Manifest:
+    if known is None or known.uid != uid_of(there) or not known.is_ahead_of(there):
+        return there
+    return {**there, "metadata": {**metadata_of(there), "generation": int(known.stamp)}}
+
+
 def _component_of(manifest: Manifest) -> JsonValue:
     return labels_of(manifest).get(COMPONENT_LABEL)
 
@@ -238,7 +261,7 @@ def _collecting_refusals(changes: Changes, place: ObjectRef) -> Iterator[None]:
     except RequestRefused as refused:
         if refused.is_passing:
             raise
-        changes.refused.append(RefusedWrite(place, refused.said))
+        changes.refused.append(RefusedWrite(place, refused.said, refused.is_lasting))
 
 
 def owner_uid_of(manifest: Manifest) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import re
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused, collected_warnings
 from kvrouter.kube.objects import Manifest, key_of
 from kvrouter.operator.admission import Review, Verdict, changed_manifests
 from kvrouter.operator.cluster_info import ClusterFacts
@@ -20,16 +20,14 @@ _NO_RIGHT = re.compile(
     r'user "[^"]*" (cannot \w+ resource|.*attempting to grant RBAC permissions)', re.IGNORECASE
 )
 _NO_TRIAL = "does not support dry run"
-_NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
-"""Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
 
 
 class DryRun:
     """Applies to the API server, as a dry run, what storing a deployment would make the operator apply.
 
-    It needs no other rights than the operator has. What cannot be tried, or not within ``within_s`` seconds,
-    is a warning: then the status reports what is refused. ``namespace`` is the only one that is managed;
-    empty for all.
+    It needs no other rights than the operator has. What the API server warns of is a warning here, and so is
+    what cannot be tried, or not within ``within_s`` seconds: then the status reports what is refused.
+    ``namespace`` is the only one that is managed; empty for all.
     """
 
     def __init__(
@@ -50,22 +48,33 @@ class DryRun:
             if manifest["kind"] != "RoleBinding" and self._namespace in ("", key_of(manifest).namespace)
         ]
         problems: list[Problem] = []
+        warned: list[Problem] = []
         untried: list[str] = []
         try:
             async with asyncio.timeout(self._within_s), asyncio.TaskGroup() as group:
                 for path, manifest in tried:
-                    group.create_task(self._try(path, manifest, problems, untried))
+                    group.create_task(self._try(path, manifest, problems, warned, untried))
         except TimeoutError:
             untried.append(f"no answer within {self._within_s:g} s")
-        problems.sort(key=lambda problem: [str(part) for part in problem.path])
-        return Verdict(tuple(problems), tuple(_untried_warning(untried)))
+        for found in (problems, warned):
+            found.sort(key=lambda problem: ([str(part) for part in problem.path], problem.must))
+        return Verdict(tuple(problems), (*warned, *_untried_warning(untried)))
 
-    async def _try(self, path: Path, manifest: Manifest, problems: list[Problem], untried: list[str]) -> None:
+    async def _try(
+        self,
+        path: Path,
+        manifest: Manifest,
+        problems: list[Problem],
+        warned: list[Problem],
+        untried: list[str],
+    ) -> None:
         kind = kind_of(manifest)
         place = ObjectRef(kind.name, key_of(manifest))
         async with self._turns:
             try:
-                await self._cluster.dry_run(kind, manifest)
+                with collected_warnings() as texts:
+                    await self._cluster.dry_run(kind, manifest)
+                warned += [Problem(path, f"the API server warns of {place}: {text}") for text in texts]
             except RequestRefused as refused:
                 if not _is_about_the_object(refused):
                     untried.append(f"{place}: {refused.said}")
@@ -89,9 +98,7 @@ def _is_about_the_object(refused: RequestRefused) -> bool:
     """Whether it would be refused in earnest, as far as the object goes."""
     if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
         return False
-    if refused.status >= 500:
-        return _NO_FORM.match(refused.said) is not None
-    return refused.status not in (401, 404, 405, 409, 429)
+    return refused.is_lasting and refused.status not in (401, 404, 405)
 
 
 def _untried_warning(untried: list[str]) -> list[Problem]:

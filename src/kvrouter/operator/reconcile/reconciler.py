@@ -60,8 +60,10 @@ from kvrouter.operator.status import (
     component_status,
     deployment_status,
     door_of,
+    pull_ends_s,
     refused_pods,
     role_mistakes,
+    rollout_of,
     unreadable_status,
 )
 from kvrouter.operator.status.resolved import copy_of
@@ -218,6 +220,7 @@ class Reconciler:
         refused_of = [refused_pods(component, workload) for component, workload in pairs]
         refusals = RefusedObjects(
             writes=[*map(str, changes.refused)],
+            are_lasting=any(each.is_lasting for each in changes.refused),
             taken=[*map(str, changes.taken)],
             pods=[refused for refused in refused_of if refused is not None],
             labels=unlabelled,
@@ -234,6 +237,7 @@ class Reconciler:
             refusals=refusals,
             workers=workers,
             links=self._sources.links.follow(key, door_of(planned, pods), before),
+            rollouts=[rollout_of(component, key_of(each).name, each) for component, each in pairs],
         )
         await self._statuses.write(found, status)
         await self._recorder.record_changes(found, changes)
@@ -260,7 +264,7 @@ class Reconciler:
         self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
     ) -> tuple[Changes, float | None]:
         """Write what is planned; return what was done, and in how many seconds something that is held for a
-        time comes down.
+        time comes down, or a pod that cannot start counts as stalled.
         """
         key, now = key_of(found), datetime.now(UTC)
         cordons = self._node_cordons(deployment)
@@ -272,7 +276,8 @@ class Reconciler:
         budgets = self._zone_budgets(found, deployment, planned, pods, now)
         workloads_there = self._applied.objects_of(found, WORKLOADS)
         held = held_components(deployment, workloads_there, now, self._defaults.disruption_hold_s)
-        ends_s = (held.ends_s, hold_ends_s(budgets, now, self._defaults.disruption_hold_s))
+        hold_s = hold_ends_s(budgets, now, self._defaults.disruption_hold_s)
+        ends_s = (held.ends_s, hold_s, pull_ends_s(pods, now))
         changes = await self._applied.apply(
             key,
             uid_of(found),

@@ -72,7 +72,9 @@ class Recorder:
             await self.record_once(about, "SpecWarning", message, warns=True)
 
     async def record_changes(self, about: Manifest, changes: Changes) -> None:
-        """Record what was written. Raises ClusterError."""
+        """Record what was written, and what the API server warns of in it. Raises ClusterError."""
+        for text in changes.warned[:WARNINGS_REPORTED_MAX]:
+            await self.record_once(about, "ApiServerWarning", text, warns=True)
         if not changes.done:
             return
         parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in changes.done.items()]

@@ -5,6 +5,7 @@ from kvrouter.operator.status.domains import DomainCounts, balance_of, places_of
 from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
 from kvrouter.operator.status.links import LINK_SERIES, Door, door_of, read_links, steadied
 from kvrouter.operator.status.resolved import NAME_TAKEN_FIX, RefusedObjects, component_status, refused_pods
+from kvrouter.operator.status.stalled import Rollout, pull_ends_s, rollout_of
 from kvrouter.operator.status.status import deployment_status, unreadable_status
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "EventType",
     "RefusedObjects",
     "Registered",
+    "Rollout",
     "Workers",
     "balance_of",
     "component_status",
@@ -23,9 +25,11 @@ __all__ = [
     "door_of",
     "events_of",
     "places_of",
+    "pull_ends_s",
     "read_links",
     "refused_pods",
     "role_mistakes",
+    "rollout_of",
     "serves",
     "steadied",
     "unreadable_status",

@@ -11,6 +11,8 @@ READY = "Ready"
 AVAILABLE = "Available"
 TOPOLOGY_RESOLVED = "TopologyResolved"
 DOMAIN_BALANCED = "DomainBalanced"
+STALLED = "Stalled"
+RECONCILING = "Reconciling"
 NAMED_MAX = 5
 
 
@@ -82,6 +84,11 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
     events = []
     for condition in current.conditions:
         was = before.get(condition.type)
+        if condition.type in (STALLED, RECONCILING):
+            if _is_new_stall(condition, was, now):
+                note = condition.message[:NOTE_CHARS_MAX]
+                events.append(ConditionEvent(EventType.WARNING, condition.reason, note))
+            continue
         if was is not None and _is_known(was, condition) and not _is_settled_without(condition, before, now):
             continue
         if condition.status is ConditionStatus.UNKNOWN:
@@ -94,6 +101,13 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
         kind = EventType.NORMAL if holds or condition.reason == "Updating" else EventType.WARNING
         events.append(ConditionEvent(kind, condition.reason, condition.message[:NOTE_CHARS_MAX]))
     return tuple(events)
+
+
+def _is_new_stall(condition: Condition, was: Condition | None, now: Mapping[str, Condition]) -> bool:
+    """Whether it stalls for another reason than before, and than Ready is False, whose event says it too."""
+    is_new = was is None or was.reason != condition.reason
+    is_readys = READY in now and now[READY].reason == condition.reason
+    return condition.type == STALLED and is_new and not is_readys
 
 
 def _is_known(was: Condition, condition: Condition) -> bool:

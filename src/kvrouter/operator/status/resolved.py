@@ -20,10 +20,12 @@ MESSAGE_CHARS_MAX = 1024
 class RefusedObjects:
     """What the cluster did not take of a deployment, a line each: objects and the API server's words on them;
     components and its words on their pods; pods and its words on their labels. ``taken`` are objects of
-    somebody else where this deployment's belong.
+    somebody else where this deployment's belong. ``are_lasting``: somebody has to change something before
+    the writes are taken.
     """
 
     writes: Sequence[str] = ()
+    are_lasting: bool = True
     taken: Sequence[str] = ()
     pods: Sequence[str] = ()
     labels: Sequence[str] = ()
@@ -42,9 +44,9 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
     Nothing of it counts as updated until its controller has seen its latest generation.
     """
     found = workload or {}
-    status, metadata = _mapping(found.get("status")), _mapping(found.get("metadata"))
+    status = _mapping(found.get("status"))
     scaled = _count(_mapping(found.get("spec")).get("replicas", 1))
-    is_seen = _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
+    is_seen = is_observed(found)
     return ComponentStatus(
         name=component.name,
         type=component.type.value,
@@ -53,6 +55,19 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
         ready_replicas=_count(status.get("readyReplicas")),
         updated_replicas=_count(status.get("updatedReplicas")) if is_seen else 0,
     )
+
+
+def is_observed(workload: Mapping[str, object]) -> bool:
+    """Return whether a Deployment's status speaks of its latest generation."""
+    status, metadata = _mapping(workload.get("status")), _mapping(workload.get("metadata"))
+    return _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
+
+
+def condition_of(workload: Mapping[str, object], kind: str) -> Mapping[str, object]:
+    """Return a Deployment's condition of this type; an empty one while its status is of what was before."""
+    conditions = _mapping(workload.get("status")).get("conditions")
+    found = conditions if is_observed(workload) and isinstance(conditions, list) else []
+    return next((each for each in map(_mapping, found) if each.get("type") == kind), {})
 
 
 def invalid_spec(problems: Sequence[Problem]) -> Finding:
@@ -69,12 +84,8 @@ def refused_pods(component: ComponentSpec, workload: Mapping[str, object] | None
 
     Errors of quotas, limits and Pod Security are reported nowhere else: the Deployment itself was taken.
     """
-    conditions = _mapping((workload or {}).get("status")).get("conditions")
-    for condition in conditions if isinstance(conditions, list) else []:
-        fields = _mapping(condition)
-        if fields.get("type") == "ReplicaFailure" and fields.get("status") == "True":
-            return f"{component.name}: {fields.get('message')}"
-    return None
+    failure = condition_of(workload or {}, "ReplicaFailure")
+    return f"{component.name}: {failure.get('message')}" if failure.get("status") == "True" else None
 
 
 def ready(

@@ -31,6 +31,8 @@ from kvrouter.operator.status.finding import (
     AVAILABLE,
     DOMAIN_BALANCED,
     READY,
+    RECONCILING,
+    STALLED,
     TOPOLOGY_RESOLVED,
     Finding,
     dated,
@@ -43,6 +45,7 @@ from kvrouter.operator.status.resolved import (
     ready,
     resolved,
 )
+from kvrouter.operator.status.stalled import Rollout, progress
 
 
 def deployment_status(
@@ -57,12 +60,14 @@ def deployment_status(
     workers: Workers,
     refusals: RefusedObjects = NOTHING_REFUSED,
     links: Sequence[LinkStatus] = (),
+    rollouts: Sequence[Rollout] = (),
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
-    ``components`` are those whose Deployment is in the cluster, ``pods`` all of its pods, ``workers`` those
-    that are registered, ``links`` what a frontend learned. Without a policy there are the conditions Ready
-    and Available alone. ``now`` must know its time zone.
+    ``components`` are those whose Deployment is in the cluster, ``rollouts`` how those get on, ``pods`` all
+    of its pods, ``workers`` those that are registered, ``links`` what a frontend learned. Without a policy
+    there are the conditions Ready and Available, and Stalled or Reconciling where it is not Ready. ``now``
+    must know its time zone.
     """
     found = tuple(pods)
     spec = deployment.spec
@@ -83,6 +88,7 @@ def deployment_status(
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, facts, refusals)
         started = had_decode(previous, policy)
         findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill, started=started)
+    findings |= progress(findings[READY], refusals, rollouts, found, now)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
         conditions=_conditions(findings, previous, deployment.metadata.generation, now),
@@ -99,11 +105,11 @@ def unreadable_status(
 ) -> DeploymentStatus:
     """Return the status of what is no deployment, for ``problems``: not Ready, and else as it was."""
     before = previous or DeploymentStatus()
-    invalid = dated(READY, invalid_spec(problems), before.conditions, generation=generation, now=now)
-    others = tuple(condition for condition in before.conditions if condition.type != READY)
-    return before.model_copy(
-        update={"observed_generation": generation, "conditions": (invalid, *others)},
-    )
+    invalid = invalid_spec(problems)
+    findings = {READY: invalid, **progress(invalid, NOTHING_REFUSED, (), (), now)}
+    others = tuple(each for each in before.conditions if each.type not in (READY, STALLED, RECONCILING))
+    conditions = (*_conditions(findings, before, generation, now), *others)
+    return before.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
 
 def _with_mistakes(finding: Finding, mistakes: Sequence[str]) -> Finding:

@@ -1,0 +1,107 @@
+"""``Stalled`` and ``Reconciling``, by which kstatus, and so Flux, tells a failure from what only takes time.
+
+Each is there while it is true, as kstatus has it, and else absent.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from kvrouter.operator.api import ComponentSpec, ConditionStatus
+from kvrouter.operator.labels import Pod, Unstartable
+from kvrouter.operator.plan import COMPONENT_LABEL
+from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding, named
+from kvrouter.operator.status.resolved import RefusedObjects, condition_of
+
+PULL_WITHIN_S = 120.0
+"""For how long a pod's image may not be pulled before that counts as nothing that passes by itself."""
+
+STALLS = frozenset({"SpecInvalid", "NameTaken", "PodsRefused"})
+"""Reasons of ``Ready`` that somebody has to change something for."""
+
+_HASH = "pod-template-hash"
+
+
+class Rollout(NamedTuple):
+    """How a component's latest template gets on: the words of its Deployment's ``Progressing`` condition,
+    which name the ReplicaSet of that template; empty until they are about it. ``is_overdue``: its deadline
+    passed.
+    """
+
+    component: str
+    workload: str
+    progress: str
+    is_overdue: bool = False
+
+    def has(self, pod: Pod) -> bool:
+        """Whether a pod is of the latest template."""
+        own = f'"{self.workload}-{pod.labels.get(_HASH)}"'
+        return pod.labels.get(COMPONENT_LABEL) == self.component and own in self.progress
+
+
+def rollout_of(component: ComponentSpec, name: str, workload: Mapping[str, object]) -> Rollout:
+    """Return how the Deployment of this name, as the API server returns it, gets on."""
+    progressing = condition_of(workload, "Progressing")
+    is_overdue = progressing.get("status") == "False"
+    return Rollout(component.name, name, str(progressing.get("message") or ""), is_overdue)
+
+
+def progress(
+    ready: Finding,
+    refusals: RefusedObjects,
+    rollouts: Sequence[Rollout],
+    pods: Iterable[Pod],
+    now: datetime,
+) -> dict[str, Finding]:
+    """Return the one of the two conditions that is true; none where ``ready`` is."""
+    if ready.status is ConditionStatus.TRUE:
+        return {}
+    lasts = ready.reason == "WriteRefused" and refusals.are_lasting
+    if ready.reason in STALLS or lasts:
+        return {STALLED: ready._replace(status=ConditionStatus.TRUE)}
+    stuck = _unstartable(rollouts, pods, now) or _overdue(rollouts)
+    if stuck is not None and ready.reason != "WriteRefused":
+        return {STALLED: stuck}
+    return {RECONCILING: ready._replace(status=ConditionStatus.TRUE)}
+
+
+def pull_ends_s(pods: Iterable[Pod], now: datetime) -> float | None:
+    """Return in how many seconds the first pod counts as one that cannot start; None where none waits."""
+    left = [
+        PULL_WITHIN_S - _age_s(pod, now) for pod in pods if pod.unstartable is not None and not pod.is_over
+    ]
+    return min((each for each in left if each > 0), default=None)
+
+
+def _unstartable(rollouts: Sequence[Rollout], pods: Iterable[Pod], now: datetime) -> Finding | None:
+    found: dict[Unstartable, list[str]] = {}
+    for pod in pods:
+        why = pod.unstartable
+        if why is None or pod.is_over or not any(rollout.has(pod) for rollout in rollouts):
+            continue
+        if why is Unstartable.BAD_IMAGE_NAME or _age_s(pod, now) >= PULL_WITHIN_S:
+            found.setdefault(why, []).append(pod.name)
+    if not found:
+        return None
+    lines = [
+        f"a container of {named(names)} cannot start: {why.value}" for why, names in sorted(found.items())
+    ]
+    return Finding(ConditionStatus.TRUE, "PodsCannotStart", "; ".join(lines))
+
+
+def _overdue(rollouts: Sequence[Rollout]) -> Finding | None:
+    late = [rollout.component for rollout in rollouts if rollout.is_overdue]
+    if not late:
+        return None
+    message = (
+        f"pods of {named(late)} were not Ready within progressDeadlineSeconds: kubectl describe pod shows "
+        "what they wait for. Give them more seconds where their engines take longer to load"
+    )
+    return Finding(ConditionStatus.TRUE, "ProgressDeadlineExceeded", message)
+
+
+def _age_s(pod: Pod, now: datetime) -> float:
+    try:
+        return (now - datetime.fromisoformat(pod.created)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
