@@ -30,6 +30,8 @@ from tests.cluster.operators import account_with_roles, install_crds, operator
 from tests.cluster.webhooks import SERVICE, name_of, on_deployments, until_asked
 from tests.support.processes import free_ports
 
+pytestmark = pytest.mark.api_server
+
 OLDER = "ClusterTopology"
 LEVELS = {"zone": ZONE, "rack": RACK}
 _numbers = count(1)
