@@ -1,0 +1,113 @@
+"""A fresh install, in the order in which people do it, and what a second writer of the deployments sees."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.namespaces import new_namespace
+from tests.cluster.operators import (
+    WAIT,
+    account_with_roles,
+    changed,
+    generations,
+    graph,
+    install_crds,
+    operator,
+)
+from tests.cluster.preflighted import preflight
+from tests.support.console import steps_of
+from tests.support.processes import eventually
+
+DOCS = Path(__file__).parents[2] / "docs"
+GITOPS = ("--server-side", "--field-manager=argocd-controller", "--filename", "-")
+"""As Argo CD and Flux write: server-side, as a field manager of their own."""
+
+
+def test_preflight_writes_what_the_page_shows(own_plane: ControlPlane) -> None:
+    (step,) = (
+        step for step in steps_of(DOCS / "kubernetes-install.md") if "operator preflight" in step.command
+    )
+    code, written = preflight(own_plane)
+    assert code == 0
+    assert tuple(written.splitlines()) == step.shown
+
+
+async def test_nothing_is_lost_in_the_first_seconds_of_an_install(own_plane: ControlPlane) -> None:
+    plane = own_plane
+    with new_namespace(plane) as namespace:
+        account = account_with_roles(plane, namespace, "kvrouter-operator")
+        async with operator(plane, namespace, "one", kubeconfig=account) as replica:
+            await asyncio.to_thread(install_crds, plane)
+            await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
+            wait = ("wait", "--for=condition=Ready", "dgd/llm", "--namespace", namespace, WAIT)
+            await asyncio.to_thread(plane.kubectl, *wait)
+            assert [line for line in replica.log.splitlines() if "cluster_lost" in line] == []
+
+
+async def test_another_field_manager_sees_no_difference_and_changes_nothing(own_plane: ControlPlane) -> None:
+    plane = own_plane
+    install_crds(plane)
+    with new_namespace(plane) as namespace:
+        stored = json.dumps(graph(namespace, "llm", labelKey="topology.kubernetes.io/zone", domain="zone"))
+
+        def read() -> tuple[int, dict[str, int]]:
+            found = plane.read("dgd", "llm", "--namespace", namespace)
+            return found["metadata"]["generation"], generations(plane, namespace)
+
+        async with operator(plane, namespace, "one"):
+            await asyncio.to_thread(plane.kubectl, "apply", *GITOPS, stdin=stored)
+            wait = ("wait", "--for=condition=Ready", "dgd/llm", "--namespace", namespace, WAIT)
+            await asyncio.to_thread(plane.kubectl, *wait)
+            generation, workloads = read()
+            assert generation == 1, "the operator never writes the spec"
+            tried = ("apply", "--dry-run=server", "--output", "json", *GITOPS)
+            would_be = json.loads(await asyncio.to_thread(plane.kubectl, *tried, stdin=stored))
+            live = plane.read("dgd", "llm", "--namespace", namespace)
+            assert would_be["spec"] == live["spec"], "what a controller compares before it writes"
+            for _ in range(3):
+                await asyncio.to_thread(plane.kubectl, "apply", *GITOPS, stdin=stored)
+            labelled = json.loads(stored)
+            labelled["metadata"]["labels"] = {"app.kubernetes.io/instance": "fleets"}
+            await asyncio.to_thread(plane.kubectl, "apply", *GITOPS, stdin=json.dumps(labelled))
+            again, after = read()
+            assert (again, changed(workloads, after)) == (1, set())
+            status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
+            ready = next(each for each in status["conditions"] if each["type"] == "Ready")
+            assert (ready["status"], status["observedGeneration"]) == ("True", generation)
+
+
+async def test_the_expressions_for_flux_fit_the_definition(own_plane: ControlPlane) -> None:
+    """An API server checks their types, as those of an admission policy on the same object."""
+    plane = own_plane
+    install_crds(plane)
+    page = (DOCS / "kubernetes-integrations.md").read_text("utf-8")
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    (flux,) = (block["spec"] for block in blocks if block.get("kind") == "Kustomization")
+    (check,) = flux["healthCheckExprs"]
+    rule = {"apiGroups": ["nvidia.com"], "apiVersions": ["v1beta1"], "operations": ["UPDATE"]}
+    expressions = [
+        re.sub(r"\b(status|metadata)\.", r"object.\1.", check[name]) for name in ("failed", "current")
+    ]
+    policy = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": "flux-expressions"},
+        "spec": {
+            "matchConstraints": {"resourceRules": [{**rule, "resources": ["dynamographdeployments"]}]},
+            "validations": [{"expression": expression} for expression in expressions],
+        },
+    }
+    with plane.deleting("validatingadmissionpolicy", "flux-expressions"):
+        plane.apply(policy)
+
+        async def is_checked() -> bool:
+            found = plane.read("validatingadmissionpolicy", "flux-expressions").get("status", {})
+            return found.get("observedGeneration") == 1 and "typeChecking" in found
+
+        await eventually(is_checked)
+        status = plane.read("validatingadmissionpolicy", "flux-expressions")["status"]
+        assert status["typeChecking"].get("expressionWarnings", []) == []
