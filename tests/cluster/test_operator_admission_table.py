@@ -29,6 +29,8 @@ from tests.cluster.nodes import RACK, ZONE
 from tests.cluster.operators import account_with_roles, install_crds
 from tests.cluster.webhooks import SERVICE, judging
 
+pytestmark = pytest.mark.api_server
+
 OLDER = "ClusterTopology"
 LEVELS = {"zone": ZONE, "rack": RACK}
 _numbers = count(1)
