@@ -189,8 +189,33 @@ def test_roles_are_those_of_the_type_or_of_the_args() -> None:
             "a": {"extraPodSpec": {"mainContainer": {"command": ["python3", "-m", "dynamo.frontend"]}}}
         }
     }
-    assert converted(stated)[0]["spec"]["components"][0]["type"] == "frontend"
-    assert "is needed, one of frontend, prefill, decode, worker" in converted({"services": {"a": {}}})[2][0]
+    manifest = converted(stated)[0]
+    assert yaml.safe_load(yaml.safe_dump(manifest)) == manifest
+    assert manifest["spec"]["components"][0]["type"] == "frontend"
+    nothing: dict[str, Any]
+    for nothing in ({"a": {}}, {"a": None}):
+        (problem,) = converted({"services": nothing})[2]
+        assert "is needed, one of frontend, prefill, decode, worker" in problem
+    engine = {"image": "x", "command": ["python3", "-m", "dynamo.vllm"]}
+    for kind in ("main", ""):
+        services = {"a": {"componentType": kind, "extraPodSpec": {"mainContainer": engine}}}
+        manifest = converted({"services": services})[0]
+        assert yaml.safe_load(yaml.safe_dump(manifest))["spec"]["components"][0]["type"] == "worker"
+
+
+def test_what_never_registers_is_named_where_it_was_written() -> None:
+    main = {"name": "main", "image": "x", "command": ["python3", "-m", "dynamo.vllm"]}
+    spec = {"containers": [{"name": "log", "image": "log"}, main]}
+    component = {"name": "w", "type": "worker", "podTemplate": {"spec": spec}}
+    service = {"componentType": "worker", "extraPodSpec": {"mainContainer": main}}
+    places = {
+        ("services", "w", "extraPodSpec", "mainContainer"): {"services": {"w": service}},
+        ("components", 0, "podTemplate", "spec", "containers", 1): {"components": [component]},
+    }
+    for place, stated in places.items():
+        document: Any = {"kind": "DynamoGraphDeployment", "metadata": {"name": "llm"}, "spec": stated}
+        found = convert({"apiVersion": "nvidia.com/v1beta1", **document})
+        assert [note.path for note in found.notes if note.is_lost] == [("spec", *place)]
 
 
 def test_resources_are_those_of_a_container() -> None:

@@ -240,10 +240,11 @@ def _kind(part: Part, key: str, main: Json, name: str) -> str | None:
 def _kind_of_program(program: Program, name: str) -> str | None:
     last = program.name.rpartition(".")[2]
     if last == "frontend" or "frontend" in name.lower():
-        return ComponentType.FRONTEND
+        return ComponentType.FRONTEND.value
     if last in LEFT_OUT or "planner" in name.lower():
         return last if last in LEFT_OUT else "planner"
-    return ComponentType.WORKER if program.engine is not None or last in ("mocker", "worker") else None
+    is_worker = program.engine is not None or last in ("mocker", "worker")
+    return ComponentType.WORKER.value if is_worker else None
 
 
 def _role_of(words: list[str]) -> str | None:

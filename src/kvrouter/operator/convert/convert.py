@@ -137,7 +137,8 @@ def _deployment(document: Part) -> Iterator[Json]:
     converted = _spec(spec, components)
     spec.close(LOST)
     result: Json = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": converted}
-    _check(result, components, spec.at, renamed, notes)
+    if not notes.problems:  # others would only follow from these
+        _check(result, components, spec.at, renamed, notes)
     yield result
 
 
@@ -261,7 +262,7 @@ def _check(
     if reading.deployment is not None:
         problems += _planned(reading.deployment)
         for index, component in enumerate(reading.deployment.spec.components):
-            draft = read_pod_template(component, ("spec", "components", index, "podTemplate"))
+            draft = read_pod_template(component, ("spec", "components", index))
             if isinstance(draft, list):
                 continue
             for warning in unregistered(draft, component.type):
