@@ -254,10 +254,10 @@ def test_what_comes_into_a_cache_ages_and_is_compared_with_the_others() -> None:
     assert cold > 1.5
 
 
-def test_caches_count_as_alike_where_as_much_came_into_them_within_a_third() -> None:
+def test_caches_count_as_alike_where_as_much_came_into_them_within_a_sixth() -> None:
     ranks = Ranks(2)
     for number in range(70):
-        ranks.serve(int(number >= 40), 1.0)
+        ranks.serve(int(number >= 38), 1.0)
     ranks.now_s += 1.0
     one, other = ranks.learned.speeds(2, now_s=ranks.now_s).turnover
     assert one == other == pytest.approx(-log(TURNOVER_FLOOR))

@@ -44,7 +44,7 @@ TURNOVER_S = 100.0
 TURNOVER_FLOOR = 0.25
 """A cache into which less came than this share of the others' mean is calm: its turnover is 0."""
 
-TURNOVER_ALIKE = 0.3
+TURNOVER_ALIKE = 0.15
 """Caches count as alike whose turnover is this near to the mean's, and others as so much nearer to it: else
 any difference decides between idle ranks, and who came to one moves the others for minutes after it left.
 """
