@@ -1,4 +1,8 @@
-"""One control plane for the whole run, with nodes in three zones; a namespace for each test."""
+"""One control plane for the whole run, with nodes in three zones; a namespace for each test.
+
+etcd and the API server serve first. Tests that need no more are marked ``api_server`` and run before the
+others, the first of which has the control plane completed.
+"""
 
 import shutil
 import tempfile
@@ -16,6 +20,7 @@ from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import add_nodes
 from tests.support.transports import opened
 
+PLANES = ("plane", "own_plane", "older_plane", "plane_of_1_35")
 KEPT_LOGS = pytest.StashKey[list[Path]]()
 
 
@@ -30,9 +35,20 @@ async def _connections_end() -> AsyncIterator[None]:
         await transports.until_ended()
 
 
+@pytest.fixture(autouse=True)
+def _complete(request: pytest.FixtureRequest) -> None:
+    """Complete the control planes of a test that needs more than an API server."""
+    for name in PLANES:
+        if _needs_more(request.node) and name in request.fixturenames:
+            plane: ControlPlane = request.getfixturevalue(name)
+            if not plane.is_complete:
+                plane.complete()
+                add_nodes(plane)
+
+
 @pytest.fixture(scope="session")
 def plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
-    """The control plane, ready. Its logs outlive the run when a test fails."""
+    """The control plane. Its logs outlive the run when a test fails."""
     with _running(request) as plane:
         yield plane
 
@@ -76,6 +92,17 @@ async def api(plane: ControlPlane) -> AsyncIterator[ApiClient]:
 def pytest_configure(config: pytest.Config) -> None:
     """Remember which logs are kept."""
     config.stash[KEPT_LOGS] = []
+    config.addinivalue_line("markers", "api_server(is_enough=True): needs etcd and the API server alone")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that an API server is enough for come first."""
+    items.sort(key=_needs_more)
+
+
+def _needs_more(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("api_server")
+    return marker is None or not marker.kwargs.get("is_enough", True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -91,7 +118,6 @@ def _running(request: pytest.FixtureRequest, *, flags: Sequence[str] = ()) -> It
     keeps_logs = True
     try:
         plane.start()
-        add_nodes(plane)
         yield plane
         keeps_logs = request.session.testsfailed > 0
     finally:

@@ -107,16 +107,27 @@ class ControlPlane:
         return self.kubeconfig("admin", groups=[ADMINISTRATORS])
 
     def start(self) -> None:
-        """Start every server; returns once all answer that they are ready.
+        """Start etcd and the API server; returns once they serve.
 
         Raises ChildProcessError when one ends meanwhile and TimeoutError when one is not ready in time, each
         with the end of that server's log; none of them is left then.
         """
-        try:
-            self._start_all()
-        except BaseException:
-            self.kill()
-            raise
+        with self._all_or_none():
+            self._start_store()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is more than etcd and the API server: pods are scheduled, and nodes run them."""
+        return "kwok" in self._pids
+
+    def complete(self) -> None:
+        """Start the scheduler, the controllers and KWOK; returns once they are ready. Raises as above."""
+        with self._all_or_none():
+            for name in self._ports:
+                self._start(name, *self._client_flags(name), *self._flags_of(name))
+            self._start("kwok", *self._kwok_flags())
+            for name, port in self._ports.items():
+                self._until_ready(name, f"https://{LOOPBACK}:{port}/healthz")
 
     def kill(self) -> None:
         """End every server at once; idempotent."""
@@ -262,7 +273,15 @@ class ControlPlane:
             raise KubectlError(arguments, done.stderr.strip())
         return done
 
-    def _start_all(self) -> None:
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start_store(self) -> None:
         for name in ("keys", "logs", "users", "etcd"):
             (self.folder / name).mkdir()
         keys = self.folder / "keys"
@@ -271,11 +290,6 @@ class ControlPlane:
         (keys / "accounts.key").write_bytes(signing_key_pem())
         self._start("etcd", *self._etcd_flags())
         self._start_apiserver()
-        for name, more in (("kube-scheduler", ()), ("kube-controller-manager", self._controllers_flags())):
-            self._start(name, *self._client_flags(name), *more)
-        self._start("kwok", *self._kwok_flags())
-        for name, port in self._ports.items():
-            self._until_ready(name, f"https://{LOOPBACK}:{port}/healthz")
 
     def _start(self, name: str, *flags: str) -> None:
         log = self.folder / "logs" / f"{name}.log"
@@ -365,7 +379,9 @@ class ControlPlane:
             "--leader-elect=false",
         ]
 
-    def _controllers_flags(self) -> list[str]:
+    def _flags_of(self, name: str) -> list[str]:
+        if name != "kube-controller-manager":
+            return []
         keys = self.folder / "keys"
         return [
             f"--service-account-private-key-file={keys / 'accounts.key'}",

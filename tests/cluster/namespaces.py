@@ -13,7 +13,10 @@ _numbers = count(1)
 def new_namespace(plane: ControlPlane) -> Iterator[str]:
     """A namespace of this plane, where pods may be made; it is deleted at the end."""
     name = f"test-{next(_numbers)}"
-    plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    account = {"namespace": name, "name": "default"}  # that a controller makes some time; pods need it
+    plane.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
+    )
     with plane.deleting("namespace", name, "--wait=false"):
-        plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name, "--timeout=60s")
         yield name

@@ -26,6 +26,12 @@ from tests.support.processes import eventually
 FAILS_WITHIN_S = 60.0
 
 
+@pytest.mark.api_server
+def test_etcd_and_the_api_server_serve_before_another_server_is_started(plane: ControlPlane) -> None:
+    assert set(plane.rss_bytes()) == {"etcd", "kube-apiserver"}
+    assert plane.read("nodes")["items"] == []
+
+
 def test_both_features_for_labels_at_binding_are_on(plane: ControlPlane) -> None:
     assert plane.features() == Features(mutating_admission_policy=True, copies_binding_labels=True)
 

@@ -23,6 +23,8 @@ from tests.support.discovery_stores import nobody
 from tests.support.processes import Frontend, eventually, fleet
 from tests.support.served import words
 
+pytestmark = pytest.mark.api_server
+
 VERBS = ("list", "create", "patch", "delete")
 
 
@@ -121,6 +123,7 @@ async def test_an_account_without_rights_is_said_what_it_needs(
     await store.close()
 
 
+@pytest.mark.api_server(is_enough=False)
 async def test_an_annotation_of_a_node_sends_requests_elsewhere_until_it_is_gone(
     plane: ControlPlane, namespace: str, tmp_path: Path
 ) -> None:

@@ -32,6 +32,8 @@ from tests.support.processes import eventually, fleet
 from tests.support.served import words
 from tests.support.waits import until
 
+pytestmark = pytest.mark.api_server
+
 
 @pytest.fixture(scope="module")
 def space(plane: ControlPlane) -> Iterator[str]:
@@ -98,6 +100,7 @@ async def test_of_starts_of_one_id_at_the_same_moment_exactly_one_keeps_it(store
     assert cards[-2:] == [card(1, winner), card(1, winner, draining=True)]
 
 
+@pytest.mark.api_server(is_enough=False)  # a controller deletes it
 async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
     plane: ControlPlane, space: str, store: KubernetesStore
 ) -> None:

@@ -2,18 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.control_plane import ControlPlane, KubectlError
-from tests.cluster.operators import WAIT, Operator, account_with_roles, graph, install_crds, operator
+from tests.cluster.operators import WAIT, account_with_roles, graph, install_crds
 from tests.cluster.refusals import DENIED, MISTAKES, engine_policy, with_main
-from tests.cluster.webhooks import SERVICE, name_of, on_deployments, until_asked
-from tests.support.processes import eventually, free_ports
+from tests.cluster.webhooks import SERVICE, judging
+from tests.support.processes import eventually
 
 DECODE = "spec.components[2]: the API server would refuse Deployment llm-decode: "
 
@@ -21,23 +18,6 @@ DECODE = "spec.components[2]: the API server would refuse Deployment llm-decode:
 @pytest.fixture(autouse=True)
 def crds(plane: ControlPlane) -> None:
     install_crds(plane)
-
-
-@asynccontextmanager
-async def judging(plane: ControlPlane, namespace: str, account: Path) -> AsyncIterator[Operator]:
-    """An operator with this account's rights that the API server asks about the namespace's deployments."""
-    plane.lead_service(namespace, SERVICE)
-    port, folder = free_ports(1), plane.folder / "keys" / namespace
-    folder.mkdir()
-    plane.authority.for_server(f"{SERVICE}.{namespace}.svc").write(folder, "tls")
-    configuration = on_deployments(namespace, port)
-    configuration["webhooks"][0]["clientConfig"]["caBundle"] = plane.authority.bundle()
-    flags = ("--certificate", str(folder), "--admission-port", str(port))
-    with plane.deleting("validatingwebhookconfiguration", name_of(namespace)):
-        plane.apply(configuration)
-        async with operator(plane, namespace, "one", *flags, kubeconfig=account) as replica:
-            await until_asked(plane, namespace)
-            yield replica
 
 
 async def apply(plane: ControlPlane, spec: dict[str, Any]) -> list[str]:

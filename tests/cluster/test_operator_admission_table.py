@@ -26,9 +26,10 @@ from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.grove import BINDING, install_grove, topology
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, ZONE
-from tests.cluster.operators import account_with_roles, install_crds, operator
-from tests.cluster.webhooks import SERVICE, name_of, on_deployments, until_asked
-from tests.support.processes import free_ports
+from tests.cluster.operators import account_with_roles, install_crds
+from tests.cluster.webhooks import SERVICE, judging
+
+pytestmark = pytest.mark.api_server
 
 OLDER = "ClusterTopology"
 LEVELS = {"zone": ZONE, "rack": RACK}
@@ -94,20 +95,9 @@ def grove(plane: ControlPlane) -> None:
 async def judged(plane: ControlPlane, **values: Any) -> AsyncIterator[str]:
     """Such a namespace; the operator has the chart's roles with these values, if there are any."""
     with new_namespace(plane) as namespace:
-        plane.lead_service(namespace, SERVICE)
-        port = free_ports(1)
-        folder = plane.folder / "keys" / namespace
-        folder.mkdir()
-        plane.authority.for_server(f"{SERVICE}.{namespace}.svc").write(folder, "tls")
         account = account_with_roles(plane, namespace, SERVICE, **values) if values else None
-        flags = ("--certificate", str(folder), "--admission-port", str(port))
-        with plane.deleting("validatingwebhookconfiguration", name_of(namespace)):
-            configuration = on_deployments(namespace, port)
-            configuration["webhooks"][0]["clientConfig"]["caBundle"] = plane.authority.bundle()
-            plane.apply(configuration)
-            async with operator(plane, namespace, "one", *flags, kubeconfig=account):
-                await until_asked(plane, namespace)
-                yield namespace
+        async with judging(plane, namespace, account):
+            yield namespace
 
 
 @pytest.mark.parametrize("case", rows(BY_THE_DEFINITION))

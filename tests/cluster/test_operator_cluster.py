@@ -17,6 +17,8 @@ from kvrouter.operator.cluster_info import Grove
 from kvrouter.operator.reconcile.info_reader import read_facts
 from tests.support.processes import eventually
 
+pytestmark = pytest.mark.api_server
+
 CONFIG_MAPS = ResourceKind("v1", "ConfigMap", "configmaps")
 OURS = {"kvrouter.test/set": "ours"}
 SOON = LeaseTimes(lease_s=6.0, renew_s=4.0, retry_s=0.2)

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operators import Operator, operator
 from tests.cluster.webhooks import name_of, on_deployments, own_certificate, until_reported
 from tests.support.processes import eventually, free_ports
+
+pytestmark = pytest.mark.api_server
 
 
 async def test_without_an_api_server_it_is_well_and_not_ready(

@@ -11,6 +11,8 @@ from tests.cluster.control_plane import ControlPlane
 from tests.cluster.together import Together
 from tests.support.processes import eventually
 
+pytestmark = pytest.mark.api_server
+
 STARTS_TWO = """
 import pathlib, sys, time
 from tests.cluster.together import Together

@@ -1,11 +1,14 @@
 """Webhooks that ask an operator of these tests, of one namespace each."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.cluster.control_plane import ControlPlane, KubectlError
-from tests.cluster.operators import Operator
-from tests.support.processes import eventually
+from tests.cluster.operators import Operator, operator
+from tests.support.processes import eventually, free_ports
 
 SERVICE = "kvrouter-operator"
 SECRET = "kvrouter-operator-certificate"
@@ -71,6 +74,23 @@ async def until_asked(plane: ControlPlane, namespace: str) -> None:
         return False
 
     await eventually(is_asked)
+
+
+@asynccontextmanager
+async def judging(plane: ControlPlane, namespace: str, account: Path | None) -> AsyncIterator[Operator]:
+    """An operator with this account's rights that the API server asks about the namespace's deployments."""
+    plane.lead_service(namespace, SERVICE)
+    port, folder = free_ports(1), plane.folder / "keys" / namespace
+    folder.mkdir()
+    plane.authority.for_server(f"{SERVICE}.{namespace}.svc").write(folder, "tls")
+    configuration = on_deployments(namespace, port)
+    configuration["webhooks"][0]["clientConfig"]["caBundle"] = plane.authority.bundle()
+    flags = ("--certificate", str(folder), "--admission-port", str(port))
+    with plane.deleting("validatingwebhookconfiguration", name_of(namespace)):
+        plane.apply(configuration)
+        async with operator(plane, namespace, "one", *flags, kubeconfig=account) as replica:
+            await until_asked(plane, namespace)
+            yield replica
 
 
 async def until_serving(*replicas: Operator) -> None:

@@ -80,8 +80,6 @@ class ClientLaw:
 
     messages: ClassVar[list[Any]] = MESSAGES
     cases: ClassVar[Mapping[str, dict[str, Any]]] = CASES
-    unforeseen: ClassVar[frozenset[str]] = frozenset()
-    """The cases whose prompts routing does not know to the token."""
 
     @pytest_asyncio.fixture(loop_scope="module")
     async def ways(self, engine: RealEngine, kvrouter: Fleet) -> AsyncIterator[Ways]:
@@ -101,8 +99,7 @@ class ClientLaw:
             assert _without_names(through) == _without_names(direct), name
             assert through.usage is not None
             seen_tokens = _isl_tokens(ways.frontend, raw.headers["x-request-id"])
-            is_exact = seen_tokens == through.usage.prompt_tokens
-            assert is_exact is (name not in self.unforeseen), f"{name}: routing saw {seen_tokens} tokens"
+            assert seen_tokens == through.usage.prompt_tokens, name
 
     async def test_streamed_answers_are_the_same(self, ways: Ways) -> None:
         for name, extra in self.cases.items():

@@ -23,13 +23,10 @@ async def engine(engine_folder: Path) -> AsyncIterator[SglangServer]:
 
 
 class TestSglang(ClientLaw):
-    """SGLang keeps the law, but for two forms of prompts that it writes otherwise than vLLM, whom routing
-    follows: of texts in several parts, and of tools.
-    """
+    """SGLang keeps the law."""
 
     messages: ClassVar[list[Any]] = [
         {"role": "system", "content": "You route requests."},
         {"role": "user", "content": [{"type": "text", "text": "Where is my cache?"}]},
     ]
     cases: ClassVar[Mapping[str, dict[str, Any]]] = {**CASES, "several": {"n": 2}}  # it draws by no seed
-    unforeseen = frozenset({"tools", "tools in the prompt"})

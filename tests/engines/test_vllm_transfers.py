@@ -233,6 +233,25 @@ async def test_kv_that_was_lost_is_prefilled_again_where_the_decode_engine_fails
     await _is_right(engines[DECODE], answer, prompt_of(600))
 
 
+async def test_tools_that_a_prefill_engine_leaves_out_are_in_the_prompt_of_every_answer(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    """It has no tool parser either, so it refuses tools that may be called: a decode engine computes them."""
+    await engines[PREFILL].kill()
+    flags = ("--exclude-tools-when-tool-choice-none",)
+    await engines[PREFILL].start(kv_transfer=_nixl("kv_producer"), flags=flags)
+    frontend = await _before(engines, kvrouter)
+    with_tools = [name for name, asked in PREFILLED.items() if asked.get("tool_choice") in (None, "auto")]
+    for name in ("a tool that must be called", "a named tool", *with_tools, "a tool that must be called"):
+        asked = PREFILLED[name]
+        body = chat_body(f"{name}: tell of tools left out. " * 20, **{"max_tokens": 8, **asked})
+        before = await _fetched_tokens(engines[DECODE])
+        answer = await frontend.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, f"{name}: {answer.text}"
+        assert (await _fetched_tokens(engines[DECODE]) > before) is ("tools" not in asked), name
+        assert _said(answer.json()) == _said(await engines[DECODE].ask("/v1/chat/completions", **body)), name
+
+
 async def _before(engines: dict[int, VllmServer], kvrouter: Fleet) -> Frontend:
     for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
         await companion(kvrouter, engines[worker_id], worker_id, "--role", role)

@@ -29,6 +29,7 @@ async def described(
 async def test_a_vllm_says_its_cache_its_context_and_its_version() -> None:
     async with scripted_engine() as engine:
         found = await described(engine)
+        assert "/server_info" not in engine.asked  # in its developers' mode it takes long for that
     assert (found.served_model, found.meta.model, found.context_tokens) == ("tiny", "tiny-model", 2_048)
     flags = found.meta.engine_kwargs
     assert (flags.block_size, flags.num_gpu_blocks_override, flags.data_parallel_size) == (32, 200, 1)

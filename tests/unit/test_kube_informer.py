@@ -43,6 +43,56 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
         assert await losses.get() is None
 
 
+async def test_what_is_refused_at_the_start_alone_is_never_lost() -> None:
+    """As while a definition is new: the API server answers 404, or 429."""
+    refusals: list[web.HTTPException] = [
+        web.HTTPNotFound(text='{"kind": "Status", "code": 404, "reason": "NotFound"}'),
+        web.HTTPTooManyRequests(text='{"kind": "Status", "code": 429}', headers={"Retry-After": "0"}),
+        web.HTTPForbidden(text='{"kind": "Status", "code": 403, "reason": "Forbidden"}'),
+    ]
+
+    async def watching(reported: web.StreamResponse) -> None:
+        await asyncio.Event().wait()
+
+    async def taking(request: web.Request) -> None:
+        if "watch" not in request.query and refusals:
+            raise refusals.pop()
+
+    losses: list[ClusterError | None] = []
+    async with (
+        asyncio.timeout(30.0),
+        api_server(watching, taking=taking) as cluster,
+        watched(cluster, NODES, losses.append, first_within_s=60.0) as (informer, _),
+    ):
+        await informer.synced.wait()
+    assert refusals == []
+    assert losses == []
+
+
+async def test_what_is_refused_for_longer_is_lost_once() -> None:
+    tries: asyncio.Queue[float] = asyncio.Queue()
+
+    async def watching(reported: web.StreamResponse) -> None:
+        await asyncio.Event().wait()
+
+    async def taking(_request: web.Request) -> None:
+        tries.put_nowait(asyncio.get_running_loop().time())
+        raise web.HTTPForbidden(text='{"kind": "Status", "code": 403, "reason": "Forbidden"}')
+
+    losses: asyncio.Queue[ClusterError | None] = asyncio.Queue()
+    async with (
+        asyncio.timeout(30.0),
+        api_server(watching, taking=taking) as cluster,
+        watched(cluster, NODES, losses.put_nowait, first_within_s=0.2),
+    ):
+        began = await tries.get()
+        assert isinstance(await losses.get(), ClusterError)
+        assert asyncio.get_running_loop().time() - began > 0.15
+        for _ in range(tries.qsize() + 2):
+            await tries.get()
+        assert losses.empty()
+
+
 async def test_the_first_refusal_of_a_version_is_no_loss() -> None:
     refusals = [web.HTTPGone(text='{"kind": "Status", "code": 410, "reason": "Expired"}')]
 
@@ -306,12 +356,21 @@ async def served(
 
 @asynccontextmanager
 async def watched(
-    cluster: KubeClient, kind: ResourceKind, lost: Callable[[ClusterError | None], None] = lambda _: None
+    cluster: KubeClient,
+    kind: ResourceKind,
+    lost: Callable[[ClusterError | None], None] = lambda _: None,
+    first_within_s: float = 0.0,
 ) -> AsyncIterator[tuple[Informer[None], asyncio.Queue[Manifest]]]:
     """Each object that came, changed or went is put into the queue."""
     changed: asyncio.Queue[Manifest] = asyncio.Queue()
     found: Informer[None] = Informer(
-        cluster, kind, group_of=lambda _: None, changed=changed.put_nowait, lost=lost, retry_s=0.01
+        cluster,
+        kind,
+        group_of=lambda _: None,
+        changed=changed.put_nowait,
+        lost=lost,
+        retry_s=0.01,
+        first_within_s=first_within_s,
     )
     async with asyncio.TaskGroup() as group:
         task = group.create_task(found.run())

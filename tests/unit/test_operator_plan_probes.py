@@ -125,7 +125,11 @@ def test_a_users_own_health_port_and_probes_of_a_worker_win() -> None:
 def test_in_its_nodes_network_a_pod_declares_every_port_that_it_does_not_choose() -> None:
     words: JsonValue = ["worker", "mock", "--listen-port", "7000"]
     other: JsonValue = {"name": "own", "command": ["kvrouter", "worker", "mock"], "image": "own"}
-    engine: JsonValue = {"name": "engine", "image": "vllm", "ports": [{"containerPort": 8001}]}
+    probe: JsonValue = {"httpGet": {"path": "/live", "port": 8003}}
+    engine: JsonValue = {
+        **{"name": "engine", "image": "vllm", "ports": [{"containerPort": 8001}]},
+        **{"args": ["--port=8002"], "livenessProbe": probe},
+    }
     spec: dict[str, JsonValue] = {"containers": [{"name": "main", "args": words}, other, engine]}
     pods: dict[str, JsonValue] = {
         "worker": {"spec": {**spec, "hostNetwork": True}},
@@ -134,13 +138,13 @@ def test_in_its_nodes_network_a_pod_declares_every_port_that_it_does_not_choose(
     }
     found = planned(deployment(types=("frontend", "decode", "worker"), pods=pods))
     made = templates(found)
-    assert declared(made["worker"]) == {HEALTH_PORT, 7000, HEALTH_PORT + 1, 8001}
+    assert declared(made["worker"]) == {HEALTH_PORT, 7000, HEALTH_PORT + 1, 8001, 8002, 8003}
     assert declared(made["decode"]) == {8001}  # its pods do not roll for this
     assert declared(made["frontend"]) == {8000}
     assert at(made["worker"], "spec", "dnsPolicy") == "ClusterFirstWithHostNet"
     reported = {dotted(warning.path): warning.must for warning in found.warnings}
     where = "spec.components[{}].podTemplate.spec.hostNetwork"
-    assert reported[where.format(2)].startswith("pods take 7000, 8001, 9190, 9191 of their nodes")
+    assert reported[where.format(2)].startswith("pods take 7000, 8001, 8002, 8003, 9190, 9191 of")
     assert reported[where.format(0)].endswith("(DYN_HTTP_PORT)")
 
 

@@ -113,7 +113,7 @@ NO_LIMITS = {
         transports.events.wire.EVENT_ID_MAX engines.openai.pages.COUNT_MAX
         engines.vllm.events.LOOKAHEAD_TOKENS_MAX
         transports.events.wire.COUNT_MAX transports.requests.tcp.plane._ID_LIMIT
-        placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX
+        placement.placer.ROOM_LIMIT sim.roofline.BLOCKS_MAX placement.interference.RATIO_MAX
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LABEL_VALUE_CHARS_MAX
@@ -251,10 +251,11 @@ WHERE = {
     "an answer that `kvrouter`": "cli",
     "a request that `kvrouter calibrate": "cli.calibrate sim.engine_load",
     "a fleet file": "config",
+    "a file for `kvrouter operator convert`": "commands.operator_convert",
     "a leg in a worker": "worker.worker",
     "words of the API server": "operator.reconcile.dry_run operator.status",
     "bodies at admission": "operator.admission.server",
-    "a line of a warning at admission": "operator.admission operator.api.deployment",
+    "a line of a warning at admission": "operator.admission operator.api.deployment operator.plan.programs",
     "components of a deployment": "operator.api",
     "`tracestate` or `baggage`": "frontend.generate.TRACE",
     "links in a status": "operator.reconcile.link_reader operator.api.status.LINKS",

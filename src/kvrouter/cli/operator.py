@@ -345,6 +345,22 @@ def operator_preflight(*, kubeconfig: Path | None, output: Output) -> None:
         sys.exit(1)
 
 
+@operator.command("convert", short_help="Write Dynamo's manifests as kvrouter's, and say what is lost.")
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+def operator_convert(*, file: Path) -> None:
+    """Read Dynamo's DynamoGraphDeployments of FILE, v1alpha1 or v1beta1, or of standard input for -, and
+    write them as kvrouter's to standard output. ConfigMaps, claims and other objects in FILE are passed on.
+
+    Standard error has a line for each field that is lost, or is written in another way. Needs no cluster, and
+    changes nothing.
+
+    Exits 0 where nothing is lost, 1 where something is, and 2, without a manifest, where FILE is invalid.
+    """
+    from kvrouter.commands.operator_convert import convert_file  # noqa: PLC0415
+
+    sys.exit(convert_file(file))
+
+
 def _own_kubeconfig() -> Path | None:
     """Where kubectl would look; None in a pod."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):

@@ -100,11 +100,11 @@ async def describe_engine(
     if metrics is not None:
         _check_one(server.url, metrics)
     version = await server.look("/version")
-    info = await server.look("/server_info")
     meta, said_flags = _meta(folder, served)
     flags, notes = meta.engine_kwargs, []
     cache = None if metrics is None else read_cache_size(metrics)
-    about = _server_info(info)
+    # A vLLM that has this page of SGLang's may take half a minute for it: it asks pip and compilers.
+    about = None if cache is not None else _server_info(await server.look("/server_info"))
     if cache is not None:
         flags = _with_cache(flags, cache)
     elif about is not None:

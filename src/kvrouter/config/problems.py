@@ -1,8 +1,8 @@
 """Problems of a setting or a fleet file: each names the field, the line and the fix."""
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import NamedTuple
@@ -210,13 +210,30 @@ DOCUMENT_MAX_KEYS = 100_000
 """With more keys and entries, aliases counted wherever they are used, a file is refused."""
 
 
+STDIN = "standard input"
+"""The name of what is read for the path ``-``."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: ``25e9`` is a number, as in YAML 1.2."""
+    """YAML as people expect it, and as YAML 1.2 has it: ``25e9`` is a number, and a date is text."""
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+
+
+def _date(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return loader.construct_scalar(node)
+
+
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> object:
+    """A whole number; ``22:30`` is one of base 60 in YAML 1.1 alone."""
+    return loader.construct_scalar(node) if ":" in node.value else loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _date)
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 
 
 class Document:
@@ -241,27 +258,51 @@ class Document:
 
 def read_document(path: FilePath) -> Document:
     """Read a YAML file; raise ConfigError that names the file and the line for what cannot be read."""
+    return parse_document(_text_of(path), str(path))
+
+
+def read_documents(path: FilePath) -> list[Document]:
+    """Read a YAML file of several documents, or standard input for ``-``; raise ConfigError as above."""
+    if str(path) != "-":
+        return parse_documents(_text_of(path), str(path))
+    return parse_documents(_decoded(sys.stdin.buffer.read(DOCUMENT_MAX_BYTES + 1), STDIN), STDIN)
+
+
+def _text_of(path: FilePath) -> str:
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
             raw = file.read(DOCUMENT_MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # a name with a null byte is none
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: cannot be read: {why}", param=str(path)) from error
+    return _decoded(raw, str(path))
+
+
+def _decoded(raw: bytes, name: str) -> str:
     if len(raw) > DOCUMENT_MAX_BYTES:
-        raise ConfigError(f"{path}: must have ≤ {DOCUMENT_MAX_BYTES} bytes, not {size}", param=str(path))
+        raise ConfigError(f"{name}: must have ≤ {DOCUMENT_MAX_BYTES} bytes", param=name)
     try:
-        text = raw.decode()
+        return raw.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: must be UTF-8 text: {error.reason}", param=str(path)) from error
-    return parse_document(text, str(path))
+        raise ConfigError(f"{name}: must be UTF-8 text: {error.reason}", param=name) from error
 
 
 def parse_document(text: str, name: str) -> Document:
     """Parse YAML; raise ConfigError that names the line for bad syntax and for keys given twice."""
-    lines: dict[Path, int] = {}
+    (document,) = _parsed(text, name, _single)
+    return document
+
+
+def parse_documents(text: str, name: str) -> list[Document]:
+    """Parse YAML of several documents, of which empty ones are left out; raise ConfigError as above."""
+    return _parsed(text, name, _several)
+
+
+def _parsed(
+    text: str, name: str, nodes: Callable[[yaml.SafeLoader], Iterator[yaml.Node | None]]
+) -> list[Document]:
     try:
-        content = _content(text, name, lines)
+        return [*_documents(text, name, nodes)]
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{name}:{line}: not YAML: {error.problem}", param=name) from error
@@ -275,34 +316,53 @@ def parse_document(text: str, name: str) -> Document:
     except (LookupError, AttributeError, TypeError) as error:
         # PyYAML's own, for a scalar that is not what its tag says
         raise ConfigError(f"{name}: not YAML: a value does not fit its tag", param=name) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name}:1: must be a mapping of keys to values", param=name)
-    return Document(name, content, lines)
 
 
-def _content(text: str, name: str, lines: dict[Path, int]) -> object:
-    """Return what a document says, and note the line of everything in it. Raises what PyYAML raises, and
-    ConfigError for keys given twice.
+def _single(loader: yaml.SafeLoader) -> Iterator[yaml.Node | None]:
+    yield loader.get_single_node()
+
+
+def _several(loader: yaml.SafeLoader) -> Iterator[yaml.Node | None]:
+    while loader.check_node():
+        node = loader.get_node()
+        if node is not None and node.tag != "tag:yaml.org,2002:null":
+            yield node
+
+
+def _documents(
+    text: str, name: str, nodes: Callable[[yaml.SafeLoader], Iterator[yaml.Node | None]]
+) -> Iterator[Document]:
+    """Yield what a file says, with the line of everything in it. Raises what PyYAML raises, and ConfigError
+    for keys given twice, and for what is no mapping.
     """
     loader = _Loader(text)  # reads the first characters, and refuses wrong ones
+    n_left = DOCUMENT_MAX_KEYS
     try:
-        node = loader.get_single_node()
-        problems: list[Problem] = []
-        if node is not None:
-            _walk(node, (), lines, problems)
-        raise_problems(problems, lambda path: f"{name}:{lines[path]}: {dotted(path)}")
-        return loader.construct_document(node) if node is not None else None
+        for node in nodes(loader):
+            lines: dict[Path, int] = {}
+            problems: list[Problem] = []
+            if node is not None:
+                _walk(node, (), lines, problems, n_left)
+            n_left -= len(lines)
+            raise_problems(problems, Document(name, {}, lines).place)
+            content = loader.construct_document(node) if node is not None else None
+            if not isinstance(content, dict):
+                line = lines.get((), 1)
+                raise ConfigError(f"{name}:{line}: must be a mapping of keys to values", param=name)
+            yield Document(name, content, lines)
     finally:
         loader.dispose()
 
 
-def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Problem]) -> None:
+def _walk(
+    node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Problem], keys_max: int
+) -> None:
     """Note the line of everything under ``node``; a key that stands twice in one mapping is a problem.
 
     An alias is walked again wherever it is used, and so its lines are those of the anchor.
     """
     lines.setdefault(path, node.start_mark.line + 1)
-    if len(lines) > DOCUMENT_MAX_KEYS:
+    if len(lines) > keys_max:
         raise ValueError(f"more than {DOCUMENT_MAX_KEYS} keys and entries")
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -313,7 +373,7 @@ def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Pr
                 problems.append(Problem(below, f"given again on line {key_node.start_mark.line + 1}"))
             seen.add(key)
             lines.setdefault(below, key_node.start_mark.line + 1)
-            _walk(value_node, below, lines, problems)
+            _walk(value_node, below, lines, problems, keys_max)
     elif isinstance(node, yaml.SequenceNode):
         for position, item in enumerate(node.value):
-            _walk(item, (*path, position), lines, problems)
+            _walk(item, (*path, position), lines, problems, keys_max)

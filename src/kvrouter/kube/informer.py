@@ -31,6 +31,9 @@ from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_o
 
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
+FIRST_WITHIN_S = 3.0
+"""For so long at the start a kind that cannot be listed is not reported as lost: while its definition, or the
+right to read it, is new, an API server refuses it."""
 """The pauses of an informer, and of what else asks the API server again and again."""
 
 Item = TypeVar("Item")
@@ -54,6 +57,25 @@ def wait_after(failures: Failures, error: Exception) -> float:
     """
     asked_s = float(getattr(error, "wait_s", 0.0))
     return max(failures.next_s(), asked_s) * random.uniform(1.0, 1.5)
+
+
+class FirstTries:
+    """Tells failures of the start, which pass by themselves, from a loss."""
+
+    def __init__(self, within_s: float = FIRST_WITHIN_S) -> None:
+        self._within_s = within_s
+        self._since: float | None = None
+        self._worked = False
+
+    def worked(self) -> None:
+        """From now on every failure is a loss."""
+        self._worked = True
+
+    def is_loss(self) -> bool:
+        """Whether a failure of now is one: it worked before, or has failed for ``within_s``."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return self._worked or now - self._since >= self._within_s
 
 
 class _Ends(Enum):
@@ -242,7 +264,8 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
     what was known of one that left its group too, so that the group hears of it.
     ``lost`` is called with the reason when the cluster cannot be watched, and with None when it can again:
     until then what was seen last is kept. One watch that breaks is no loss, a second one without an event
-    between is; a watch that the server ends within ``retry_s`` seconds counts as broken.
+    between is; a watch that the server ends within ``retry_s`` seconds counts as broken. What was never
+    listed is lost once that has failed for ``first_within_s``.
     """
 
     def __init__(
@@ -258,6 +281,7 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         is_wanted: Callable[[Manifest], bool] = lambda _: True,
         watch_s: int = WATCH_S,
         retry_s: float = RETRY_S,
+        first_within_s: float = FIRST_WITHIN_S,
     ) -> None:
         objects = _OfKind(client, kind, labels=labels, namespace=namespace, watch_s=watch_s)
         super().__init__(
@@ -273,6 +297,7 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         self._by_key: dict[Key, Manifest] = {}
         self._groups: dict[G, dict[Key, Manifest]] = {}
         self._is_lost = False
+        self._first_tries = FirstTries(first_within_s)
         self._breaks = 0
         """How many watches broke in a row."""
         self._opened_at = inf
@@ -301,6 +326,7 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
             if known is None or version_of(known) != version_of(manifest):
                 self._put(manifest)
         self._opened_at = time.monotonic()
+        self._first_tries.worked()
         self.synced.set()
 
     def take_event(self, event: WatchEvent) -> str:
@@ -315,7 +341,7 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
 
     def lose(self, error: ClusterError) -> None:
         """What was seen last is kept."""
-        if not self._is_lost:
+        if not self._is_lost and self._first_tries.is_loss():
             self._is_lost = True
             self._lost(error)
 

@@ -255,8 +255,9 @@ class LearnedSpeeds:
     def fleet_changed(self) -> None:
         """Engines that do not answer start again: they are cold then."""
         columns = self._fleet.columns
-        for slot, rank in self._ranks.items():
-            if columns.engine_silent[slot] or not columns.alive[slot]:
+        for slot in np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)):
+            rank = self._ranks.get(Slot(int(slot)))
+            if rank is not None:
                 rank.warm_s = inf
 
     def freed(self, slot: Slot) -> None:

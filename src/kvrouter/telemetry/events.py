@@ -556,7 +556,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "The operator's lease could not be read or written; it is tried again."
     ),
     Event.CLUSTER_LOST: EventSpec(
-        logging.WARNING, "Objects of this kind cannot be watched; what was seen of them last is kept."
+        logging.WARNING,
+        "Objects of this kind cannot be watched; what was seen of them last is kept. At the start it is "
+        "logged once that lasts for 3 seconds: while a definition is new, an API server refuses its objects.",
     ),
     Event.CLUSTER_BACK: EventSpec(logging.INFO, "Objects of this kind can be watched again."),
     Event.API_SERVER_WARNS: EventSpec(

@@ -77,7 +77,7 @@ _LABELS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 def program_of(container: Manifest) -> Program:
     """Return what ``container`` runs: its command says so, else its image, else it is kvrouter's own."""
     command, args = _words(container.get("command")), _words(container.get("args"))
-    words = [*command, *args]
+    words = words_of(container)
     image = container.get("image")
     if not command and not image:
         return Program(Speaks.KVROUTER, words[0] if words else "")
@@ -85,6 +85,11 @@ def program_of(container: Manifest) -> Program:
     if named is not None:
         return named
     return UNKNOWN if command or not isinstance(image, str) else _of_image(image, args)
+
+
+def words_of(container: Manifest) -> list[str]:
+    """Return the words of a container's command and args, those of a shell's text in its place."""
+    return [*_words(container.get("command")), *_words(container.get("args"))]
 
 
 def _words(found: object) -> list[str]:

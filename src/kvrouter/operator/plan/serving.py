@@ -24,6 +24,9 @@ HEALTH_PORT_VARIABLE = "KVROUTER_HEALTH_PORT"
 FIXED_PORTS = {HEALTH_PORT_VARIABLE: "--health-port", "KVROUTER_LISTEN_PORT": "--listen-port"}
 """The variables of a worker's ports that it does not choose itself, and their flags."""
 
+ENGINE_PORT_FLAG = "--port"
+"""Of the servers of vLLM, SGLang and TensorRT-LLM."""
+
 HOST_DNS = "ClusterFirstWithHostNet"
 """Without it a pod in its node's network asks the node's resolver, which knows no Service."""
 GRACE_S = 60
@@ -301,15 +304,17 @@ def _share_host(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
 
 
 def _with_declared_ports(container: Manifest) -> Manifest:
-    """``container`` with the ports of a worker that it states, among those that it declares."""
+    """``container`` with the ports that it states for a worker or an engine's server, and those that its
+    probes ask, among those that it declares.
+    """
     ports = objects(container.get("ports"))
     there = [entry.get("containerPort") for entry in ports]
-    stated = {
-        port
-        for name, flag in FIXED_PORTS.items()
-        for text in (value_of(container, name), flag_of(container, flag))
-        if (port := _port(text or "")) is not None and port not in there
-    }
+    texts = [
+        *(value_of(container, name) for name in FIXED_PORTS),
+        *(flag_of(container, flag) for flag in (*FIXED_PORTS.values(), ENGINE_PORT_FLAG)),
+        *(str(_probe_port(container, probe)) for probe in PROBES),
+    ]
+    stated = {port for text in texts if (port := _port(text or "")) is not None} - {*there}
     added: list[Manifest] = [{"containerPort": port, "protocol": "TCP"} for port in sorted(stated)]
     return {**container, "ports": listed([*ports, *added])} if added else container
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
-from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
+from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, FirstTries, wait_after
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, labels_of, metadata_of, uid_of
 from kvrouter.operator.api import Level, read_deployment
 from kvrouter.operator.cluster_info import ClusterFacts
@@ -195,6 +195,8 @@ class BindingsReconciler:
     ) -> None:
         self._bindings, self._sources, self._wanted = bindings, sources, wanted
         self._error: ClusterError | None = None
+        self._is_lost = False
+        self._first_tries = FirstTries()
         self._failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
 
     async def write_due(self) -> None:
@@ -214,11 +216,15 @@ class BindingsReconciler:
             sources.bindings_are_due = isinstance(error, ClusterLost) or (
                 isinstance(error, RequestRefused) and error.is_passing
             )
-            sources.lost(POLICIES, error)
+            if not sources.bindings_are_due or self._first_tries.is_loss():
+                self._is_lost = True
+                sources.lost(POLICIES, error)
         else:
             self._failures.reset()
-            if self._error is not None:
-                self._error = None
+            self._first_tries.worked()
+            self._error = None
+            if self._is_lost:
+                self._is_lost = False
                 sources.lost(POLICIES, None)
         for key, said in self._bindings.refused.items():
             if before.get(key) != said:

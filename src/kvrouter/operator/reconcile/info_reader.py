@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, KubeClient, RequestRefused
-from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
+from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, FirstTries, wait_after
 from kvrouter.kube.objects import Manifest, ResourceKind
 from kvrouter.operator.api import read_topology
 from kvrouter.operator.cluster_info import TOPOLOGIES, ClusterFacts, Grove, by_name
@@ -59,13 +59,15 @@ async def facts_for_admission(cluster: KubeClient) -> ClusterFacts:
 class InfoReader:
     """Reads the facts; while they cannot be read, those that were read last hold.
 
-    ``changed`` is called with facts that are others than before, ``lost`` as an informer calls it.
+    ``changed`` is called with facts that are others than before, ``lost`` as an informer calls it, and as
+    late at the start.
     """
 
     def __init__(self, cluster: KubeClient, *, changed: Callable[[ClusterFacts], None], lost: Lost) -> None:
         self._cluster, self._changed, self._lost = cluster, changed, lost
         self._last: ClusterFacts | None = None
         self._is_lost = False
+        self._first_tries = FirstTries()
 
     async def read(self) -> ClusterError | None:
         """Read them once; return why they could not be read."""
@@ -74,8 +76,12 @@ class InfoReader:
             facts = await read_facts(self._cluster, is_first=facts is None)
         except ClusterError as failed:
             error = failed
-        if self._is_lost is (error is None):
-            self._is_lost = error is not None
+            is_lost = self._is_lost or self._first_tries.is_loss()
+        else:
+            self._first_tries.worked()
+            is_lost = False
+        if self._is_lost is not is_lost:
+            self._is_lost = is_lost
             self._lost(TOPOLOGIES[0], error)
         if facts is not None and facts != self._last:
             self._last = facts

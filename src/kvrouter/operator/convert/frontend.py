@@ -1,0 +1,190 @@
+"""The main container of Dynamo's frontend, as one that runs kvrouter's frontend."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from kvrouter.config.problems import Path
+from kvrouter.config.setting_spec import SettingKind, SettingSpec, written_settings
+from kvrouter.config.variables import OUR_PREFIX, SHARED_PREFIX, TOPOLOGY_VARIABLES, spellings
+from kvrouter.operator.convert.part import Json, Notes
+from kvrouter.operator.plan.manifest import objects
+from kvrouter.operator.plan.programs import Speaks, program_of, words_of
+from kvrouter.operator.plan.serving import HTTP_PORT_VARIABLE
+
+MODULE = "dynamo.frontend"
+_PYTHON = re.compile(r"(.*/)?(python[0-9.]*|(ba)?sh)|exec|-m|-u|-e?c|-l?c")
+"""Words that only begin a Python module."""
+_SHELL = re.compile(r"[|&;<>]|[0-9]>")
+"""Words with which a shell ends a command, or sends its output elsewhere."""
+REPLACED = (
+    "image",
+    "command",
+    "args",
+    "workingDir",
+    "startupProbe",
+    "readinessProbe",
+    "livenessProbe",
+    "ports",
+)
+"""What a container that runs kvrouter's frontend gets from the operator."""
+
+SET_BY_OPERATOR = frozenset(
+    name
+    for variable in (
+        "DYN_NAMESPACE",
+        "DYN_DISCOVERY_BACKEND",
+        "DYN_REQUEST_PLANE",
+        "DYN_EVENT_PLANE",
+        "DYN_STORE_KV",
+        "NATS_SERVER",
+        "ETCD_ENDPOINTS",
+        "ETCD_SERVER",
+    )
+    for name in spellings(variable)
+)
+"""Variables that say where Dynamo's processes find each other."""
+
+BLOCK_SIZE_FLAG = "--kv-cache-block-size"
+HTTP_PORT_FLAG = "--http-port"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a component, its pods' spec and their main container are in Dynamo's manifest. In v1alpha1 some
+    of the container's fields are next to it; the others' list begins ``n_before`` later in the result.
+    """
+
+    component: Path
+    spec: Path
+    main: Path
+    env: tuple[Path, ...]
+    """Of each of its variables."""
+    fields: Mapping[str, Path] = field(default_factory=dict)
+    """Of fields that are not in ``main``."""
+    n_before: int = 0
+
+    def of(self, name: str) -> Path:
+        """Return where a field of the container is."""
+        return self.fields.get(name, (*self.main, name))
+
+
+def as_our_frontend(main: Json, places: Places, notes: Notes) -> None:
+    """Change ``main``, which Dynamo runs its frontend in, into what runs kvrouter's."""
+    at = places.main
+    program = program_of(main)
+    is_stated = bool(main.get("command"))
+    if program.speaks is Speaks.KVROUTER and not _is_bare(main):
+        return
+    if is_stated and program.speaks is not Speaks.DYNAMO:
+        notes.lost(at, "is no program of Dynamo's, and is kept: it has to find kvrouter's workers by itself")
+        return
+    flags = _frontend_words(main, at, notes)
+    for name in REPLACED:
+        if name in main:
+            del main[name]
+            if name != "args":
+                notes.changed(places.of(name), "is left out: the operator runs kvrouter's own frontend")
+    kept, port = _flags(flags, (*at, "args"), notes)
+    env = kept_env(objects(main.pop("env", None)), places.env, notes)
+    if port is not None and HTTP_PORT_VARIABLE not in [entry.get("name") for entry in env]:
+        env.append({"name": HTTP_PORT_VARIABLE, "value": port})
+        notes.changed(
+            (*at, "args"), f"{HTTP_PORT_FLAG} {port} is {HTTP_PORT_VARIABLE}, which its Service follows"
+        )
+    if env:
+        main["env"] = [*env]
+    if kept:
+        main["args"] = ["frontend", *kept]
+
+
+def _frontend_words(main: Json, at: Path, notes: Notes) -> list[str]:
+    """Return the words that Dynamo's frontend is given; what a shell runs around it is lost."""
+    words = words_of(main)
+    if MODULE not in words:
+        return [] if main.get("command") else words
+    start = words.index(MODULE) + 1
+    end = next((at for at, word in enumerate(words) if at >= start and _SHELL.match(word)), len(words))
+    around = [word for word in words[: start - 1] if _PYTHON.fullmatch(word) is None] + words[end:]
+    if around:
+        notes.lost((*at, "args"), f"{' '.join(around)}: only Dynamo's frontend is replaced, by kvrouter's")
+    return words[start:end]
+
+
+def _is_bare(main: Json) -> bool:
+    """Whether a container states no program: Dynamo then runs its own frontend."""
+    return not any(main.get(name) for name in ("image", "command", "args"))
+
+
+def _flags(words: list[str], at: Path, notes: Notes) -> tuple[list[JsonValue], str | None]:
+    """Return the flags that kvrouter's frontend has too, and its port, which is no flag there."""
+    known = {flag: spec for spec in written_settings() for flag in _spellings(spec)}
+    kept: list[JsonValue] = []
+    port: str | None = None
+    for words_of_flag in _grouped(words):
+        flag, joint, value = words_of_flag[0].partition("=")
+        value = value if joint else " ".join(words_of_flag[1:])
+        spec = known.get(flag)
+        if flag == BLOCK_SIZE_FLAG:
+            notes.changed(at, f"{flag} is left out: the size of blocks is asked of engines")
+        elif spec is None:
+            notes.lost(at, f"{' '.join(words_of_flag)}: kvrouter's frontend has no such flag")
+        elif (wrong := _wrong_value(spec, value)) is not None:
+            notes.lost(at, f"{' '.join(words_of_flag)}: {wrong}")
+        elif flag == HTTP_PORT_FLAG:
+            port = value
+        else:
+            kept += words_of_flag
+    return kept, port
+
+
+def _spellings(spec: SettingSpec) -> list[str]:
+    """The flags of a setting; a switch has one to turn it off, too."""
+    off = [f"--no-{flag.removeprefix('--')}" for flag in spec.flags if spec.kind is SettingKind.SWITCH]
+    return [*spec.flags, *off]
+
+
+def _grouped(words: list[str]) -> list[list[str]]:
+    """Each flag with the words that follow it."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def _wrong_value(spec: SettingSpec, value: str) -> str | None:
+    """Why a frontend would end at its start with this value; None where it takes it."""
+    if not value and spec.kind is SettingKind.SWITCH:
+        return None
+    if spec.kind is SettingKind.CHOICE and value not in spec.choices:
+        return f"must be {' or '.join(spec.choices)}"
+    try:
+        spec.parse(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def kept_env(env: list[Json], places: Sequence[Path], notes: Notes) -> list[Json]:
+    """Return those variables that mean the same to kvrouter; of the others each is noted, at its place."""
+    known = {name: spec for spec in written_settings() for name in spec.variables}
+    topology = {name for variable in TOPOLOGY_VARIABLES for name in spellings(variable)}
+    kept: list[Json] = []
+    for here, entry in zip(places, env, strict=True):
+        name, value = str(entry.get("name")), entry.get("value")
+        spec = known.get(name)
+        wrong = _wrong_value(spec, value) if spec is not None and isinstance(value, str) else None
+        if name in SET_BY_OPERATOR:
+            notes.changed(here, f"{name} is left out: the operator says where processes find each other")
+        elif wrong is not None:
+            notes.lost(here, f"{name}: {wrong}")
+        elif spec is None and name not in topology and name.startswith((SHARED_PREFIX, OUR_PREFIX)):
+            notes.lost(here, f"kvrouter does not read {name}")
+        else:
+            kept.append(entry)
+    return kept

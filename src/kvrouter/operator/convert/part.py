@@ -1,0 +1,178 @@
+"""A mapping of a manifest whose fields are taken one by one: what is left at the end is lost, and named."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import NamedTuple, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, JsonValue
+
+from kvrouter.config.problems import Path, Problem
+
+Json = dict[str, JsonValue]
+
+T = TypeVar("T")
+
+
+class Note(NamedTuple):
+    """What became of one field. ``is_lost``: the converted manifest does not do what it said."""
+
+    path: Path
+    text: str
+    is_lost: bool
+
+
+@dataclass(slots=True)
+class Notes:
+    """All that is noted of one document; ``problems`` keep it from being converted."""
+
+    found: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def lost(self, at: Path, text: str) -> None:
+        """Note what the converted manifest no longer does."""
+        self.found.append(Note(at, text, is_lost=True))
+
+    def changed(self, at: Path, text: str) -> None:
+        """Note what is written in another way, and does the same."""
+        self.found.append(Note(at, text, is_lost=False))
+
+
+NO_FIELD = "kvrouter has no such field"
+
+
+class Part:
+    """One mapping, of which fields are taken; null counts as left out."""
+
+    def __init__(self, content: Mapping[str, JsonValue], at: Path, notes: Notes) -> None:
+        self.at = at
+        self.notes = notes
+        self._left = {name: value for name, value in content.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that are left."""
+        return tuple(self._left)
+
+    def value(self, name: str) -> JsonValue:
+        """Take any value; None where it is left out."""
+        return self._left.pop(name, None)
+
+    def text(self, name: str) -> str:
+        """Take text; empty where it is left out, or is a problem."""
+        found = self.value(name)
+        return found if isinstance(found, str) else self._wrong(name, found, "", "text")
+
+    def number(self, name: str) -> int | None:
+        """Take a whole number; None where it is left out, or is a problem."""
+        found = self.value(name)
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+        return self._wrong(name, found, None, "a whole number")
+
+    def switch(self, name: str) -> bool:
+        """Take true or false; false where it is left out, or is a problem."""
+        found = self.value(name)
+        return found if isinstance(found, bool) else self._wrong(name, found, False, "true or false")
+
+    def mapping(self, name: str) -> Json:
+        """Take a mapping as it is; empty where it is left out, or is a problem."""
+        found = self.value(name)
+        return {**found} if isinstance(found, dict) else self._wrong(name, found, {}, "a mapping")
+
+    def objects(self, name: str) -> list[Json]:
+        """Take a list of mappings as it is; empty where it is left out, or is a problem."""
+        found = self.value(name)
+        if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+            return [{**entry} for entry in found if isinstance(entry, dict)]
+        return self._wrong(name, found, [], "a list of mappings")
+
+    def words(self, name: str) -> list[str]:
+        """Take a list of text; empty where it is left out, or is a problem."""
+        found = self.value(name)
+        if isinstance(found, list) and all(isinstance(entry, str) for entry in found):
+            return [entry for entry in found if isinstance(entry, str)]
+        return self._wrong(name, found, [], "a list of text")
+
+    def part(self, name: str) -> "Part | None":
+        """Take a mapping whose own fields are taken too; None where it is left out."""
+        return Part(self.mapping(name), (*self.at, name), self.notes) if name in self else None
+
+    def parts(self, name: str) -> "list[Part]":
+        """Take a list of mappings whose own fields are taken too."""
+        entries = self.objects(name)
+        return [Part(entry, (*self.at, name, index), self.notes) for index, entry in enumerate(entries)]
+
+    def known(self, name: str, model: type[BaseModel]) -> Json:
+        """Take the fields that ``model`` has, in models inside it too; the others are lost."""
+        part = self.part(name)
+        if part is None:
+            return {}
+        found = part.fields(model)
+        part.close()
+        return found
+
+    def fields(self, model: type[BaseModel]) -> Json:
+        """Take the fields that ``model`` has."""
+        taken: Json = {}
+        for own, info in model.model_fields.items():
+            alias = info.alias or own
+            if alias not in self:
+                continue
+            inner = _model_in(info.annotation)
+            is_mapping = inner is not None and isinstance(self._left[alias], dict)
+            taken[alias] = self.known(alias, inner) if inner and is_mapping else self.value(alias)
+        return taken
+
+    def drop_off(self, name: str) -> None:
+        """Take a field that is switched off: false, or a mapping whose ``enabled`` is false."""
+        found = self._left.get(name)
+        if found is False or (isinstance(found, dict) and found.get("enabled") is False):
+            self.value(name)
+
+    def close(self, why: Mapping[str, str] | None = None) -> None:
+        """Note each field that nobody took as lost; ``why`` says of some what to do instead."""
+        for name in self._left:
+            self.notes.lost((*self.at, name), (why or {}).get(name, NO_FIELD))
+        self._left.clear()
+
+    def _wrong(self, name: str, found: JsonValue, nothing: T, must: str) -> T:
+        if found is not None:
+            self.notes.problems.append(Problem((*self.at, name), f"must be {must}"))
+        return nothing
+
+
+def listed(content: Json, name: str, at: Path, notes: Notes) -> list[Json]:
+    """Return a list of mappings in a part that is passed on; empty where it is left out, or is a problem."""
+    return Part({name: content.get(name)}, at, notes).objects(name)
+
+
+def check_container(container: Json, at: Path, notes: Notes) -> None:
+    """Note what has a wrong form in a container, of what is read of it."""
+    part = Part(container, at, notes)
+    for name in ("env", "envFrom", "volumeMounts"):
+        part.objects(name)
+    for name in ("command", "args"):
+        part.words(name)
+    part.mapping("resources")
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """The model that a field holds, or may hold; None where it holds none, or several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) not in (Union, UnionType):
+        return None
+    return next((found for each in get_args(annotation) if (found := _model_in(each)) is not None), None)
+
+
+def named(name: str, pattern: str) -> str:
+    """Return ``name`` with what ``pattern`` does not allow in it replaced by ``-``."""
+    if re.fullmatch(pattern, name):
+        return name
+    plain = re.sub(r"-+", "-", re.sub(r"[^-A-Za-z0-9]", "-", name)).strip("-")
+    return plain if re.match(r"[A-Za-z]", plain) else f"c-{plain}".rstrip("-")
