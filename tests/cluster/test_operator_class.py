@@ -28,7 +28,7 @@ async def test_each_operator_looks_after_its_own_class_and_one_may_change(
             await asyncio.to_thread(wait_for, plane, namespace, "Ready", name)
         assert image(plane, namespace, "plain") == "example.com/kvrouter:test"
         assert image(plane, namespace, "bluish") == "example.com/blue:1"
-        assert "status" not in plane.read("dgd", "theirs", "--namespace", namespace)
+        assert plane.read("dgd", "theirs", "--namespace", namespace)["status"] == {"observedGeneration": -1}
         names = [each["metadata"]["name"] for each in deployments(plane, namespace)]
         assert not [name for name in names if name.startswith("theirs")]
         assert f"{namespace}/bluish" not in one.log

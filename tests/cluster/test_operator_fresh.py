@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import re
 from pathlib import Path
-
-import yaml
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.namespaces import new_namespace
@@ -20,7 +17,6 @@ from tests.cluster.operators import (
 )
 from tests.cluster.preflighted import preflight
 from tests.support.console import steps_of
-from tests.support.processes import eventually
 
 DOCS = Path(__file__).parents[2] / "docs"
 GITOPS = ("--server-side", "--field-manager=argocd-controller", "--filename", "-")
@@ -78,36 +74,3 @@ async def test_another_field_manager_sees_no_difference_and_changes_nothing(own_
             status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
             ready = next(each for each in status["conditions"] if each["type"] == "Ready")
             assert (ready["status"], status["observedGeneration"]) == ("True", generation)
-
-
-async def test_the_expressions_for_flux_fit_the_definition(own_plane: ControlPlane) -> None:
-    """An API server checks their types, as those of an admission policy on the same object."""
-    plane = own_plane
-    install_crds(plane)
-    page = (DOCS / "kubernetes-integrations.md").read_text("utf-8")
-    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
-    (flux,) = (block["spec"] for block in blocks if block.get("kind") == "Kustomization")
-    (check,) = flux["healthCheckExprs"]
-    rule = {"apiGroups": ["nvidia.com"], "apiVersions": ["v1beta1"], "operations": ["UPDATE"]}
-    expressions = [
-        re.sub(r"\b(status|metadata)\.", r"object.\1.", check[name]) for name in ("failed", "current")
-    ]
-    policy = {
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": "ValidatingAdmissionPolicy",
-        "metadata": {"name": "flux-expressions"},
-        "spec": {
-            "matchConstraints": {"resourceRules": [{**rule, "resources": ["dynamographdeployments"]}]},
-            "validations": [{"expression": expression} for expression in expressions],
-        },
-    }
-    with plane.deleting("validatingadmissionpolicy", "flux-expressions"):
-        plane.apply(policy)
-
-        async def is_checked() -> bool:
-            found = plane.read("validatingadmissionpolicy", "flux-expressions").get("status", {})
-            return found.get("observedGeneration") == 1 and "typeChecking" in found
-
-        await eventually(is_checked)
-        status = plane.read("validatingadmissionpolicy", "flux-expressions")["status"]
-        assert status["typeChecking"].get("expressionWarnings", []) == []
