@@ -25,9 +25,9 @@ from kvrouter.topology import LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.placements import CircuitEvents, SpeedEvents
 
-HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 600, 8, 14.0
-ATTACKER, ATTACKERS, ATTACKER_TOKENS = 7, 2, 500
-PROMPT_TOKEN_S, TOKEN_S = 40e-6, 0.015
+HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
+ATTACKER, ATTACKERS, ATTACKER_TOKENS = 7, 2, 1200
+PROMPT_TOKEN_S, TOKEN_S = 11e-6, 0.015
 PHASE_S = 30.0
 
 
@@ -50,7 +50,9 @@ class Engines:
         fleet = Fleet(MODEL, BLOCK_SIZE)
         for worker_id, role in enumerate(roles or (Role.BOTH, Role.BOTH), start=1):
             joins = card(worker_id, role, zone="a")
-            config = structs.replace(joins.runtime_config, kv_bytes_per_token=100_000, max_num_seqs=64)
+            config = structs.replace(
+                joins.runtime_config, kv_bytes_per_token=100_000, max_num_seqs=64, total_kv_blocks=20_000
+            )
             fleet.join(structs.replace(joins, runtime_config=config))
         self.events = SpeedEvents()
         self.placer = Placer(
@@ -149,12 +151,14 @@ def test_a_client_that_does_not_stream_moves_others_as_little_as_one_that_does(
     assert abs(attacked - beside_streams) <= 0.05
 
 
-@pytest.mark.parametrize("pin", [1, None])
-def test_five_seconds_after_the_attacker_left_others_go_where_they_went_before(pin: int | None) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("pin", [1, 2, None])
+def test_five_seconds_after_the_attacker_left_others_go_where_they_went_before(
+    pin: int | None, stream: bool
+) -> None:
     engines = Engines()
-    engines.shares(PHASE_S, stream=None)
     before, _ = engines.shares(PHASE_S, stream=None)
-    engines.shares(PHASE_S, stream=False, pin=pin)
+    engines.shares(PHASE_S, stream=stream, pin=pin)
     engines.shares(5.0, stream=None)
     after, n_requests = engines.shares(PHASE_S, stream=None)
     assert n_requests >= 400

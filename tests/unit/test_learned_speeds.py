@@ -15,6 +15,7 @@ from kvrouter.placement.speeds import (
     FORGET_S,
     SLOW,
     SLOWNESS_MIN,
+    TURNOVER_ALIKE,
     TURNOVER_FLOOR,
     TURNOVER_S,
     Expected,
@@ -242,7 +243,7 @@ def test_what_comes_into_a_cache_ages_and_is_compared_with_the_others() -> None:
         ranks.now_s += 1.0
         turnover()
     hot, cold = turnover()
-    assert hot == pytest.approx(log(2.0 / TURNOVER_FLOOR), rel=0.1)
+    assert hot == pytest.approx(log(2.0 / TURNOVER_FLOOR) - TURNOVER_ALIKE, rel=0.1)
     assert cold == 0.0
     for _ in range(int(8 * TURNOVER_S)):
         ranks.serve(1, 1.0, plain_s=0.001)
@@ -251,6 +252,15 @@ def test_what_comes_into_a_cache_ages_and_is_compared_with_the_others() -> None:
     hot, cold = turnover()
     assert hot == 0.0
     assert cold > 1.5
+
+
+def test_caches_count_as_alike_where_as_much_came_into_them_within_a_sixth() -> None:
+    ranks = Ranks(2)
+    for number in range(70):
+        ranks.serve(int(number >= 38), 1.0)
+    ranks.now_s += 1.0
+    one, other = ranks.learned.speeds(2, now_s=ranks.now_s).turnover
+    assert one == other == pytest.approx(-log(TURNOVER_FLOOR))
 
 
 def test_answers_say_how_long_one_keeps_its_blocks() -> None:

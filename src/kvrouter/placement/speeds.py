@@ -44,6 +44,11 @@ TURNOVER_S = 100.0
 TURNOVER_FLOOR = 0.25
 """A cache into which less came than this share of the others' mean is calm: its turnover is 0."""
 
+TURNOVER_ALIKE = 0.15
+"""Caches count as alike whose turnover is this near to the mean's, and others as so much nearer to it: else
+any difference decides between idle ranks, and who came to one moves the others for minutes after it left.
+"""
+
 ANSWERS = 64
 """About how many of the last answers count in how long one keeps its blocks."""
 
@@ -304,7 +309,7 @@ class LearnedSpeeds:
         self._inserted[slot] += tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
         mean = self._mean_inserted.get(bool(self._fleet.columns.prefill[slot]), 0.0)
         if mean > 0.0:
-            self._turnover[slot] = log(max(float(self._inserted[slot]) / mean / TURNOVER_FLOOR, 1.0))
+            self._turnover[slot] = _turnover(float(self._inserted[slot]) / mean)
 
     def _refresh(self, now_s: float) -> None:
         """Let what is old count less, and columns be of now."""
@@ -321,7 +326,7 @@ class LearnedSpeeds:
             inserted = self._inserted[:n_slots][alike]
             mean = self._mean_inserted[prefills] = float(inserted.mean()) if len(inserted) else 0.0
             if mean > 0.0:
-                self._turnover[:n_slots][alike] = np.log(np.maximum(inserted / mean / TURNOVER_FLOOR, 1.0))
+                self._turnover[:n_slots][alike] = [_turnover(ratio) for ratio in (inserted / mean).tolist()]
         self._interference.refresh()
         self._refresh_slowness(now_s)
 
@@ -339,6 +344,13 @@ class LearnedSpeeds:
             slowness[:] = mean
             for slot, rank in ranks.items():
                 slowness[slot] = rank.slowness(mean, now_s)
+
+
+def _turnover(ratio: float) -> float:
+    """The turnover of a cache into which came so many times what came into the others' on average."""
+    lead = log(max(ratio, TURNOVER_FLOOR / 2))
+    near = min(max(lead, -TURNOVER_ALIKE), TURNOVER_ALIKE)
+    return max(lead - near - log(TURNOVER_FLOOR), 0.0)
 
 
 def _known(ranks: Mapping[Slot, "_Rank"]) -> tuple[list[float], bool]:
