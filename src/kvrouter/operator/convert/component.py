@@ -89,6 +89,8 @@ class Component:
                 return (*places.spec, "containers", index - places.n_before, *rest)
             case ("podTemplate", "spec", *rest):
                 return (*places.spec, *rest)
+            case ("sharedMemorySize",) if "sharedMemorySize" in places.fields:
+                return places.fields["sharedMemorySize"]
         return (*places.component, *path)
 
 
@@ -111,6 +113,7 @@ def of_service(name: str, service: Part, deployment: str, framework: str) -> Com
         if probe in service:
             fields[probe] = (*service.at, probe)
             main.setdefault(probe, service.mapping(probe))
+    fields["sharedMemorySize"] = (*service.at, "sharedMemory", "size")
     memory = service.part("sharedMemory")
     size: JsonValue = None
     if memory is not None:

@@ -63,7 +63,7 @@ class Places:
     env: tuple[Path, ...]
     """Of each of its variables."""
     fields: Mapping[str, Path] = field(default_factory=dict)
-    """Of fields that are not in ``main``."""
+    """Of fields that are elsewhere, or have another name there."""
     n_before: int = 0
 
     def of(self, name: str) -> Path:
