@@ -99,7 +99,7 @@ def test_programs_that_were_brought_here_need_no_go_and_old_versions_go(
     programs = [install.program(name) for name in install.SERVERS]
     old = [programs[0].with_name(f"etcd-{number:016x}") for number in range(install.VERSIONS_KEPT + 1)]
     programs[0].parent.mkdir(parents=True)
-    for age, path in enumerate((*programs, *old)):
+    for age, path in enumerate((*old, *programs)):
         path.touch()
         os.utime(path, (1e9 - age, 1e9 - age))
     install.main()

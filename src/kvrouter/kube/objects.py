@@ -69,12 +69,12 @@ class WatchEvent(msgspec.Struct, frozen=True):
     object: msgspec.Raw
 
 
-def fields_of(found: JsonValue) -> Manifest:
+def fields_of(found: object) -> Manifest:
     """Return ``found`` where it is a JSON object, else an empty one."""
     return found if isinstance(found, dict) else {}
 
 
-def objects_in(found: JsonValue) -> list[Manifest]:
+def objects_in(found: object) -> list[Manifest]:
     """Return the JSON objects in ``found`` where it is a list, else none."""
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 

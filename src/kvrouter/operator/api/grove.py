@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from kvrouter.config.problems import Path, Problem, dotted, problem_of
+from kvrouter.kube.objects import fields_of
 from kvrouter.operator.api.names import label_key_problem, level_problem
 from kvrouter.operator.api.qos import (
     QOS_LEVELS_MAX,
@@ -63,17 +64,17 @@ def read_topology(found: object) -> ClusterTopology | None:
     Other people write it, so nothing in it is trusted: a level that cannot be used is left out, and why is
     among the oddities.
     """
-    document = _mapping(found)
-    name = _text(_mapping(document.get("metadata")).get("name"))
+    document = fields_of(found)
+    name = _text(fields_of(document.get("metadata")).get("name"))
     if not name:
         return None
     kind = _text(document.get("kind")) or "ClusterTopologyBinding"
-    spec = _mapping(document.get("spec"))
+    spec = fields_of(document.get("spec"))
     levels: dict[str, Level] = {}
     qos = _QosReading()
     oddities: list[str] = []
     for number, entry in enumerate(_list(spec.get("levels"))):
-        fields = _mapping(entry)
+        fields = fields_of(entry)
         domain = _text(fields.get("domain"))
         key = _text(fields.get("key")) or _text(fields.get("labelKey"))
         problem = _level_problem(domain, key, levels)
@@ -116,7 +117,7 @@ class _QosReading:
         """Read the links that belong to no level alone."""
         if found is not None and not isinstance(found, dict):
             self.problems.append(Problem(at, "must be an object"))
-        fields = _mapping(found)
+        fields = fields_of(found)
         self._across = self._link(LinkQoS, fields.get("across"), (*at, "across"))
         for number, entry in enumerate(_list(fields.get("pairs"))):
             here = (*at, "pairs", number)
@@ -157,10 +158,6 @@ def _level_problem(domain: str, key: str, levels: Mapping[str, Level]) -> str | 
     if problem is not None:
         return f"domain {domain!r}: its key {key[:KEY_CHARS_REPORTED]!r} {problem}"
     return f"domain {domain!r} is there twice" if domain in levels else None
-
-
-def _mapping(found: object) -> Mapping[str, object]:
-    return found if isinstance(found, dict) else {}
 
 
 def _list(found: object) -> list[object]:

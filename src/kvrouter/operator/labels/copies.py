@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api import Level, topology_label
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
@@ -63,15 +64,15 @@ class Pod:
 
 def read_node(document: object) -> Node | None:
     """Return the node that ``document``, any JSON value, describes; None for what is none."""
-    metadata = _mapping(_mapping(document).get("metadata"))
+    metadata = fields_of(fields_of(document).get("metadata"))
     name = _text(metadata.get("name"))
     return Node(name, _labels(metadata)) if name else None
 
 
 def read_pod(document: object) -> Pod | None:
     """Return the pod that ``document``, any JSON value, describes; None for what is none."""
-    fields = _mapping(document)
-    metadata, status = _mapping(fields.get("metadata")), _mapping(fields.get("status"))
+    fields = fields_of(document)
+    metadata, status = fields_of(fields.get("metadata")), fields_of(fields.get("status"))
     name = _text(metadata.get("name"))
     if not name:
         return None
@@ -79,7 +80,7 @@ def read_pod(document: object) -> Pod | None:
         name=name,
         namespace=_text(metadata.get("namespace")),
         uid=_text(metadata.get("uid")),
-        node_name=_text(_mapping(fields.get("spec")).get("nodeName")) or None,
+        node_name=_text(fields_of(fields.get("spec")).get("nodeName")) or None,
         labels=_labels(metadata),
         is_ready=_is_ready(status),
         is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
@@ -91,12 +92,12 @@ def read_pod(document: object) -> Pod | None:
 
 
 def _is_ready(status: Mapping[str, object]) -> bool:
-    found = _mappings(status.get("conditions"))
+    found = objects_in(status.get("conditions"))
     return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in found)
 
 
 def _is_stuck(status: Mapping[str, object]) -> bool:
-    conditions = _mappings(status.get("conditions"))
+    conditions = objects_in(status.get("conditions"))
     if any(entry.get("type") == "PodScheduled" and entry.get("status") == "False" for entry in conditions):
         return True
     return any(bool(each.get("restartCount")) or _cannot_start(each) for each in _containers(status))
@@ -109,7 +110,7 @@ def _unstartable(status: Mapping[str, object]) -> Unstartable | None:
 
 def _containers(status: Mapping[str, object]) -> list[Mapping[str, object]]:
     names = ("initContainerStatuses", "containerStatuses")
-    return [container for name in names for container in _mappings(status.get(name))]
+    return [container for name in names for container in objects_in(status.get(name))]
 
 
 def _cannot_start(container: Mapping[str, object]) -> bool:
@@ -117,20 +118,12 @@ def _cannot_start(container: Mapping[str, object]) -> bool:
 
 
 def _waits_for(container: Mapping[str, object]) -> str:
-    return _text(_mapping(_mapping(container.get("state")).get("waiting")).get("reason"))
-
-
-def _mappings(found: object) -> list[Mapping[str, object]]:
-    return [_mapping(entry) for entry in found] if isinstance(found, list) else []
+    return _text(fields_of(fields_of(container.get("state")).get("waiting")).get("reason"))
 
 
 def _labels(metadata: Mapping[str, object]) -> dict[str, str]:
-    found = _mapping(metadata.get("labels"))
+    found = fields_of(metadata.get("labels"))
     return {key: value for key, value in found.items() if isinstance(value, str)}
-
-
-def _mapping(found: object) -> Mapping[str, object]:
-    return found if isinstance(found, dict) else {}
 
 
 def _text(found: object) -> str:

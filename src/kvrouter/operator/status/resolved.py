@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrouter.config.problems import Problem, dotted
+from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api import ComponentSpec, ComponentStatus, ComponentType, ConditionStatus
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Copy, Pod, Resolution, Source
@@ -44,8 +45,8 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
     Nothing of it counts as updated until its controller has seen its latest generation.
     """
     found = workload or {}
-    status = _mapping(found.get("status"))
-    scaled = _count(_mapping(found.get("spec")).get("replicas", 1))
+    status = fields_of(found.get("status"))
+    scaled = _count(fields_of(found.get("spec")).get("replicas", 1))
     is_seen = is_observed(found)
     return ComponentStatus(
         name=component.name,
@@ -59,15 +60,14 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
 
 def is_observed(workload: Mapping[str, object]) -> bool:
     """Return whether a Deployment's status speaks of its latest generation."""
-    status, metadata = _mapping(workload.get("status")), _mapping(workload.get("metadata"))
+    status, metadata = fields_of(workload.get("status")), fields_of(workload.get("metadata"))
     return _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
 
 
 def condition_of(workload: Mapping[str, object], kind: str) -> Mapping[str, object]:
     """Return a Deployment's condition of this type; an empty one while its status is of what was before."""
-    conditions = _mapping(workload.get("status")).get("conditions")
-    found = conditions if is_observed(workload) and isinstance(conditions, list) else []
-    return next((each for each in map(_mapping, found) if each.get("type") == kind), {})
+    conditions = fields_of(workload.get("status")).get("conditions") if is_observed(workload) else None
+    return next((each for each in objects_in(conditions) if each.get("type") == kind), {})
 
 
 def invalid_spec(problems: Sequence[Problem]) -> Finding:
@@ -141,10 +141,6 @@ def joined(lines: Sequence[str]) -> str:
     ]
     more = len(lines) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def _mapping(found: object) -> Mapping[str, object]:
-    return found if isinstance(found, dict) else {}
 
 
 def _count(found: object) -> int:
