@@ -195,7 +195,7 @@ def test_roles_are_those_of_the_type_or_of_the_args() -> None:
 
 def test_what_never_registers_is_named_where_the_input_has_it() -> None:
     container = {"image": "my/vllm-runtime:1", "command": ["python3", "-m", "dynamo.vllm"]}
-    content = {
+    content: dict[str, Any] = {
         "apiVersion": V1ALPHA1,
         "kind": "DynamoGraphDeployment",
         "metadata": {"name": "llm"},
