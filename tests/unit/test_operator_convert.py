@@ -193,6 +193,18 @@ def test_roles_are_those_of_the_type_or_of_the_args() -> None:
     assert "is needed, one of frontend, prefill, decode, worker" in converted({"services": {"a": {}}})[2][0]
 
 
+def test_what_never_registers_is_named_where_the_input_has_it() -> None:
+    container = {"image": "my/vllm-runtime:1", "command": ["python3", "-m", "dynamo.vllm"]}
+    content: dict[str, Any] = {
+        "apiVersion": V1ALPHA1,
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": "llm"},
+        "spec": service(extraPodSpec={"mainContainer": container}),
+    }
+    (at,) = (note.path for note in convert(content).notes if "never registers" in note.text)
+    assert at == ("spec", "services", "w", "extraPodSpec", "mainContainer")
+
+
 def test_resources_are_those_of_a_container() -> None:
     resources = {
         "requests": {"cpu": "2", "gpu": "1"},

@@ -261,7 +261,7 @@ def _check(
     if reading.deployment is not None:
         problems += _planned(reading.deployment)
         for index, component in enumerate(reading.deployment.spec.components):
-            draft = read_pod_template(component, ("spec", "components", index, "podTemplate"))
+            draft = read_pod_template(component, ("spec", "components", index))
             if isinstance(draft, list):
                 continue
             for warning in unregistered(draft, component.type):
