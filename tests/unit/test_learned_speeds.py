@@ -185,13 +185,16 @@ def test_one_request_that_took_very_long_changes_the_view_within_bounds() -> Non
 
 def test_a_cold_rank_is_not_slow_and_one_that_stays_slow_is() -> None:
     """What was placed before its first answer does not count where it takes long: at its start, and when its
-    engine answers again.
+    engine answers again, of which nothing from before counts.
     """
     ranks = Ranks(2)
     ranks.serve_all([1.0, 1.0])
     ranks.fleet.join(card(9, Role.BOTH))
     for is_silent in (False, True):
         if is_silent:
+            for _ in range(9):
+                ranks.serve(2, 4.0)
+            assert ranks.slowness()[2] > 1.5
             ranks.fleet.join(replace(card(9, Role.BOTH), engine_silent=True))
             ranks.learned.fleet_changed()
             ranks.fleet.join(card(9, Role.BOTH))

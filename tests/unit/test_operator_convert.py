@@ -218,6 +218,18 @@ def test_what_never_registers_is_named_where_it_was_written() -> None:
         assert [note.path for note in found.notes if note.is_lost] == [("spec", *place)]
 
 
+def test_what_never_registers_is_named_where_the_input_has_it() -> None:
+    container = {"image": "my/vllm-runtime:1", "command": ["python3", "-m", "dynamo.vllm"]}
+    content: dict[str, Any] = {
+        "apiVersion": V1ALPHA1,
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": "llm"},
+        "spec": service(extraPodSpec={"mainContainer": container}),
+    }
+    (at,) = (note.path for note in convert(content).notes if "never registers" in note.text)
+    assert at == ("spec", "services", "w", "extraPodSpec", "mainContainer")
+
+
 def test_resources_are_those_of_a_container() -> None:
     resources = {
         "requests": {"cpu": "2", "gpu": "1"},

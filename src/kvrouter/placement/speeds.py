@@ -253,12 +253,14 @@ class LearnedSpeeds:
         self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
 
     def fleet_changed(self) -> None:
-        """Engines that do not answer start again: they are cold then."""
+        """Engines that do not answer start again, cold: what they took before is forgotten."""
         columns = self._fleet.columns
         for slot in np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)):
-            rank = self._ranks.get(Slot(int(slot)))
-            if rank is not None:
-                rank.warm_s = inf
+            for ranks in (self._ranks, self._decoding):
+                rank = ranks.get(Slot(int(slot)))
+                if rank is not None and (rank.n_seen or rank.warm_s < inf):
+                    rank.forget()
+                    self._refresh_slowness(self._refreshed_s)
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
@@ -389,6 +391,13 @@ class _Rank:
         self.warm_s = inf
         """When the first answer came since its engine started."""
         self.who: WorkerRank | None = None
+
+    def forget(self) -> None:
+        """Its engine starts again: nothing is known of its speed any more."""
+        self._plain = self._taken = 0.0
+        self.n_seen = 0
+        self.clients.clear()
+        self.warm_s = inf
 
     def predicted(self, predicted_s: float, seen_s: float) -> None:
         """A prediction, and what came."""
