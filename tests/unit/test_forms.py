@@ -134,8 +134,12 @@ async def _starlettes(data: bytes) -> dict[str, Any]:
     async def stream() -> AsyncGenerator[bytes, None]:
         yield data
 
-    read = await MultiPartParser(Headers({"content-type": TYPE}), stream()).parse()
-    return dict(read.items())
+    parser = MultiPartParser(Headers({"content-type": TYPE}), stream())
+    try:
+        return dict((await parser.parse()).items())
+    finally:
+        for file in parser._files_to_close_on_error:  # also of a part that does not end
+            file.close()
 
 
 PIECES = st.sampled_from(
