@@ -255,12 +255,13 @@ class LearnedSpeeds:
     def fleet_changed(self) -> None:
         """Engines that do not answer start again, cold: what they took before is forgotten."""
         columns = self._fleet.columns
-        for slot in np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)):
-            for ranks in (self._ranks, self._decoding):
-                rank = ranks.get(Slot(int(slot)))
-                if rank is not None and (rank.n_seen or rank.warm_s < inf):
-                    rank.forget()
-                    self._refresh_slowness(self._refreshed_s)
+        silent = np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)).tolist()
+        found = [ranks.get(Slot(slot)) for slot in silent for ranks in (self._ranks, self._decoding)]
+        known = [rank for rank in found if rank is not None and (rank.n_seen or rank.warm_s < inf)]
+        for rank in known:
+            rank.forget()
+        if known:
+            self._refresh_slowness(self._refreshed_s)
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""

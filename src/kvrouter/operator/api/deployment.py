@@ -55,7 +55,7 @@ RESERVED_LABELS = (
 SECONDS_MAX = 7 * 24 * 3600
 """Of what a rollout waits for."""
 
-SERVICE_OF_FRONTENDS = "service belongs to the component of type frontend"
+OF_FRONTENDS = "belongs to the component of type frontend"
 BELOW_DEADLINE = f"must be below progressDeadlineSeconds, which is {PROGRESS_DEADLINE_S} where it is left out"
 TYPE_IS_IMMUTABLE = "cannot change: add a component under another name, then remove this one"
 TOPOLOGY_IS_IMMUTABLE = "cannot change once it is set: delete the deployment and create it again"
@@ -213,9 +213,9 @@ class ComponentSpec(ObjectPart):
         json_schema_extra=rules(
             Rule(
                 "!has(self.kvCacheTransferTopology) || self.type == 'frontend'",
-                "kvCacheTransferTopology belongs to the component of type frontend",
+                f"kvCacheTransferTopology {OF_FRONTENDS}",
             ),
-            Rule("!has(self.service) || self.type == 'frontend'", SERVICE_OF_FRONTENDS),
+            Rule("!has(self.service) || self.type == 'frontend'", f"service {OF_FRONTENDS}"),
             Rule(
                 "(has(self.minReadySeconds) ? self.minReadySeconds : 0) < "
                 f"(has(self.progressDeadlineSeconds) ? self.progressDeadlineSeconds : {PROGRESS_DEADLINE_S})",

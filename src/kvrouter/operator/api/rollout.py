@@ -9,6 +9,8 @@ from kvrouter.operator.api.names import ObjectPart, PodsOrShare, Rule, rules
 PROGRESS_DEADLINE_S = 600
 """Kubernetes' own, where a component states none."""
 
+ONLY_ROLLING = "is only for type: RollingUpdate"
+
 
 class StrategyType(StrEnum):
     """How old pods give way to new ones."""
@@ -44,7 +46,7 @@ class Strategy(ObjectPart):
         json_schema_extra=rules(
             Rule(
                 "!has(self.rollingUpdate) || !has(self.type) || self.type == 'RollingUpdate'",
-                "rollingUpdate is only for type: RollingUpdate",
+                f"rollingUpdate {ONLY_ROLLING}",
             )
         )
     )

@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
+from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api import ComponentSpec, DynamoGraphDeployment
 
 Manifest = dict[str, JsonValue]
 
 
 def mapping(found: JsonValue) -> Manifest:
-    """Return ``found`` where it is an object, else an empty one."""
-    return {**found} if isinstance(found, dict) else {}
+    """Return a copy of ``found`` where it is an object, else an empty one."""
+    return {**fields_of(found)}
 
 
 def objects(found: JsonValue) -> list[Manifest]:
     """Return a copy of the objects in ``found`` where it is a list, else none."""
-    return [{**entry} for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [{**entry} for entry in objects_in(found)]
 
 
 def listed(entries: Sequence[Manifest]) -> list[JsonValue]:

@@ -4,9 +4,9 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api import API_VERSION, KIND, ComponentSpec, ComponentType, DynamoGraphDeployment
-from kvrouter.operator.api.deployment import BELOW_DEADLINE, FrontendService
+from kvrouter.operator.api.deployment import BELOW_DEADLINE, OF_FRONTENDS, FrontendService
 from kvrouter.operator.api.names import is_nothing
-from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, StrategyType
+from kvrouter.operator.api.rollout import ONLY_ROLLING, PROGRESS_DEADLINE_S, StrategyType
 from kvrouter.operator.plan.manifest import (
     TEMPLATE_HASH,
     Manifest,
@@ -60,7 +60,7 @@ def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
     if component.strategy is not None and component.strategy.rolling_update is not None:
         place = (*at, "strategy", "rollingUpdate")
         if component.strategy.type is StrategyType.RECREATE:
-            problems.append(Problem(place, "is only for type: RollingUpdate"))
+            problems.append(Problem(place, ONLY_ROLLING))
         elif all(is_nothing(amount) for amount in rolling.values()):
             stated = " and ".join(f"{name} {amount}" for name, amount in rolling.items())
             problems.append(Problem(place, f"comes to {stated}: no pod could be replaced, so raise one"))
@@ -68,7 +68,7 @@ def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
         problems.append(Problem((*at, "minReadySeconds"), BELOW_DEADLINE))
     if component.service is not None:
         if component.type is not ComponentType.FRONTEND:
-            problems.append(Problem((*at, "service"), "belongs to the component of type frontend"))
+            problems.append(Problem((*at, "service"), OF_FRONTENDS))
         annotations = component.service.annotations
         problems += annotation_problems(annotations, (*at, "service", "annotations"))
     return problems
