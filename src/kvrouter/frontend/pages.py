@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvrouter.api.pages import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
@@ -139,9 +140,7 @@ class Pages:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        return json_page(
-            {"object": "list", "data": [*starmap(self._model_json, self._preparer.names().items())]}
-        )
+        return json_page(ModelList(data=[*starmap(self._model_card, self._preparer.names().items())]))
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{model}``."""
@@ -152,14 +151,14 @@ class Pages:
             raise ModelNotReady(
                 f"model: {model.fleet.model!r} has no worker, or no tokenizer here", param="model"
             )
-        return json_page(self._model_json(name, named))
+        return json_page(self._model_card(name, named))
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: the process answers, whatever it can do; else the caller would restart it."""
         status = "ok" if self._service.why_too_few is None else "starting"
         if self._service.is_draining:
             status = "draining"
-        return json_page({"status": status, "running_requests": self._service.running})
+        return json_page(Health(status, self._service.running))
 
     async def ready(self, _: Request) -> Response:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
@@ -170,7 +169,7 @@ class Pages:
         awaited = list(self._awaited())
         reasons = self._why_not_ready()
         if reasons is None:
-            return json_page({"status": "ready", **({"awaited": awaited} if awaited else {})})
+            return json_page(Ready("ready", awaited or ()))
         reasons += [f"awaited: {line}" for line in awaited]
         raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
 
@@ -191,7 +190,7 @@ class Pages:
                 raise NotReady("this router has just started, and is learning which workers are there")
             # It knew a worker: one that leaves from now on was not unknown to it.
             self._settled_at = -math.inf
-        return json_page({"status": "accepting"})
+        return json_page(Ready("accepting"))
 
     async def ping(self, request: Request) -> Response:
         """``GET`` and ``POST /ping``, which SageMaker asks: as ``/accepting``, without a body."""
@@ -200,13 +199,13 @@ class Pages:
 
     async def load(self, _: Request) -> Response:
         """``GET /load``: how many requests run, as vLLM says it."""
-        return json_page({"server_load": self._service.running})
+        return json_page(ServerLoad(self._service.running))
 
     async def version(self, _: Request) -> Response:
         """``GET /version``: the version of the engines where all say the same, else this router's."""
         engines = {card.engine for model in self._service.models() for card in model.fleet}
         version = engines.pop().partition(" ")[2] if len(engines) == 1 else ""
-        return json_page({"version": version or installed_version()})
+        return json_page(Version(version or installed_version()))
 
     def _refuse_draining(self) -> None:
         if self._service.is_draining:
@@ -233,28 +232,16 @@ class Pages:
         page = await self._metrics.render(metrics_format)
         return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
 
-    def _model_json(self, name: str, named: Named) -> dict[str, object]:
-        permission = {
-            "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}",
-            "object": "model_permission",
-            "created": self._created_s,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": OWNER,
-            "root": name,
-            "parent": None if named.adapter is None else named.model,
-            "max_model_len": self._preparer.context_length_tokens(named.model),
-            "permission": [permission],
-        }
+    def _model_card(self, name: str, named: Named) -> ModelCard:
+        permission = ModelPermission(
+            id=f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}", created=self._created_s
+        )
+        return ModelCard(
+            id=name,
+            created=self._created_s,
+            owned_by=OWNER,
+            root=name,
+            parent=None if named.adapter is None else named.model,
+            max_model_len=self._preparer.context_length_tokens(named.model),
+            permission=[permission],
+        )
