@@ -170,10 +170,10 @@ MUTATIONS = (
         ("tests/unit/test_waiting_line.py",),
     ),
     Mutation(
-        "native-index-places-orphans-silently",
+        "native-index-forgets-the-parent",
         NATIVE + "index.rs",
-        "applied.orphaned += engine_hashes.len() as u64;",
-        "",
+        "block_hashes.iter().scan(parent, ",
+        "block_hashes.iter().scan(parent.and(None), ",
     ),
     Mutation(
         "native-ledger-output-is-free",

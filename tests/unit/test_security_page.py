@@ -135,7 +135,7 @@ NO_LIMITS = {
         transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
         transports.events.jetstream.stream_subscriber.READS_MAX
         transports.events.zmq.sockets.RECONNECT_MAX_MS worker.topology._READS_MAX
-        transports.discovery.file.discovery.THREADS_MAX recording.recorder.CLOSE_LIMIT_S
+        recording.recorder.CLOSE_LIMIT_S
         wiring.tracing.FLUSH_LIMIT_S
     """,
     "how much of a known size is done or remembered at a time": """

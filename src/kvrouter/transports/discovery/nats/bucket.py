@@ -28,8 +28,7 @@ from nats.js.errors import (
 from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.ids import WorkerId
-from kvrouter.transports.discovery.card_publisher import OtherWrote
+from kvrouter.transports.discovery.records import OtherWrote
 from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord, decode_record, encode_record
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth
 from kvrouter.transports.nats_client import reason
@@ -237,10 +236,9 @@ class BucketCards:
         """What ``error`` says, in a line that a person can act on."""
         return reason(error)
 
-    async def read(self, worker_id: WorkerId) -> tuple[CardRecord | None, int | None]:
+    async def read(self, key: str) -> tuple[CardRecord | None, int | None]:
         """Return what is there, and its revision."""
         self._check_connected()
-        key = str(worker_id)
         kept = await self._bucket.read(key)
         if kept.value is None:
             return None, kept.revision
@@ -249,7 +247,7 @@ class BucketCards:
         except ProtocolError:
             return None, kept.revision
 
-    async def write(self, record: CardRecord, over: int | None, *, number: int) -> int:  # noqa: ARG002 - each write has a revision
+    async def put_over(self, record: CardRecord, over: int | None) -> int:
         """Write over a revision; return the new one. Raises OtherWrote when another one is there."""
         self._check_connected()
         return await self._bucket.write(record, over or 0)
