@@ -1,5 +1,7 @@
 """Answers as types: what an older router does not say is no reason to refuse all that it says."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -11,7 +13,7 @@ from kvrouter.api.pages import ModelList
 
 PICK = {"worker_id": 1, "dp_rank": 0, "overlap_blocks": 0, "candidates": 1}
 CHOICE = {"prefill": None, "decode": PICK, "constraint": None, "fallback_used": False, "cross_domain": False}
-LEAST: dict[type, object] = {
+LEAST: dict[Any, Any] = {
     Fleet: {
         "models": [{"model": "m"}],
         "workers": [
@@ -52,7 +54,7 @@ LEAST: dict[type, object] = {
 
 @pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
 def test_a_router_that_says_the_least_is_read(kind: type) -> None:
-    said = {**LEAST[kind], "added_by_a_newer_router": {}}  # type: ignore[dict-item]
+    said = {**LEAST[kind], "added_by_a_newer_router": {}}
     assert isinstance(decode_answer(msgspec.json.encode(said), kind), kind)
 
 
@@ -66,7 +68,6 @@ def test_another_programs_answer_is_none_of_a_routers(kind: type, answer: bytes)
 def test_what_is_read_is_written_as_it_was() -> None:
     """No field is lost or added on the way: nothing but a weight that a policy has not is left out."""
     for kind, said in LEAST.items():
-        read = decode_answer(msgspec.json.encode(said), kind)
-        again = msgspec.json.encode(read)
-        assert decode_answer(again, kind) == read
-        assert msgspec.json.decode(again).keys() == set(kind.__struct_fields__)  # type: ignore[attr-defined]
+        again = msgspec.json.encode(decode_answer(msgspec.json.encode(said), kind))
+        assert msgspec.json.encode(decode_answer(again, kind)) == again
+        assert [*msgspec.json.decode(again)] == [*kind.__struct_fields__]
