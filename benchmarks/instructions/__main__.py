@@ -16,11 +16,11 @@ from benchmarks.http_replay.machine import this_commit
 from benchmarks.instructions.count import Figures, count_decisions, count_requests
 from benchmarks.instructions.instruments import (
     Callgrind,
-    CannotCount,
     Instrument,
     PythonCalls,
     SystemCalls,
     valgrind_version,
+    why_no_ptrace,
 )
 from benchmarks.instructions.rows import (
     FILE,
@@ -65,16 +65,19 @@ def main(keep: str | None) -> None:
     """Count, print, and compare or keep."""
     console = Console(width=130)
     valgrind = valgrind_version()
-    instruments: list[Callable[[], Instrument]] = [PythonCalls, SystemCalls]
+    no_ptrace = why_no_ptrace()
+    instruments: list[Callable[[], Instrument]] = []
     if valgrind is None:
-        console.print("SKIPPED: instructions and allocations, because valgrind is not installed")
+        console.print("SKIPPED: instructions and allocations: valgrind is not installed")
     else:
-        instruments.insert(0, Callgrind)
+        instruments.append(Callgrind)
+    if no_ptrace is None:
+        instruments.append(SystemCalls)
+    else:
+        console.print(f"SKIPPED: system calls and turns: {no_ptrace}")
+    instruments.append(PythonCalls)
     rows = read_rows(FILE) if FILE.is_file() else []
-    try:
-        figures = count_all(instruments)
-    except CannotCount as why:
-        raise click.ClickException(str(why)) from why
+    figures = count_all(instruments)
     last = rows[-1] if rows else None
     show(console, figures, last)
     measured: Measured = {

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.frontend.client import wait_ready
@@ -18,13 +17,12 @@ from benchmarks.frontend.processes import environ_of, free_port
 from benchmarks.instructions.instruments import (
     Counts,
     Instrument,
-    personality_without_random_addresses,
     pipe_lines,
 )
 from benchmarks.instructions.peer import Peer, SteppedEngine, serve_workers
 from benchmarks.instructions.protocol import Reply
 
-ROUNDS = 2
+ROUNDS = 3
 WARM_OPERATIONS = 12
 QUIET_AFTER_S = 6.0
 """Timers that were set before they were put off come within this time, but for rare ones."""
@@ -36,7 +34,7 @@ WORDS = (32, 2000)
 REQUESTS = {32: 24, 2000: 8}
 """Requests of a window, by their words."""
 
-MORE_TOKENS = 48
+MORE_TOKENS = 96
 
 READY_WITHIN_S = 300.0
 """Under callgrind, on a machine that has other work."""
@@ -45,7 +43,7 @@ Window = Callable[[int], Awaitable[Counts]]
 
 
 class Figure(NamedTuple):
-    """What one operation costs, and by how much rounds differed, as a part of it."""
+    """What one operation costs, and how much more the next round said, as a part of it."""
 
     cost: float
     noise: float
@@ -97,7 +95,6 @@ def counted(
                 ],
                 env={**environ, **instrument.environ(), "PYTHONHASHSEED": "0"},
                 pass_fds=(theirs.fileno(), write),
-                preexec_fn=personality_without_random_addresses,  # noqa: PLW1509 - there are no threads here
                 stdout=subprocess.DEVNULL,
                 stderr=(folder / "stderr").open("wb"),
             )
@@ -201,11 +198,15 @@ async def _answer(engine: SteppedEngine) -> None:
 async def _figures(window: Window, n: int) -> dict[str, Figure]:
     """Return what one operation costs: windows of n of them, less what a window without any takes."""
     await window(2)
-    without = await window(0)
-    rounds = [await window(n) for _ in range(ROUNDS)]
-    return {what: _figure([(counts[what] - without[what]) / n for counts in rounds]) for what in without}
+    without = [await window(0) for _ in range(ROUNDS)]
+    windows = [await window(n) for _ in range(ROUNDS)]
+    return {
+        what: _figure(sorted(each[what] for each in without), sorted(each[what] for each in windows), n)
+        for what in without[0]
+    }
 
 
-def _figure(costs: list[float]) -> Figure:
-    cost = fmean(costs)
-    return Figure(cost, (max(costs) - min(costs)) / cost if cost else 0.0)
+def _figure(without: list[int], windows: list[int], n: int) -> Figure:
+    """The least of each: what the process does by itself, such as a date each second, only adds."""
+    cost = (windows[0] - without[0]) / n
+    return Figure(cost, (windows[1] - windows[0]) / n / cost if cost else 0.0)

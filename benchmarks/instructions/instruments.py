@@ -1,6 +1,5 @@
 """The ways of counting: each runs the counted process in its own, and says what came between two marks."""
 
-import ctypes
 import json
 import os
 import re
@@ -20,10 +19,6 @@ ALLOCATORS = frozenset(
 """Functions whose calls are counted as allocations: Python's of small objects, and libc's."""
 
 Counts = Mapping[str, int]
-
-
-class CannotCount(Exception):
-    """This machine lacks what counting needs; the message says what."""
 
 
 class Instrument(Protocol):
@@ -147,9 +142,15 @@ def valgrind_version() -> str | None:
     ).stdout.strip()
 
 
-def personality_without_random_addresses() -> None:
-    """In a new process, before it runs its program: give it the same addresses each time."""
-    ctypes.CDLL(None).personality(0x0040000)
+def why_no_ptrace() -> str | None:
+    """Return why system calls cannot be counted here, None where they can."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.instructions.syscalls", "2", "true"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return None if ran.returncode == 0 else ran.stderr.strip().rpartition("\n")[2]
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from benchmarks.results import RESULTS
 FILE = RESULTS / "instructions.jsonl"
 GROWN_BY = 0.05
 """A figure that is greater by more than this part than the last row's needs a row of its own."""
+MORE_BY = 0.1
+"""A figure that grew by less than this did not grow: a system call in a hundred decisions is chance."""
 
 SAME_EVERYWHERE = frozenset({"turns"})
 BY_PYTHON = frozenset({"python_calls", "syscalls"})
@@ -118,7 +120,7 @@ def compare(last: Row, measured: Measured, *, python: str, build: Build) -> Comp
             if before is None:
                 is_good = False
                 lines.append(f"{operation}: {what}: {count:,.1f}, and the last row has no such figure")
-            elif count > before * (1 + GROWN_BY):
+            elif count > max(before * (1 + GROWN_BY), before + MORE_BY):
                 is_good = False
                 lines.append(
                     f"{operation}: {what}: {count:,.1f}, was {before:,.1f}: {_growth(count, before)}"
