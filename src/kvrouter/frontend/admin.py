@@ -3,14 +3,10 @@ prompt.
 """
 
 import hmac
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from kvrouter.api.decisions import Decisions, LastDecisions
 from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
@@ -28,14 +24,11 @@ from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import NvextReader, parse_either
 from kvrouter.frontend.openai.passthrough import parse_passthrough
-from kvrouter.frontend.pages import json_page
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
+from kvrouter.frontend.routes import Endpoint, Page, PageRequest, Route, json_page
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 DECISIONS_LISTED = 50
 """Requests whose decisions ``GET /v1/decisions`` lists, unless another number is asked for;"""
@@ -86,10 +79,10 @@ class AdminRoutes:
             Route("/v1/refusals", self._guarded(self.refusals)),
         ]
 
-    async def thresholds(self, request: Request) -> Response:
+    async def thresholds(self, request: PageRequest) -> Page:
         """``GET /busy_threshold``: every model's; ``POST``: set what is given, return what holds then."""
         if request.method == "POST":
-            return json_page(self._set_thresholds(await self._bodies.read(await request.body(), _busy)))
+            return json_page(self._set_thresholds(await self._bodies.read(request.take_body(), _busy)))
         return json_page(ThresholdList([_thresholds(model) for model in self._service.models()]))
 
     def _set_thresholds(self, body: BusyBody) -> Thresholds:
@@ -111,14 +104,14 @@ class AdminRoutes:
         )
         return _thresholds(model)
 
-    async def explain(self, request: Request) -> Response:
+    async def explain(self, request: PageRequest) -> Page:
         """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
-        request_id = self._ids.take(request.headers.get("x-request-id"))
+        request_id = self._ids.take(request.header("x-request-id"))
         try:
-            body = await self._bodies.scan(await request.body())
+            body = await self._bodies.scan(request.take_body())
             called = self._preparer.called_model(body)
-            request.state.model = called.name
-            reader = self._preparer.nvext_reader(request.headers.raw)
+            request.model = called.name
+            reader = self._preparer.nvext_reader(request.headers)
             wanted = await self._wanted(body, called, reader, request_id)
         finally:
             self._ids.give_back(request_id)
@@ -144,9 +137,9 @@ class AdminRoutes:
         parse = partial(parse_either, nvext=reader, model=called.name)
         return await self._preparer.prepare(await self._bodies.parse(body, parse), called, text, request_id)
 
-    async def decisions(self, request: Request) -> Response:
+    async def decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions/{request_id}``: every attempt of one of the last requests."""
-        request_id = RequestId(request.path_params["request_id"])
+        request_id = RequestId(request.parameters["request_id"])
         attempts = self._service.decisions(request_id)
         if attempts is None:
             raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
@@ -154,9 +147,9 @@ class AdminRoutes:
             Decisions(request_id=request_id, attempts=[attempt_of(kept, self._fleet_of) for kept in attempts])
         )
 
-    async def latest_decisions(self, request: Request) -> Response:
+    async def latest_decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""
-        limit = _limit_of(request.query_params.get("limit"))
+        limit = _limit_of(request.query.get("limit"))
         latest = map(latest_of, self._service.latest_decisions(limit))
         return json_page(LastDecisions(decisions=[*latest]))
 
@@ -164,15 +157,15 @@ class AdminRoutes:
         found = self._service.find(ModelName(model))
         return None if found is None else found.fleet
 
-    async def fleet(self, _: Request) -> Response:
+    async def fleet(self, _: PageRequest) -> Page:
         """``GET /v1/fleet``: every worker, and what the router believes of it."""
         return json_page(fleet_state(self._service, self._preparer.tokenizer))
 
-    async def flows(self, _: Request) -> Response:
+    async def flows(self, _: PageRequest) -> Page:
         """``GET /v1/flows``: KV between domains, as this router counts it."""
         return json_page(flows_state(self._service))
 
-    async def refusals(self, _: Request) -> Response:
+    async def refusals(self, _: PageRequest) -> Page:
         """``GET /v1/refusals``: what was refused since the process began, by reason."""
         counts = self._observed.refusals()
         ranks = [RefusedRanks(reason=reason, role=role, count=n) for reason, role, n in counts.ranks]
@@ -185,8 +178,8 @@ class AdminRoutes:
         if expected is None:
             return closed if self._is_closed else endpoint
 
-        async def guarded(request: Request) -> Response:
-            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        async def guarded(request: PageRequest) -> Page:
+            scheme, _, token = (request.header("authorization") or "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), expected):
                 raise Unauthorized("this route needs the admin token: Authorization: Bearer …")
             return await endpoint(request)
@@ -194,7 +187,7 @@ class AdminRoutes:
         return guarded
 
 
-async def closed(_: Request) -> Response:
+async def closed(_: PageRequest) -> Page:
     """Answer for a route that nobody may ask: no token could open it."""
     raise Unauthorized("the admin routes are closed: no admin token is set (KVROUTER_ADMIN_TOKEN)")
 

@@ -4,16 +4,14 @@ from datetime import UTC, datetime
 from typing import TypedDict
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from kvrouter.api import cordons as api
 from kvrouter.api.fleet import Cordoned, Discovery
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
-from kvrouter.frontend.pages import json_page
 from kvrouter.frontend.prepare import Bodies
+from kvrouter.frontend.routes import Page, PageRequest, json_page
 from kvrouter.service.cordons import CordonChange, CordonReading, Cordons
 
 _CORDON = msgspec.json.Decoder(api.CordonBody)
@@ -30,10 +28,10 @@ class CordonRoutes:
         self._cordons = cordons
         self._bodies = bodies
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: PageRequest) -> Page:
         """``GET``: every cordon with its workers; ``POST``: cordon; ``DELETE``: uncordon."""
         if request.method == "POST":
-            return json_page(await self._cordon(await self._bodies.read(await request.body(), _body)))
+            return json_page(await self._cordon(await self._bodies.read(request.take_body(), _body)))
         if request.method == "DELETE":
             return json_page(await self._uncordon(request))
         return json_page(self._listed())
@@ -42,8 +40,8 @@ class CordonRoutes:
         wanted = Cordon(body.level, str(body.name), reason=body.reason, by=body.by)
         return self._changed(await self._cordons.put(wanted, force=body.force))
 
-    async def _uncordon(self, request: Request) -> api.CordonChange:
-        asked = request.query_params
+    async def _uncordon(self, request: PageRequest) -> api.CordonChange:
+        asked = request.query
         for field in asked:
             if field not in ("level", "name"):
                 raise InvalidRequest(f"{field}: unknown; level and name are known", param=field)

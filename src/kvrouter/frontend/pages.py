@@ -8,18 +8,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from kvrouter.api.pages import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.origins import PublicRoute
 from kvrouter.frontend.prepare import Named, RequestPreparer
+from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.routing.request import RouteRequest
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
@@ -100,11 +95,6 @@ class MetricsRenderer:
             return b"".join(parts)
 
 
-def json_page(value: object, *, status: int = 200) -> Response:
-    """An answer in JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 class Pages:
     """The routes that ask no token."""
 
@@ -138,13 +128,13 @@ class Pages:
             Route("/metrics", self.metrics),
         ]
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, _: PageRequest) -> Page:
         """``GET /v1/models``."""
         return json_page(ModelList(data=[*starmap(self._model_card, self._preparer.names().items())]))
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: PageRequest) -> Page:
         """``GET /v1/models/{model}``."""
-        name = request.path_params["model"]
+        name = request.parameters["model"]
         named = self._preparer.names().get(name)
         if named is None:
             model = self._service.model(self._preparer.named(name).model)
@@ -153,14 +143,14 @@ class Pages:
             )
         return json_page(self._model_card(name, named))
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, _: PageRequest) -> Page:
         """``GET /health``: the process answers, whatever it can do; else the caller would restart it."""
         status = "ok" if self._service.why_too_few is None else "starting"
         if self._service.is_draining:
             status = "draining"
         return json_page(Health(status, self._service.running))
 
-    async def ready(self, _: Request) -> Response:
+    async def ready(self, _: PageRequest) -> Page:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
         the engines that are still awaited.
         """
@@ -173,7 +163,7 @@ class Pages:
         reasons += [f"awaited: {line}" for line in awaited]
         raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
 
-    async def accepting(self, _: Request) -> Response:
+    async def accepting(self, _: PageRequest) -> Page:
         """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
         found. A router that just started has a moment to learn the fleet, so that nobody is refused for that.
         One that could not ask discovery yet knows nobody, and must take the place of no router that does; nor
@@ -192,16 +182,16 @@ class Pages:
             self._settled_at = -math.inf
         return json_page(Ready("accepting"))
 
-    async def ping(self, request: Request) -> Response:
+    async def ping(self, request: PageRequest) -> Page:
         """``GET`` and ``POST /ping``, which SageMaker asks: as ``/accepting``, without a body."""
         await self.accepting(request)
-        return Response()
+        return Page()
 
-    async def load(self, _: Request) -> Response:
+    async def load(self, _: PageRequest) -> Page:
         """``GET /load``: how many requests run, as vLLM says it."""
         return json_page(ServerLoad(self._service.running))
 
-    async def version(self, _: Request) -> Response:
+    async def version(self, _: PageRequest) -> Page:
         """``GET /version``: the version of the engines where all say the same, else this router's."""
         engines = {card.engine for model in self._service.models() for card in model.fleet}
         version = engines.pop().partition(" ")[2] if len(engines) == 1 else ""
@@ -226,11 +216,12 @@ class Pages:
             reasons.append(f"{name}: {why}")
         return reasons
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: PageRequest) -> Page:
         """``GET /metrics``, in OpenMetrics for who accepts that, else in Prometheus' text format."""
-        metrics_format = MetricsFormat.accepted_by(request.headers.get("accept"))
+        metrics_format = MetricsFormat.accepted_by(request.header("accept"))
         page = await self._metrics.render(metrics_format)
-        return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
+        kind = metrics_format.value.encode()
+        return Page(page, headers=((b"content-type", kind), (b"vary", b"accept")))
 
     def _model_card(self, name: str, named: Named) -> ModelCard:
         permission = ModelPermission(

@@ -12,9 +12,6 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from starlette.requests import Request as PageRequest
-from starlette.responses import Response
-from starlette.routing import Route
 
 from kvrouter.api import bookings as api
 from kvrouter.api.cordons import Name
@@ -50,7 +47,7 @@ from kvrouter.frontend.openai.parse import (
     call_of,
     one_prompt,
 )
-from kvrouter.frontend.pages import Pages, json_page
+from kvrouter.frontend.pages import Pages
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.prepare import (
     Bodies,
@@ -59,6 +56,7 @@ from kvrouter.frontend.prepare import (
     answer_tokens,
 )
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
+from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.bookings import Bookings
@@ -476,28 +474,28 @@ class BookingPages:
             Route(booked, self.free, methods=["DELETE"]),
         ]
 
-    async def prefill_complete(self, request: PageRequest) -> Response:
+    async def prefill_complete(self, request: PageRequest) -> Page:
         """``POST …/prefill_complete``: the first token is there."""
         self._bookings.first_token(_id_of(request))
         return self._renewed(request)
 
-    async def output_blocks(self, request: PageRequest) -> Response:
+    async def output_blocks(self, request: PageRequest) -> Page:
         """``POST …/output_blocks``: so many more blocks are full of output."""
-        blocks = await self._bodies.read(await request.body(), parse_output)
+        blocks = await self._bodies.read(request.take_body(), parse_output)
         self._bookings.output_blocks(_id_of(request), blocks)
         return self._renewed(request)
 
-    async def renew(self, request: PageRequest) -> Response:
+    async def renew(self, request: PageRequest) -> Page:
         """``POST …/renew``: the request still runs."""
         self._bookings.renew(_id_of(request))
         return self._renewed(request)
 
-    async def free(self, request: PageRequest) -> Response:
+    async def free(self, request: PageRequest) -> Page:
         """``POST`` or ``DELETE …/free``, or ``DELETE`` of the booking: the request has ended."""
         self._bookings.free(_id_of(request))
         return json_page(api.Booking(_id_of(request), booked=False, lease_ttl_s=None))
 
-    def _renewed(self, request: PageRequest) -> Response:
+    def _renewed(self, request: PageRequest) -> Page:
         return json_page(api.Booking(_id_of(request), booked=True, lease_ttl_s=self._lease_ttl_s))
 
 
@@ -511,14 +509,14 @@ class PrefillPages:
         """The table of these routes."""
         return [Route("/v1/prefill/{request_id:path}", self.let_go, methods=["DELETE"])]
 
-    async def let_go(self, request: PageRequest) -> Response:
+    async def let_go(self, request: PageRequest) -> Page:
         """``DELETE /v1/prefill/{request_id}``: no decode worker will fetch the KV."""
         self._prefills.let_go(_id_of(request))
         return json_page(api.PrefillEnded(_id_of(request)))
 
 
 def _id_of(request: PageRequest) -> RequestId:
-    return RequestId(request.path_params["request_id"])
+    return RequestId(request.parameters["request_id"])
 
 
 class RouterApp(HttpApp):
