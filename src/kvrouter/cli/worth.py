@@ -9,6 +9,7 @@ from kvrouter.cli.ask import plain_console
 from kvrouter.cli.replay_options import FILE, replay_options
 from kvrouter.commands.input_options import InputOptions
 from kvrouter.config.setting_spec import written_setting
+from kvrouter.core.cost_rules import cost_choices
 
 
 @click.command(short_help="Say what other transfer policies would change, and whether to switch.")
@@ -25,7 +26,7 @@ from kvrouter.config.setting_spec import written_setting
     "--cost",
     "costs",
     multiple=True,
-    type=click.Choice(("blocks", "time", "joint", "lmetric")),
+    type=click.Choice(cost_choices()),
     help="In mode kv, compare this cost; joint is time, the pair picked together. Give it again for more.  "
     "[default: blocks, time and joint]",
 )
@@ -51,13 +52,12 @@ def worth(
     from kvrouter.commands.worth import WorthOptions  # noqa: PLC0415
     from kvrouter.commands.worth import worth as run  # noqa: PLC0415
     from kvrouter.core.constraints import RouterMode  # noqa: PLC0415
-    from kvrouter.sim.transfer_choices import CostChoice  # noqa: PLC0415
 
     options = WorthOptions(
         inputs=given,
         fleet=fleet,
         modes=tuple(dict.fromkeys(map(RouterMode, modes))),
         threshold=threshold / 100.0,
-        costs=tuple(dict.fromkeys(map(CostChoice, costs))),
+        costs=tuple(dict.fromkeys(costs)),
     )
     sys.exit(run(options, plain_console()))

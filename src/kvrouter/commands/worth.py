@@ -29,7 +29,6 @@ from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
 from kvrouter.sim.transfer_choices import (
     COMPARED_COSTS,
-    CostChoice,
     TransferChoice,
     check_events,
     choice_of,
@@ -60,7 +59,7 @@ class WorthOptions:
     fleet: Path
     modes: tuple[RouterMode, ...]
     threshold: float
-    costs: tuple[CostChoice, ...] = ()
+    costs: tuple[str, ...] = ()
 
 
 class Today(msgspec.Struct, frozen=True):
