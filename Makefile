@@ -8,7 +8,7 @@ ENGINE ?= podman
 TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-browser test-chaos test-clients test-cluster test-differential test-engines test-hostile test-image test-monitoring test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
+.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,9 +27,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt locks/nats-server.txt $(NATIVE)
 serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 	$(BIN)/kvrouter up
 
+gate-times: ## Run all that a change must pass, as .ci/run does, and print what each part and the slowest tests take
+	$(PYTHON) -m scripts.gate --slowest 100
+
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
+
+test-fast: setup ## Lint, types, and the unit tests of what changed since main: under two minutes
+	$(BIN)/python -m scripts.fast_tests --jobs $(JOBS)
+
+test-mutations: setup ## Break the kernel in twenty places, one at a time: tests must notice each
+	$(BIN)/python -m scripts.mutations
 
 test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
 	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \

@@ -10,9 +10,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.nats_server import own_nats, shared_nats
+from tests.support.test_times import pytest_runtest_protocol
 from tests.support.trace_files import scratch_trace, write_trace
 
-__all__ = ["as_logging_was", "own_nats", "scratch_trace", "shared_nats", "write_trace"]
+__all__ = [
+    "as_logging_was",
+    "own_nats",
+    "pytest_runtest_protocol",
+    "scratch_trace",
+    "shared_nats",
+    "write_trace",
+]
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import nats
@@ -15,11 +16,12 @@ from kvrouter.transports.discovery import clusters
 from kvrouter.transports.discovery.clusters import ClustersCordons
 from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
 from kvrouter.transports.discovery.file import cordons as cordons_of_files
-from kvrouter.transports.discovery.file.folder import MARKER
+from kvrouter.transports.discovery.file.folder import MARKER, Folder
 from kvrouter.transports.discovery.memory import MemoryCordons
 from kvrouter.transports.discovery.nats import NatsCordons
 from kvrouter.transports.discovery.nats import cordons as cordons_of_nats
 from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.transports.discovery.wire import CORDONS
 from tests.support.cordon_laws import ZONE, CordonLaws
 from tests.support.discovery_stores import card, nobody
 from tests.support.nats_server import NatsServer
@@ -137,13 +139,14 @@ async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
 async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cordons_of_files, "ANSWER_S", 0.05)
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
     await store.put(ZONE)
+    assert await store.read() == (ZONE,)
     threads = threading.active_count()
     hangs = threading.Event()
-    read = FileCordons._read
-    monkeypatch.setattr(cordons_of_files, "ANSWER_S", 0.05)
-    monkeypatch.setattr(FileCordons, "_read", lambda self: hangs.wait(60) and read(self))
+    check = Folder.check
+    monkeypatch.setattr(Folder, "check", lambda self: hangs.wait(60) and check(self))
     for why in ("did not answer within", *("does not answer",) * 20):
         with pytest.raises(CordonsUnavailable, match=why):
             await store.read()
@@ -162,7 +165,7 @@ async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
 async def test_marks_of_what_was_removed_hide_no_cordon_of_nats(
     shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cordons_of_nats, "CORDONS_MAX", 4)
+    monkeypatch.setattr(cordons_of_nats, "CORDONS", replace(CORDONS, records_max=4))
     client = await nats.connect(shared_nats.url)
     store = NatsCordons(client, namespace=f"test-{secrets.token_hex(8)}", token="t0p", on_refused=nobody)
     kept = {Cordon("zone", name) for name in "abc"}

@@ -115,7 +115,7 @@ class MemoryStore:
         raise NotImplementedError
 
 
-def nobody(*_reported: str) -> None:
+def nobody(*_reported: object) -> None:
     """Nobody is notified."""
 
 
@@ -129,10 +129,11 @@ class FileStore:
         self.troubles: list[tuple[str, str]] = []
         self.refusals: list[tuple[str, str]] = []
 
-    def end(self) -> FileDiscovery:
+    def end(self, *, on_lost: GoneSink | None = None) -> FileDiscovery:
         made = FileDiscovery(
             self.directory,
             namespace="space",
+            on_lost=on_lost,
             on_trouble=lambda *trouble: self.troubles.append(trouble),
             on_refused=lambda *refusal: self.refusals.append(refusal),
             lease_s=LEASE_S,
@@ -181,8 +182,8 @@ class Unplaced:
 class ClustersStore(FileStore):
     """A directory is the own cluster's store; in the other cluster is nobody."""
 
-    def end(self) -> Unplaced:  # type: ignore[override] # the same store, seen by another adapter
-        clusters: dict[str, Discovery] = {"here": super().end(), "there": MemoryDiscovery()}
+    def end(self, *, on_lost: GoneSink | None = None) -> Unplaced:  # type: ignore[override] # the same store, seen by another adapter
+        clusters: dict[str, Discovery] = {"here": super().end(on_lost=on_lost), "there": MemoryDiscovery()}
         return Unplaced(
             ClustersDiscovery(clusters, on_refused=lambda *refusal: self.refusals.append(refusal))
         )

@@ -11,7 +11,9 @@ from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, Worke
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.discovery.port import CardSink, CordonStore, Gone, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
@@ -162,6 +164,8 @@ class Bench:
         prefill_alone: bool = False,
         place: Mapping[str, str] | None = None,
         cordons: CordonStore | None = None,
+        sync: ReplicaSync | None = None,
+        traffic: TrafficRecorder | None = None,
     ) -> None:
         self.discovery = HandDiscovery()
         self.events = HandEvents()
@@ -175,6 +179,8 @@ class Bench:
             prefill_alone=prefill_alone,
             place=place,
             cordons=cordons,
+            sync=sync,
+            traffic=traffic,
         )
 
     async def start(self, *cards: WorkerCard) -> None:

@@ -13,6 +13,8 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontendApp
 from kvrouter.frontend.pages import SETTLE_S
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.text.model import TextModel
 from kvrouter.transports.requests.port import RequestPlane
 from tests.support.fleets import MODEL, Bench, decode_card, prefill_card
@@ -74,12 +76,14 @@ async def open_house(
     settle_s: float = SETTLE_S,
     text: TextModel | None = None,
     place: Mapping[str, str] | None = None,
+    sync: ReplicaSync | None = None,
+    traffic: TrafficRecorder | None = None,
 ) -> AsyncIterator[House]:
     """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one; ``place``
     are the frontend's own domains.
     """
     scripted = ScriptedPlane(script)
-    bench = Bench(plane or scripted, config, place=place)
+    bench = Bench(plane or scripted, config, place=place, sync=sync, traffic=traffic)
     await bench.start(*cards)
     door = FrontendApp(
         bench.service,

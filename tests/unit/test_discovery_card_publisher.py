@@ -9,50 +9,46 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.card_publisher import WRITE_TRIES, HeldCards, OtherWrote
+from kvrouter.transports.discovery.card_publisher import WRITE_TRIES, HeldCards
 from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord
+from kvrouter.transports.discovery.records import OtherWrote
+from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord
 from tests.support.discovery_stores import card
+from tests.support.memory_records import MemoryRecords
 
 ONE = WorkerId(1)
 
 
-@dataclass
-class Shelf:
-    """Keeps records in memory. ``is_away``: it cannot be asked. ``gate``: a write waits until it is open."""
+class Shelf(MemoryRecords[CardRecord]):
+    """A store that may be away. ``gate``: a write waits until it is open. ``written`` is what was written."""
 
-    errors: tuple[type[Exception], ...] = (ConnectionError,)
-    is_away: bool = False
-    records: dict[WorkerId, tuple[CardRecord, int]] = field(default_factory=dict)
-    numbers: list[int] = field(default_factory=list)
-    written: list[WorkerCard] = field(default_factory=list)
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
+    def __init__(self, *, is_away: bool = False) -> None:
+        super().__init__(CARDS)
+        self.is_away = is_away
+        self.written: list[WorkerCard] = []
+        self.tries = 0
+        self.gate = asyncio.Event()
         self.gate.set()
+        self.asked = asyncio.Event()
 
-    def reason(self, error: Exception) -> str:
-        return str(error)
+    async def read(self, key: str) -> tuple[CardRecord | None, int | None]:
+        self._check_reachable()
+        return await super().read(key)
 
-    async def read(self, worker_id: WorkerId) -> tuple[CardRecord | None, int | None]:
-        self._check()
-        return self.records.get(worker_id, (None, None))
-
-    async def write(self, record: CardRecord, over: int | None, *, number: int) -> int:
-        self._check()
+    async def put_over(self, value: CardRecord, over: int | None) -> int:
+        self.tries += 1
+        self._check_reachable()
         self.asked.set()
         await self.gate.wait()
-        worker_id = record.card.worker_id
-        _, version = self.records.get(worker_id, (None, None))
-        if version != over:
-            raise OtherWrote("another one is there")
-        self.numbers.append(number)
-        self.written.append(record.card)
-        self.records[worker_id] = record, (version or 0) + 1
-        return (version or 0) + 1
+        version = await super().put_over(value, over)
+        self.written.append(value.card)
+        return version
 
-    def _check(self) -> None:
+    async def held(self, worker_id: WorkerId = ONE) -> CardRecord:
+        (record,) = [each.value for each in await self.list_all() if each.key == str(worker_id)]
+        return record
+
+    def _check_reachable(self) -> None:
         if self.is_away:
             raise ConnectionError("away")
 
@@ -74,15 +70,15 @@ class End:
         )
 
 
-async def test_each_renewal_is_reported_from_the_one_before_it() -> None:
+async def test_each_renewal_is_a_version_of_its_own() -> None:
     shelf = Shelf()
     end = End(shelf)
     await end.cards.publish(card())
     await end.cards.renew()
     await end.cards.publish(card(draining=True))
     await end.cards.renew()
-    assert shelf.numbers == [1, 2, 3, 4]
-    assert shelf.records[ONE][0].card == card(draining=True)
+    assert [record.version for record in await shelf.list_all()] == [4]
+    assert (await shelf.held()).card == card(draining=True)
 
 
 async def test_a_write_that_is_under_way_does_not_undo_a_withdrawal() -> None:
@@ -97,9 +93,9 @@ async def test_a_write_that_is_under_way_does_not_undo_a_withdrawal() -> None:
     await asyncio.sleep(0)
     shelf.gate.set()
     await asyncio.gather(renewing, withdrawing)
-    assert shelf.records[ONE][0].withdrawn
+    assert (await shelf.held()).withdrawn
     assert await end.cards.renew() == []
-    assert shelf.records[ONE][0].withdrawn
+    assert (await shelf.held()).withdrawn
 
 
 async def test_a_write_that_failed_is_not_tried_again_for_a_card_that_was_updated_meanwhile() -> None:
@@ -112,8 +108,7 @@ async def test_a_write_that_failed_is_not_tried_again_for_a_card_that_was_update
     await shelf.asked.wait()
     updating = asyncio.create_task(end.cards.publish(card(draining=True)))
     await asyncio.sleep(0)
-    record, version = shelf.records[ONE]
-    shelf.records[ONE] = record, version + 1
+    await shelf.put(await shelf.held())
     shelf.written.clear()
     shelf.gate.set()
     await asyncio.gather(renewing, updating)
@@ -129,7 +124,7 @@ async def test_what_was_replaced_here_is_not_written_any_more() -> None:
     new = asyncio.create_task(end.cards.publish(card(1, Epoch(6))))
     shelf.gate.set()
     await asyncio.gather(old, new)
-    record, _ = shelf.records[ONE]
+    record = await shelf.held()
     assert (record.card.incarnation, record.replaced) == (Epoch(6), (Epoch(5),))
     assert (await end.cards.renew(), end.lost) == ([], [])
 
@@ -145,7 +140,7 @@ async def test_a_newer_start_elsewhere_and_a_withdrawal_by_others_are_reported_o
     await first.cards.renew()
     assert first.lost == [(ONE, Epoch(5), Gone.REPLACED), (WorkerId(2), Epoch(5), Gone.WITHDRAWN)]
     assert [what for what, _ in first.troubles] == ["worker 1", "worker 2"]
-    assert shelf.records[ONE][0].card.incarnation == Epoch(6)
+    assert (await shelf.held()).card.incarnation == Epoch(6)
 
 
 async def test_a_store_that_is_away_is_reported_once_and_nothing_is_lost() -> None:
@@ -158,16 +153,17 @@ async def test_a_store_that_is_away_is_reported_once_and_nothing_is_lost() -> No
         assert [str(error) for error in await end.cards.renew()] == ["away", "away"]
     assert end.troubles == [("cards of 2 workers", "not written: away")]
     shelf.is_away = False
-    shelf.records.clear()
+    for key in "12":
+        await shelf.delete(key)
     assert await end.cards.renew() == []
-    assert set(shelf.records) == {ONE, WorkerId(2)}
+    assert {record.key for record in await shelf.list_all()} == {"1", "2"}
 
 
 class Contested(Shelf):
     """Somebody else is always faster."""
 
-    async def write(self, record: CardRecord, over: int | None, *, number: int) -> int:
-        self.numbers.append(number)
+    async def put_over(self, value: CardRecord, over: int | None) -> int:
+        self.tries += 1
         raise OtherWrote("another one is there")
 
 
@@ -175,7 +171,7 @@ async def test_a_place_that_others_write_all_the_time_is_given_up_for_now() -> N
     shelf = Contested()
     end = End(shelf)
     await end.cards.publish(card())
-    assert len(shelf.numbers) == WRITE_TRIES
+    assert shelf.tries == WRITE_TRIES
     assert end.troubles == [
         ("worker 1", "not announced yet: somebody else writes the card of worker 1 all the time")
     ]
@@ -187,4 +183,4 @@ async def test_a_card_that_is_too_large_is_refused_and_not_held() -> None:
     with pytest.raises(ConfigError, match=f"more than {RECORD_MAX_BYTES}"):
         await end.cards.publish(replace(card(), address="a" * RECORD_MAX_BYTES))
     assert await end.cards.renew() == []
-    assert shelf.records == {}
+    assert await shelf.list_all() == []

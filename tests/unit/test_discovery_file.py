@@ -6,22 +6,27 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import WorkerId
-from kvrouter.transports.discovery.file.folder import UNWRITTEN, Folder, HeldCard, Scanner
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
+from kvrouter.transports.discovery.file.folder import Folder
+from kvrouter.transports.discovery.file.records import FileRecords
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
-from tests.support.discovery_stores import FileStore, card, file_store, listen
+from kvrouter.transports.discovery.records import ListFeed, RecordKind
+from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
+from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
 
 LEASE_S = 10.0
-FOR_EVER_S = 1e9
 
 
 @pytest.fixture
@@ -31,26 +36,46 @@ async def store(tmp_path: Path) -> AsyncIterator[FileStore]:
 
 
 @pytest.fixture
+def refused() -> list[tuple[str, str]]:
+    """What the store of the test refused."""
+    return []
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     made = Folder(tmp_path / "cards", "space")
     made.open()
     return made
 
 
-def put(folder: Folder, worker_id: int, incarnation: int = 9) -> HeldCard:
-    held = folder.put(card(worker_id, incarnation), LEASE_S)
-    assert held is not None
-    return held
+@pytest.fixture
+def files(folder: Folder, refused: list[tuple[str, str]]) -> Iterator[FileRecords[CardRecord]]:
+    made = files_of(folder, lambda *refusal: refused.append(refusal))
+    yield made
+    made._reading.close()
+    made._writing.close()
 
 
-def renewed(folder: Folder, held: HeldCard) -> HeldCard:
-    kept = folder.renew(held)
-    assert isinstance(kept, HeldCard)
-    return kept
+def files_of(
+    folder: Folder, on_refused: TroubleSink = nobody, *, kind: RecordKind[CardRecord] = CARDS
+) -> FileRecords[CardRecord]:
+    return FileRecords(
+        kind,
+        folder,
+        is_host=True,
+        what="the directory",
+        answer_s=60.0,
+        half_stays_s=0.0,
+        on_refused=on_refused,
+    )
 
 
-def ids(scanner: Scanner) -> list[int]:
-    return [record.card.worker_id for record, _ in scanner.look().records]
+def record(worker_id: int, incarnation: int = 9, *, draining: bool = False) -> CardRecord:
+    return CardRecord(card(worker_id, incarnation, draining=draining), LEASE_S)
+
+
+async def ids(files: FileRecords[CardRecord]) -> list[int]:
+    return [each.value.card.worker_id for each in await files.list_all()]
 
 
 # What it reads
@@ -78,43 +103,52 @@ def strangers(folder: Folder) -> dict[str, Path]:
     return {path.name: path for path in folder.path.iterdir()}
 
 
-def test_what_is_no_card_is_reported_once_and_let_alone(folder: Folder) -> None:
-    put(folder, 1)
+async def test_what_is_no_card_is_reported_once_and_let_alone(
+    folder: Folder, files: FileRecords[CardRecord], refused: list[tuple[str, str]]
+) -> None:
+    await files.put(record(1))
     laid = strangers(folder).keys() - {"worker-1.json"}
-    scanner = Scanner(folder, remove_after_s=0.0)
-    first = scanner.look()
-    assert [record.card.worker_id for record, _ in first.records] == [1]
-    assert {Path(what).name for what, _ in first.troubles} == laid
-    assert all(why for _, why in first.troubles)
-    assert scanner.look().troubles == []
+    for _ in range(2):
+        assert await ids(files) == [1]
+    assert sorted(Path(what).name for what, _ in refused) == sorted(laid)
+    assert all(why for _, why in refused)
     assert laid <= {path.name for path in folder.path.iterdir()}
 
 
-def test_what_was_removed_and_is_laid_again_is_reported_again(folder: Folder) -> None:
-    scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
-    for _ in range(2):
+async def test_what_was_removed_and_is_laid_again_is_reported_again(
+    folder: Folder, files: FileRecords[CardRecord], refused: list[tuple[str, str]]
+) -> None:
+    for n_reported in (1, 2):
         (folder.path / "notes.txt").write_text("hello")
-        assert len(scanner.look().troubles) == 1
+        await files.list_all()
         (folder.path / "notes.txt").unlink()
-        assert scanner.look().troubles == []
+        await files.list_all()
+        assert len(refused) == n_reported
 
 
-def test_a_file_of_another_user_is_no_card(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(folder, 1)
+async def test_a_file_of_another_user_is_no_card(
+    folder: Folder,
+    files: FileRecords[CardRecord],
+    refused: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await files.put(record(1))
     monkeypatch.setattr(folder, "check", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
-    seen = Scanner(folder, remove_after_s=FOR_EVER_S).look()
-    assert seen.records == []
-    assert len(seen.troubles) == 1
+    assert await files.list_all() == []
+    assert len(refused) == 1
 
 
-def test_no_more_files_than_the_limit_are_looked_at(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.transports.discovery.file.folder.FILES_MAX", 50)
+async def test_no_more_files_than_the_limit_are_looked_at(
+    folder: Folder, refused: list[tuple[str, str]]
+) -> None:
     for number in range(55):
         (folder.path / f".worker-{number}.{number:016x}.half").touch()
-    scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
-    assert [why for _, why in scanner.look().troubles] == ["more than 50 files: the others are not looked at"]
-    assert scanner.look().troubles == []
+    few = files_of(folder, lambda *refusal: refused.append(refusal), kind=replace(CARDS, records_max=50))
+    for _ in range(2):
+        await few.list_all()
+    assert [why for _, why in refused] == ["more than 50 files: the others are not looked at"]
+    await few.close()
 
 
 async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: FileStore) -> None:
@@ -141,52 +175,54 @@ async def test_two_watches_of_a_process_tell_once(store: FileStore) -> None:
 # What it removes
 
 
-def test_the_files_of_those_who_do_not_renew_go_in_the_end(folder: Folder) -> None:
-    lives, dead, gone = put(folder, 1), put(folder, 2), put(folder, 3)
-    folder.withdraw(gone.record.card.worker_id, gone.record.card.incarnation)
+async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
+    folder: Folder, files: FileRecords[CardRecord]
+) -> None:
+    for worker_id in (1, 2, 3):
+        await files.put(record(worker_id))
     (folder.path / ".worker-4.0123456789abcdef.half").touch()
-    scanner = Scanner(folder, remove_after_s=0.0)
-    assert ids(scanner) == [1, 2, 3]
-    lives = renewed(folder, lives)
-    scanner.look()
+    watch = LeasedWatch(files, WatcherSinks(nobody, nobody, None), remove_after_s=0.0, on_trouble=nobody)
+    feed = files.changes(watch)
+    assert isinstance(feed, ListFeed)
+    await feed.ask()
+    lives, version = await files.read("1")
+    assert lives is not None
+    version = await files.put_over(lives, version)
+    await watch.tidy(time.monotonic() + 11 * LEASE_S)
+    assert await ids(files) == [1], "one that was renewed since the last look is let alone"
     assert {path.name for path in folder.path.iterdir()} == {"worker-1.json"}
-    renewed(folder, lives)
-    renewed(folder, dead)
-    assert ids(scanner) == [1, 2]
-
-
-def test_a_card_that_is_being_renewed_is_never_removed(folder: Folder) -> None:
-    held = put(folder, 1)
-    scanner = Scanner(folder, remove_after_s=0.0)
-    for _ in range(50):
-        assert ids(scanner) == [1]
-        held = renewed(folder, held)
+    await files.put_over(lives, version)
+    await files.put_over(record(2), None)
+    assert await ids(files) == [1, 2]
 
 
 # Who keeps the place
 
 
-def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+async def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
+    files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = put(folder, 1)
+    version = await files.put_over(record(1), None)
     clock = iter(range(10**18, 0, -(10**12)))
     monkeypatch.setattr("kvrouter.transports.discovery.file.folder.time.time_ns", lambda: next(clock))
-    scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
     stamps = set()
     for _ in range(10):
-        held = renewed(folder, held)
-        stamps.add(scanner.look().records[0][1])
+        version = await files.put_over(record(1), version)
+        stamps |= {each.version for each in await files.list_all()}
     assert len(stamps) == 10
 
 
-def test_of_two_that_started_at_once_exactly_one_keeps_the_file(folder: Folder) -> None:
-    first = put(folder, 1, 9)
-    (folder.path / "worker-1.json").unlink()
-    second = put(folder, 1, 2)
-    kept = renewed(folder, first)
-    assert folder.renew(second) is Gone.REPLACED
-    renewed(folder, kept)
+async def test_of_two_that_started_at_once_exactly_one_keeps_the_file(store: FileStore) -> None:
+    lost: list[Epoch] = []
+    starts = [Epoch(9), Epoch(2)]
+    ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
+    await ends[0].publish(card(1, starts[0]))
+    (store.directory / "space" / "worker-1.json").unlink()
+    await ends[1].publish(card(1, starts[1]))
+    await until(lambda: bool(lost))
+    ear = await listen(store.end())
+    (winner,) = set(starts) - set(lost)
+    assert ear.heard == [card(1, winner)]
 
 
 async def test_a_worker_that_lost_its_place_says_so_once(store: FileStore) -> None:
@@ -245,44 +281,40 @@ async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_writt
     await ear.until_heard(card(), card(draining=True))
 
 
-def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+async def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
+    folder: Folder, files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk takes no new file, and a worker that is alive does not lapse for that."""
-    scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
-    put(folder, 1)
-    (before,) = scanner.look().records
-    changed = HeldCard(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
-
-    def full(_: CardRecord) -> HeldCard:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    version = await files.put_over(record(1), None)
     with monkeypatch.context() as disk:
-        disk.setattr(folder, "_write", full)
+        disk.setattr(folder, "replace", raises(errno.ENOSPC))
         with pytest.raises(OSError, match="No space left"):
-            folder.renew(changed)
-    (after,) = scanner.look().records
-    assert after[0] == before[0]
-    assert after[1] != before[1], "a renewal is a stamp that differs"
-    assert renewed(folder, changed).record.card.draining
+            await files.put_over(record(1, draining=True), version)
+        (after,) = await files.list_all()
+        assert after.value == record(1)
+        assert after.version != version, "a renewal is a stamp that differs"
+        with pytest.raises(OSError, match="No space left"):
+            await files.put_over(record(1, 10), after.version)
+        assert [each.version for each in await files.list_all()] == [after.version], "not of another start"
+    await files.put_over(record(1, draining=True), after.version)
+    assert [each.value for each in await files.list_all()] == [record(1, draining=True)]
 
 
-def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_cannot_be_renewed(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+async def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_cannot_be_renewed(
+    folder: Folder, files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(folder, 1)
-    changed = HeldCard(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
-
-    def full(_: CardRecord) -> HeldCard:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(folder, "_write", full)
-    monkeypatch.setattr(os, "utime", read_only)
+    version = await files.put_over(record(1), None)
+    monkeypatch.setattr(folder, "replace", raises(errno.ENOSPC))
+    monkeypatch.setattr(os, "utime", raises(errno.EROFS))
     with pytest.raises(OSError, match="No space left"):
-        folder.renew(changed)
+        await files.put_over(record(1, draining=True), version)
+
+
+def raises(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:

@@ -1,5 +1,9 @@
 """The example deployments: each is admitted without a warning, and planned without one."""
 
+import hashlib
+import json
+import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -7,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvrouter.kube.objects import key_of
 from kvrouter.operator.admission import validate
 from kvrouter.operator.api import KIND, read_deployment, read_topology
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
@@ -14,6 +19,7 @@ from kvrouter.operator.plan import Plan, PlanDefaults, plan
 from tests.support.chart import Manifest, of_kind
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
+GOLDEN = Path(__file__).parents[1] / "data" / "manifests" / "examples.txt"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
 DEFAULTS = PlanDefaults(image="example.com/kvrouter:1")
 
@@ -101,3 +107,22 @@ def test_migration_changes_where_pods_may_be_and_not_how_many() -> None:
 
     for kind in ("frontend", "prefill", "decode"):
         assert replicas("migration/before.yaml", kind) == replicas("migration/after.yaml", kind)
+
+
+def test_what_is_planned_of_the_examples_stays() -> None:
+    """KVROUTER_WRITE_GOLDEN=1 writes the file again, when a plan is meant to change: its rows name which."""
+    rows = [
+        f"{file} {manifest['kind']} {key_of(manifest)} {_digest(manifest)}"
+        for file in FILES
+        for each in planned(file)
+        for manifest in each.manifests
+    ]
+    text = "\n".join(rows) + "\n"
+    if os.environ.get("KVROUTER_WRITE_GOLDEN"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert GOLDEN.read_text(encoding="utf-8") == text
+
+
+def _digest(manifest: Mapping[str, object]) -> str:
+    """Return a hash of a manifest with its keys in their order, which a server-side apply keeps."""
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()[:16]

@@ -98,9 +98,7 @@ class EventPlaneKind(StrEnum):
 class PlaneSettings(Section):
     """What frontends and workers of one fleet agree on; one process alone needs none of it."""
 
-    namespace: Annotated[
-        PlainName, Setting(flag="--namespace", variable="DYN_NAMESPACE", group=SettingGroup.PLANES)
-    ] = "default"
+    namespace: Annotated[PlainName, Setting(SettingGroup.PLANES, variable="DYN_NAMESPACE")] = "default"
     """Which fleet this process belongs to: it is part of every discovery key, subject, stream and bucket. A
     new namespace is a clean slate."""
 
@@ -108,9 +106,8 @@ class PlaneSettings(Section):
         DiscoveryBackend,
         refusing(FOREIGN_DISCOVERY),
         Setting(
-            flag="--discovery",
+            SettingGroup.PLANES,
             variable="DYN_DISCOVERY_BACKEND",
-            group=SettingGroup.PLANES,
             aliases=Aliases(flags=("--discovery-backend",), names=("discovery_backend",)),
         ),
     ] = DiscoveryBackend.AUTO
@@ -119,122 +116,104 @@ class PlaneSettings(Section):
     else needs NATS and nothing is said of it: no server, no login, no request plane over it, no replica
     sync."""
 
-    discovery_dir: Annotated[
-        str | None,
-        Setting(flag="--discovery-dir", variable="KVROUTER_DISCOVERY_DIR", group=SettingGroup.PLANES),
-    ] = None
+    discovery_dir: Annotated[str | None, Setting(SettingGroup.PLANES)] = None
     """The directory of ``--discovery file``: one that is not there yet, is empty, or has been used for this.
     Unset: one of this user's, in the folder for temporary files."""
 
-    kubernetes_account: Annotated[
-        str,
-        Setting(
-            flag="--kubernetes-account", variable="KVROUTER_KUBERNETES_ACCOUNT", group=SettingGroup.PLANES
-        ),
-    ] = "/var/run/secrets/kubernetes.io/serviceaccount"
+    kubernetes_account: Annotated[str, Setting(SettingGroup.PLANES)] = (
+        "/var/run/secrets/kubernetes.io/serviceaccount"
+    )
     """The directory with the token, authority and namespace of the service account that ``--discovery
     kubernetes`` uses."""
 
     kubernetes_host: Annotated[
-        str | None, Setting(flag=None, variable="KUBERNETES_SERVICE_HOST", group=SettingGroup.PLANES)
+        str | None, Setting(SettingGroup.PLANES, has_flag=False, variable="KUBERNETES_SERVICE_HOST")
     ] = None
     """Where the API server is. Kubernetes sets it in every pod."""
 
     kubernetes_port: Annotated[
         Annotated[Whole, Interval(ge=1, le=65535)],
-        Setting(flag=None, variable="KUBERNETES_SERVICE_PORT", group=SettingGroup.PLANES),
+        Setting(SettingGroup.PLANES, has_flag=False, variable="KUBERNETES_SERVICE_PORT"),
     ] = 443
     """The port of the API server. Kubernetes sets it in every pod."""
 
-    pod_name: Annotated[str | None, Setting(flag=None, variable="POD_NAME", group=SettingGroup.PLANES)] = None
+    pod_name: Annotated[str | None, Setting(SettingGroup.PLANES, has_flag=False, variable="POD_NAME")] = None
     """The pod that a worker runs in, from the Downward API. With ``POD_UID``, Kubernetes deletes the worker's
     card once the pod is gone."""
 
-    pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=SettingGroup.PLANES)] = None
+    pod_uid: Annotated[str | None, Setting(SettingGroup.PLANES, has_flag=False, variable="POD_UID")] = None
     """The uid of that pod, from the Downward API."""
 
     node_name: Annotated[
-        str | None, Setting(flag=None, variable="POD_NODE_NAME", group=SettingGroup.PLANES)
+        str | None, Setting(SettingGroup.PLANES, has_flag=False, variable="POD_NODE_NAME")
     ] = None
     """The node of that pod, from the Downward API: ``kvrouter cordon node`` knows the worker by it. Unset:
     what this host calls itself."""
 
-    cluster: Annotated[
-        PlainName | None,
-        Setting(flag="--cluster", variable="KVROUTER_CLUSTER_NAME", group=SettingGroup.PLANES),
-    ] = None
+    cluster: Annotated[PlainName | None, Setting(SettingGroup.PLANES, variable="KVROUTER_CLUSTER_NAME")] = (
+        None
+    )
     """What a frontend or standalone router calls the Kubernetes cluster that its own discovery is in. It is
     needed with ``--other-cluster``, and has no effect without."""
 
     other_clusters: Annotated[
         Annotated[str, AfterValidator(_check_other_clusters)] | None,
-        Setting(flag=OTHER_CLUSTER_FLAG, variable="KVROUTER_OTHER_CLUSTERS", group=SettingGroup.PLANES),
+        Setting(SettingGroup.PLANES, flag=OTHER_CLUSTER_FLAG),
     ] = None
     """Other Kubernetes clusters whose workers a frontend or standalone router serves too, as
     ``NAME=KUBECONFIG`` or ``NAME=KUBECONFIG#CONTEXT``, with commas between. Every worker is then in the
     domain ``cluster``, its broadest level. Needs ``--discovery kubernetes``."""
 
     lease_s: Annotated[
-        Annotated[Positive, Interval(ge=0.5, le=3600)] | None,
-        Setting(flag="--lease-s", variable="KVROUTER_LEASE_S", group=SettingGroup.PLANES, unit="seconds"),
+        Annotated[Positive, Interval(ge=0.5, le=3600)] | None, Setting(SettingGroup.PLANES, unit="seconds")
     ] = None
     """How long a worker that renews nothing stays announced. It is renewed three times in this time. Unset:
     10, and 60 with ``--discovery kubernetes``."""
 
-    request_plane: Annotated[
-        RequestPlaneKind,
-        Setting(flag="--request-plane", variable="DYN_REQUEST_PLANE", group=SettingGroup.PLANES),
-    ] = RequestPlaneKind.TCP
+    request_plane: Annotated[RequestPlaneKind, Setting(SettingGroup.PLANES, variable="DYN_REQUEST_PLANE")] = (
+        RequestPlaneKind.TCP
+    )
     """How requests reach workers: one connection for all streams of a frontend and a worker, an HTTP request
     for each, or over NATS. Workers and frontends must agree."""
 
-    event_plane: Annotated[
-        EventPlaneKind, Setting(flag="--event-plane", variable="DYN_EVENT_PLANE", group=SettingGroup.PLANES)
-    ] = EventPlaneKind.AUTO
+    event_plane: Annotated[EventPlaneKind, Setting(SettingGroup.PLANES, variable="DYN_EVENT_PLANE")] = (
+        EventPlaneKind.AUTO
+    )
     """How a worker's KV events reach routers. ``auto`` is ZeroMQ with ``--discovery file``; else NATS Core
     for a worker with a local indexer and JetStream for one without. Routers hear each worker on its own."""
 
-    nats_server: Annotated[
-        str, Setting(flag="--nats-server", variable="NATS_SERVER", group=SettingGroup.PLANES)
-    ] = "nats://localhost:4222"
+    nats_server: Annotated[str, Setting(SettingGroup.PLANES, variable="NATS_SERVER")] = (
+        "nats://localhost:4222"
+    )
     """The NATS servers, with commas between; ``tls://`` encrypts."""
 
     nats_replicas: Annotated[
-        Annotated[Whole, Interval(ge=1, le=5)],
-        Setting(
-            flag="--nats-replicas",
-            variable="KVROUTER_NATS_REPLICAS",
-            group=SettingGroup.PLANES,
-            unit="servers",
-        ),
+        Annotated[Whole, Interval(ge=1, le=5)], Setting(SettingGroup.PLANES, unit="servers")
     ] = 1
     """How many servers of a NATS cluster keep each stream and bucket: with 3, one of them may die and nothing
     is lost. The process that makes a stream or bucket decides; those that exist already stay as they are."""
 
     nats_username: Annotated[
-        str | None, Setting(flag=None, variable="NATS_AUTH_USERNAME", group=SettingGroup.PLANES)
+        str | None, Setting(SettingGroup.PLANES, has_flag=False, variable="NATS_AUTH_USERNAME")
     ] = None
     """The user at NATS."""
 
     nats_password: Annotated[
-        Secret | None, Setting(flag=None, variable="NATS_AUTH_PASSWORD", group=SettingGroup.PLANES)
+        Secret | None, Setting(SettingGroup.PLANES, has_flag=False, variable="NATS_AUTH_PASSWORD")
     ] = None
     """The user's password at NATS."""
 
     nats_token: Annotated[
-        Secret | None, Setting(flag=None, variable="NATS_AUTH_TOKEN", group=SettingGroup.PLANES)
+        Secret | None, Setting(SettingGroup.PLANES, has_flag=False, variable="NATS_AUTH_TOKEN")
     ] = None
     """The token that NATS asks for."""
 
     nats_credentials: Annotated[
-        str | None,
-        Setting(flag="--nats-credentials", variable="NATS_AUTH_CREDENTIALS_FILE", group=SettingGroup.PLANES),
+        str | None, Setting(SettingGroup.PLANES, variable="NATS_AUTH_CREDENTIALS_FILE")
     ] = None
     """A NATS credentials file."""
 
-    plane_token: Annotated[
-        Secret | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=SettingGroup.PLANES)
-    ] = None
+    plane_token: Annotated[Secret | None, Setting(SettingGroup.PLANES, has_flag=False)] = None
     """The secret that frontends and workers share. Over tcp, http, ZeroMQ and NATS, who does not know it is
     refused before anything that it sent is read; who may listen and delete on NATS, NATS itself decides. It
     has no flag, because the list of processes shows flags."""
@@ -242,9 +221,7 @@ class PlaneSettings(Section):
     tls_cert: Annotated[
         str | None,
         Setting(
-            flag="--tls-cert",
-            variable="KVROUTER_TLS_CERT",
-            group=SettingGroup.PLANES,
+            SettingGroup.PLANES,
             aliases=Aliases(
                 flags=("--tcp-tls-cert-path",),
                 variables=("DYN_TCP_TLS_CERT_PATH",),
@@ -257,9 +234,7 @@ class PlaneSettings(Section):
     tls_key: Annotated[
         str | None,
         Setting(
-            flag="--tls-key",
-            variable="KVROUTER_TLS_KEY",
-            group=SettingGroup.PLANES,
+            SettingGroup.PLANES,
             aliases=Aliases(
                 flags=("--tcp-tls-key-path",),
                 variables=("DYN_TCP_TLS_KEY_PATH",),
@@ -272,9 +247,7 @@ class PlaneSettings(Section):
     tls_ca: Annotated[
         str | None,
         Setting(
-            flag="--tls-ca",
-            variable="KVROUTER_TLS_CA",
-            group=SettingGroup.PLANES,
+            SettingGroup.PLANES,
             aliases=Aliases(
                 flags=("--tcp-tls-ca-cert-path",),
                 variables=("DYN_TCP_TLS_CA_CERT_PATH",),
@@ -284,70 +257,34 @@ class PlaneSettings(Section):
     ] = None
     """The authority that signed the certificates of the others, a PEM file. Also for NATS."""
 
-    listen_host: Annotated[
-        str, Setting(flag="--listen-host", variable="KVROUTER_LISTEN_HOST", group=SettingGroup.PLANES)
-    ] = "127.0.0.1"
+    listen_host: Annotated[str, Setting(SettingGroup.PLANES)] = "127.0.0.1"
     """The address on which a worker takes requests and questions. 0.0.0.0 is every interface: set a plane
     token then."""
 
-    listen_port: Annotated[
-        Annotated[Whole, Interval(ge=0, le=65535)],
-        Setting(flag="--listen-port", variable="KVROUTER_LISTEN_PORT", group=SettingGroup.PLANES),
-    ] = 0
+    listen_port: Annotated[Annotated[Whole, Interval(ge=0, le=65535)], Setting(SettingGroup.PLANES)] = 0
     """The port on which a worker takes requests; at 0 the system picks a free one, which the card states."""
 
-    advertise_host: Annotated[
-        str | None,
-        Setting(flag="--advertise-host", variable="KVROUTER_ADVERTISE_HOST", group=SettingGroup.PLANES),
-    ] = None
+    advertise_host: Annotated[str | None, Setting(SettingGroup.PLANES)] = None
     """The name under which others reach this worker. Unset: the listen address, or this host's name where
     that is every interface."""
 
     health_port: Annotated[
-        Annotated[Whole, Interval(ge=1, le=65535)] | None,
-        Setting(flag="--health-port", variable="KVROUTER_HEALTH_PORT", group=SettingGroup.PLANES),
+        Annotated[Whole, Interval(ge=1, le=65535)] | None, Setting(SettingGroup.PLANES)
     ] = None
     """The port of a worker's ``/health`` and ``/accepting``, on its listen address, without TLS: for whatever
     starts it and asks whether it is well. Unset: it has no such port."""
 
-    open_timeout_s: Annotated[
-        Positive,
-        Setting(
-            flag="--open-timeout-s",
-            variable="KVROUTER_OPEN_TIMEOUT_S",
-            group=SettingGroup.PLANES,
-            unit="seconds",
-        ),
-    ] = 5.0
+    open_timeout_s: Annotated[Positive, Setting(SettingGroup.PLANES, unit="seconds")] = 5.0
     """How long a worker may take to accept a request; then it is sent elsewhere."""
 
-    dead_after_s: Annotated[
-        Positive,
-        Setting(
-            flag="--dead-after-s", variable="KVROUTER_DEAD_AFTER_S", group=SettingGroup.PLANES, unit="seconds"
-        ),
-    ] = 5.0
+    dead_after_s: Annotated[Positive, Setting(SettingGroup.PLANES, unit="seconds")] = 5.0
     """How long a worker's connection may be silent, heartbeats included, until the worker counts as dead."""
 
-    hello_within_s: Annotated[
-        Positive,
-        Setting(
-            flag="--hello-within-s",
-            variable="KVROUTER_HELLO_WITHIN_S",
-            group=SettingGroup.PLANES,
-            unit="seconds",
-        ),
-    ] = 5.0
+    hello_within_s: Annotated[Positive, Setting(SettingGroup.PLANES, unit="seconds")] = 5.0
     """How long a connection to a worker, over tcp or http, has to show the plane token; then it is closed."""
 
     hello_connections_max: Annotated[
-        Annotated[Whole, Interval(ge=8, le=65536)],
-        Setting(
-            flag="--hello-connections-max",
-            variable="KVROUTER_HELLO_CONNECTIONS_MAX",
-            group=SettingGroup.PLANES,
-            unit="connections",
-        ),
+        Annotated[Whole, Interval(ge=8, le=65536)], Setting(SettingGroup.PLANES, unit="connections")
     ] = 128
     """How many connections to a worker may not have shown the plane token yet, and how many its health port
     has. Where one more comes the oldest is dropped: strangers never take the places of frontends."""

@@ -15,7 +15,7 @@ class RecordingSettings(Section):
 
     folder: Annotated[
         Annotated[str, MinLen(1)] | None,
-        Setting(flag="--record", variable="KVROUTER_RECORD", group=SettingGroup.RECORDING),
+        Setting(SettingGroup.RECORDING, flag="--record", variable="KVROUTER_RECORD"),
     ] = None
     """The folder that this frontend's traffic is recorded in, for `kvrouter replay`: when requests came, how
     long they and their answers are, salted names of their blocks, where they went; no text, no token ids, no
@@ -25,9 +25,9 @@ class RecordingSettings(Section):
     file_bytes: Annotated[
         Annotated[Whole, Interval(ge=FILE_BYTES_MIN)],
         Setting(
+            SettingGroup.RECORDING,
             flag="--record-file-bytes",
             variable="KVROUTER_RECORD_FILE_BYTES",
-            group=SettingGroup.RECORDING,
             unit="bytes",
         ),
     ] = 64 * 1024 * 1024
@@ -37,9 +37,9 @@ class RecordingSettings(Section):
     total_bytes: Annotated[
         Annotated[Whole, Interval(ge=2 * FILE_BYTES_MIN)],
         Setting(
+            SettingGroup.RECORDING,
             flag="--record-total-bytes",
             variable="KVROUTER_RECORD_TOTAL_BYTES",
-            group=SettingGroup.RECORDING,
             unit="bytes",
         ),
     ] = 1024 * 1024 * 1024
@@ -48,7 +48,7 @@ class RecordingSettings(Section):
 
     salt: Annotated[
         Annotated[str, MinLen(1)] | None,
-        Setting(flag="--record-salt", variable="KVROUTER_RECORD_SALT", group=SettingGroup.RECORDING),
+        Setting(SettingGroup.RECORDING, flag="--record-salt", variable="KVROUTER_RECORD_SALT"),
     ] = None
     """A file with 32 random bytes or more, which salts the names of blocks and sessions, so that they are the
     same in the recordings of all frontends that share it, and of later starts. With it one can find out

@@ -6,7 +6,7 @@ it the table that flags and ``--help`` are made from, are all made from these.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -133,13 +133,19 @@ Secret = Annotated[SecretStr, BeforeValidator(_secret)]
 """A key, a token or a password: one line of text, without the white space behind it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field's type cannot say. ``flag`` is None for a secret, which no process list may show."""
+    """What a field's name and type cannot say.
 
-    flag: str | None
-    variable: str
+    The flag of ``retries_max`` is ``--retries-max`` and its variable ``KVROUTER_RETRIES_MAX``, unless others
+    are given. A secret has no flag, since a process list would show it.
+    """
+
     group: SettingGroup
+    _: KW_ONLY
+    flag: str | None = None
+    variable: str | None = None
+    has_flag: bool = True
     unit: str | None = None
     aliases: Aliases = field(default_factory=Aliases)
 
@@ -203,8 +209,8 @@ def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
     return SettingSpec(
         section=section,
         name=name,
-        flag=setting.flag,
-        variable=setting.variable,
+        flag=(setting.flag or f"--{name.replace('_', '-')}") if setting.has_flag else None,
+        variable=setting.variable or f"KVROUTER_{name.upper()}",
         group=setting.group,
         unit=setting.unit,
         kind=SettingKind.CHOICE if choices else _kind(plain),

@@ -62,367 +62,154 @@ class AdminAccess(StrEnum):
 class FrontendSettings(Section):
     """The frontend: where it listens, and the limits of what it takes."""
 
-    http_host: Annotated[
-        str, Setting(flag="--http-host", variable="DYN_HTTP_HOST", group=SettingGroup.FRONTEND)
-    ] = "127.0.0.1"
+    http_host: Annotated[str, Setting(SettingGroup.FRONTEND, variable="DYN_HTTP_HOST")] = "127.0.0.1"
     """The address to listen on. 0.0.0.0 listens on every interface: set an admin token then."""
 
     http_port: Annotated[
-        Annotated[Whole, Interval(ge=0, le=65535)],
-        Setting(flag="--http-port", variable="DYN_HTTP_PORT", group=SettingGroup.FRONTEND),
+        Annotated[Whole, Interval(ge=0, le=65535)], Setting(SettingGroup.FRONTEND, variable="DYN_HTTP_PORT")
     ] = 8000
     """The port to listen on. At 0 the system picks a free one, which is logged."""
 
-    admin_token: Annotated[
-        Secret | None,
-        Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=SettingGroup.FRONTEND),
-    ] = None
+    admin_token: Annotated[Secret | None, Setting(SettingGroup.FRONTEND, has_flag=False)] = None
     """The bearer token that the admin routes ask for. Unset: admin_routes says whether they are open. It has
     no flag, because the list of processes shows flags."""
 
-    admin_routes: Annotated[
-        AdminAccess,
-        Setting(flag="--admin-routes", variable="DYN_ADMIN_ROUTES", group=SettingGroup.FRONTEND),
-    ] = AdminAccess.OPEN
+    admin_routes: Annotated[AdminAccess, Setting(SettingGroup.FRONTEND, variable="DYN_ADMIN_ROUTES")] = (
+        AdminAccess.OPEN
+    )
     """Who may ask the admin routes while no admin token is set. open: any client that reaches the port.
     closed: nobody, they answer 401."""
 
-    cors_origins: Annotated[
-        str | None,
-        Setting(flag="--cors-origins", variable="KVROUTER_CORS_ORIGINS", group=SettingGroup.FRONTEND),
-    ] = None
+    cors_origins: Annotated[str | None, Setting(SettingGroup.FRONTEND)] = None
     """Pages of which origins may call from a browser: with commas, as https://chat.example.com, or * for all.
     Unset: none. Programs that reach the port need no leave."""
 
-    allowed_hosts: Annotated[
-        str | None,
-        Setting(flag="--allowed-hosts", variable="KVROUTER_ALLOWED_HOSTS", group=SettingGroup.FRONTEND),
-    ] = None
+    allowed_hosts: Annotated[str | None, Setting(SettingGroup.FRONTEND)] = None
     """Names, with commas, by which browsers may reach the routes that change or show the fleet while the
     frontend listens on a loopback address and no admin token is set; * for any. Addresses and localhost need
     not be named. Clients' calls may come by any name."""
 
-    unknown_nvext: Annotated[
-        UnknownNvext,
-        Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=SettingGroup.FRONTEND),
-    ] = UnknownNvext.REFUSE
+    unknown_nvext: Annotated[UnknownNvext, Setting(SettingGroup.FRONTEND)] = UnknownNvext.REFUSE
     """What becomes of a request with a field of ``nvext`` that is not known here, or has no effect: a 400
     that names the field, or it is left out, and the log says so once. Taints and overrides must be spelt
     right either way."""
 
-    body_max_bytes: Annotated[
-        PositiveCount | None,
-        Setting(
-            flag="--body-max-bytes",
-            variable="KVROUTER_BODY_MAX_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = None
+    body_max_bytes: Annotated[PositiveCount | None, Setting(SettingGroup.FRONTEND, unit="bytes")] = None
     """The largest request body; a larger one is answered with 413. Unset: what a prompt for the longest
     context of the models here can need, at most 64 MiB; 64 MiB where engines take calls as clients wrote
     them, which may hold images."""
 
-    uploads_max_bytes: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--uploads-max-bytes",
-            variable="KVROUTER_UPLOADS_MAX_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = 512 * 1024 * 1024
+    uploads_max_bytes: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="bytes")] = (
+        512 * 1024 * 1024
+    )
     """What all requests that are still arriving, or wait on their connection, may hold together. When it is
     full the largest of them is answered with 503 `uploads_full`. Not below the largest body."""
 
-    upload_min_bytes_per_s: Annotated[
-        Positive,
-        Setting(
-            flag="--upload-min-bytes-per-s",
-            variable="KVROUTER_UPLOAD_MIN_BYTES_PER_S",
-            group=SettingGroup.FRONTEND,
-            unit="bytes per second",
-        ),
-    ] = 64 * 1024.0
+    upload_min_bytes_per_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="bytes per second")] = (
+        64 * 1024.0
+    )
     """How fast the body of a request must arrive once its timeout is used up. A slower one is answered with
     408 `upload_too_slow`."""
 
-    body_max_depth: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--body-max-depth",
-            variable="KVROUTER_BODY_MAX_DEPTH",
-            group=SettingGroup.FRONTEND,
-            unit="levels",
-        ),
-    ] = 64
+    body_max_depth: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="levels")] = 64
     """How deep lists and objects of a body may stand inside each other. A body over this bound, or over
     one of the four that follow, is answered with 400."""
 
-    body_max_values: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--body-max-values",
-            variable="KVROUTER_BODY_MAX_VALUES",
-            group=SettingGroup.FRONTEND,
-            unit="values",
-        ),
-    ] = 65_536
+    body_max_values: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="values")] = 65_536
     """How many values a body may hold in all: texts, numbers, lists, objects. Token ids of a prompt do not
     count."""
 
-    body_max_items: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--body-max-items",
-            variable="KVROUTER_BODY_MAX_ITEMS",
-            group=SettingGroup.FRONTEND,
-            unit="elements",
-        ),
-    ] = 8_192
+    body_max_items: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="elements")] = 8_192
     """How many elements one list of a body, or fields one of its objects, may have. Token ids of a prompt do
     not count."""
 
-    body_max_token_ids: Annotated[
-        PositiveCount | None,
-        Setting(
-            flag="--body-max-token-ids",
-            variable="KVROUTER_BODY_MAX_TOKEN_IDS",
-            group=SettingGroup.FRONTEND,
-            unit="tokens",
-        ),
-    ] = None
+    body_max_token_ids: Annotated[PositiveCount | None, Setting(SettingGroup.FRONTEND, unit="tokens")] = None
     """How many token ids the prompts of a body may hold. Unset: as many as the longest context of the models
     here, at least 262,144."""
 
-    body_max_text_bytes: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--body-max-text-bytes",
-            variable="KVROUTER_BODY_MAX_TEXT_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = 16 * 1024 * 1024
+    body_max_text_bytes: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="bytes")] = (
+        16 * 1024 * 1024
+    )
     """How long the texts of a body may be in all: as JSON has them, or as they are held in memory, if that is
     more (one wide character, such as an emoji, makes four bytes of each character of its text). Texts that
     are plain ASCII without line breaks and quotes, as images are, do not count."""
 
     header_max_bytes: Annotated[
-        Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],
-        Setting(
-            flag="--header-max-bytes",
-            variable="KVROUTER_HEADER_MAX_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
+        Annotated[Whole, Interval(ge=1024, le=1024 * 1024)], Setting(SettingGroup.FRONTEND, unit="bytes")
     ] = 64 * 1024
     """The largest head of a request: its first line and all headers."""
 
-    connections_max: Annotated[
-        PositiveCount | None,
-        Setting(
-            flag="--connections-max",
-            variable="KVROUTER_CONNECTIONS_MAX",
-            group=SettingGroup.FRONTEND,
-            unit="connections",
-        ),
-    ] = None
+    connections_max: Annotated[PositiveCount | None, Setting(SettingGroup.FRONTEND, unit="connections")] = (
+        None
+    )
     """How many connections may be open; further ones are answered with 503. Fewer where the limit of open
     files (`ulimit -n`) has no room for them and for the connections to workers: the log warns of that. Unset:
     as many as there is room for, at most 16,384; the log says how many."""
 
-    pipelined_requests_max: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--pipelined-requests-max",
-            variable="KVROUTER_PIPELINED_REQUESTS_MAX",
-            group=SettingGroup.FRONTEND,
-            unit="requests",
-        ),
-    ] = 8
+    pipelined_requests_max: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="requests")] = 8
     """How many requests one connection may send ahead; then its reading pauses."""
 
-    header_timeout_s: Annotated[
-        Positive,
-        Setting(
-            flag="--header-timeout-s",
-            variable="KVROUTER_HEADER_TIMEOUT_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 10.0
+    header_timeout_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 10.0
     """How long the head of a request may take to arrive once it has begun."""
 
-    body_timeout_s: Annotated[
-        Positive,
-        Setting(
-            flag="--body-timeout-s",
-            variable="KVROUTER_BODY_TIMEOUT_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 30.0
+    body_timeout_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 30.0
     """How long the body of a request may stand still, or come more slowly than it must."""
 
-    idle_timeout_s: Annotated[
-        Positive,
-        Setting(
-            flag="--idle-timeout-s",
-            variable="KVROUTER_IDLE_TIMEOUT_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 75.0
+    idle_timeout_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 75.0
     """How long a kept-alive connection may stay without a request."""
 
-    sse_keep_alive_s: Annotated[
-        NonNegative,
-        Setting(
-            flag="--sse-keep-alive-s",
-            variable="KVROUTER_SSE_KEEP_ALIVE_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 0.0
+    sse_keep_alive_s: Annotated[NonNegative, Setting(SettingGroup.FRONTEND, unit="seconds")] = 0.0
     """How long a stream may stay without a byte before a comment is written to it, which clients skip and
     proxies count, also while its request waits for a worker. What fails behind a comment is the stream's last
     event, and no status. At 0 none is written; those of engines pass always."""
 
-    write_stall_s: Annotated[
-        Positive,
-        Setting(
-            flag="--write-stall-s",
-            variable="KVROUTER_WRITE_STALL_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 60.0
+    write_stall_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 60.0
     """How long a client may leave its stream unread before it is cut off."""
 
-    write_high_water_bytes: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--write-high-water-bytes",
-            variable="KVROUTER_WRITE_HIGH_WATER_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = 64 * 1024
+    write_high_water_bytes: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="bytes")] = 64 * 1024
     """With more than this unsent on one connection, its stream pauses."""
 
-    write_low_water_bytes: Annotated[
-        Count,
-        Setting(
-            flag="--write-low-water-bytes",
-            variable="KVROUTER_WRITE_LOW_WATER_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = 16 * 1024
+    write_low_water_bytes: Annotated[Count, Setting(SettingGroup.FRONTEND, unit="bytes")] = 16 * 1024
     """With no more than this unsent, a paused stream goes on. Below the high water mark."""
 
-    write_overflow_bytes: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--write-overflow-bytes",
-            variable="KVROUTER_WRITE_OVERFLOW_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = 1024 * 1024
+    write_overflow_bytes: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="bytes")] = 1024 * 1024
     """With more than this unsent although its stream is paused, a client is cut off. Above the high water
     mark."""
 
-    tokenize_inline_max_chars: Annotated[
-        Count,
-        Setting(
-            flag="--tokenize-inline-max-chars",
-            variable="KVROUTER_TOKENIZE_INLINE_MAX_CHARS",
-            group=SettingGroup.FRONTEND,
-            unit="characters",
-        ),
-    ] = 8192
+    tokenize_inline_max_chars: Annotated[Count, Setting(SettingGroup.FRONTEND, unit="characters")] = 8192
     """Longer prompts are tokenized in a thread, so that streams do not wait for them."""
 
-    token_max_chars: Annotated[
-        PositiveCount | None,
-        Setting(
-            flag="--token-max-chars",
-            variable="KVROUTER_TOKEN_MAX_CHARS",
-            group=SettingGroup.FRONTEND,
-            unit="characters",
-        ),
-    ] = None
+    token_max_chars: Annotated[PositiveCount | None, Setting(SettingGroup.FRONTEND, unit="characters")] = None
     """How many characters of a prompt one token is counted on to hold: a text that is longer than the context
     can hold is refused before it is tokenized. Unset: those of the longest token of the vocabulary, and 128
     where a token can stand for any number of them."""
 
-    tokenize_max_bytes: Annotated[
-        PositiveCount,
-        Setting(
-            flag="--tokenize-max-bytes",
-            variable="KVROUTER_TOKENIZE_MAX_BYTES",
-            group=SettingGroup.FRONTEND,
-            unit="bytes",
-        ),
-    ] = 512 * 1024 * 1024
+    tokenize_max_bytes: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="bytes")] = (
+        512 * 1024 * 1024
+    )
     """The memory that tokenizing may hold, all threads together, counted as 512 bytes for each byte of text
     as the tokenizer normalizes it. Longer texts wait for each other; one that needs more by itself is
     answered with 413. A model whose context holds a longer text, at 4 bytes a token, is logged once:
     1,000,000 tokens need 2,048,000,000."""
 
-    tokenize_waiting_max: Annotated[
-        Count,
-        Setting(
-            flag="--tokenize-waiting-max",
-            variable="KVROUTER_TOKENIZE_WAITING_MAX",
-            group=SettingGroup.FRONTEND,
-            unit="prompts",
-        ),
-    ] = 256
+    tokenize_waiting_max: Annotated[Count, Setting(SettingGroup.FRONTEND, unit="prompts")] = 256
     """How many long prompts may wait to be tokenized; one more is answered with 503."""
 
-    tokenize_wait_s: Annotated[
-        Positive,
-        Setting(
-            flag="--tokenize-wait-s",
-            variable="KVROUTER_TOKENIZE_WAIT_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 10.0
+    tokenize_wait_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 10.0
     """How long a prompt may wait to be tokenized before it is answered with 503."""
 
-    tokenize_fallback: Annotated[
-        TokenizeFallback,
-        Setting(
-            flag="--tokenize-fallback",
-            variable="KVROUTER_TOKENIZE_FALLBACK",
-            group=SettingGroup.FRONTEND,
-        ),
-    ] = TokenizeFallback.NONE
+    tokenize_fallback: Annotated[TokenizeFallback, Setting(SettingGroup.FRONTEND)] = TokenizeFallback.NONE
     """With ``engine`` a model's engines are asked at ``/tokenize`` for the tokens of prompts that cannot be
     made here, and of calls whose shape is found to get another prompt from its engine. With ``none`` such
     calls are routed by load. ``tokenizer: engine`` has all prompts of one model tokenized so."""
 
-    tokenize_engine_wait_s: Annotated[
-        Positive,
-        Setting(
-            flag="--tokenize-engine-wait-s",
-            variable="KVROUTER_TOKENIZE_ENGINE_WAIT_S",
-            group=SettingGroup.FRONTEND,
-            unit="seconds",
-        ),
-    ] = 0.25
+    tokenize_engine_wait_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 0.25
     """How long a call waits for its engine's ``/tokenize``; then it is routed by load."""
 
     drain_limit_s: Annotated[
         NonNegative,
         Setting(
-            flag="--drain-limit-s",
-            variable="KVROUTER_DRAIN_LIMIT_S",
-            group=SettingGroup.FRONTEND,
+            SettingGroup.FRONTEND,
             unit="seconds",
             aliases=Aliases(variables=("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",)),
         ),
@@ -434,14 +221,10 @@ class FrontendSettings(Section):
 class LogSettings(Section):
     """What is logged, and how it looks."""
 
-    log_level: Annotated[
-        LogLevel, Setting(flag="--log-level", variable="KVROUTER_LOG_LEVEL", group=SettingGroup.LOGS)
-    ] = LogLevel.INFO
+    log_level: Annotated[LogLevel, Setting(SettingGroup.LOGS)] = LogLevel.INFO
     """The least important line that is written. Each decision is one line at ``info``."""
 
-    log_format: Annotated[
-        LogFormat, Setting(flag="--log-format", variable="KVROUTER_LOG_FORMAT", group=SettingGroup.LOGS)
-    ] = LogFormat.TEXT
+    log_format: Annotated[LogFormat, Setting(SettingGroup.LOGS)] = LogFormat.TEXT
     """How a line looks. Prompts and answers are never logged."""
 
 

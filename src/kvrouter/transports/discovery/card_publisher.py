@@ -5,15 +5,17 @@ business: how often it may be asked, and how it reports that it is back.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.discovery.card_tracker import TroubleSink, claim, lost_why, still_claims
 from kvrouter.transports.discovery.port import Gone, GoneSink
-from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.transports.discovery.records import OtherWrote, VersionedRecords
+from kvrouter.transports.discovery.wire import CARDS, CardRecord, encode_record
 
 WRITES_AT_ONCE = 64
 WRITE_TRIES = 4
@@ -22,39 +24,12 @@ WRITE_TRIES = 4
 Version = TypeVar("Version")
 
 
-class OtherWrote(KvrouterError):
-    """The store holds another version than the one to be written over."""
-
-
-class CardStore(Protocol[Version]):
-    """Keeps one record a worker id. Its methods raise one of ``errors`` when they cannot do what is asked."""
-
-    errors: tuple[type[Exception], ...]
-
-    def reason(self, error: Exception) -> str:
-        """What one of ``errors`` says, in a line that a person can act on."""
-
-    async def read(self, worker_id: WorkerId) -> tuple[CardRecord | None, Version | None]:
-        """Return what is there and its version; no version where nothing is.
-
-        What is no record is as good as none: the place is the worker's.
-        """
-
-    async def write(self, record: CardRecord, over: Version | None, *, number: int) -> Version:
-        """Write over a version, or where nothing is; return the new version. ``number`` distinguishes a
-        renewal from the one before it.
-
-        Raises OtherWrote when something else is there.
-        """
-
-
 @dataclass(slots=True)
 class _Held(Generic[Version]):
     """A card that is kept alive. ``version`` is what the store holds, as far as this process knows."""
 
     record: CardRecord
     version: Version | None = None
-    writes: int = 0
     was_written: bool = False
     """So was the card that this one updates."""
 
@@ -72,7 +47,7 @@ class HeldCards(Generic[Version]):
 
     def __init__(
         self,
-        store: CardStore[Version],
+        store: VersionedRecords[CardRecord, Version],
         *,
         lease_s: float,
         on_trouble: TroubleSink,
@@ -96,18 +71,17 @@ class HeldCards(Generic[Version]):
         if record is None:
             return
         held: _Held[Version] = _Held(_checked(record))
+        is_update = known is not None and known.record.card.incarnation == card.incarnation
         if known is not None:
-            held.version, held.writes = known.version, known.writes
-            is_update = known.record.card.incarnation == card.incarnation
+            held.version = known.version
             held.was_written = is_update and (known.is_written or known.was_written)
             known.is_over = True
         self._held[card.worker_id] = held
         failure = await self._write(held)
-        if failure is not None and known is None:
-            self._is_failing = True
-            self._on_trouble(f"worker {card.worker_id}", f"not announced yet: {self._store.reason(failure)}")
+        if failure is None or is_update:
+            self.note({card.worker_id: failure})
         else:
-            self._note([failure])
+            self.note_unannounced(card, failure)
 
     async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
         """Hold the card no more, and mark it as withdrawn, no matter which process published it."""
@@ -129,7 +103,9 @@ class HeldCards(Generic[Version]):
         outcomes: list[Exception | None] = []
         for first in range(0, len(held), WRITES_AT_ONCE):
             outcomes += await asyncio.gather(*map(self._write, held[first : first + WRITES_AT_ONCE]))
-        return self._note(outcomes)
+        ids = [each.record.card.worker_id for each in held]
+        self.note(dict(zip(ids, outcomes, strict=True)))
+        return [failure for failure in outcomes if failure is not None]
 
     def let_go(self) -> None:
         """Hold no card any more: their leases run out."""
@@ -157,11 +133,10 @@ class HeldCards(Generic[Version]):
         for _ in range(WRITE_TRIES):
             if held.is_over:
                 return None
-            held.writes += 1
             try:
-                held.version = await self._store.write(held.record, held.version, number=held.writes)
+                held.version = await self._store.put_over(held.record, held.version)
             except OtherWrote:
-                current, held.version = await self._store.read(worker_id)
+                current, held.version = await self._store.read(str(worker_id))
                 mine = held.record
                 record = (
                     still_claims(mine, current)
@@ -178,25 +153,29 @@ class HeldCards(Generic[Version]):
 
     async def _mark_withdrawn(self, worker_id: WorkerId, incarnation: Epoch) -> None:
         for _ in range(WRITE_TRIES):
-            current, version = await self._store.read(worker_id)
+            current, version = await self._store.read(str(worker_id))
             if current is None or current.card.incarnation != incarnation or current.withdrawn:
                 return
             gone = CardRecord(current.card, current.lease_s, current.replaced, withdrawn=True)
             try:
-                await self._store.write(gone, version, number=0)
+                await self._store.put_over(gone, version)
             except OtherWrote:
                 continue
             return
         raise _somebody_else(worker_id)
 
-    def _note(self, outcomes: list[Exception | None]) -> list[Exception]:
-        """Report once that cards cannot be written, until they all can; return what went wrong."""
-        failures = [failure for failure in outcomes if failure is not None]
+    def note_unannounced(self, card: WorkerCard, failure: Exception) -> None:
+        """Report a card that nobody hears of yet: its first write failed, and is tried again."""
+        self._is_failing = True
+        self._on_trouble(f"worker {card.worker_id}", f"not announced yet: {self._store.reason(failure)}")
+
+    def note(self, outcomes: Mapping[WorkerId, Exception | None]) -> None:
+        """Report once that cards cannot be written, until they all can."""
+        failures = [failure for failure in outcomes.values() if failure is not None]
         if failures and not self._is_failing:
             what = f"cards of {len(failures)} workers"
             self._on_trouble(what, f"not written: {self._store.reason(failures[0])}")
         self._is_failing = bool(failures)
-        return failures
 
 
 def _somebody_else(worker_id: WorkerId) -> OtherWrote:
@@ -205,6 +184,6 @@ def _somebody_else(worker_id: WorkerId) -> OtherWrote:
 
 def _checked(record: CardRecord) -> CardRecord:
     size_bytes = len(encode_record(record))
-    if size_bytes > RECORD_MAX_BYTES:
-        raise ConfigError(f"the card has {size_bytes} bytes, more than {RECORD_MAX_BYTES}", param="card")
+    if size_bytes > CARDS.bytes_max:
+        raise ConfigError(f"the card has {size_bytes} bytes, more than {CARDS.bytes_max}", param="card")
     return record

@@ -1,21 +1,26 @@
 """A worker's card, and a cordon, as stores keep them: JSON."""
 
+import operator
 import re
 import reprlib
 
 import msgspec
 
-from kvrouter.core.cordons import Cordon, checked_cordon
+from kvrouter.core.cordons import CORDONS_MAX, Cordon, checked_cordon, cordon_digest
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import WORKER_IDS, Epoch
 from kvrouter.core.json import decoded
 from kvrouter.core.workers import ModelType, WorkerCard
+from kvrouter.transports.discovery.records import RecordKind
 
 RECORD_MAX_BYTES = 260 * 1024
 """The largest record that is read: a card and what is kept with it."""
 
 CORDON_MAX_BYTES = 16 * 1024
 """The largest record of a cordon that is read."""
+
+WORKERS_MAX = 16_384
+"""How many records of workers one process reads, and follows; that there are more is reported."""
 
 LEASE_MAX_S = 3600.0
 """The longest lease that a record may ask for."""
@@ -126,3 +131,31 @@ def _unpack(kind: type, value: object) -> object:
 _encoder = msgspec.json.Encoder(enc_hook=_pack)
 _decoder = msgspec.json.Decoder(CardRecord, dec_hook=_unpack)
 _cordon_decoder = msgspec.json.Decoder(Cordon)
+
+CARDS = RecordKind(
+    name="worker",
+    key=re.compile(r"0|[1-9][0-9]{0,18}"),
+    key_of=lambda record: str(record.card.worker_id),
+    place_of=lambda record: f"card of worker {record.card.worker_id}",
+    param="worker_id",
+    encode=encode_record,
+    decode=decode_record,
+    goes_on=lambda held, record: held.card.incarnation == record.card.incarnation,
+    bytes_max=RECORD_MAX_BYTES,
+    records_max=WORKERS_MAX,
+)
+"""The records of workers: their keys are worker ids."""
+
+CORDONS = RecordKind(
+    name="cordon",
+    key=re.compile(r"[0-9a-f]{32}"),
+    key_of=lambda cordon: cordon_digest(cordon.level, cordon.name, cordon.source),
+    place_of=lambda cordon: f"cordon of {cordon.place}",
+    param="name",
+    encode=encode_cordon,
+    decode=decode_cordon,
+    goes_on=operator.eq,
+    bytes_max=CORDON_MAX_BYTES,
+    records_max=CORDONS_MAX,
+)
+"""The records of cordons: their keys are digests of level, name and source."""

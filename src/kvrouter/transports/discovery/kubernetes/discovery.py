@@ -15,7 +15,7 @@ from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, ClusterUser,
 from kvrouter.kube.informer import wait_after
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.background import go_on
-from kvrouter.transports.discovery.card_publisher import HeldCards, OtherWrote
+from kvrouter.transports.discovery.card_publisher import HeldCards
 from kvrouter.transports.discovery.card_tracker import (
     RENEWALS_PER_LEASE,
     CardLeases,
@@ -42,6 +42,7 @@ from kvrouter.transports.discovery.kubernetes.objects import (
     worker_of,
 )
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.transports.discovery.records import OtherWrote
 from kvrouter.transports.discovery.wire import CardRecord, checked_lease
 
 
@@ -61,14 +62,15 @@ class ObjectCards:
         self._api = api
         self._fleet = fleet
         self._owners = () if pod is None else (pod.reference(),)
+        self._writes = 0
 
     def reason(self, error: Exception) -> str:
         """What ``error`` says, in a line that a person can act on."""
         return reason(error)
 
-    async def read(self, worker_id: WorkerId) -> tuple[CardRecord | None, Stood | None]:
+    async def read(self, key: str) -> tuple[CardRecord | None, Stood | None]:
         """Return what is there."""
-        found = await self._api.read(worker_id)
+        found = await self._api.read(WorkerId(int(key)))
         if found is None:
             return None, None
         try:
@@ -76,12 +78,13 @@ class ObjectCards:
         except ProtocolError:
             return None, _stood(found)
 
-    async def write(self, record: CardRecord, over: Stood | None, *, number: int) -> Stood:
+    async def put_over(self, record: CardRecord, over: Stood | None) -> Stood:
         """Write over a version, or where none is. Raises OtherWrote when something else is there."""
+        self._writes += 1
         body = encode_object(
             record,
             fleet=self._fleet,
-            renewals=number,
+            renewals=self._writes,
             replaces=None if over is None else over.version,
             owners=over.owners if over is not None and record.withdrawn else self._owners,
         )

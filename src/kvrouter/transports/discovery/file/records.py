@@ -1,0 +1,297 @@
+"""Records as the files of one directory: ``worker-<id>.json`` for a card, ``cordon-<digest>.json`` for a
+cordon.
+"""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE, TroubleSink
+from kvrouter.transports.discovery.file.folder import Folder, Stamp, read_own_file, stamp_of, touch
+from kvrouter.transports.discovery.records import (
+    ChangeFeed,
+    Follower,
+    ListFeed,
+    OtherWrote,
+    Record,
+    RecordKind,
+)
+from kvrouter.transports.discovery.wire import CORDONS
+
+POLL_S = 0.5
+"""How often a watcher scans; with short leases, four times in one."""
+
+HALF_STAYS_S = 600.0
+"""How long a file that is still being written stays where its writer died."""
+
+_HALF_NAME = re.compile(r"\.(worker-[0-9]{1,19}|cordon-[0-9a-f]{32})\.[0-9a-f]{16}\.half")
+"""A file that is being written, or whose writer died."""
+
+_CORDON_NAME = re.compile(rf"{CORDONS.name}-({CORDONS.key.pattern})\.json")
+
+T = TypeVar("T")
+
+
+class OneThread:
+    """Runs what blocks in a thread, one after the other: what hangs holds that thread, and no caller.
+
+    What does not come back within ``answer_s`` seconds raises TimeoutError, which is an OSError.
+    """
+
+    def __init__(self, what: str, *, answer_s: float) -> None:
+        self._what = what
+        self._answer_s = answer_s
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="discovery")
+        self._has_come_back: Callable[[], bool] | None = None
+        """Whether work that did not come back in time has by now."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, or raise what it raises."""
+        async with self._turn:
+            if self._has_come_back is not None and not self._has_come_back():
+                raise TimeoutError(f"{self._what} does not answer")
+            job = self._thread.submit(work)
+            waiting = asyncio.wrap_future(job)
+            # asyncio.wait_for loses a cancellation that comes as the work ends: close would wait for ever.
+            done, _ = await asyncio.wait({waiting}, timeout=self._answer_s)
+            if done:
+                return waiting.result()
+            if not job.cancel():
+                self._has_come_back = job.done
+            waiting.cancel()
+            raise TimeoutError(f"{self._what} did not answer within {self._answer_s:g} s")
+
+    def close(self) -> None:
+        """Run nothing any more; idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen(Generic[T]):
+    """A file in one state. ``record`` is None where there is none to be read, and ``trouble`` says why."""
+
+    stamp: Stamp
+    since_s: float
+    record: Record[T, Stamp] | None = None
+    trouble: str = ""
+
+
+class FileRecords(Generic[T]):
+    """Keeps the records of ``kind`` as files of ``folder``; a version is a :class:`Stamp`.
+
+    Only files that changed are read. ``is_host``: the folder was made for these records. What else is there
+    is reported to ``on_refused``, and files that are still being written after ``half_stays_s`` seconds are
+    removed; a folder that is missing is a store that cannot be asked, while one without guests is empty.
+    ``what`` is what errors call the folder. Everything that watches a process's records shares them, so that
+    one of them is given what is no record.
+    """
+
+    unit = "file"
+    errors: tuple[type[Exception], ...] = (OSError, ConfigError)
+
+    def __init__(
+        self,
+        kind: RecordKind[T],
+        folder: Folder,
+        *,
+        is_host: bool,
+        what: str,
+        answer_s: float,
+        on_refused: TroubleSink,
+        poll_s: float = POLL_S,
+        half_stays_s: float = HALF_STAYS_S,
+    ) -> None:
+        self._kind = kind
+        self.folder = folder
+        self._is_host = is_host
+        self._on_refused = on_refused
+        self.poll_s = poll_s
+        self._half_stays_s = half_stays_s
+        self._name = re.compile(rf"{kind.name}-({kind.key.pattern})\.json")
+        self._reading = OneThread(what, answer_s=answer_s)
+        self._writing = OneThread(what, answer_s=answer_s)
+        self._seen: dict[str, _Seen[T]] = {}
+        self._reported: set[str] = set()
+
+    def reason(self, error: Exception) -> str:
+        """What ``error`` says, in a line that a person can act on."""
+        return error.message if isinstance(error, ConfigError) else str(error)
+
+    async def open(self) -> None:
+        """Make the folder where it is missing. Raises ConfigError if it is not ours."""
+        await self._writing.run(self.folder.open)
+
+    async def list_all(self) -> list[Record[T, Stamp]]:
+        """Return every record, in the order of their keys."""
+        found = await self._reading.run(self._scan)
+        troubles = {name: seen.trouble for name, seen in found.items() if seen.trouble}
+        for name in troubles.keys() - self._reported:
+            self._on_refused(str(self.folder.path / name), troubles[name])
+        self._reported = set(troubles)
+        records = [seen.record for seen in found.values() if seen.record is not None]
+        return sorted(records, key=lambda record: (len(record.key), record.key))
+
+    def changes(self, follower: Follower[T, Stamp]) -> ChangeFeed:
+        """Return what scans for ``follower``."""
+        return _Scans(self, follower)
+
+    async def read(self, key: str) -> tuple[T | None, Stamp | None]:
+        """Return what is there. A file of that name that is no record is as good as none."""
+        return await self._writing.run(lambda: self._read(key))
+
+    async def put(self, value: T) -> None:
+        """Write a record, over whatever is there."""
+
+        def write() -> None:
+            self.folder.open()
+            self._replace(value)
+
+        await self._writing.run(write)
+
+    async def put_over(self, value: T, over: Stamp | None) -> Stamp:
+        """Write over a version, or where nothing is. A record that is there already is renewed, which needs
+        no room on the disk; one that goes on with what is there renews that where it cannot be written.
+        """
+        return await self._writing.run(lambda: self._put_over(value, over))
+
+    async def delete(self, key: str, version: Stamp | None = None) -> None:
+        """Remove this version of a file, or whatever is there; idempotent."""
+
+        def unlink() -> None:
+            path = self._path(key)
+            with suppress(FileNotFoundError):
+                self.folder.check()
+                if version is not None and stamp_of(path.lstat()) != version:
+                    raise OtherWrote(f"{path} is another by now")
+                path.unlink()
+
+        await self._writing.run(unlink)
+
+    async def until_renewal(self, lease_s: float, failures: list[Exception]) -> None:  # noqa: ARG002 - a file costs little
+        """Return after a part of the lease."""
+        await asyncio.sleep(lease_s / RENEWALS_PER_LEASE)
+
+    async def close(self) -> None:
+        """Run nothing any more; idempotent."""
+        self._reading.close()
+        self._writing.close()
+
+    # In the threads
+
+    def _path(self, key: str) -> Path:
+        return self.folder.path / f"{self._kind.name}-{key}.json"
+
+    def _read(self, key: str) -> tuple[T | None, Stamp | None]:
+        path = self._path(key)
+        try:
+            stamp = stamp_of(path.lstat())
+            content, stamp = read_own_file(path, bytes_max=self._kind.bytes_max)
+            return self._kind.checked(key, content), stamp
+        except FileNotFoundError:
+            return None, None
+        except ProtocolError:
+            return None, stamp
+
+    def _replace(self, value: T) -> Stamp:
+        return self.folder.replace(self._path(self._kind.key_of(value)).name, self._kind.encode(value))
+
+    def _put_over(self, value: T, over: Stamp | None) -> Stamp:
+        if over is None:
+            self.folder.open()
+        held, stamp = self._read(self._kind.key_of(value))
+        path = self._path(self._kind.key_of(value))
+        if stamp != over:
+            raise OtherWrote(f"{path} is another by now")
+        if stamp is not None and held == value:
+            return touch(path, stamp)
+        try:
+            return self._replace(value)
+        except OSError:
+            if stamp is not None and held is not None and self._kind.goes_on(held, value):
+                with suppress(OSError, OtherWrote):  # the record that cannot be written is reported
+                    touch(path, stamp)
+            raise
+
+    def _scan(self) -> dict[str, _Seen[T]]:
+        """Look at every file, and read those that changed."""
+        now = time.monotonic()
+        found: dict[str, _Seen[T]] = {}
+        try:
+            self.folder.check()
+            with os.scandir(self.folder.path) as entries:
+                names = list(islice(self._names(entries), self._kind.records_max + 1))
+        except FileNotFoundError:
+            if self._is_host:
+                raise
+            names = []
+        for name in names[: self._kind.records_max]:
+            seen = self._look(name, now)
+            if seen is not None:
+                found[name] = seen
+        if len(names) > self._kind.records_max:
+            why = f"more than {self._kind.records_max} files: the others are not looked at"
+            found[""] = _Seen(Stamp(0, 0, 0), now, trouble=why)
+        self._seen = found
+        return found
+
+    def _names(self, entries: Iterator[os.DirEntry[str]]) -> Iterator[str]:
+        for entry in entries:
+            if (
+                _CORDON_NAME.fullmatch(entry.name) is None
+                if self._is_host
+                else self._name.fullmatch(entry.name)
+            ):
+                yield entry.name
+
+    def _look(self, name: str, now: float) -> _Seen[T] | None:
+        """Read one file; None when it vanished meanwhile, or is removed."""
+        path, before = self.folder.path / name, self._seen.get(name)
+        try:
+            stamp = stamp_of(path.lstat())
+            if before is None or before.stamp != stamp:
+                before = self._looked_at(name, stamp, now)
+            is_half = before.record is None and not before.trouble
+            if is_half and now - before.since_s > self._half_stays_s:
+                path.unlink()
+                return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return _Seen(stamp, now, trouble=str(error))
+        return before
+
+    def _looked_at(self, name: str, stamp: Stamp, now: float) -> _Seen[T]:
+        if _HALF_NAME.fullmatch(name):
+            return _Seen(stamp, now)
+        named = self._name.fullmatch(name)
+        if named is None:
+            return _Seen(stamp, now, trouble="no card of a worker")
+        try:
+            content, stamp = read_own_file(self.folder.path / name, bytes_max=self._kind.bytes_max)
+            record = Record(named[1], self._kind.checked(named[1], content), stamp)
+        except ProtocolError as error:
+            return _Seen(stamp, now, trouble=str(error))
+        return _Seen(stamp, now, record)
+
+
+class _Scans(ListFeed[T, Stamp]):
+    """Scans a folder, which is made where it is missing."""
+
+    def __init__(self, store: FileRecords[T], follower: Follower[T, Stamp]) -> None:
+        super().__init__(store, follower, every_s=store.poll_s, name="discovery: watch a folder")
+        self._open = store.open
+
+    async def start(self) -> None:
+        """Scan once, and go on scanning. Raises ConfigError for a folder that is not ours."""
+        await self._open()
+        await super().start()

@@ -1,0 +1,75 @@
+"""A store of records in one process: the laws of the port, without files and servers."""
+
+import asyncio
+from typing import Generic, TypeVar
+
+from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
+from kvrouter.transports.discovery.records import (
+    ChangeFeed,
+    Follower,
+    ListFeed,
+    OtherWrote,
+    Record,
+    RecordKind,
+)
+
+T = TypeVar("T")
+
+
+class MemoryRecords(Generic[T]):
+    """Keeps the records of ``kind``. A version is the number of a write."""
+
+    unit = "record"
+    errors: tuple[type[Exception], ...] = (ConnectionError,)
+
+    def __init__(self, kind: RecordKind[T]) -> None:
+        self._kind = kind
+        self._held: dict[str, Record[T, int]] = {}
+        self._writes = 0
+
+    def reason(self, error: Exception) -> str:
+        """What ``error`` says."""
+        return str(error)
+
+    async def list_all(self) -> list[Record[T, int]]:
+        """Return every record."""
+        return list(self._held.values())
+
+    def changes(self, follower: Follower[T, int]) -> ChangeFeed:
+        """Return what brings ``follower`` every change."""
+        return ListFeed(self, follower, every_s=0.02, name="records: watch memory")
+
+    async def read(self, key: str) -> tuple[T | None, int | None]:
+        """Return what is there."""
+        held = self._held.get(key)
+        return (None, None) if held is None else (held.value, held.version)
+
+    async def put(self, value: T) -> None:
+        """Keep a record, in place of what is there."""
+        self._writes += 1
+        key = self._kind.key_of(value)
+        self._held[key] = Record(key, value, self._writes)
+
+    async def put_over(self, value: T, over: int | None) -> int:
+        """Keep a record in place of a version."""
+        self._check(self._kind.key_of(value), over)
+        await self.put(value)
+        return self._writes
+
+    async def delete(self, key: str, version: int | None = None) -> None:
+        """Keep a record no longer; idempotent."""
+        if version is not None and key in self._held:
+            self._check(key, version)
+        self._held.pop(key, None)
+
+    async def until_renewal(self, lease_s: float, failures: list[Exception]) -> None:
+        """Return after a part of the lease."""
+        await asyncio.sleep(lease_s / RENEWALS_PER_LEASE)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _check(self, key: str, version: int | None) -> None:
+        held = self._held.get(key)
+        if version != (None if held is None else held.version):
+            raise OtherWrote(f"{key} is another by now")

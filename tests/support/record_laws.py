@@ -1,0 +1,176 @@
+"""What every store of records keeps."""
+
+import asyncio
+import time
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.cordons import Cordon
+from kvrouter.transports.discovery.records import OtherWrote, Record, RecordStore
+from kvrouter.transports.discovery.wire import CARDS, CORDONS, CardRecord
+from tests.support.discovery_stores import LEASE_S, card
+from tests.support.waits import until
+
+ZONE = Cordon("zone", "a", at_s=1_700_000_000.5, by="ann@desk", reason="maintenance of rack 4")
+NODE = Cordon("node", "n1", at_s=1.0)
+
+
+class Ends(NamedTuple):
+    """What makes ends of one store of each kind, each as another process has it."""
+
+    cards: Callable[[], RecordStore[CardRecord, Any]]
+    cordons: Callable[[], RecordStore[Cordon, Any]]
+
+
+class Notes:
+    """A follower that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, CardRecord] = {}
+        self.settled_at = 0.0
+        self.losses: list[str] = []
+        self.doubts: list[str] = []
+
+    def look(self, now: float) -> None:
+        """Time does nothing here."""
+
+    def next_end(self) -> float | None:
+        return time.monotonic() if self.doubts else None
+
+    def overdue(self, now: float) -> list[str]:
+        return self.doubts
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.held
+
+    def take(self, record: Record[CardRecord, Any]) -> None:
+        self.held[record.key] = record.value
+
+    def drop(self, key: str) -> None:
+        self.held.pop(key, None)
+
+    def settle(self, asked_at: float, present: Container[str] | None = None) -> None:
+        self.settled_at, self.doubts = asked_at, []
+        if present is not None:
+            self.held = {key: value for key, value in self.held.items() if key in present}
+
+    def drop_before(self, then: float) -> None:
+        """Nothing is over here."""
+
+    def lose(self, why: str) -> None:
+        self.losses.append(why)
+
+    def regain(self) -> None:
+        """It was never lost."""
+
+    async def tidy(self, now: float) -> None:
+        """Nothing is old."""
+
+
+def record(worker_id: int = 1, incarnation: int = 9, *, draining: bool = False) -> CardRecord:
+    return CardRecord(card(worker_id, incarnation, draining=draining), LEASE_S)
+
+
+class RecordLaws:
+    """The laws of :class:`~kvrouter.transports.discovery.records.RecordStore`. The fixture ``ends`` makes
+    ends of a store that is empty.
+    """
+
+    async def test_what_is_written_over_nothing_is_there_for_all(self, ends: Ends) -> None:
+        one, other = ends.cards(), ends.cards()
+        assert await other.read("1") == (None, None)
+        version = await one.put_over(record(), None)
+        await one.put_over(record(12), None)
+        assert await other.read("1") == (record(), version)
+        found = {each.key: (each.value, each.version) for each in await other.list_all()}
+        assert found.keys() == {"1", "12"}
+        assert found["1"] == (record(), version)
+
+    async def test_only_the_version_that_is_there_is_written_over(self, ends: Ends) -> None:
+        one, other = ends.cards(), ends.cards()
+        first = await one.put_over(record(), None)
+        with pytest.raises(OtherWrote):
+            await other.put_over(record(1, 10), None)
+        second = await other.put_over(record(1, 10), first)
+        with pytest.raises(OtherWrote):
+            await one.put_over(record(), first)
+        assert await one.read("1") == (record(1, 10), second)
+
+    async def test_a_record_that_is_written_as_it_is_has_a_new_version(self, ends: Ends) -> None:
+        one, other = ends.cards(), ends.cards()
+        versions = [await one.put_over(record(), None)]
+        for _ in range(5):
+            versions.append(await one.put_over(record(), versions[-1]))
+            assert await other.read("1") == (record(), versions[-1])
+        assert len(set(versions)) == len(versions)
+
+    async def test_of_many_that_write_over_one_version_one_does(self, ends: Ends) -> None:
+        end = ends.cards()
+        first = await end.put_over(record(), None)
+        writes = [end.put_over(record(1, number), first) for number in range(10, 18)]
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        assert sum(isinstance(each, OtherWrote) for each in outcomes) == 7
+        held, version = await end.read("1")
+        assert held is not None
+        assert outcomes[held.card.incarnation - 10] == version
+
+    async def test_only_the_version_that_is_there_is_deleted(self, ends: Ends) -> None:
+        one, other = ends.cards(), ends.cards()
+        first = await one.put_over(record(), None)
+        second = await one.put_over(record(draining=True), first)
+        with pytest.raises(OtherWrote):
+            await other.delete("1", first)
+        assert await one.read("1") == (record(draining=True), second)
+        await other.delete("1", second)
+        assert (await one.read("1"))[0] is None
+        assert await one.list_all() == []
+        with pytest.raises(OtherWrote):
+            await one.put_over(record(), second)
+        await one.put_over(record(), (await one.read("1"))[1])
+        assert [each.value for each in await other.list_all()] == [record()]
+
+    async def test_a_record_without_versions_is_put_over_whatever_is_there(self, ends: Ends) -> None:
+        one, other = ends.cordons(), ends.cordons()
+        assert await other.list_all() == []
+        await one.put(ZONE)
+        changed = structs.replace(ZONE, reason="fans")
+        await other.put(changed)
+        await other.put(NODE)
+        found = {CORDONS.key_of(each.value): each.value for each in await one.list_all()}
+        assert found == {CORDONS.key_of(ZONE): changed, CORDONS.key_of(NODE): NODE}
+        for each in await other.list_all():
+            await other.delete(each.key)
+            await other.delete(each.key)
+        assert await one.list_all() == []
+
+    async def test_a_follower_has_what_is_there_and_hears_every_change(self, ends: Ends) -> None:
+        end, notes = ends.cards(), Notes()
+        await end.put_over(record(), None)
+        feed = ends.cards().changes(notes)
+        await feed.start()
+        assert notes.held == {"1": record()}
+        await end.put_over(record(2), None)
+        version = (await end.read("1"))[1]
+        await end.put_over(record(draining=True), version)
+        await until(lambda: notes.held == {"1": record(draining=True), "2": record(2)})
+        feed.end()
+        feed.end()
+        await feed.ended()
+        await end.put_over(record(3), None)
+        assert CARDS.key_of(record(3)) not in notes.held
+        assert notes.losses == []
+
+    async def test_what_a_follower_doubts_is_asked_for_before_it_is_settled(self, ends: Ends) -> None:
+        notes = Notes()
+        await ends.cards().put_over(record(), None)
+        feed = ends.cards().changes(notes)
+        await feed.start()
+        doubted_at = time.monotonic()
+        notes.doubts = ["1"]
+        await until(lambda: notes.settled_at >= doubted_at)
+        assert notes.held == {"1": record()}
+        feed.end()
+        await feed.ended()
