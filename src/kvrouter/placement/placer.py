@@ -42,9 +42,9 @@ from kvrouter.routing.request import (
     CostInput,
     Decision,
     Pick,
+    PickingRule,
     RouteRequest,
     RoutingSettings,
-    SlotRule,
     View,
     cost_rule,
 )
@@ -167,8 +167,8 @@ class Placer:
     """Places the attempts of one model's requests, and keeps their leases true.
 
     With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` picks instead of the
-    settings' mode.
+    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` costs and picks
+    instead of the settings' cost and mode.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Placer:
         call_soon: CallSoon,
         now_s: float,
         replication: Replication | None = None,
-        rule: SlotRule | None = None,
+        rule: PickingRule | None = None,
     ) -> None:
         self.rule = rule
         self.on_decided: DecisionSink | None = None
@@ -196,7 +196,7 @@ class Placer:
         self.cache = cache
         self.ledger: Ledger = ledger
         self.settings = settings
-        self._needs = cost_rule(settings.cost).needs
+        self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
         self.circuits = Circuits(
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
@@ -241,7 +241,7 @@ class Placer:
             prefill_alone=self.settings.prefill_alone,
             track_active_blocks=self.settings.track_active_blocks,
         )
-        self._needs = cost_rule(settings.cost).needs
+        self._needs = (self.rule or cost_rule(settings.cost)).needs
         self._at_report = self._at_report or self._begin_at_report(now_s)
         self.waiting.domain.pulse()
         self.load_changed()

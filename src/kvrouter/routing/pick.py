@@ -12,7 +12,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, FloatColumn, SlotColumn
 from kvrouter.routing.costs.leg import leg_costs
 from kvrouter.routing.eligibility import Mask
-from kvrouter.routing.request import Costs, Pick, RouteRequest, RoutingSettings, View, cost_rule
+from kvrouter.routing.request import Costs, Pick, PickInput, RouteRequest, RoutingSettings, View, cost_rule
 from kvrouter.topology import TransferConstraint
 
 _AGGREGATED, _PREFILL, _DECODE = Leg.AGGREGATED, Leg.PREFILL, Leg.DECODE
@@ -207,9 +207,8 @@ def pick_leg(
         constraint=constraint, prefill_slot=prefill_slot, among=among,
     )  # fmt: skip
     if view.rule is not None:
-        draw = mix64(view.seed + _SALT_OF[leg])
-        eligible = in_rank_order(mask, view.fleet)
-        slot = view.rule.pick(request, view, leg, eligible, draw=draw, turn=turn)
+        draw, allowed = mix64(view.seed + _SALT_OF[leg]), in_rank_order(mask, view.fleet)
+        slot = view.rule.pick(costs.cost, PickInput(request, leg, allowed, draw))
         return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
     slot, unseen = pick_by(costs.cost, request, view, leg, rules, mask, turn=turn, is_masked=costs.is_masked)
     return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)

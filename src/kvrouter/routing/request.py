@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from math import isfinite
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -125,17 +125,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
     near: NearFrontend | None = None
 
 
-class SlotRule(Protocol):
-    """Another rule than the router's own, to pick among the slots that a decision allows: the masks, pins
-    and domains are the same for every rule.
-    """
-
-    def pick(
-        self, request: RouteRequest, view: "View", leg: Leg, allowed: SlotColumn, *, draw: int, turn: int
-    ) -> Slot:
-        """Return one of ``allowed``: at least one slot, in the order of ranks. ``draw`` is 64 random bits."""
-
-
 class Speeds(NamedTuple):
     """What a router has learned of its worker ranks, by slot.
 
@@ -200,7 +189,8 @@ class View(msgspec.Struct, frozen=True):
     ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
     may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
     load when the slot's latest load report was taken; None where all that is booked is in the report.
-    ``rule`` picks instead of the settings' mode. ``cost_input`` is None under the blocks rule.
+    ``rule`` costs and picks instead of the settings' cost and mode. ``cost_input`` is None under rules that
+    need none of it.
     """
 
     fleet: Fleet
@@ -214,7 +204,7 @@ class View(msgspec.Struct, frozen=True):
     unseen: float = 0.0
     tokens_at_report: IntColumn | None = None
     blocks_at_report: IntColumn | None = None
-    rule: SlotRule | None = None
+    rule: "PickingRule | None" = None
     cost_input: CostInput | None = None
 
 
@@ -305,6 +295,25 @@ class CostRule(ABC):
     @abstractmethod
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:
         """Return what the leg of such a request adds to the cost of a rank that holds nothing of it."""
+
+
+class PickInput(NamedTuple):
+    """What a rule picks among. ``allowed``: the slots that may take the leg, at least one, in the order of
+    ranks; ``draw`` is 64 random bits.
+    """
+
+    request: RouteRequest
+    leg: Leg
+    allowed: SlotColumn
+    draw: int
+
+
+class PickingRule(CostRule):
+    """A cost rule that picks by itself; the masks, pins and domains are the same for every rule."""
+
+    @abstractmethod
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+        """Return one of the allowed slots."""
 
 
 @cache

@@ -40,7 +40,7 @@ def leg_costs(
     a decode leg.
     """
     settings, overlap = view.settings, overlap_of(view)
-    rule = cost_rule(settings.cost)
+    rule = view.rule or cost_rule(settings.cost)
     transfer = transfer_s = None
     weight = settings.kv_transfer_weight
     if prefill_slot is not None and settings.links is not None and (weight > 0.0 or rule.needs.learned):
