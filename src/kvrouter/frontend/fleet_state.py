@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrouter.api import fleet as api
 from kvrouter.config.setting import installed_version
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
@@ -24,6 +24,7 @@ from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
 from kvrouter.placement.link_speeds import LinkReading
 from kvrouter.placement.speeds import SpeedReading
+from kvrouter.routing.request import cost_rule
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
 from kvrouter.service.event_ingest import EventCacheView, FeedReading
 from kvrouter.service.kv_flows import RECENT_S
@@ -284,7 +285,7 @@ def flows_state(service: RouterService) -> api.Flows:
 
 def _links_state(model: ModelRouter) -> api.Links | None:
     """What handoffs showed of links; None where nobody learns from them."""
-    if model.settings.cost is not CostRule.TIME:
+    if not cost_rule(model.settings.cost).needs.learned:
         return None
     learned = model.placer.transfers.learned
     return api.Links(
