@@ -19,8 +19,8 @@ from benchmarks.instructions.instruments import (
     Instrument,
     pipe_lines,
 )
+from benchmarks.instructions.marks import Reply
 from benchmarks.instructions.peer import Peer, SteppedEngine, serve_workers
-from benchmarks.instructions.protocol import Reply
 
 ROUNDS = 3
 WARM_OPERATIONS = 12
@@ -81,16 +81,16 @@ class Counted:
 
 @contextmanager
 def counted(
-    instrument: Instrument, folder: Path, environ: Mapping[str, str], *arguments: str
+    instrument: Instrument, folder: Path, environ: Mapping[str, str], module: str, *arguments: str
 ) -> Iterator[Counted]:
-    """Run the counted process until the block ends."""
+    """Run ``module`` as the counted process until the block ends."""
     wire, theirs = socket.socketpair()
     with pipe_lines() as (write, said), wire:
         with theirs:
             process = subprocess.Popen(
                 [
                     *instrument.command(folder, write),
-                    *(sys.executable, "-m", "benchmarks.instructions.counted", str(theirs.fileno())),
+                    *(sys.executable, "-m", module, str(theirs.fileno())),
                     *arguments,
                 ],
                 env={**environ, **instrument.environ(), "PYTHONHASHSEED": "0"},
@@ -114,7 +114,7 @@ def count_decisions(make: Callable[[], Instrument]) -> Figures:
     figures: Figures = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        counted(make(), Path(folder), os.environ, "decisions") as process,
+        counted(make(), Path(folder), os.environ, f"{__package__}.counted_decisions") as process,
     ):
 
         async def window(n: int) -> Counts:
@@ -177,7 +177,7 @@ async def _fleet(instrument: Instrument) -> AsyncIterator[tuple[Counted, Peer]]:
         engine = SteppedEngine()
         await serve_workers(stack, folder / "fleet", engine)
         port = free_port()
-        arguments = ("frontend", "--http-port", str(port))
+        arguments = (f"{__package__}.counted_frontend", "frontend", "--http-port", str(port))
         process = stack.enter_context(counted(instrument, folder, environ_of(folder / "fleet"), *arguments))
         answering = asyncio.create_task(_answer(engine))
         await wait_ready(port, READY_WITHIN_S)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.instructions.protocol import COUNT_CALLS, Reply
+from benchmarks.instructions.marks import COUNT_CALLS, Reply
 
 ALLOCATORS = frozenset(
     {"malloc", "calloc", "realloc", "_PyObject_Malloc", "_PyObject_Calloc", "_PyObject_Realloc"}
