@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +81,12 @@ class Counted:
 
 @contextmanager
 def counted(
-    instrument: Instrument, folder: Path, environ: Mapping[str, str], module: str, *arguments: str
+    instrument: Instrument,
+    folder: Path,
+    environ: Mapping[str, str],
+    module: str,
+    *arguments: str,
+    python: str = sys.executable,
 ) -> Iterator[Counted]:
     """Run ``module`` as the counted process until the block ends."""
     wire, theirs = socket.socketpair()
@@ -90,7 +95,7 @@ def counted(
             process = subprocess.Popen(
                 [
                     *instrument.command(folder, write),
-                    *(sys.executable, "-m", module, str(theirs.fileno())),
+                    *(python, "-m", module, str(theirs.fileno())),
                     *arguments,
                 ],
                 env={**environ, **instrument.environ(), "PYTHONHASHSEED": "0"},
@@ -109,19 +114,23 @@ def counted(
                 process.wait()
 
 
-def count_decisions(make: Callable[[], Instrument]) -> Figures:
-    """Count decisions with booking, by the cost of blocks and of time."""
+def count_decisions(
+    make: Callable[[], Instrument], costs: Sequence[str] = COSTS, python: str = sys.executable
+) -> Figures:
+    """Count decisions with booking, by each cost, in processes of ``python``."""
     figures: Figures = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        counted(make(), Path(folder), os.environ, f"{__package__}.counted_decisions") as process,
+        counted(
+            make(), Path(folder), os.environ, f"{__package__}.counted_decisions", python=python
+        ) as process,
     ):
 
         async def window(n: int) -> Counts:
             return process.tell(json.dumps({"decide": n}).encode() + b"\n")[1]
 
         for n_ranks in RANKS:
-            for cost in COSTS:
+            for cost in costs:
                 prepare = {"prepare": n_ranks, "cost": cost}
                 reply, _ = process.tell(json.dumps(prepare).encode() + b"\n")
                 asyncio.run(window(DECISIONS))

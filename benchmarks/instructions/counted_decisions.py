@@ -1,7 +1,8 @@
 """``python -m benchmarks.instructions.counted_decisions FD``: a router that decides when it is asked.
 
 FD is a socket over which the counting process asks, a JSON object in a line: ``{"prepare": RANKS, "cost":
-COST}`` or ``{"decide": REQUESTS}``.
+COST}`` or ``{"decide": REQUESTS}``. The cost ``dynamo`` is that of Dynamo's own selector, which is imported
+alone, for kvrouter is not in its environment.
 """
 
 import gc
@@ -10,6 +11,7 @@ import json
 import socket
 import sys
 import time
+from typing import Any, Protocol
 
 CLOCK_STEP_S = 1e-4
 """What a look at the clock moves it on by."""
@@ -20,17 +22,38 @@ time.monotonic = itertools.count(time.monotonic(), CLOCK_STEP_S).__next__
 
 import uvloop  # noqa: E402
 
-from benchmarks.instructions.marks import Marks, say  # noqa: E402
-from benchmarks.ours.decision import Deciding  # noqa: E402
-from kvrouter.config import KvRouterConfig  # noqa: E402
+from benchmarks.instructions.marks import DYNAMO, Marks, say  # noqa: E402
+from benchmarks.side import Facts  # noqa: E402
 
 BLOCKS_HELD = 16_384
 """Of other prompts, in the index: enough that it is not empty, and soon published."""
 
 
+class DecisionBench(Protocol):
+    """A router, prepared to decide."""
+
+    async def prepare(self) -> Facts: ...
+    async def close(self) -> None: ...
+    def request(self, number: int, /) -> Any: ...
+    async def place_and_release(self, request: Any, /) -> None: ...
+
+
+def bench_of(cost: str, n_ranks: int) -> "DecisionBench":
+    """Return what decides among so many ranks by a cost."""
+    params = {"n_workers": n_ranks, "blocks_held": BLOCKS_HELD}
+    if cost == DYNAMO:
+        from benchmarks.peers.dynamo import decision as theirs  # noqa: PLC0415
+
+        return theirs.Deciding(params)
+    from benchmarks.ours.decision import Deciding  # noqa: PLC0415
+    from kvrouter.config import KvRouterConfig  # noqa: PLC0415
+
+    return Deciding(params, KvRouterConfig.model_validate({"router_cost": cost}))
+
+
 async def decide(wire: socket.socket, marks: Marks) -> None:
     """Prepare and decide until the counting process is gone."""
-    bench: Deciding | None = None
+    bench: DecisionBench | None = None
     number = 0
     with wire.makefile("rb") as lines:
         for line in lines:
@@ -39,8 +62,7 @@ async def decide(wire: socket.socket, marks: Marks) -> None:
                 gc.enable()
                 if bench is not None:
                     await bench.close()
-                config = KvRouterConfig(router_cost=asked["cost"])
-                bench = Deciding({"n_workers": asked["prepare"], "blocks_held": BLOCKS_HELD}, config)
+                bench = bench_of(asked["cost"], asked["prepare"])
                 await bench.prepare()
                 gc.disable()
             elif bench is None:

@@ -87,6 +87,7 @@ class Callgrind:
         self._out = folder / "callgrind"
         return (
             *("valgrind", "--tool=callgrind", "--quiet", "--instr-atstart=no", "--dump-before=getsid*"),
+            "--max-threads=4000",  # Dynamo has two for each worker
             f"--callgrind-out-file={self._out}",
         )
 

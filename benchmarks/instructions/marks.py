@@ -12,6 +12,9 @@ from typing import TypedDict
 COUNT_CALLS = "BENCH_COUNT_CALLS"
 """The variable by which the counted process is told to count calls of Python functions."""
 
+DYNAMO = "dynamo"
+"""The cost by which Dynamo's own selector decides."""
+
 PUT_OFF_S = 3600.0
 """Longer than any count takes."""
 
