@@ -6,23 +6,17 @@ alone, for kvrouter is not in its environment.
 """
 
 import gc
-import itertools
 import json
 import socket
 import sys
-import time
 from typing import Any, Protocol
 
-CLOCK_STEP_S = 1e-4
-"""What a look at the clock moves it on by."""
+from benchmarks.instructions.marks import DYNAMO, Marks, say, step_clocks
 
-# A cost of time depends on how long ago things were, so the clock is replaced before any module reads it.
-# It stays a function of C, which adds no call of a Python function.
-time.monotonic = itertools.count(time.monotonic(), CLOCK_STEP_S).__next__
+step_clocks()
 
 import uvloop  # noqa: E402
 
-from benchmarks.instructions.marks import DYNAMO, Marks, say  # noqa: E402
 from benchmarks.side import Facts  # noqa: E402
 
 BLOCKS_HELD = 16_384

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from contextvars import Context
 from functools import partial
 
-import uvloop
+from benchmarks.instructions.marks import PUT_OFF_S, Marks, say, step_clocks
 
-from benchmarks.instructions.marks import PUT_OFF_S, Marks, say
-from benchmarks.measure import settle
-from kvrouter.cli import main as run_command
+step_clocks()
+
+import uvloop  # noqa: E402
+
+from benchmarks.measure import settle  # noqa: E402
+from kvrouter.cli import main as run_command  # noqa: E402
 
 
 class Loop(uvloop.Loop):
