@@ -6,6 +6,9 @@ NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo
 JOBS   ?= 2
 ENGINE ?= podman
 TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# Compiled modules are kept whatever the environment says: tests start hundreds of processes, and each of them
+# would compile all of kvrouter again, as every pytest would all of its tests.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHONS ?= python3.11 python3.12 python3.13
 
 .PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
@@ -31,7 +34,7 @@ gate-times: ## Run all that a change must pass, as .ci/run does, and print what 
 	$(PYTHON) -m scripts.gate --slowest 100
 
 test: setup ## Run every test that needs no network
-	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
+	cargo test --quiet --profile tests --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
 
 test-fast: setup ## Lint, types, and the unit tests of what changed since main: under two minutes
