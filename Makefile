@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
+# One worker more than there are jobs, where many tests wait for processes that start or for timers.
+TESTERS = $(shell expr $(JOBS) + 1)
 ENGINE ?= podman
 TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Compiled modules are kept whatever the environment says: tests start hundreds of processes, and each of them
@@ -35,7 +37,7 @@ gate-times: ## Run all that a change must pass, as .ci/run does, and print what 
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --profile tests --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
 
 test-fast: setup ## Lint, types, and the unit tests of what changed since main: under two minutes
 	$(BIN)/python -m scripts.fast_tests --jobs $(JOBS)
