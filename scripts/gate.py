@@ -3,8 +3,8 @@
     python -m scripts.gate [--slowest N] [--record]
 
 Each part is a target of the Makefile. Parts that leave a core idle run side by side, in two lanes; the tests
-of ``make test`` fill both cores and run alone. For a test, the wall time and the processor time are printed:
-one that takes long and uses little waits for something.
+of ``make test`` fill both cores and run alone, as do those that measure time. For a test, the wall time and
+the processor time are printed: one that takes long and uses little waits for something.
 
 ``--record`` keeps the figures under ``benchmarks/results``. Do so on a machine that does nothing else.
 """
@@ -36,6 +36,7 @@ STAGES: tuple[tuple[Lane, ...], ...] = (
     (("setup",),),
     (("lint",), ("types",)),
     (("test",),),
+    (("test-timed",),),
     (("test-cluster",), ("test-hostile", "test-chaos")),
 )
 """Stages follow each other. Their lanes run at the same time, and the parts of a lane one after the other."""
