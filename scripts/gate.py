@@ -37,7 +37,7 @@ STAGES: tuple[tuple[Lane, ...], ...] = (
     (("lint",), ("types",)),
     (("test",),),
     (("test-timed",),),
-    (("test-cluster",), ("test-hostile", "test-chaos")),
+    (("test-cluster",), ("test-hostile", "test-chaos", "bench-instructions")),
 )
 """Stages follow each other. Their lanes run at the same time, and the parts of a lane one after the other."""
 

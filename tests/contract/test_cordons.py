@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import nats
@@ -20,6 +21,7 @@ from kvrouter.transports.discovery.memory import MemoryCordons
 from kvrouter.transports.discovery.nats import NatsCordons
 from kvrouter.transports.discovery.nats import cordons as cordons_of_nats
 from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.transports.discovery.wire import CORDONS
 from tests.support.cordon_laws import ZONE, CordonLaws
 from tests.support.discovery_stores import card, nobody
 from tests.support.nats_server import NatsServer
@@ -163,7 +165,7 @@ async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
 async def test_marks_of_what_was_removed_hide_no_cordon_of_nats(
     shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cordons_of_nats, "CORDONS_MAX", 4)
+    monkeypatch.setattr(cordons_of_nats, "CORDONS", replace(CORDONS, records_max=4))
     client = await nats.connect(shared_nats.url)
     store = NatsCordons(client, namespace=f"test-{secrets.token_hex(8)}", token="t0p", on_refused=nobody)
     kept = {Cordon("zone", name) for name in "abc"}

@@ -1,27 +1,40 @@
 """Every store of records keeps the laws of the port."""
 
+import secrets
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import cycle
 from pathlib import Path
+from typing import TypeVar
 
+import nats
 import pytest
 
 from kvrouter.core.cordons import Cordon
 from kvrouter.transports.discovery.file.folder import Folder
 from kvrouter.transports.discovery.file.records import FileRecords
+from kvrouter.transports.discovery.nats.bucket import BucketRecords
+from kvrouter.transports.discovery.records import RecordKind
 from kvrouter.transports.discovery.wire import CARDS, CORDONS, CardRecord
 from tests.support.discovery_stores import nobody
 from tests.support.memory_records import MemoryRecords
+from tests.support.nats_server import NatsServer
 from tests.support.record_laws import Ends, RecordLaws
+
+T = TypeVar("T")
 
 
 class TestEveryStore(RecordLaws):
     """All stores without an API server."""
 
-    @pytest.fixture(params=["memory", "file"])
+    @pytest.fixture(params=["memory", "file", "nats"])
     async def ends(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ends]:
         if request.param == "memory":
             cards, cordons = MemoryRecords(CARDS), MemoryRecords(CORDONS)
             yield Ends(lambda: cards, lambda: cordons)
+        elif request.param == "nats":
+            async with buckets(request.getfixturevalue("shared_nats")) as found:
+                yield found
         else:
             folder = Folder(tmp_path / "cards", "space")
             made: list[FileRecords[CardRecord] | FileRecords[Cordon]] = []
@@ -46,3 +59,33 @@ class TestEveryStore(RecordLaws):
             yield Ends(card_end, cordon_end)
             for end in made:
                 await end.close()
+
+
+@asynccontextmanager
+async def buckets(server: NatsServer) -> AsyncIterator[Ends]:
+    """Ends by two connections, in turn."""
+    namespace = f"test-{secrets.token_hex(8)}"
+    clients = [await nats.connect(server.url) for _ in range(2)]
+    turn = cycle(clients)
+
+    def end(kind: RecordKind[T], *, lease_s: float | None, live: str) -> BucketRecords[T]:
+        return BucketRecords(
+            next(turn),
+            kind,
+            name=f"{namespace}-{kind.name}",
+            purpose=kind.name,
+            description="a test",
+            token="t0p",
+            replicas=1,
+            answer_s=60.0,
+            on_refused=nobody,
+            lease_s=lease_s,
+            live=live,
+        )
+
+    yield Ends(
+        lambda: end(CARDS, lease_s=60.0, live=f"{namespace}.live"),
+        lambda: end(CORDONS, lease_s=None, live=""),
+    )
+    for client in clients:
+        await client.close()

@@ -10,7 +10,9 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.nats import NatsDiscovery
+from kvrouter.transports.discovery.nats.bucket import BucketFeed
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.discovery.wire import CardRecord, encode_record
 from kvrouter.transports.message_auth import MessageAuth
@@ -234,14 +236,20 @@ async def test_a_card_that_is_written_again_is_no_renewal(store: NatsStore) -> N
 # Leases
 
 
+async def deafen(watch: LeasedWatch[int]) -> None:
+    """The server says nothing to this watch any more."""
+    assert isinstance(watch.feed, BucketFeed)
+    assert watch.feed._listening is not None
+    await watch.feed._listening.unsubscribe()
+
+
 async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: NatsStore) -> None:
     lives, dies, watcher = store.end(), store.end(), store.end()
     await lives.publish(card(1))
     await dies.publish(card(2))
     ear = await listen(watcher)
     for watch in watcher._watches._watches:
-        assert watch._listening is not None
-        await watch._listening.unsubscribe()
+        await deafen(watch)
     await dies.close()
     await ear.until(lambda: bool(ear.losses))
     assert ear.losses == [(2, 9, Gone.EXPIRED)]
@@ -259,8 +267,7 @@ async def test_a_connection_that_was_lost_between_two_looks_is_read_again(store:
         )
         ear = await listen(watcher)
         for watch in watcher._watches._watches:
-            assert watch._listening is not None
-            await watch._listening.unsubscribe()
+            await deafen(watch)
         await store.end().publish(card())
         client.stats["reconnects"] += 1
         await ear.until_heard(card())

@@ -131,7 +131,7 @@ NO_LIMITS = {
         processes.supervisor.RESTART_MAX_S wiring.nats.CONNECT_LIMIT_S wiring.nats.PINGS_UNANSWERED_MAX
         core.backoff.DOUBLED_MAX operator.reconcile.workqueue.RETRY_MAX_S
         kube.informer.RETRY_MAX_S transports.discovery.kubernetes.api.RETRY_MAX_S
-        transports.discovery.kubernetes.discovery.TICK_MAX_S transports.discovery.nats.discovery.TICK_MAX_S
+        transports.discovery.kubernetes.discovery.TICK_MAX_S transports.discovery.nats.bucket.TICK_MAX_S
         transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
         transports.events.jetstream.stream_subscriber.READS_MAX
         transports.events.zmq.sockets.RECONNECT_MAX_MS worker.topology._READS_MAX
@@ -145,7 +145,7 @@ NO_LIMITS = {
         frontend.fleet_state.LINK_SERIES_MAX
         placement.transfers.LOOKED_AT_MAX routing.links.NAMES_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
-        routing.cost.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
+        routing.pick.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._NAME_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_BYTES_MAX

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import Generic, TypeVar
 
 from kvrouter.core.cordons import Cordon
@@ -35,8 +36,8 @@ class StoredDiscovery(Generic[V]):
         cards: HeldCards[V],
         *,
         lease_s: float,
-        remove_after_s: float,
         on_trouble: TroubleSink,
+        remove_after_s: float = inf,
     ) -> None:
         self._store = store
         self._cards = cards
