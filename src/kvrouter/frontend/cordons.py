@@ -1,9 +1,9 @@
 """Routes of cordons: which there are, cordon, uncordon."""
 
 from datetime import UTC, datetime
-from typing import TypedDict
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvrouter.api import cordons as api
 from kvrouter.api.fleet import Cordoned, Discovery
@@ -53,7 +53,7 @@ class CordonRoutes:
     def _listed(self) -> api.CordonList:
         return api.CordonList(
             cordons=[
-                api.CordonState(**_shown(reading.cordon), workers=_workers(reading))
+                api.CordonState(**asdict(cordoned(reading.cordon)), workers=_workers(reading))
                 for reading in self._cordons.readings()
             ],
             remaining=self._remaining(),
@@ -63,7 +63,7 @@ class CordonRoutes:
 
     def _changed(self, change: CordonChange) -> api.CordonChange:
         return api.CordonChange(
-            **_shown(change.reading.cordon),
+            **asdict(cordoned(change.reading.cordon)),
             workers=_workers(change.reading),
             changed=change.changed,
             warnings=change.warnings,
@@ -80,29 +80,15 @@ class CordonRoutes:
 
 def cordoned(cordon: Cordon) -> Cordoned:
     """One cordon, without its workers."""
-    return Cordoned(**_shown(cordon))
-
-
-class _Shown(TypedDict):
-    level: str
-    name: str
-    reason: str | None
-    by: str | None
-    at: str | None
-    source: str
-    cluster: str | None
-
-
-def _shown(cordon: Cordon) -> _Shown:
-    return {
-        "level": cordon.level,
-        "name": cordon.name,
-        "reason": cordon.reason or None,
-        "by": cordon.by or None,
-        "at": _time_text(cordon.at_s),
-        "source": cordon.source,
-        "cluster": cordon.cluster or None,
-    }
+    return Cordoned(
+        level=cordon.level,
+        name=cordon.name,
+        reason=cordon.reason or None,
+        by=cordon.by or None,
+        at=_time_text(cordon.at_s),
+        source=cordon.source,
+        cluster=cordon.cluster or None,
+    )
 
 
 def _time_text(at_s: float) -> str | None:

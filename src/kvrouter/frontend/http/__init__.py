@@ -18,7 +18,6 @@ from kvrouter.frontend.http.response import (
     Request,
     Responder,
     Stream,
-    error_body,
     sse_event,
 )
 from kvrouter.frontend.http.server import HttpServer, Observer
@@ -41,6 +40,5 @@ __all__ = [
     "Request",
     "Responder",
     "Stream",
-    "error_body",
     "sse_event",
 ]
