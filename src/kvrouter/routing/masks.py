@@ -8,7 +8,9 @@ A ``required`` rank without one is in neither: it may not be sent anything.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import structs
 
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import Reason
@@ -278,7 +280,7 @@ class Screens(NamedTuple):
     not_busy: BoolColumn | None
 
 
-class DecodeMask(NamedTuple):
+class DecodeMask(msgspec.Struct, frozen=True, gc=False):
     """The decode ranks that suit one prefill worker, and whether none of its domain could. ``reached`` are
     all ranks but those that its KV did not reach lately; None where nobody was left out for that.
     """
@@ -404,7 +406,7 @@ def reached_decode_mask(
     if unreached is not None:
         chosen = decode_mask(decode.within(~unreached), fleet, constraint)
         if chosen.mask.n_allowed:
-            return chosen._replace(reached=~unreached)
+            return structs.replace(chosen, reached=~unreached)
     return decode_mask(decode, fleet, constraint)
 
 

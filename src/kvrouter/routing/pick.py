@@ -46,14 +46,15 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
     rank = fleet.rank_at(slot)
     if rank is None:
         raise ValueError(f"slot {slot} is free")
-    overlap, transfer, multiplier, (cost, prefill, decode, timed, _) = costs
+    columns, overlap = costs.columns, costs.overlap_blocks
+    transfer, multiplier, timed = costs.transfer_blocks, costs.multiplier, columns.timed
     overlap_blocks = 0 if overlap is None else overlap.item(slot)
     if timed is not None:
         prefill_blocks, decode_blocks, times = timed(slot, overlap_blocks)
     else:
+        prefill, decode, times = columns.prefill_blocks, columns.decode_blocks, None
         prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
         decode_blocks = 0.0 if decode is None else decode.item(slot)
-        times = None
     return Pick(
         slot=slot,
         rank=rank,
@@ -63,7 +64,7 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
         decode_blocks=decode_blocks,
         transfer_blocks=0.0 if transfer is None else transfer.item(slot),
         multiplier=1.0 if multiplier is None else multiplier.item(slot),
-        cost=cost.item(slot),
+        cost=columns.cost.item(slot),
         candidates=candidates,
         unseen=unseen,
         times=times,

@@ -216,7 +216,7 @@ class Timed(NamedTuple):
     times: Times
 
 
-class Columns(NamedTuple):
+class Columns(msgspec.Struct, frozen=True, gc=False):
     """What a rule says of one leg, with an entry per slot, eligible or not; the ``cost`` is multiplied later,
     in place. A column that would be the same nothing everywhere is None.
 
@@ -232,7 +232,7 @@ class Columns(NamedTuple):
     is_masked: bool = False
 
 
-class Costs(NamedTuple):
+class Costs(msgspec.Struct, frozen=True, gc=False):
     """The columns of one leg: a rule's, and what is the same under every rule."""
 
     overlap_blocks: IntColumn | None
@@ -246,7 +246,7 @@ class Costs(NamedTuple):
         return self.columns.cost
 
 
-class LegInput(NamedTuple):
+class LegInput(msgspec.Struct, frozen=True, gc=False):
     """One leg of one request, as a cost rule is asked for it; columns have an entry per slot.
 
     ``prefill_slot`` is where a decode leg's KV comes from, ``transfer_s`` the seconds that it travels, where

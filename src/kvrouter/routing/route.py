@@ -203,7 +203,7 @@ def _one_leg(
         decode=picked.pick,
         constraint=constraint,
         fallback_used=chosen.fallback_used,
-        cross_domain=crosses_domain(fleet, constraint, picked.pick.slot),
+        cross_domain=constraint is not None and crosses_domain(fleet, constraint, picked.pick.slot),
         last_resort=request.last_resort,
         rows=rows,
     )

@@ -50,16 +50,16 @@ def leg_costs(
                 transfer = transfer_s * weight
     columns = rule.columns(
         LegInput(
-            request=request,
-            view=view,
-            leg=leg,
-            overlap_score_weight=overlap_score_weight,
-            overlap_blocks=overlap,
-            transfer_s=transfer_s,
-            transfer_blocks=transfer,
-            among=among,
-            prefill_slot=prefill_slot,
-            stalls=stalls,
+            request,
+            view,
+            leg,
+            overlap_score_weight,
+            overlap,
+            transfer_s,
+            transfer,
+            among,
+            prefill_slot,
+            stalls,
         )
     )
     multiplier = None
