@@ -1,7 +1,7 @@
 """Drives one request without I/O: its attempts, what is booked for them, which workers the loss of a leg
 counts against, and the blocks of output that become full.
 
-Whoever owns a :class:`RequestDriver` sends the legs, reads them, cancels them and waits: the service for its
+The owner of a :class:`RequestDriver` sends the legs, reads them, cancels them and waits: the service for its
 requests and for prefill legs alone, and a replay. Each input returns the commands that are to be carried out
 now. All moments are on one monotonic clock, in seconds.
 """
@@ -56,7 +56,7 @@ class Attempt:
     """What the engine of a pair's decode leg says that it fetched."""
     lost_leg: Leg | None = None
     kv_loss: KvLoss | None = None
-    prefill_runs_beside: bool = False
+    prefill_runs_in_parallel: bool = False
     """Whether its prefill leg runs while KV is fetched from it."""
     prefill_lost: LegLost | None = None
     """How such a leg was lost, which the decode leg shows."""
@@ -231,7 +231,7 @@ class RequestDriver(Generic[AttemptT]):
             blocks, self._tail_tokens = divmod(self._tail_tokens, self._block_size)
             self._placer.output_blocks(self.placement, blocks, now_s=now_s)
 
-    # Legs that do not
+    # Legs that fail
 
     def prefill_ended(
         self, attempt: AttemptT, outcome: PrefillDone | LegLost | LegRefused, now_s: float
@@ -351,7 +351,7 @@ class RequestDriver(Generic[AttemptT]):
         run, either may be what is waited for; the one that is well will show it with another request.
         """
         circuits, placement, state = self._placer.circuits, attempt.placement, self.journey.state
-        waits_for_prefill = state is State.DECODING and attempt.prefill_runs_beside
+        waits_for_prefill = state is State.DECODING and attempt.prefill_runs_in_parallel
         if (state is State.PREFILLING or waits_for_prefill) and attempt.prefill_sent_s < before_s:
             since_s = attempt.prefill_sent_s
             circuits.failed(placement, Leg.PREFILL, Fault.SILENT, since_s=since_s, now_s=now_s)

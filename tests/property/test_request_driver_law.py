@@ -89,7 +89,7 @@ class Drive:
                 case SendPrefill():
                     attempt = self.driver.held
                     attempt.prefill_sent_s = self.now_s
-                    attempt.prefill_runs_beside = attempt.placement.shape is Shape.BOOTSTRAP
+                    attempt.prefill_runs_in_parallel = attempt.placement.shape is Shape.BOOTSTRAP
                 case SendDecode():
                     self.driver.held.last_sent_s = self.now_s
                     todo.extend(self.driver.decode_sent(self.driver.held, self.now_s))
@@ -138,7 +138,7 @@ class Drive:
         if how == "silent":
             self.driver.silent("no token", self.now_s)
             self.failures.append((pick.rank.worker_id, Fault.SILENT))
-            if state is State.DECODING and attempt.prefill_runs_beside:
+            if state is State.DECODING and attempt.prefill_runs_in_parallel:
                 self.failures.append((attempt.placement.prefill_pick.rank.worker_id, Fault.SILENT))
         elif how in {"failed", "taken"}:
             self.failures.append((pick.rank.worker_id, Fault.LOST))

@@ -311,7 +311,7 @@ class _Run:
         self.stream = await self._plane.open(placement.decode_address, leg)
         if placement.bootstrap is None:
             return await self.read()
-        attempt.prefill_runs_beside = True
+        attempt.prefill_runs_in_parallel = True
         return {}
 
     @property

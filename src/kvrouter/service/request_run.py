@@ -268,7 +268,7 @@ class RequestRun:
     async def _send_prefill(self) -> Sequence[Command]:
         attempt = self.driver.held
         if attempt.placement.shape is Shape.BOOTSTRAP:
-            attempt.prefill_runs_beside = True
+            attempt.prefill_runs_in_parallel = True
             task = asyncio.get_running_loop().create_task(self._run_prefill_in_parallel(attempt))
             task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
             attempt.prefill_task = task
@@ -303,7 +303,7 @@ class RequestRun:
             if attempt.decode is not None and self.driver.journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
         finally:
-            attempt.prefill_runs_beside = False
+            attempt.prefill_runs_in_parallel = False
 
     def _prefill_ended(self, attempt: SentAttempt, task: asyncio.Task[None]) -> None:
         """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
@@ -353,7 +353,7 @@ class RequestRun:
             self._times.first_token_s = now_s
         if self._first_attempt is None:
             self._first_attempt = attempt
-        if not attempt.prefill_runs_beside:
+        if not attempt.prefill_runs_in_parallel:
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
         self._model.flows.handed_over(attempt.placement, now_s=now_s)
         driver.first_tokens(now_s)
