@@ -51,10 +51,6 @@ class LeasedWatch(Generic[V]):
         self._removes_at = 0.0
         self.feed = store.changes(self)
 
-    async def start(self) -> None:
-        """Deliver what is there and go on watching."""
-        await self.feed.start()
-
     def end(self) -> None:
         """Watch no more; idempotent."""
         self._sinks.end()

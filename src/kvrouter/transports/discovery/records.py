@@ -109,37 +109,20 @@ class ChangeFeed(Protocol):
         """Return once nothing runs any more, after :meth:`end`."""
 
 
-class VersionedRecords(Protocol[T, V]):
-    """Keeps one record a key, each written over a version.
+class RecordStore(Protocol[T, V]):
+    """Keeps the records of one kind, for the processes that share it.
 
     Methods raise one of ``errors`` when they cannot do what is asked; a write that raises may have been done
     all the same where only its answer was lost.
     """
 
+    unit: str
+    """What holds one record: a file, a key, an object."""
+
     errors: tuple[type[Exception], ...]
 
     def reason(self, error: Exception) -> str:
         """What one of ``errors`` says, in a line that a person can act on."""
-
-    async def read(self, key: str) -> tuple[T | None, V | None]:
-        """Return what is there and its version; no version where nothing is.
-
-        What is no record is as good as none: the place is its own.
-        """
-
-    async def put_over(self, value: T, over: V | None) -> V:
-        """Write over a version, or where nothing is; return the new version. A record that is written again
-        as it is has a new version, too.
-
-        Raises OtherWrote when something else is there.
-        """
-
-
-class RecordStore(VersionedRecords[T, V], Protocol):
-    """Keeps the records of one kind, for the processes that share it."""
-
-    unit: str
-    """What holds one record: a file, a key, an object."""
 
     async def list_all(self) -> list[Record[T, V]]:
         """Return every record. What is none is reported, once until it is one, and left out."""
@@ -147,8 +130,21 @@ class RecordStore(VersionedRecords[T, V], Protocol):
     def changes(self, follower: Follower[T, V]) -> ChangeFeed:
         """Return what brings ``follower`` the records that are there, and every change."""
 
+    async def read(self, key: str) -> tuple[T | None, V | None]:
+        """Return what is there and its version; no version where nothing is.
+
+        What is no record is as good as none: the place is its own.
+        """
+
     async def put(self, value: T) -> None:
         """Write a record, over whatever is there."""
+
+    async def put_over(self, value: T, over: V | None) -> V:
+        """Write over a version, or where nothing is; return the new version. A record that is written again
+        as it is has a new version, too.
+
+        Raises OtherWrote when something else is there.
+        """
 
     async def delete(self, key: str, version: V | None = None) -> None:
         """Delete this version, or whatever is there; idempotent. Raises OtherWrote when another is there."""
