@@ -21,7 +21,7 @@ from kvrouter.transports.discovery.file.folder import Folder
 from kvrouter.transports.discovery.file.records import FileRecords
 from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.records import ListFeed, RecordKind
+from kvrouter.transports.discovery.records import PolledFeed, RecordKind
 from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
@@ -182,9 +182,8 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
         await files.put(record(worker_id))
     (folder.path / ".worker-4.0123456789abcdef.half").touch()
     watch = LeasedWatch(files, WatcherSinks(nobody, nobody, None), remove_after_s=0.0, on_trouble=nobody)
-    feed = files.changes(watch)
-    assert isinstance(feed, ListFeed)
-    await feed.ask()
+    assert isinstance(watch.feed, PolledFeed)
+    await watch.feed.ask()
     lives, version = await files.read("1")
     assert lives is not None
     version = await files.put_over(lives, version)

@@ -12,10 +12,10 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.card_publisher import HeldCards
 from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
+from kvrouter.transports.discovery.leased_watch import CardStore, LeasedWatch
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.discovery.records import RecordStore
-from kvrouter.transports.discovery.wire import CORDONS, CardRecord
+from kvrouter.transports.discovery.wire import CORDONS
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -32,7 +32,7 @@ class StoredDiscovery(Generic[V]):
 
     def __init__(
         self,
-        store: RecordStore[CardRecord, V],
+        store: CardStore[V],
         cards: HeldCards[V],
         *,
         lease_s: float,

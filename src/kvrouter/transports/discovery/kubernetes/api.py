@@ -8,6 +8,7 @@ from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, RequestRefused
 from kvrouter.kube.informer import ListAndWatch, Objects
 from kvrouter.kube.objects import ResourceKind
 from kvrouter.transports.background import go_on
+from kvrouter.transports.discovery.records import ChangeFeed
 
 
 def why(error: Exception) -> str:
@@ -38,13 +39,12 @@ RETRY_MAX_S = 5.0
 """The pauses of discovery: a worker that joins or leaves should be heard of soon."""
 
 
-class Follow(ListAndWatch[Item]):
+class Follow(ListAndWatch[Item], ChangeFeed):
     """A :class:`~kvrouter.kube.informer.ListAndWatch` that runs in a task called ``name``."""
 
     def __init__(self, objects: Objects[Item], *, name: str, tick_s: float, quiet_s: float) -> None:
         super().__init__(objects, tick_s=tick_s, quiet_s=quiet_s, backoff=Backoff(RETRY_S, RETRY_MAX_S))
         self._name = name
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Deliver what is there and go on watching; report a store that does not answer, and wait for it."""
@@ -55,13 +55,3 @@ class Follow(ListAndWatch[Item]):
             await asyncio.wait({began, self._task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             began.cancel()
-
-    def end(self) -> None:
-        """Watch no more; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def ended(self) -> None:
-        """Return once nothing runs any more, after :meth:`end`."""
-        if self._task is not None:
-            await asyncio.wait({self._task})

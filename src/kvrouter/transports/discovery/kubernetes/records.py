@@ -30,7 +30,9 @@ from kvrouter.transports.discovery.kubernetes.objects import (
     checked_fleet,
     encode_object,
 )
-from kvrouter.transports.discovery.records import ChangeFeed, Follower, OtherWrote, Record, RecordKind
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
+from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, Record, RecordKind
+from kvrouter.transports.discovery.wire import CardRecord
 
 TICKS_PER_LEASE = 20
 TICK_MAX_S = 0.2
@@ -103,9 +105,9 @@ class ObjectRecords(Generic[T]):
             self.hand_on(each, records.append)
         return records
 
-    def changes(self, follower: Follower[T, Stood]) -> ChangeFeed:
-        """Return what lists and watches for ``follower``."""
-        return ObjectFeed(self, follower)
+    def changes(self: "ObjectRecords[CardRecord]", watch: LeasedWatch[Stood]) -> ChangeFeed:
+        """Return what lists and watches for ``watch``."""
+        return ObjectFeed(self, watch)
 
     async def read(self, key: str) -> tuple[T | None, Stood | None]:
         """Return what is there."""
@@ -239,14 +241,14 @@ def stood(found: StoredObject) -> Stood:
     return Stood(metadata.uid, metadata.resource_version, metadata.owner_references)
 
 
-class ObjectFeed(Follow[StoredObject], Generic[T]):
+class ObjectFeed(Follow[StoredObject]):
     """Hears of writes as they happen; checks the leases several times in one.
 
     When a lease has run out, or nothing was heard for a part of one, everything is listed again. An API
     server that does not answer is lost; one that comes back gives every lease its whole length.
     """
 
-    def __init__(self, store: ObjectRecords[T], follower: Follower[T, Stood]) -> None:
+    def __init__(self, store: ObjectRecords[CardRecord], watch: LeasedWatch[Stood]) -> None:
         super().__init__(
             store,
             name="discovery: watch objects",
@@ -254,16 +256,16 @@ class ObjectFeed(Follow[StoredObject], Generic[T]):
             quiet_s=QUIET_LEASES * store.lease_s,
         )
         self._store = store
-        self._follower = follower
+        self._watch = watch
         self._is_cut_off = False
 
     def look(self, now: float) -> None:
         """See which leases run out."""
-        self._follower.look(now)
+        self._watch.look(now)
 
     def is_in_doubt(self, now: float) -> bool:
         """Whether a lease ran out: its object is read again before that is believed."""
-        return bool(self._follower.overdue(now))
+        return bool(self._watch.overdue(now))
 
     def cut_off(self) -> None:
         """Nothing is heard until the next list: no lease runs out meanwhile."""
@@ -271,15 +273,15 @@ class ObjectFeed(Follow[StoredObject], Generic[T]):
 
     def lose(self, error: ClusterError) -> None:
         """The API server cannot be asked."""
-        self._follower.lose(self._store.reason(error))
+        self._watch.lose(self._store.reason(error))
 
     def take_list(self, items: list[StoredObject], asked_at: float) -> None:
         """Take what was asked for at ``asked_at``, and believe the leases that had run out by then."""
         if self._is_cut_off:
             self._is_cut_off = False
-            self._follower.regain()
-        keys = [self._store.hand_on(each, self._follower.take) for each in items]
-        self._follower.settle(asked_at, {key for key in keys if key is not None})
+            self._watch.regain()
+        keys = [self._store.hand_on(each, self._watch.take) for each in items]
+        self._watch.settle(asked_at, {key for key in keys if key is not None})
 
     def take_event(self, event: WatchEvent) -> str:
         """Take one change; return its version."""
@@ -287,12 +289,12 @@ class ObjectFeed(Follow[StoredObject], Generic[T]):
         if event.type == "DELETED":
             key = self._store.key_of(found)
             if key is not None:
-                self._follower.drop(key)
+                self._watch.drop(key)
             self._store.refusals.forget(found.metadata.name)
         elif event.type != "BOOKMARK":
-            self._store.hand_on(found, self._follower.take)
+            self._store.hand_on(found, self._watch.take)
         return found.metadata.resource_version
 
     async def tidy(self, now: float) -> None:
         """Remove objects that nobody has written for long."""
-        await self._follower.tidy(now)
+        await self._watch.tidy(now)
