@@ -8,7 +8,7 @@ ENGINE ?= podman
 TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
+.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -174,6 +174,9 @@ bench-limits: setup ## How many events, requests and workers one router takes
 
 bench-hostile: setup ## How long others wait while a body of 59 MB is refused
 	$(BIN)/python -m benchmarks.refused_bodies
+
+bench-instructions: setup ## Count what requests, tokens and decisions cost, against the last row: REASON="why" adds a row
+	$(BIN)/python -m benchmarks.instructions $(if $(REASON),--keep "$(REASON)")
 
 bench-recording: setup ## How much processor time --record takes a frontend
 	$(BIN)/python -m benchmarks.recording_cost --keep

@@ -35,7 +35,7 @@ STAGES: tuple[tuple[Lane, ...], ...] = (
     (("setup",),),
     (("lint",), ("types",)),
     (("test",),),
-    (("test-cluster",), ("test-hostile", "test-chaos")),
+    (("test-cluster",), ("test-hostile", "test-chaos", "bench-instructions")),
 )
 """Stages follow each other. Their lanes run at the same time, and the parts of a lane one after the other."""
 

@@ -11,7 +11,7 @@ from kvrouter.text.model import mock_words
 
 _WORDS = mock_words()
 _DONE = b"data: [DONE]"
-_TEXTS = (b'"content":" ', b'"content": " ')
+TEXTS = (b'"content":" ', b'"content": " ')
 """How a text begins in the JSON of one server or another; every word of these answers begins with a space."""
 
 _LAST_BYTES = 1000
@@ -81,7 +81,7 @@ async def ask_in_turn(port: int, *, requests: int, prompt_words: int, seed: int)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for number in range(requests):
-            writer.write(_request(prompt_of(seed + number, prompt_words), max_tokens=1, stream=False))
+            writer.write(chat_request(prompt_of(seed + number, prompt_words), max_tokens=1, stream=False))
             head = await reader.readuntil(b"\r\n\r\n")
             body = await _body(reader, head)
             if not head.startswith(b"HTTP/1.1 200"):
@@ -108,13 +108,13 @@ async def first_tokens_us(port: int, *, requests: int, prompt_words: int, seed: 
     """Return how long each of some requests, one after the other, waited for its first text: microseconds."""
     waits_us = []
     for number in range(requests):
-        request = _request(prompt_of(seed + number, prompt_words), max_tokens=2, stream=True)
+        request = chat_request(prompt_of(seed + number, prompt_words), max_tokens=2, stream=True)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             began_s = time.perf_counter()
             writer.write(request)
             data = b""
-            while not any(text in data for text in _TEXTS):
+            while not any(text in data for text in TEXTS):
                 data = await _more(reader, port, data)
             waits_us.append((time.perf_counter() - began_s) * 1e6)
             while _DONE not in data:
@@ -124,9 +124,9 @@ async def first_tokens_us(port: int, *, requests: int, prompt_words: int, seed: 
     return waits_us
 
 
-async def wait_ready(port: int) -> None:
+async def wait_ready(port: int, within_s: float = READY_WITHIN_S) -> None:
     """Return once the server answers a request. Raises AnswerFailed when it does not in time."""
-    until_s = time.monotonic() + READY_WITHIN_S
+    until_s = time.monotonic() + within_s
     while True:
         try:
             await ask_in_turn(port, requests=1, prompt_words=8, seed=0)
@@ -141,7 +141,7 @@ async def wait_ready(port: int) -> None:
 async def _stream(port: int, tokens: int, seed: int, run: _Run) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(_request(prompt_of(seed, 32), max_tokens=tokens, stream=True))
+        writer.write(chat_request(prompt_of(seed, 32), max_tokens=tokens, stream=True))
         head = await reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
             raise AnswerFailed(f"port {port}: {head[:200]!r}")
@@ -151,7 +151,7 @@ async def _stream(port: int, tokens: int, seed: int, run: _Run) -> None:
             data = await reader.read(65536)
             if not data:
                 raise AnswerFailed(f"port {port}: the stream ended early, after {tail[-200:]!r}")
-            run.events += sum(data.count(text) for text in _TEXTS)
+            run.events += sum(data.count(text) for text in TEXTS)
             tail = tail[-_LAST_BYTES:] + data
         if b'"length"' not in tail:
             raise AnswerFailed(f"port {port}: the stream ended with {tail[-400:]!r}")
@@ -181,7 +181,8 @@ async def _more(reader: asyncio.StreamReader, port: int, data: bytes) -> bytes:
     return data + more
 
 
-def _request(prompt: str, *, max_tokens: int, stream: bool) -> bytes:
+def chat_request(prompt: str, *, max_tokens: int, stream: bool) -> bytes:
+    """Return a chat of one message as it is sent."""
     messages = [{"role": "user", "content": prompt}]
     body = json.dumps({"model": "mock", "messages": messages, "max_tokens": max_tokens, "stream": stream})
     head = (

@@ -18,6 +18,7 @@ from kvrouter.core.ids import Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.transports.discovery.file import FileDiscovery
 from kvrouter.transports.events.zmq import ZmqEventPublisher
+from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
 
 MODEL = ModelName("mock")
@@ -49,19 +50,28 @@ async def main(tick_s: float, first: int, folder: Path, n_workers: int = 1, dp_s
     )
     async with AsyncExitStack() as stack:
         for worker in range(first, first + n_workers):
-            card = await serve(stack, WorkerId(worker), tick_s=tick_s, dp_size=dp_size)
+            card = await serve(stack, WorkerId(worker), TickingEngine(tick_s), dp_size=dp_size)
             await discovery.publish(card)
         await say_and_wait({"port": 0})
         await discovery.close()
 
 
-async def serve(stack: AsyncExitStack, worker_id: WorkerId, *, tick_s: float, dp_size: int) -> WorkerCard:
+async def serve(
+    stack: AsyncExitStack,
+    worker_id: WorkerId,
+    engine: RequestServer,
+    *,
+    dp_size: int = 1,
+    heartbeat_s: float = 2.0,
+) -> WorkerCard:
     """Serve one worker until the stack ends; return its card."""
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=None, on_refused=fail)
+    acceptor = TcpRequestAcceptor(
+        "127.0.0.1", token=None, heartbeat_s=heartbeat_s, dead_after_s=3 * heartbeat_s, on_refused=fail
+    )
     await acceptor.start()
     stack.push_async_callback(acceptor.close)
     address = acceptor.address_of(worker_id, EPOCH)
-    acceptor.serve(address, TickingEngine(tick_s))
+    acceptor.serve(address, engine)
     events = ZmqEventPublisher("127.0.0.1", token=None, on_malformed=fail)
     stack.push_async_callback(events.close)
     events.serve_recovery(worker_id, HoldsNothing())

@@ -37,11 +37,14 @@ def this_machine() -> Machine:
     )
 
 
-def this_commit() -> Commit:
-    """Reads the commit that is checked out. Raises ``CalledProcessError`` outside of a repository."""
+def this_commit(*under: str) -> Commit:
+    """Reads the commit that is checked out; of changes only those ``under`` these folders, if any is given.
+
+    Raises ``CalledProcessError`` outside of a repository.
+    """
     return Commit(
         id=_git("rev-parse", "--short=12", "HEAD"),
-        changed=bool(_git("status", "--porcelain", "--untracked-files=no")),
+        changed=bool(_git("status", "--porcelain", "--untracked-files=no", *under)),
     )
 
 

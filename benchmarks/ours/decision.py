@@ -51,13 +51,16 @@ class Deciding:
     it, counts it, keeps the decision, and releases it.
     """
 
-    def __init__(self, params: Params) -> None:
-        self._load = DecisionLoad(n_workers=params["n_workers"])
+    def __init__(self, params: Params, config: KvRouterConfig | None = None) -> None:
+        self._load = DecisionLoad(**params)
         self._workers = QuietWorkers()
         self._discovery = MemoryDiscovery()
         self._plane = MemoryRequestPlane()
         self._service: RouterService = build_service(
-            KvRouterConfig(), plane=self._plane, discovery=self._discovery, subscriber=self._workers
+            config or KvRouterConfig(),
+            plane=self._plane,
+            discovery=self._discovery,
+            subscriber=self._workers,
         )
         self._next = 0
 
@@ -83,7 +86,7 @@ class Deciding:
         if variant == "decide, buffer":
             return time_fresh(lambda i: self._load.prompt(first + i), self._decide_buffer, n_calls)
         if variant == "decide, book and free, buffer":
-            return await time_awaits(lambda i: self._request(first + i), self._place_and_release, n_calls)
+            return await time_awaits(lambda i: self.request(first + i), self.place_and_release, n_calls)
         raise KeyError(variant)
 
     async def close(self) -> None:
@@ -103,12 +106,14 @@ class Deciding:
         wish = RouteRequest(REQUEST, isl_tokens=prompt.isl_tokens, total_blocks=prompt.total_blocks)
         self._model.decide(wish, prompt)
 
-    async def _place_and_release(self, request: GenerateRequest) -> None:
+    async def place_and_release(self, request: GenerateRequest) -> None:
+        """Decide, book, and free what was booked."""
         model = self._model
         placement = await model.place(request, request.token_ids, attempt=0, excluded=frozenset())
         model.release(placement)
 
-    def _request(self, number: int) -> GenerateRequest:
+    def request(self, number: int) -> GenerateRequest:
+        """Return request ``number``."""
         return GenerateRequest(RequestId(f"bench-{number}"), MODEL, self._load.prompt(number), SAMPLING)
 
     async def _until(self, is_done: Callable[[], bool]) -> None:

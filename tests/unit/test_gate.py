@@ -28,7 +28,9 @@ def makefile(folder: Path, **targets: str) -> Path:
 def test_each_part_is_a_target_that_people_call() -> None:
     parts = [target for lanes in STAGES for lane in lanes for target in lane]
     assert [part for part in parts if not re.search(rf"^{part}: .*## ", MAKEFILE, re.M)] == []
-    assert {"lint", "types", "test", "test-hostile", "test-chaos", "test-cluster"} <= set(parts)
+    assert {
+        *("lint", "types", "test", "test-hostile", "test-chaos", "test-cluster", "bench-instructions")
+    } <= set(parts)
     assert "-m scripts.gate" in (ROOT / ".ci/run").read_text()
 
 

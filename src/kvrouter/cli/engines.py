@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -12,139 +12,43 @@ from typing import TYPE_CHECKING
 import click
 
 from kvrouter.cli.flags import SettingsCommand, output_option, setting_options
-from kvrouter.cli.processes import begun, described, place_options, worker, worker_pods
+from kvrouter.cli.options import takes
+from kvrouter.cli.processes import begun, worker, worker_pods
 from kvrouter.commands.output import Output, echo, json_text
+from kvrouter.config.option import given_of
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
+from kvrouter.config.worker_options import AttachOptions, AttachRunOptions, PlaceOptions
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.registry import ENGINES, help_of
 from kvrouter.text.source import ENGINE_TOKENIZER, is_repository
 
 if TYPE_CHECKING:
-    from kvrouter.config.fleet import FleetFile
-    from kvrouter.core.ids import WorkerId
     from kvrouter.engines.attach import AttachSpec
 
 
-_FILE_OPTIONS = (
-    click.option(
-        "--fleet",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Take the worker from a fleet file, instead of --url and what goes with it.",
-    ),
-    click.option("--group", metavar="NAME", help="The group of the fleet file; with --fleet."),
-    click.option(
-        "--index",
-        type=int,
-        default=0,
-        show_default=True,
-        help="Which engine of the group, from 0; with --fleet.",
-    ),
+_CONTRADICTED = (
+    "url",
+    "model",
+    "tokenizer",
+    "role",
+    "block_size",
+    "context_length",
+    "kv_events",
+    "kv_events_replay",
 )
+"""The options that an engine may contradict."""
 
-_FLAGS_AT = {
-    field: f"--{field.replace('_', '-')}"
-    for field in (
-        "url",
-        "model",
-        "tokenizer",
-        "role",
-        "block_size",
-        "context_length",
-        "kv_events",
-        "kv_events_replay",
-    )
-}
-"""The flag of what an engine may contradict: by the name of the field."""
-
-_PLACE_FLAGS = ("role", "domain", "taint", "prompt_tokens_min", "prompt_tokens_max", "kv_transfer_domain",
-                "kv_transfer_enforcement", "kv_transfer_preferred_weight")  # fmt: skip
-"""What the flags say of the worker in the words of a fleet file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFlags:
-    """What the flags say of the engine. A fleet file says all of it by itself."""
-
-    url: str | None = None
-    model: str | None = None
-    tokenizer: str | None = None
-    block_size: int | None = None
-    context_length: int | None = None
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
-    no_kv_events: bool = False
-
-
-_ENGINE_FLAGS = tuple(field.name for field in fields(EngineFlags))
+_WHICH = ("fleet", "group", "index", "worker_id")
+"""The options that a worker of a fleet file has too."""
 
 
 def _engine_command(kind: str) -> click.Command:
     texts = help_of(kind)
-    options = [
-        click.option("--url", metavar="URL", help="Its server, as http://127.0.0.1:8000."),
-        *_FILE_OPTIONS,
-        click.option(
-            "--model", metavar="NAME", help="Which of the names that it serves.  [default: the first]"
-        ),
-        click.option(
-            "--tokenizer",
-            metavar="FOLDER|REPOSITORY",
-            help="The model's tokenizer: a folder, for frontends on this host, or a Hugging Face repository, "
-            "or engine, which has its engine tokenize.  [default: the engine's own]",
-        ),
-        click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]"),
-        click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]"),
-        click.option(
-            "--block-size", type=int, metavar="INT", help="What its KV blocks must have.  [default: asked]"
-        ),
-        click.option(
-            "--context-length",
-            type=click.IntRange(min=1),
-            metavar="INT",
-            help="Tokens of prompt and answer together; at most the engine's own.  [default: asked]",
-        ),
-        click.option(
-            "--kv-events",
-            metavar="ADDRESS",
-            help="Where rank 0 publishes its KV events, tcp://HOST:PORT.  [default: asked]",
-        ),
-        click.option(
-            "--kv-events-replay",
-            metavar="ADDRESS",
-            help="Where rank 0 replays them; with --kv-events.  [default: asked]",
-        ),
-        click.option("--no-kv-events", is_flag=True, help="Do not listen to its KV events."),
-        place_options,
-        click.option(
-            "--enable-local-indexer",
-            is_flag=True,
-            help="Answer routers that missed KV events, which then travel over NATS Core, not JetStream.",
-        ),
-        click.option(
-            "--standby", "is_standby", is_flag=True, help="Wait until no other start of its id serves."
-        ),
-        click.option(
-            "--engine-wait-s",
-            type=click.FloatRange(min=0, max=86_400),
-            default=600.0,
-            show_default=True,
-            help="How long the engine may take to answer: it loads its model first.",
-        ),
-        click.option(
-            "--drain-limit-s",
-            type=float,
-            default=30.0,
-            show_default=True,
-            help="Time for running legs at the end.",
-        ),
-    ]
 
-    def serve(**flags: object) -> None:
-        _serve(kind, **flags)  # type: ignore[arg-type]  # click checked them
+    @takes(AttachOptions, PlaceOptions, AttachRunOptions)
+    def serve(engine: AttachOptions, place: PlaceOptions, run: AttachRunOptions, **flags: object) -> None:
+        _serve(kind, engine, place, run, flags)
 
-    for option in reversed(options):
-        serve = option(serve)
     command = click.command(kind, cls=SettingsCommand, short_help=texts.short, help=texts.text)(serve)
     command.params.extend(setting_options("planes", "log"))
     return command
@@ -152,72 +56,60 @@ def _engine_command(kind: str) -> click.Command:
 
 def _serve(
     kind: str,
-    *,
-    fleet: Path | None,
-    group: str | None,
-    index: int,
-    worker_id: int | None,
-    enable_local_indexer: bool,
-    is_standby: bool,
-    engine_wait_s: float,
-    drain_limit_s: float,
-    **flags: object,
+    engine: AttachOptions,
+    place: PlaceOptions,
+    run: AttachRunOptions,
+    flags: Mapping[str, object],
 ) -> None:
-    said = described({name: flags.pop(name) for name in (*_ENGINE_FLAGS, *_PLACE_FLAGS)})
-    if not said["no_kv_events"]:
-        del said["no_kv_events"]
-    document, loaded = begun(flags, fleet)
+    document, loaded = begun(flags, engine.fleet)
     from kvrouter.attach.spec import file_engines, pick_engine, worker_environ  # noqa: PLC0415
     from kvrouter.commands.engine_worker import serve_engine_worker  # noqa: PLC0415
     from kvrouter.config.fleet_checks import load_fleet  # noqa: PLC0415
-    from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of  # noqa: PLC0415
-    from kvrouter.core.secret import secret_variable  # noqa: PLC0415
+    from kvrouter.config.one_worker import flag_of, worker_id_of  # noqa: PLC0415
 
     environ: Mapping[str, str] = os.environ
     if document is None:
-        if group is not None or index:
+        if engine.group is not None or engine.index:
             raise click.UsageError("--group and --index are about the engines of --fleet")
-        engine = EngineFlags(**{name: said.pop(name) for name in _ENGINE_FLAGS if name in said})  # type: ignore[arg-type]  # click checked them
-        spec = _spec_of_flags(
-            kind,
-            engine,
-            fleet_of_one(said),
-            engine_key=secret_variable(os.environ, ENGINE_KEY_VARIABLE),
-            worker_id=worker_id_of(worker_id),
-        )
+        spec = _spec_of_flags(kind, engine, place)
     else:
+        said = [name for name in (*given_of(engine), *given_of(place)) if name not in _WHICH]
         if said:
-            given = ", ".join(flag_of(name) for name in said)
+            given = ", ".join(map(flag_of, said))
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_file = load_fleet(document).fleet
         engines = file_engines(of_file)
-        picked = pick_engine(engines, kind, group=group, index=index)
+        picked = pick_engine(engines, kind, group=engine.group, index=engine.index)
         spec = picked.with_key(os.environ)
-        if worker_id is not None:
-            spec = replace(spec, worker_id=worker_id_of(worker_id))
+        if engine.worker_id is not None:
+            spec = replace(spec, worker_id=worker_id_of(engine.worker_id))
         environ = worker_environ(picked.group, os.environ)
     spec = replace(
         spec,
-        wait_s=engine_wait_s,
-        enable_local_indexer=enable_local_indexer,
-        is_standby=is_standby,
+        wait_s=run.engine_wait_s,
+        enable_local_indexer=run.enable_local_indexer,
+        is_standby=run.is_standby,
     )
-    sys.exit(serve_engine_worker(loaded.settings, spec, environ, drain_limit_s=drain_limit_s))
+    sys.exit(serve_engine_worker(loaded.settings, spec, environ, drain_limit_s=run.drain_limit_s))
 
 
-def _spec_of_flags(
-    kind: str, engine: EngineFlags, place: "FleetFile", *, engine_key: str | None, worker_id: "WorkerId"
-) -> "AttachSpec":
+def _spec_of_flags(kind: str, engine: AttachOptions, place: PlaceOptions) -> "AttachSpec":
     from kvrouter.config.fleet_workers import placed_config  # noqa: PLC0415
+    from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of  # noqa: PLC0415
+    from kvrouter.core.secret import secret_variable  # noqa: PLC0415
     from kvrouter.engines.attach import AttachSpec  # noqa: PLC0415
 
+    role = {} if engine.role is None else {"role": engine.role}
+    of_fleet = fleet_of_one({**role, **given_of(place)})
+    engine_key = secret_variable(os.environ, ENGINE_KEY_VARIABLE)
+    worker_id = worker_id_of(engine.worker_id)
     if engine.url is None:
         raise click.UsageError("--url: is required, unless --fleet names a file")
     if engine.kv_events_replay is not None and engine.kv_events is None:
         raise click.UsageError("--kv-events-replay: only together with --kv-events")
     if engine.no_kv_events and engine.kv_events is not None:
         raise click.UsageError("--no-kv-events and --kv-events contradict each other")
-    (group,) = place.workers
+    (group,) = of_fleet.workers
     return AttachSpec(
         kind=kind,
         url=_checked_url(engine.url),
@@ -232,8 +124,8 @@ def _spec_of_flags(
         publishes_kv_events=not engine.no_kv_events,
         api_key=engine_key,
         key_at=ENGINE_KEY_VARIABLE,
-        runtime_config=placed_config(place, group),
-        fields_at=_FLAGS_AT,
+        runtime_config=placed_config(of_fleet, group),
+        fields_at={name: flag_of(name) for name in _CONTRADICTED},
     )
 
 

@@ -2,51 +2,31 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.cli.options import takes
 from kvrouter.commands.output import echo
+from kvrouter.config.option import given_of
 from kvrouter.config.setting_spec import SettingValue
+from kvrouter.config.worker_options import (
+    MockEngineOptions,
+    MockFileOptions,
+    MockModelOptions,
+    MockRunOptions,
+    PlaceOptions,
+)
 from kvrouter.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvrouter.config.problems import Document
     from kvrouter.config.sources import Loaded
     from kvrouter.core.ids import ModelName
-
-Command = TypeVar("Command", bound=Callable[..., object])
-
-_OPTIONS = (
-    click.option(
-        "--domain",
-        multiple=True,
-        metavar="LEVEL=VALUE",
-        help="Where it is, the broadest level first: --domain zone=a --domain rack=r7.",
-    ),
-    click.option("--taint", multiple=True, metavar="TEXT", help="A taint of its own; may be repeated."),
-    click.option(
-        "--prompt-tokens-min", type=int, metavar="INT", help="The shortest prompt that it prefills."
-    ),
-    click.option("--prompt-tokens-max", type=int, metavar="INT", help="The longest prompt that it prefills."),
-    click.option("--kv-transfer-domain", metavar="LEVEL", help="The domain that its KV transfers keep to."),
-    click.option(
-        "--kv-transfer-enforcement",
-        metavar="required|preferred|fallback",
-        help="How strictly.  [default: required]",
-    ),
-    click.option("--kv-transfer-preferred-weight", type=float, metavar="NUMBER", help="From 0 to 1."),
-)
-
-
-def place_options(command: Command) -> Command:
-    """Give ``command`` the flags ``--domain``, ``--taint``, ``--prompt-tokens-…`` and ``--kv-transfer-…``."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.command(cls=SettingsCommand, short_help="Serve workers that run in other processes.")
@@ -109,64 +89,13 @@ def worker() -> None:
 
 
 @worker.command("mock", cls=SettingsCommand, short_help="An engine without a GPU.")
-@click.option(
-    "--fleet", type=click.Path(path_type=Path), metavar="FILE", help="Take the worker from a fleet file."
-)
-@click.option("--group", metavar="NAME", help="The group of the fleet file; with --fleet.")
-@click.option(
-    "--index", type=int, default=0, show_default=True, help="Which worker of the group, from 0; with --fleet."
-)
-@click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]")
-@click.option("--model", metavar="NAME", help="The model that it serves.  [default: mock]")
-@click.option("--tokenizer", metavar="FOLDER|REPOSITORY", help="The model's tokenizer.  [default: mock]")
-@click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]")
-@click.option("--block-size", type=int, metavar="INT", help="Tokens in a KV block.  [default: 64]")
-@click.option("--context-length", type=int, metavar="INT", help="Prompt and answer.  [default: 32768 tokens]")
-@click.option("--dp-size", type=int, metavar="INT", help="Data-parallel ranks.  [default: 1]")
-@place_options
-@click.option("--total-kv-blocks", type=int, metavar="INT", help="KV blocks of a rank.  [default: 16384]")
-@click.option("--max-num-seqs", type=int, metavar="INT", help="Sequences in a batch.  [default: 256]")
-@click.option("--max-num-batched-tokens", type=int, metavar="INT", help="Tokens in a step.  [default: 8192]")
-@click.option("--handoff", metavar="bootstrap|synchronous", help="How KV is handed on.  [default: bootstrap]")
-@click.option("--kv-load-failure-policy", metavar="fail|recompute", help="What to do without KV.")
-@click.option("--kv-events/--no-kv-events", default=None, help="Publish KV events.  [default: yes]")
-@click.option("--speedup", type=float, metavar="NUMBER", help="Times faster than life.  [default: 1]")
-@click.option("--seed", type=int, metavar="INT", help="What its tokens are drawn from.  [default: 0]")
-@click.option(
-    "--enable-local-indexer",
-    is_flag=True,
-    help="Answer routers that missed KV events, which then travel over NATS Core instead of JetStream.",
-)
-@click.option(
-    "--engine-events",
-    metavar="ADDRESS",
-    help="Where an engine of your own tells its KV events, unix:PATH or tcp://HOST:PORT; the mock answers.",
-)
-@click.option(
-    "--static",
-    "is_static",
-    is_flag=True,
-    help="Be announced nowhere and publish no KV events: frontends name this worker by --static-endpoint.",
-)
-@click.option(
-    "--standby",
-    "is_standby",
-    is_flag=True,
-    help="Begin once no other worker of this id is announced; without it the newer start takes the place.",
-)
-@click.option(
-    "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
-)
+@takes(MockFileOptions, MockModelOptions, PlaceOptions, MockEngineOptions, MockRunOptions)
 def worker_mock(
-    fleet: Path | None,
-    group: str | None,
-    index: int,
-    worker_id: int | None,
-    enable_local_indexer: bool,
-    engine_events: str | None,
-    is_static: bool,
-    is_standby: bool,
-    drain_limit_s: float,
+    which: MockFileOptions,
+    model: MockModelOptions,
+    place: PlaceOptions,
+    engine: MockEngineOptions,
+    run: MockRunOptions,
     **flags: object,
 ) -> None:
     """Run a mock engine: batching, cache and timing of a real one, without a GPU.
@@ -176,19 +105,19 @@ def worker_mock(
     takes no new legs and waits for those that run.
     """
     from kvrouter.config.fleet_checks import load_fleet  # noqa: PLC0415
-    from kvrouter.config.one_worker import FLAGS, flag_of, fleet_of_one  # noqa: PLC0415
+    from kvrouter.config.one_worker import flag_of, fleet_of_one  # noqa: PLC0415
 
-    said = described({name: flags.pop(name) for name in tuple(flags) if name in FLAGS})
-    document, loaded = begun(flags, fleet)
-    if is_static and (engine_events is not None or enable_local_indexer):
+    said = {**given_of(model), **given_of(place), **given_of(engine)}
+    document, loaded = begun(flags, which.fleet)
+    if run.is_static and (run.engine_events is not None or run.enable_local_indexer):
         raise click.UsageError("--static: such a worker publishes no KV events")
-    if is_static and is_standby:
+    if run.is_static and run.is_standby:
         raise click.UsageError("--static: such a worker is announced nowhere, and has no place to wait for")
     if document is None:
-        if group is not None or index:
+        if which.group is not None or which.index:
             raise click.UsageError("--group and --index are about the workers of --fleet")
         of_fleet = fleet_of_one(said)
-        group = of_fleet.workers[0].name
+        which = replace(which, group=of_fleet.workers[0].name)
     else:
         if said:
             given = ", ".join(flag_of(name) for name in said)
@@ -196,18 +125,8 @@ def worker_mock(
         of_fleet = load_fleet(document).fleet
     from kvrouter.commands.mock_worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
 
-    spec = MockWorkerSpec.pick(
-        of_fleet,
-        group=group,
-        index=index,
-        worker_id=worker_id,
-        enable_local_indexer=enable_local_indexer,
-        engine_events=engine_events,
-        numbered=document is not None,
-        is_static=is_static,
-        is_standby=is_standby,
-    )
-    sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
+    spec = MockWorkerSpec.pick(of_fleet, which, run)
+    sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=run.drain_limit_s))
 
 
 worker_mock.params.extend(setting_options("planes", "log"))
@@ -240,12 +159,6 @@ def warn(warnings: Iterable[str]) -> None:
     """Print warnings on standard error."""
     for warning in warnings:
         echo(f"kvrouter: warning: {warning}", err=True)
-
-
-def described(flags: Mapping[str, object]) -> dict[str, object]:
-    """The flags that were given: neither unset nor an empty list."""
-    return {name: list(value) if isinstance(value, tuple) else value
-            for name, value in flags.items() if value is not None and value != ()}  # fmt: skip
 
 
 def model_sources(pairs: tuple[str, ...]) -> "dict[ModelName, str]":

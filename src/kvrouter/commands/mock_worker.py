@@ -19,6 +19,7 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.one_worker import worker_id_of
 from kvrouter.config.static_endpoint import STATIC_INCARNATION
+from kvrouter.config.worker_options import MockFileOptions, MockRunOptions
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN
@@ -49,30 +50,14 @@ class MockWorkerSpec:
     fleet: FleetFile
     group: WorkerGroup
     worker_id: WorkerId
-    enable_local_indexer: bool = False
-    engine_events: str | None = None
-    is_static: bool = False
-    """Named by hand at its frontends: it is announced nowhere, and publishes no KV events."""
-    is_standby: bool = False
-    """It begins once no other start of its id is announced, and replaces nobody."""
+    run: MockRunOptions
 
     @classmethod
-    def pick(
-        cls,
-        fleet: FleetFile,
-        *,
-        group: str | None,
-        index: int,
-        worker_id: int | None,
-        enable_local_indexer: bool,
-        engine_events: str | None,
-        numbered: bool,
-        is_static: bool = False,
-        is_standby: bool = False,
-    ) -> Self:
-        """Pick worker ``index`` of a group. Its id is ``worker_id``, else its number in a ``numbered`` file,
-        else random. Raises ConfigError that names the flag.
+    def pick(cls, fleet: FleetFile, which: MockFileOptions, run: MockRunOptions) -> Self:
+        """Pick a worker of a group. Its id is what ``which`` says, else its number in a file, else random.
+        Raises ConfigError that names the flag.
         """
+        group, index, worker_id = which.group, which.index, which.worker_id
         groups = {each.name: each for each in fleet.workers}
         if group is None and len(groups) > 1:
             raise ConfigError(f"--group: must be one of {', '.join(groups)}", param="group")
@@ -90,17 +75,9 @@ class MockWorkerSpec:
                 f"--index: group {found.name!r} has workers 0 to {found.n_workers - 1}, not {index}",
                 param="index",
             )
-        if worker_id is None and numbered:
+        if worker_id is None and which.fleet is not None:
             worker_id = [number for number, each in numbered_workers(fleet) if each is found][index]
-        return cls(
-            fleet=fleet,
-            group=found,
-            worker_id=worker_id_of(worker_id),
-            enable_local_indexer=enable_local_indexer,
-            engine_events=engine_events,
-            is_static=is_static,
-            is_standby=is_standby,
-        )
+        return cls(fleet=fleet, group=found, worker_id=worker_id_of(worker_id), run=run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +115,7 @@ async def mock_worker(
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
     fleet, group = spec.fleet, spec.group
-    if not spec.is_static:
+    if not spec.run.is_static:
         settings = settled(settings, kv_events=mock_engine(group).kv_events)
     model = fleet.model_of(group)
     topology = _topology(group, environ)
@@ -159,14 +136,14 @@ async def mock_worker(
         async with open_worker_transports(
             settings,
             component=component,
-            has_local_indexer=spec.enable_local_indexer,
+            has_local_indexer=spec.run.enable_local_indexer,
             publishes_kv_events=mock_engine(group).kv_events,
-            is_static=spec.is_static,
+            is_static=spec.run.is_static,
             on_lost=on_lost,
         ) as wires:
-            if spec.is_standby:
+            if spec.run.is_standby:
                 await until_free(wires.discovery, spec.worker_id)
-            incarnation = STATIC_INCARNATION if spec.is_static else new_incarnation()
+            incarnation = STATIC_INCARNATION if spec.run.is_static else new_incarnation()
             card = worker_card(
                 fleet,
                 group,
@@ -183,10 +160,10 @@ async def mock_worker(
                     pod=planes.pod_name or "",
                     node=planes.node,
                     event_source=wires.events.source,
-                    publishes_kv_events=card.publishes_kv_events and not spec.is_static,
+                    publishes_kv_events=card.publishes_kv_events and not spec.run.is_static,
                     tokenizer=settled_source(model.mock_tokenizer),
                     runtime_config=replace(
-                        card.runtime_config, enable_local_indexer=spec.enable_local_indexer
+                        card.runtime_config, enable_local_indexer=spec.run.enable_local_indexer
                     ),
                 ),
                 discovery=wires.discovery,
@@ -194,7 +171,7 @@ async def mock_worker(
                 requests=wires.requests,
                 recovery=wires.recovery,
                 topology=topology,
-                engine_tells_events=spec.engine_events is None,
+                engine_tells_events=spec.run.engine_events is None,
             )
             await worker.start()
             try:
@@ -211,12 +188,12 @@ async def mock_worker(
 @asynccontextmanager
 async def _engine_door(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
     """Let a custom engine publish its KV events, where that is asked for. Raises ConfigError."""
-    if spec.engine_events is None:
+    if spec.run.engine_events is None:
         yield
         return
     door = EngineDoor(
         worker.publisher,
-        address=spec.engine_events,
+        address=spec.run.engine_events,
         block_size=worker.card.block_size or BLOCK_SIZE_UNKNOWN,
         token=revealed(settings.planes.plane_token) or "",
         dp_ranks=[rank.dp_rank for rank in worker.card.ranks()],

@@ -1,15 +1,13 @@
 """``kvrouter replay``: a trace over a fleet, by one rule or several, and what came of it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.commands.input_options import InputOptions
+from kvrouter.commands.input_options import FileOptions, InputOptions, PolicyOptions
 from kvrouter.commands.output import json_text
 from kvrouter.commands.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.commands.replay_inputs import (
@@ -28,7 +26,7 @@ from kvrouter.sim.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.timetable_entry import entry_of
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.tuning import candidates, first_half, merit, second_half
-from kvrouter.sim.variant import Variant, parse_sweep, variants
+from kvrouter.sim.variant import Variant, parse_sweep, split_policies, variants
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
 
@@ -36,52 +34,36 @@ TUNED_ROWS_MIN = 20
 """Fewer requests are not cut into halves."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What the command was given."""
-
-    inputs: InputOptions
-    fleet: Path | None
-    policies: tuple[str, ...]
-    sweeps: tuple[str, ...]
-    tune: bool = False
-    report: Path | None = None
-    write_fleet: Path | None = None
-    write_events: Path | None = None
-
-
-def replay(options: ReplayOptions, console: Console) -> int:
+def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, console: Console) -> int:
     """Replay every variant with every seed; print a table, and write what was asked for. Returns the exit
     code; what is known when it is interrupted is printed and written all the same.
 
     Raises ConfigError, before anything is replayed, for what cannot be.
     """
-    given = options.inputs
-    for path in filter(None, (options.report, options.write_fleet, options.write_events)):
+    for path in filter(None, (files.report, files.write_fleet, files.write_events)):
         check_folder(path)
     given.output.check()
     inputs = open_inputs(given)
-    fleet = replayed_fleet(options.fleet, inputs.trace, given.trace)
+    fleet = replayed_fleet(policy.fleet, inputs.trace, given.trace)
     document = fleet.document
-    sweeps = [parse_sweep(sweep) for sweep in options.sweeps]
+    policies = (*policy.policies, *split_policies(policy.compare)) or ("kvrouter",)
+    sweeps = [parse_sweep(sweep) for sweep in policy.sweeps]
     compared = (
-        candidates(document, options.policies, sweeps)
-        if options.tune
-        else [[variant] for variant in variants(document, options.policies, sweeps)]
+        candidates(document, policies, sweeps)
+        if policy.tune
+        else [[variant] for variant in variants(document, policies, sweeps)]
     )
     first_of_each = [chosen_from[0] for chosen_from in compared]
     inputs = inputs.over(fleet.recorded, first_of_each)
     n_rows = inputs.check(first_of_each)
-    if options.tune and n_rows < TUNED_ROWS_MIN:
+    if policy.tune and n_rows < TUNED_ROWS_MIN:
         raise ConfigError(
             f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
         )
-    write_recorded(
-        fleet.recorded, inputs.changes, fleet_to=options.write_fleet, events_to=options.write_events
-    )
+    write_recorded(fleet.recorded, inputs.changes, fleet_to=files.write_fleet, events_to=files.write_events)
     reports: list[VariantReport] = []
     with replay_progress() as progress:
-        runner = _Runner(inputs, progress, n_rows, tunes=options.tune)
+        runner = _Runner(inputs, progress, n_rows, tunes=policy.tune)
         runner.expect(compared)
         for chosen_from in compared:
             found = runner.report(chosen_from)
@@ -94,7 +76,7 @@ def replay(options: ReplayOptions, console: Console) -> int:
         installed_version(),
         given.trace_name,
         inputs.trace.info.format,
-        f"{dispatch}; {TUNED}" if options.tune else dispatch,
+        f"{dispatch}; {TUNED}" if policy.tune else dispatch,
         inputs.objective,
         runner.is_whole,
         tuple(reports),
@@ -102,8 +84,8 @@ def replay(options: ReplayOptions, console: Console) -> int:
         tuple(filter(None, (fleet.note, *inputs.changes.notes))),
     )
     given.output.show(lambda: json_text(report), lambda: show_report(report, console))
-    if options.report is not None:
-        write_whole(options.report, render_page(report))
+    if files.report is not None:
+        write_whole(files.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED
 
 

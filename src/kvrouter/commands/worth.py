@@ -1,7 +1,6 @@
 """``kvrouter worth``: what each transfer policy and router mode would change, and whether to switch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.commands.input_options import InputOptions
+from kvrouter.commands.input_options import InputOptions, WorthOptions
 from kvrouter.commands.output import json_text
 from kvrouter.commands.replay_inputs import (
     ReplayInputs,
@@ -50,19 +49,6 @@ from kvrouter.sim.worth import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WorthOptions:
-    """What the command was given; ``threshold`` is a share, without ``modes`` all are compared, without
-    ``costs`` the usual ones.
-    """
-
-    inputs: InputOptions
-    fleet: Path
-    modes: tuple[RouterMode, ...]
-    threshold: float
-    costs: tuple[CostChoice, ...] = ()
-
-
 class Today(msgspec.Struct, frozen=True):
     """The fleet file as it is: its choice, with how many seeds it was replayed, its figures."""
 
@@ -97,21 +83,23 @@ class WorthReport(msgspec.Struct, frozen=True):
     """What became of the changes of the fleet that a recording has."""
 
 
-def worth(options: WorthOptions, console: Console) -> int:
+def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
     """Replay today's choice and every other one; print a table of changes and an advice, and write what was
     asked for. Returns the exit code; what is known when it is interrupted is printed and written as well.
 
     Raises ConfigError, before anything is replayed, for what cannot be.
     """
-    given = options.inputs
-    if not 0.0 <= options.threshold < 1.0:
-        raise ConfigError(
-            f"threshold: {options.threshold * 100.0:g} % is not from 0 to below 100", param="threshold"
-        )
+    threshold = options.threshold / 100.0
+    if not 0.0 <= threshold < 1.0:
+        raise ConfigError(f"threshold: {threshold * 100.0:g} % is not from 0 to below 100", param="threshold")
     given.output.check()
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
-    others = other_choices(file, options.modes or tuple(RouterMode), options.costs or COMPARED_COSTS)
+    modes, costs = (
+        dict.fromkeys(map(RouterMode, options.modes)),
+        dict.fromkeys(map(CostChoice, options.costs)),
+    )
+    others = other_choices(file, tuple(modes) or tuple(RouterMode), tuple(costs) or COMPARED_COSTS)
     inputs = open_inputs(given)
     check_events(inputs.timetable)
     choice = choice_of(file)
@@ -146,13 +134,13 @@ def worth(options: WorthOptions, console: Console) -> int:
         objective=inputs.objective,
         requests=n_rows,
         parts=PARTS,
-        threshold=options.threshold,
+        threshold=threshold,
         level=places.level,
         is_whole=len(alternatives) == len(others),
         events=tuple(map(entry_of, inputs.timetable)),
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
-        advice=advise(choice, alternatives, options.threshold) if alternatives else None,
+        advice=advise(choice, alternatives, threshold) if alternatives else None,
         notes=inputs.changes.notes,
     )
     given.output.show(lambda: json_text(report), lambda: show_worth(report, console))

@@ -6,33 +6,9 @@ from collections.abc import Mapping, Sequence
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_part
 from kvrouter.config.problems import Document, Path, dotted
+from kvrouter.config.worker_options import FILE_PATHS
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WORKER_IDS, WorkerId
-
-FLAGS: Mapping[str, Path] = {
-    "model": ("models", 0, "name"),
-    "tokenizer": ("models", 0, "tokenizer"),
-    "block_size": ("models", 0, "block_size"),
-    "context_length": ("models", 0, "context_length"),
-    "role": ("workers", 0, "role"),
-    "dp_size": ("workers", 0, "dp_size"),
-    "taint": ("workers", 0, "taints"),
-    "domain": ("workers", 0, "domains"),
-    "prompt_tokens_min": ("workers", 0, "prompt_tokens", "min"),
-    "prompt_tokens_max": ("workers", 0, "prompt_tokens", "max"),
-    "total_kv_blocks": ("workers", 0, "engine", "total_kv_blocks"),
-    "max_num_seqs": ("workers", 0, "engine", "max_num_seqs"),
-    "max_num_batched_tokens": ("workers", 0, "engine", "max_num_batched_tokens"),
-    "handoff": ("workers", 0, "engine", "handoff"),
-    "kv_events": ("workers", 0, "engine", "kv_events"),
-    "kv_load_failure_policy": ("workers", 0, "engine", "kv_load_failure_policy"),
-    "kv_transfer_domain": ("kv_transfer", "domain"),
-    "kv_transfer_enforcement": ("kv_transfer", "enforcement"),
-    "kv_transfer_preferred_weight": ("kv_transfer", "preferred_weight"),
-    "speedup": ("speedup",),
-    "seed": ("seed",),
-}
-"""Where in a fleet file the value of each flag stands; the flag is ``--`` and the name with dashes."""
 
 
 class _FlagDocument(Document):
@@ -40,22 +16,22 @@ class _FlagDocument(Document):
 
     def place(self, path: Path) -> str:
         """Return the flag that the value came from."""
-        for name, at in FLAGS.items():
+        for name, at in FILE_PATHS.items():
             if path[: len(at)] == at or (path and at[: len(path)] == path):
                 return flag_of(name)
         return dotted(path)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a name in :data:`FLAGS`."""
+    """Return the flag of a name in :data:`FILE_PATHS`."""
     return f"--{name.replace('_', '-')}"
 
 
 def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
     """Return a fleet file with the one worker that the flags describe; raise ConfigError that names the flag.
 
-    ``given`` has the values of those flags that were given, by the names of :data:`FLAGS`; ``domain`` is a
-    sequence of ``level=value``, the broadest level first.
+    ``given`` has the values of those flags that were given, by the names of :data:`FILE_PATHS`; ``domain`` is
+    a sequence of ``level=value``, the broadest level first.
     """
     content: dict[str, object] = {
         "version": 1,
@@ -66,7 +42,7 @@ def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
     if domains:
         content["topology"] = {"levels": list(domains)}
     for name, value in given.items():
-        put(content, FLAGS[name], domains if name == "domain" else value)
+        put(content, FILE_PATHS[name], domains if name == "domain" else value)
     return load_part(_FlagDocument("flags", content, {}))
 
 

@@ -1,0 +1,170 @@
+"""Counted costs: what is compared with the last row of the data, and what a row must have."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.http_replay.machine import Commit
+from benchmarks.instructions.count import COSTS, RANKS, WORDS
+from benchmarks.instructions.instruments import read_dump
+from benchmarks.instructions.rows import (
+    BY_BUILD,
+    BY_PYTHON,
+    FILE,
+    SAME_EVERYWHERE,
+    Build,
+    Row,
+    append_row,
+    compare,
+    read_rows,
+)
+
+BUILD = Build(
+    python="3.11.7 (main) [GCC 12.2.0]", libc="glibc 2.36", valgrind="valgrind-3.19.0", cpu=("x86_64", "avx2")
+)
+REQUEST = "request, 32 words, whole"
+FIGURES = {
+    REQUEST: {
+        "instructions": 2e6,
+        "allocations": 1500.0,
+        "python_calls": 900.0,
+        "syscalls": 24.0,
+        "turns": 6.0,
+    }
+}
+ROW = Row(Commit("abc", changed=False), "the first row", "3.11", BUILD, FIGURES)
+
+
+def measured(**grown: float) -> dict[str, dict[str, float]]:
+    return {
+        operation: {what: count * grown.get(what, 1.0) for what, count in counts.items()}
+        for operation, counts in FIGURES.items()
+    }
+
+
+@pytest.mark.parametrize("what", sorted(SAME_EVERYWHERE | BY_PYTHON | BY_BUILD))
+def test_a_figure_that_grew_by_six_percent_stops_the_gate_and_by_four_it_does_not(what: str) -> None:
+    assert compare(ROW, measured(**{what: 1.04}), python="3.11", build=BUILD).is_good
+    compared = compare(ROW, measured(**{what: 1.06}), python="3.11", build=BUILD)
+    assert not compared.is_good
+    (line,) = compared.lines
+    assert REQUEST in line
+    assert what in line
+    assert "+6.0%" in line
+
+
+def test_a_figure_that_fell_is_good() -> None:
+    fallen = measured(instructions=0.5, turns=0.5, python_calls=0.1)
+    assert compare(ROW, fallen, python="3.11", build=BUILD).is_good
+
+
+def test_the_growth_of_small_steps_is_judged_by_the_row_and_not_by_the_step_before() -> None:
+    steps = [1.03, 1.03**2]
+    good = [compare(ROW, measured(instructions=step), python="3.11", build=BUILD).is_good for step in steps]
+    assert good == [True, False]
+
+
+def test_a_new_row_with_a_reason_makes_the_growth_good(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    grown = measured(instructions=1.06)
+    append_row(path, ROW)
+    append_row(path, msgspec.structs.replace(ROW, reason="spans are on", figures=grown))
+    assert compare(read_rows(path)[-1], grown, python="3.11", build=BUILD).is_good
+
+
+@pytest.mark.parametrize("reason", ["", "  \n"])
+def test_a_row_without_a_reason_stops_the_gate(reason: str) -> None:
+    row = msgspec.structs.replace(ROW, reason=reason)
+    compared = compare(row, measured(), python="3.11", build=BUILD)
+    assert not compared.is_good
+    assert "reason" in compared.lines[0]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another machine: what is compared there, and what it says."""
+
+    python: str
+    build: Build
+    compared: frozenset[str]
+    said: str
+
+
+ELSEWHERE = {
+    "python": Elsewhere(
+        "3.12",
+        msgspec.structs.replace(BUILD, python="3.12.1 (main) [GCC 12.2.0]"),
+        SAME_EVERYWHERE,
+        "Python 3.12 here, 3.11 in the row",
+    ),
+    "patch": Elsewhere(
+        "3.11",
+        msgspec.structs.replace(BUILD, python="3.11.9 (main) [GCC 12.2.0]"),
+        SAME_EVERYWHERE | BY_PYTHON,
+        "python: 3.11.9",
+    ),
+    "libc": Elsewhere(
+        "3.11",
+        msgspec.structs.replace(BUILD, libc="glibc 2.40"),
+        SAME_EVERYWHERE | BY_PYTHON,
+        "libc: glibc 2.40 here, glibc 2.36 in the row",
+    ),
+    "processor": Elsewhere(
+        "3.11", msgspec.structs.replace(BUILD, cpu=("x86_64",)), SAME_EVERYWHERE | BY_PYTHON, "cpu: "
+    ),
+    "no valgrind": Elsewhere(
+        "3.11",
+        msgspec.structs.replace(BUILD, valgrind=None),
+        SAME_EVERYWHERE | BY_PYTHON,
+        "valgrind is not installed here",
+    ),
+}
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE.values(), ids=list(ELSEWHERE))
+def test_elsewhere_only_what_can_be_compared_is_and_the_rest_is_said(elsewhere: Elsewhere) -> None:
+    for what in sorted(SAME_EVERYWHERE | BY_PYTHON | BY_BUILD):
+        compared = compare(ROW, measured(**{what: 1.06}), python=elsewhere.python, build=elsewhere.build)
+        assert compared.is_good == (what not in elsewhere.compared), what
+        assert any("NOT COMPARED" in line and elsewhere.said in line for line in compared.lines)
+
+
+def test_an_operation_that_is_no_longer_measured_or_not_yet_in_the_row_stops_the_gate() -> None:
+    assert not compare(ROW, {}, python="3.11", build=BUILD).is_good
+    assert not compare(ROW, {**measured(), "another": {"turns": 1.0}}, python="3.11", build=BUILD).is_good
+
+
+def test_a_figure_of_nothing_that_becomes_something_stops_the_gate() -> None:
+    row = msgspec.structs.replace(ROW, figures={"decision": {"syscalls": 0.0}})
+    assert not compare(row, {"decision": {"syscalls": 1.0}}, python="3.11", build=BUILD).is_good
+    assert compare(row, {"decision": {"syscalls": 0.02}}, python="3.11", build=BUILD).is_good
+
+
+def test_the_data_has_a_reason_in_each_row_and_every_operation_in_the_last() -> None:
+    rows = read_rows(FILE)
+    assert all(row.reason.strip() for row in rows)
+    operations = {
+        "one more streamed token",
+        *(f"request, {words:,} words, {how}" for words in WORDS for how in ("whole", "streamed")),
+        *(f"decision with booking, {ranks:,} ranks, cost of {cost}" for ranks in RANKS for cost in COSTS),
+    }
+    assert rows[-1].figures.keys() == operations
+    assert all(
+        counts.keys() == SAME_EVERYWHERE | BY_PYTHON | BY_BUILD for counts in rows[-1].figures.values()
+    )
+
+
+def test_a_dump_of_callgrind_has_its_instructions_and_the_calls_of_allocators(tmp_path: Path) -> None:
+    dump = tmp_path / "callgrind.1"
+    dump.write_text(
+        "events: Ir\n"
+        "fn=(1) _PyEval_EvalFrameDefault\n0 10\n"
+        "cfn=(2) _PyObject_Malloc\ncalls=7 12\n0 70\n"
+        "cfn=(3) _PyObject_Free\ncalls=5 12\n0 70\n"
+        "\nfn=(4) malloc'2\n0 3\n"
+        "cfn=(4)\ncalls=2 9\n0 3\n"
+        "totals: 1234\n"
+    )
+    assert read_dump(dump) == {"instructions": 1234, "allocations": 9}
