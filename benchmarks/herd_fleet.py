@@ -11,7 +11,6 @@ from typing import NamedTuple
 from benchmarks.herd_load import Arrival
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
@@ -148,7 +147,7 @@ class Worker:
 
 def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRouter:
     """A model's router, as the composition root makes it, with every worker in its fleet."""
-    config = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    config = KvRouterConfig(router_cost="blocks")
     router = ModelRouter(
         fleet=Fleet(MODEL, BLOCK_SIZE),
         cache=NoCacheView(),

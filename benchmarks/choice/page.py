@@ -18,7 +18,6 @@ from benchmarks.choice.aggregated import (
 )
 from benchmarks.http_replay.machine import Commit, Machine
 from benchmarks.replay.cases import CASES, LATE_S
-from kvrouter.core.constraints import CostRule
 from kvrouter.sim.variant import OURS
 
 OF_BLOCKS = 0.75
@@ -86,7 +85,7 @@ def _missed(
         yield f"{mean(ours.failed):.0f} failed, {mean(best.failed):.0f} under the best rule"
 
 
-def default_of(study: Study) -> CostRule:
+def default_of(study: Study) -> str:
     """Return the cost that should be on by default: time, where on every trace the mean TTFT, in the
     geometric mean over all loads and sizes of memory, is less than by blocks, and nothing more fails.
     """
@@ -94,10 +93,10 @@ def default_of(study: Study) -> CostRule:
     for trace in {row.cell.job.case for row in rows}:
         of_trace = [row for row in rows if row.cell.job.case == trace]
         if geometric_mean(map(_of_blocks, of_trace)) >= 1.0:
-            return CostRule.BLOCKS
+            return "blocks"
         if sum(mean(row.ours.failed) - mean(row.blocks.failed) for row in of_trace) > 0:
-            return CostRule.BLOCKS
-    return CostRule.TIME
+            return "blocks"
+    return "time"
 
 
 def _of_blocks(row: Row) -> float:

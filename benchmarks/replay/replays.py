@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.replay.cases import Rows
 from kvrouter.config import FleetFile
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
-from kvrouter.sim.rules.rule import Rule
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.simulation import Result, Simulation
 from kvrouter.sim.summary import Objective, Summary
 from kvrouter.sim.timetable import TimetableEvent
@@ -21,7 +21,7 @@ def replayed(
     of: Rows,
     seed: int,
     *,
-    rule: Rule | None = None,
+    rule: PublishedRule | None = None,
     timetable: Sequence[TimetableEvent] = (),
 ) -> Result:
     """Replay ``rows`` once, which are all of ``of`` or some. Raises KeyboardInterrupt for a replay that was

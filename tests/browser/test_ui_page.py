@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
-from kvrouter.core.constraints import CostRule, PdSelection, RouterMode
+from kvrouter.core.constraints import PdSelection, RouterMode
 from tests.browser.driver import Browser, browser
 from tests.support.mock_fleets import fleet_file, pairs
 from tests.support.processes import fleet, free_ports
@@ -475,9 +475,9 @@ async def test_the_picture_shows_a_fleet_at_work(chromium: Browser, tmp_path: Pa
 
 
 RULES = {
-    "blocks": KvRouterConfig(router_cost=CostRule.BLOCKS),
-    "weighted": KvRouterConfig(router_cost=CostRule.BLOCKS, overlap_score_weight=2.5),
-    "lmetric": KvRouterConfig(router_cost=CostRule.LMETRIC),
+    "blocks": KvRouterConfig(router_cost="blocks"),
+    "weighted": KvRouterConfig(router_cost="blocks", overlap_score_weight=2.5),
+    "lmetric": KvRouterConfig(router_cost="lmetric"),
     "joint": KvRouterConfig(router_pd_selection=PdSelection.JOINT),
     "warm": KvRouterConfig(router_temperature=5.0),
     "random": KvRouterConfig(router_mode=RouterMode.RANDOM),

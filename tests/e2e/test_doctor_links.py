@@ -4,7 +4,6 @@ import pytest
 
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.placement.link_speeds import Seen
@@ -17,7 +16,7 @@ from tests.support.front import House, open_house
 from tests.support.mock_fleets import pairs
 from tests.support.served import served
 
-TIME = KvRouterConfig(router_cost=CostRule.TIME)
+TIME = KvRouterConfig(router_cost="time")
 RANK = WorkerRank(WorkerId(2), DpRank(0))
 
 
@@ -56,7 +55,7 @@ async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
 
 
 async def test_a_router_that_learns_nothing_of_links_says_so() -> None:
-    blocks = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    blocks = KvRouterConfig(router_cost="blocks")
     async with open_house(prefill_card(1), decode_card(2), config=blocks) as house:
         report = await examined(house)
     (why,) = not_made(report, "links")

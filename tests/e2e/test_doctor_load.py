@@ -7,7 +7,6 @@ import pytest
 from kvrouter.commands.doctor.diagnosis import DoctorOptions
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.examined import (
@@ -26,7 +25,7 @@ from tests.support.waits import until
 
 async def test_a_queue_that_is_full() -> None:
     config = KvRouterConfig(
-        router_cost=CostRule.BLOCKS,
+        router_cost="blocks",
         active_decode_blocks_threshold=0.0,
         admission_queue_max=1,
         admission_wait_s=300.0,

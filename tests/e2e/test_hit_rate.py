@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
 from kvrouter.config import FleetFile, KvRouterConfig, RecordingSettings
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from tests.support.mock_fleets import BLOCK, alike, fleet_file
 from tests.support.served import MODEL, served, word_ids
 
@@ -58,7 +58,7 @@ async def test_engines_that_hold_all_have_the_endless_cache_s_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [word_ids(first=at % 3, n=90) for at in range(12)]
-    router = KvRouterConfig(router_cost=CostRule.BLOCKS)  # times of a busy machine say nothing of caches
+    router = KvRouterConfig(router_cost="blocks")  # times of a busy machine say nothing of caches
     heard = await ask(tmp_path, alike(replicas=3), prompts, router)
     found = ladder(capsys, tmp_path)
     assert heard == tokens(found, "engines") == tokens(found, "endless") == 9 * 5 * BLOCK

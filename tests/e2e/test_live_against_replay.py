@@ -18,7 +18,7 @@ from benchmarks.live.observe import Observed, Observer
 from benchmarks.live.prompts import prompt_tokens
 from benchmarks.live.replayed import observe_replay, simulation_of
 from kvrouter.config import FleetFile, KvRouterConfig
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import Leg
 from kvrouter.engines.mock import MockEngineHandle
 from kvrouter.mock import LegStamps
@@ -38,7 +38,7 @@ SLOW = "{timing: {prefill_base: 120.0, decode_min: 30.0}}"
 
 def by_blocks(fleet: FleetFile) -> FleetFile:
     """The cost of time learns from the live clock, which no replay has."""
-    return fleet.model_copy(update={"router": KvRouterConfig(router_cost=CostRule.BLOCKS)})
+    return fleet.model_copy(update={"router": KvRouterConfig(router_cost="blocks")})
 
 
 OVERLAPPING = {"aggregated": by_blocks(alike(replicas=3, engine=SLOW, speedup=1.0))}
@@ -147,7 +147,7 @@ async def test_overlapping_answers_equal_views_make_equal_choices(shape: str) ->
     [
         KvRouterConfig(router_mode=RouterMode.RANDOM),
         KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN),
-        KvRouterConfig(router_cost=CostRule.BLOCKS, router_temperature=0.5),
+        KvRouterConfig(router_cost="blocks", router_temperature=0.5),
     ],
     ids=["random", "round-robin", "temperature"],
 )

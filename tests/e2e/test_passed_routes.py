@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.text.source import MOCK_FOLDER
@@ -218,7 +217,7 @@ async def test_a_prompt_goes_where_the_same_chat_went() -> None:
     """Two engines, whose caches are predicted from the router's own decisions."""
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
-        router = KvRouterConfig(kv_events=False, router_cost=CostRule.BLOCKS)
+        router = KvRouterConfig(kv_events=False, router_cost="blocks")
         here = await stack.enter_async_context(before(*engines, router=router))
         chat = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
         for number in range(4):

@@ -9,5 +9,5 @@ def test_a_prompts_way_is_printed_from_https_first_byte_to_the_sent_leg() -> Non
     *files, total = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert total.startswith(f"{len(files)} files")
     assert files[0].startswith("frontend/http/")
-    assert "routing/cost.py" in files
+    assert "routing/costs/time.py" in files
     assert files[-1].startswith("transports/requests/"), "it ends with the leg that is sent"

@@ -95,7 +95,7 @@ async def test_nothing_stays_of_an_answer_that_is_too_long(
 async def test_an_event_becomes_no_more_than_its_bytes(engine: ScriptedEngine, server: EngineServer) -> None:
     engine.answers.append(Answer(EVENT))
     with Blocks() as held:
-        stream = SseStream(await server.post(COMPLETIONS, b"{}"), AnswerReading(passes_raw=True))
+        stream = SseStream(server.post(COMPLETIONS, b"{}"), AnswerReading(passes_raw=True))
         try:
             await read(stream)
         except StreamBroken as error:

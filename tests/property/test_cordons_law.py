@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import NODE_LEVEL, WORKER_LEVEL, Cordon, CordonRules
+from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import Reason, RoutingRefused
 from kvrouter.fleet import Fleet
 from kvrouter.routing import Decision, View, route
@@ -92,8 +93,8 @@ def test_an_explanation_names_the_cordon(seed: int) -> None:
             assert row.refused is not Reason.CORDONED
 
 
-@given(st.integers(0, 2**32), st.sampled_from(CostRule))
-def test_a_worker_that_joins_later_is_cordoned_too(seed: int, cost: CostRule) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([*COST_RULES]))
+def test_a_worker_that_joins_later_is_cordoned_too(seed: int, cost: str) -> None:
     rng = Random(seed)
     scene = next(scenes(rng, 1))
     scene = scene._replace(settings=structs.replace(scene.settings, cost=cost))

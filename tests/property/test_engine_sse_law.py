@@ -84,7 +84,11 @@ def read(pieces: Sequence[bytes], reading: AnswerReading) -> tuple[list[EngineCh
 
     async def reads() -> tuple[list[EngineChunk], str | None]:
         answer = Pieces(pieces)
-        stream = SseStream(cast(aiohttp.ClientResponse, answer), reading)
+
+        async def opening() -> aiohttp.ClientResponse:
+            return cast(aiohttp.ClientResponse, answer)
+
+        stream = SseStream(opening(), reading)
         chunks: list[EngineChunk] = []
         broken: str | None = None
         try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.constraints import CostRule, PdSelection, Pin, RoutingConstraints
+from kvrouter.core.constraints import PdSelection, Pin, RoutingConstraints
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.requests import Leg
@@ -123,7 +123,7 @@ def draw_settings(rng: Random) -> RoutingSettings:
     if rng.random() < 0.15:
         default = RouterTopologyDefault(rng.choice(LEVELS), rng.choice(tuple(MismatchPolicy)))
     return RoutingSettings(
-        cost=CostRule.TIME,
+        cost="time",
         pd_selection=PdSelection.JOINT,
         overlap_score_weight=rng.choice((1.0, 1.0, 0.4)),
         active_prefill_tokens_threshold=rng.choice((None, 5000)),

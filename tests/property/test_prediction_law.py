@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
@@ -102,7 +101,7 @@ def test_each_part_is_what_its_formula_says_and_the_least_sum_is_picked(
     decode_weight: float,
     interference: float,
 ) -> None:
-    settings = RoutingSettings(cost=CostRule.TIME, timing=timing, decode_weight=decode_weight)
+    settings = RoutingSettings(cost="time", timing=timing, decode_weight=decode_weight)
     view = view_of(loads, settings, answer_s, Role.BOTH, interference=interference)
     decision = route(RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK)), view, explain=True)
     costs = []
@@ -128,7 +127,7 @@ def test_each_part_is_what_its_formula_says_and_the_least_sum_is_picked(
 
 @given(load=LOADS, leg=st.sampled_from((Leg.PREFILL, Leg.DECODE)), isl_tokens=st.integers(1, 20_000))
 def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_tokens: int) -> None:
-    settings = RoutingSettings(cost=CostRule.TIME)
+    settings = RoutingSettings(cost="time")
     view = view_of([load], settings, 4.0, Role.PREFILL if leg is Leg.PREFILL else Role.DECODE)
     other = Role.DECODE if leg is Leg.PREFILL else Role.PREFILL
     view.fleet.join(WorkerCard(WorkerId(99), Epoch(1), view.fleet.model, other, BLOCK, 100_000, "b"))
@@ -164,7 +163,7 @@ def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_
 def test_ranks_that_may_not_take_a_leg_change_nothing(
     loads: list[RankLoad], roles: tuple[Role, ...], excluded: frozenset[WorkerId], isl_tokens: int
 ) -> None:
-    view = view_of(loads, RoutingSettings(cost=CostRule.TIME), 4.0, *roles)
+    view = view_of(loads, RoutingSettings(cost="time"), 4.0, *roles)
     request = RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK), excluded=excluded)
     decision, explained = route(request, view), route(request, view, explain=True)
     assert structs.replace(explained, rows=()) == decision

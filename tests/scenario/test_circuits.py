@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule, Pin
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
@@ -22,7 +22,7 @@ from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, addr
 from tests.support.waits import until
 
 ONE = WorkerId(1)
-BLOCKS = CostRule.BLOCKS
+BLOCKS = "blocks"
 BRIEF = KvRouterConfig(router_cost=BLOCKS, circuit_open_s=0.05, circuit_open_max_s=0.2)
 LONG = KvRouterConfig(router_cost=BLOCKS, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
 """By blocks idle workers are drawn; by time one that happened to answer sooner may get all of so few."""

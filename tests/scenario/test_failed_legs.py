@@ -6,7 +6,6 @@ import time
 import pytest
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
@@ -17,8 +16,8 @@ from tests.support.fleets import Bench, bench_of, card, decode_card, prefill_car
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
 
-LONG = KvRouterConfig(router_cost=CostRule.BLOCKS, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
-BRIEF = KvRouterConfig(router_cost=CostRule.BLOCKS, circuit_open_s=0.5, circuit_open_max_s=1000.0)
+LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+BRIEF = KvRouterConfig(router_cost="blocks", circuit_open_s=0.5, circuit_open_max_s=1000.0)
 
 FAILURES: list[EngineChunk | KvrouterError] = [
     EngineFailed("the engine answered 500: Internal server error"),
@@ -183,7 +182,7 @@ async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
 @pytest.mark.parametrize("retries_max", [0, 1, 2])
 async def test_a_call_that_kills_engines_gets_as_many_as_it_has_tries(retries_max: int) -> None:
     plane = ScriptedPlane(Engines(FAILURES[2]))
-    config = KvRouterConfig(router_cost=CostRule.BLOCKS, retries_max=retries_max)
+    config = KvRouterConfig(router_cost="blocks", retries_max=retries_max)
     bench = await bench_of(plane, *map(card, range(1, 7)), config=config)
     await poison(bench)
     assert len({each.address for each in plane.opened}) == len(plane.opened) == retries_max + 1

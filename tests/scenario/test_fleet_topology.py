@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.config import KvRouterConfig, MismatchPolicy
-from kvrouter.core.constraints import CostRule, RouterMode, RoutingConstraints
+from kvrouter.core.constraints import RouterMode, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, UnknownModel
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
@@ -29,7 +29,7 @@ HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 PREFILL_A, DECODE_A = WorkerId(1), (WorkerId(2), WorkerId(3))
 PREFILL_B, DECODE_B = WorkerId(4), (WorkerId(5), WorkerId(6))
 
-BLOCKS = KvRouterConfig(router_cost=CostRule.BLOCKS)
+BLOCKS = KvRouterConfig(router_cost="blocks")
 """Weighs no links, so that a policy alone keeps KV from crossing."""
 
 

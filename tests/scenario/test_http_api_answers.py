@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
 from kvrouter.config import AdminAccess, FrontendSettings, KvRouterConfig
 from kvrouter.config.planes import PlaneSettings
-from kvrouter.core.constraints import CostRule, adapter_taint
+from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
@@ -100,7 +100,7 @@ async def test_a_fleet_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         *two_zones(),
         script=losing,
         config=KvRouterConfig(
-            router_cost=CostRule.BLOCKS, kv_transfer_topology_level="rack", router_prefill_level="zone"
+            router_cost="blocks", kv_transfer_topology_level="rack", router_prefill_level="zone"
         ),
         place={"zone": "a"},
         sync=ReplicaSync(MemorySyncPlane(), RouterId("first")),
@@ -221,7 +221,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
     async with open_house(
         card(1, taints=("own",)),
         card(2, zone="b"),
-        config=KvRouterConfig(router_cost=CostRule.TIME),
+        config=KvRouterConfig(router_cost="time"),
         script=says("ok", cached=16),
         traffic=TrafficRecorder(recorder),
     ) as house:
@@ -419,7 +419,7 @@ async def test_who_may_ask() -> None:
 
 
 async def test_a_standalone_router() -> None:
-    blocks = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    blocks = KvRouterConfig(router_cost="blocks")
     async with (
         open_router(*pair(), config=blocks) as router,
         open_router(*pair(), prefill_alone=True, script=prefills, config=blocks) as prefiller,

@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule, Pin
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NoEligibleWorker
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
@@ -13,7 +13,7 @@ from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 from tests.support.fleets import Bench, bench_of, decode_card, generate_request, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 
-LONG = KvRouterConfig(router_cost=CostRule.BLOCKS, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
 FAILED = EngineFailed("the engine answered 500: Internal server error")
 FAILED_LATER = EngineFailedLater("the engine failed: Internal server error")
 REFUSED = InvalidRequest("1 validation error for list[FunctionDefinition]", param="tools")

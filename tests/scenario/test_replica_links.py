@@ -3,7 +3,6 @@
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.topology import LinkLoad, SharedLink
@@ -15,7 +14,7 @@ from tests.support.waits import until
 
 __all__ = ["make_plane"]  # the fixture
 
-TIME = KvRouterConfig(router_cost=CostRule.TIME)
+TIME = KvRouterConfig(router_cost="time")
 A_TO_B = SharedLink((("zone", "a"),), "b")
 BYTES_PER_TOKEN = 312_500
 """A thousand tokens take 0.1 s over the link that is assumed between zones."""

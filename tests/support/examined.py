@@ -4,11 +4,10 @@ from kvrouter.cli.client import RouterClient
 from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose
 from kvrouter.commands.doctor.findings import Finding, Report, Severity
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from tests.support.front import House
 from tests.support.served import MODEL, Served, user, words
 
-UNTIMED = KvRouterConfig(router_cost=CostRule.BLOCKS)
+UNTIMED = KvRouterConfig(router_cost="blocks")
 """A router that judges nothing by how long it took: mock engines that are sped up measure the machine."""
 
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import NamedTuple
 
-from kvrouter.core.constraints import CostRule, RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.constraints import RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
@@ -59,7 +60,7 @@ class PlacementScript:
         self.due: deque[Callable[[], None]] = deque()
         self.replicas = Replicas(RouterId("here"), silent_after_s=5.0, ask_again_s=1.0)
         self.journal = Journal(RouterId("here"), on_pending=lambda: None)
-        modes, costs = tuple(RouterMode), tuple(CostRule)
+        modes, costs = tuple(RouterMode), tuple(COST_RULES)
         self.placer = Placer(
             fleet=self.fleet,
             cache=PredictedCacheView(NativeApproximateIndex(ttl_s=20.0)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from kvrouter.config import FleetFile, load_fleet, parse_document
 from kvrouter.sim.dispatch import ByTimeStamp, Dispatch
 from kvrouter.sim.outcome import Outcome
-from kvrouter.sim.rules.rule import Rule
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.simulation import Result, Simulation
 from kvrouter.sim.timetable import TimetableEvent
 from kvrouter.sim.traces.request import TraceRequest, Wait
@@ -62,7 +62,7 @@ def replayed(
     rows: Iterable[TraceRequest],
     file: FleetFile | None = None,
     *,
-    rule: Rule | None = None,
+    rule: PublishedRule | None = None,
     dispatch: Dispatch | None = None,
     seed: int = 0,
     timetable: Sequence[TimetableEvent] = (),

@@ -10,7 +10,6 @@ from rich.console import Console
 from kvrouter.cli import main
 from kvrouter.cli.explain import draw_decisions, read_decisions
 from kvrouter.config import KvRouterConfig, default_fleet_document, load_fleet
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import card
 from tests.support.front import open_house, says
@@ -91,7 +90,7 @@ async def test_a_kept_decision_of_a_router_is_drawn(capsys: pytest.CaptureFixtur
         else:
             says("ok")(worker)
 
-    config = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    config = KvRouterConfig(router_cost="blocks")
     async with open_house(card(1, zone="a"), card(2, zone="a"), config=config, script=script) as house:
         url = "http://{}:{}".format(*house.address)
         response = await house.http.post(

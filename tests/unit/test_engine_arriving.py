@@ -11,7 +11,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import ArrivingStream
+from kvrouter.engines.openai.streams import FetchingStream
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import ask_info
@@ -62,7 +62,7 @@ async def test_its_engine_gets_the_call_before_it_is_taken_back(streams: bool) -
 
 async def test_a_read_that_waits_ends_at_once() -> None:
     inner = ScriptedStream()
-    stream = ArrivingStream(inner, read_within_s=SOON_S)
+    stream = FetchingStream(inner, read_within_s=SOON_S)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     stream.cancel("client left")
@@ -78,7 +78,7 @@ async def test_a_read_that_waits_ends_at_once() -> None:
 
 async def test_once_it_answers_it_is_cancelled_at_once() -> None:
     inner = ScriptedStream()
-    stream = ArrivingStream(inner, read_within_s=IN_TIME_S)
+    stream = FetchingStream(inner, read_within_s=IN_TIME_S)
     await inner.put(EngineChunk((5,)))
     assert (await anext(stream)).token_ids == (5,)
     stream.cancel("client left")
@@ -88,7 +88,7 @@ async def test_once_it_answers_it_is_cancelled_at_once() -> None:
 
 async def test_who_waited_longer_is_cancelled_at_once() -> None:
     inner = ScriptedStream()
-    stream = ArrivingStream(inner, read_within_s=0.0)
+    stream = FetchingStream(inner, read_within_s=0.0)
     stream.cancel("client left")
     async with asyncio.timeout(IN_TIME_S):
         await inner.cancelled.wait()
@@ -107,12 +107,12 @@ class _Failing:
 
 async def test_what_goes_wrong_is_reported() -> None:
     with pytest.raises(KvrouterError, match="it died"):
-        await anext(ArrivingStream(_Failing()))
+        await anext(FetchingStream(_Failing(), read_within_s=SOON_S))
 
 
 async def test_a_reader_that_gives_up_ends_its_own_read_only() -> None:
     inner = ScriptedStream()
-    stream = ArrivingStream(inner)
+    stream = FetchingStream(inner, read_within_s=SOON_S)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     reading.cancel()

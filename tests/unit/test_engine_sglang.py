@@ -117,8 +117,8 @@ async def test_the_tokens_of_a_recorded_completion_do_not_reach_its_client() -> 
     async with scripted_engine(SGLANG_PAGES, Answer((recorded,))) as engine:
         server = EngineServer(engine.url)
         await server.open()
-        answer = await server.post("/v1/completions", b"{}")
-        chunks = [chunk async for chunk in SseStream(answer, passing(added_token_ids=True))]
+        stream = SseStream(server.post("/v1/completions", b"{}"), passing(added_token_ids=True))
+        chunks = [chunk async for chunk in stream]
         await server.close()
     assert [token for chunk in chunks for token in chunk.token_ids] == [1309, 722, 504, 1369]
     events = [json.loads(line[6:]) for line in recorded.splitlines() if line.startswith(b"data: {")]

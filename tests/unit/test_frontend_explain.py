@@ -6,7 +6,7 @@ from rich.console import Console
 
 from kvrouter.cli.explain import draw, read_explanation
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.core.constraints import CostRule, PdSelection
+from kvrouter.core.constraints import PdSelection
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.service.model_router import ATTEMPTS_MAX
@@ -139,7 +139,7 @@ async def test_an_id_that_is_sent_again_and_again_keeps_its_last_decisions() -> 
 
 
 async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -> None:
-    config = KvRouterConfig(router_cost=CostRule.TIME)
+    config = KvRouterConfig(router_cost="time")
     async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
         body = {"model": MODEL, "prompt": [1] * 400}
         explained = (await house.http.post("/v1/route/explain", json=body)).json()
@@ -158,7 +158,7 @@ async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -
 
 
 async def test_an_explanation_of_pairs_has_what_each_costs_together_and_who_lost() -> None:
-    config = KvRouterConfig(router_cost=CostRule.TIME, router_pd_selection=PdSelection.JOINT)
+    config = KvRouterConfig(router_cost="time", router_pd_selection=PdSelection.JOINT)
     cards = (card(1, Role.PREFILL), card(2, Role.PREFILL), card(3, Role.DECODE), card(4, Role.DECODE))
     async with open_house(*cards, config=config, script=takeover_instructions) as house:
         body = {"model": MODEL, "prompt": [1] * 400}

@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.setting import installed_version
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
@@ -168,7 +168,7 @@ async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> No
 async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_predicted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = KvRouterConfig(router_cost=CostRule.TIME)
+    config = KvRouterConfig(router_cost="time")
     async with open_house(card(1, taints=("own",)), card(2), config=config, script=says("ok")) as house:
         before = (await house.http.get("/v1/fleet")).json()
         for _ in range(3):
@@ -194,7 +194,7 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
 
 
 async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFixture) -> None:
-    config = KvRouterConfig(router_cost=CostRule.TIME)
+    config = KvRouterConfig(router_cost="time")
     async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
         await house.complete([5] * 40)
         before = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]

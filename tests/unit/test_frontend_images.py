@@ -7,7 +7,6 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
@@ -49,7 +48,7 @@ def place(response: httpx.Response) -> tuple[str, int]:
 @pytest.mark.parametrize("picture", ["AAAA", "A" * BIG], ids=["small", "big"])
 async def test_a_conversation_about_a_picture_stays_with_its_worker(picture: str) -> None:
     messages = shown(picture, "What is this? Answer in so many words that it fills a few blocks.")
-    by_blocks = KvRouterConfig(router_cost=CostRule.BLOCKS)  # which a machine's pauses cannot turn
+    by_blocks = KvRouterConfig(router_cost="blocks")  # which a machine's pauses cannot turn
     async with open_house(*engines(), script=answers, config=by_blocks) as house:
         worker, blocks = place(await ask(house, messages))
         assert blocks == 0

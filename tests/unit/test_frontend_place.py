@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection
+from kvrouter.core.constraints import NearEnforcement, PdSelection
 from kvrouter.core.errors import ConfigError, NoEligibleWorker, Reason, TopologyUnavailable
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.placement.placement import Draw
@@ -23,7 +23,7 @@ REQUIRED = KvRouterConfig(router_prefill_level="zone", router_prefill_enforcemen
 JOINT = KvRouterConfig(
     router_prefill_level="zone",
     router_prefill_enforcement=NearEnforcement.REQUIRED,
-    router_cost=CostRule.TIME,
+    router_cost="time",
     router_pd_selection=PdSelection.JOINT,
 )
 

@@ -9,7 +9,6 @@ from msgspec import structs
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LinkName, LinkNews, LinkSeen
@@ -36,7 +35,7 @@ def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> Lin
 
 async def a_bench(path: Path | None) -> tuple[Bench, KvRouterConfig]:
     kept = None if path is None else str(path)
-    config = KvRouterConfig(router_cost=CostRule.TIME, router_learned_file=kept)
+    config = KvRouterConfig(router_cost="time", router_learned_file=kept)
     bench = Bench(ScriptedPlane(None), config)
     await bench.start()
     return bench, config

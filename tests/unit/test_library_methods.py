@@ -8,7 +8,7 @@ import pytest
 
 import kvrouter
 from kvrouter import KvIndexer, KvPushRouter, KvRouter, KvRouterConfig
-from kvrouter.core.constraints import CostRule, RoutingConstraints
+from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import (
     InvalidRequest,
     NoEligibleWorker,
@@ -157,7 +157,7 @@ async def test_an_override_holds_for_one_request() -> None:
     """Worker 2 holds the blocks, and a load of 32 tokens: in blocks, for worker 2 it is
     (32 + 4) / 16 + 2 + 7 = 11.25 with overlap and 9 without, for worker 1 it is 13.25 and 7.
     """
-    blocks = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    blocks = KvRouterConfig(router_cost="blocks")
     async with program(alike()) as here, KvRouter(here.endpoint, BLOCK, blocks) as router:
         await tokens_of(await router.generate(PROMPT, worker_id=2, stop_conditions={"max_tokens": 1}))
         await until_cached(router, 2, 6)

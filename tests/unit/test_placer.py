@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from msgspec import structs
 
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, RouterId, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role
@@ -129,7 +129,7 @@ def test_a_released_placement_leaves_no_load() -> None:
 
 def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_itself() -> None:
     links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
-    placer = placer_of(settings=RoutingSettings(cost=CostRule.TIME, links=links))
+    placer = placer_of(settings=RoutingSettings(cost="time", links=links))
     for worker_id, role, zone in ((1, Role.PREFILL, "a"), (2, Role.DECODE, "a"), (3, Role.DECODE, "b")):
         config = ModelRuntimeConfig(
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=1000
@@ -155,7 +155,7 @@ def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_
 def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -> None:
     links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
     workers = ((1, Role.DECODE), (2, Role.PREFILL))
-    placer = placer_of(*workers, settings=RoutingSettings(cost=CostRule.TIME, links=links))
+    placer = placer_of(*workers, settings=RoutingSettings(cost="time", links=links))
     begun, late, waiting = (place(placer, Draw(turn, turn, turn)) for turn in range(3))
     placer.first_token(begun, now_s=1.0)
     leave(placer, 2)
@@ -174,7 +174,7 @@ def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -
 @pytest.mark.parametrize("took_s", [0.0005, 0.003, 0.05, 2.0])
 def test_workers_that_are_alike_share_an_idle_fleet_whatever_their_speed(took_s: float) -> None:
     """The timing that is expected of them may be of a much slower engine, or of a faster one."""
-    settings = RoutingSettings(cost=CostRule.TIME)
+    settings = RoutingSettings(cost="time")
     placer = placer_of(*((worker, Role.BOTH) for worker in range(1, 5)), settings=settings)
     rng, sent, now_s = Random(1), Counter[int](), 10.0
     for number in range(400):

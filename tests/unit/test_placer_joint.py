@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from kvrouter.core.constraints import CostRule, PdSelection
+from kvrouter.core.constraints import PdSelection
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import ModelRuntimeConfig, Role
@@ -17,7 +17,7 @@ from tests.support.fleets import card
 from tests.unit.test_placer import place, placer_of
 
 LINKS = LinkTable({"zone": Link(1e-4, 1e9)}, Link(1e-4, 1e9))
-JOINT = RoutingSettings(cost=CostRule.TIME, pd_selection=PdSelection.JOINT, links=LINKS)
+JOINT = RoutingSettings(cost="time", pd_selection=PdSelection.JOINT, links=LINKS)
 PAIR = ((1, Role.PREFILL), (2, Role.DECODE), (3, Role.DECODE))
 
 

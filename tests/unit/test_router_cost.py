@@ -1,5 +1,7 @@
 """Which worker is the cheapest, under the costs of time and of LMetric."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from kvrouter import _native
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
-from kvrouter.core.constraints import CostRule, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
+from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.timing import Timing
@@ -44,7 +47,7 @@ def fleet_of(*roles: Role, config: ModelRuntimeConfig | None = None, slow_links:
 
 def view(
     fleet: Fleet,
-    cost: CostRule = CostRule.TIME,
+    cost: str = "time",
     *,
     overlap: Sequence[int] | None = None,
     tokens: Sequence[int] | None = None,
@@ -141,7 +144,7 @@ def test_of_equals_the_cache_that_is_replaced_less_fast_gets_the_prompt() -> Non
 def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 1e8), {})
-    settings = RoutingSettings(cost=CostRule.TIME, links=links)
+    settings = RoutingSettings(cost="time", links=links)
     fleet = fleet_of(*roles, slow_links=True)
     decision = route(asked(), view(fleet, active=[0, 0, 500], settings=settings))
     assert worker(decision) == 3
@@ -155,7 +158,7 @@ def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> N
 def test_a_link_that_is_crowded_is_passed_over_for_a_slower_one_that_is_free() -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 2e9), {})
-    settings = RoutingSettings(cost=CostRule.TIME, links=links)
+    settings = RoutingSettings(cost="time", links=links)
     fleet, loads = fleet_of(*roles, slow_links=True), LinkState()
     taken = view(fleet, settings=settings, transfers=loads)
     assert worker(route(asked(), taken)) == 3
@@ -213,7 +216,7 @@ def test_blocks_are_counted_for_the_pick_as_under_the_blocks_rule() -> None:
             view(fleet_of(Role.BOTH), cost, overlap=[50], tokens=[64], active=[7], fresh=[150]),
             explain=True,
         )
-        for cost in CostRule
+        for cost in COST_RULES
     }
     parts = {
         (row.overlap_blocks, row.prefill_blocks, row.decode_blocks, row.transfer_blocks)
@@ -225,30 +228,30 @@ def test_blocks_are_counted_for_the_pick_as_under_the_blocks_rule() -> None:
         for pick in (decision.decode for decision in made.values())
     }
     assert parts == {(50, 154.0, 157.0, 0.0)}
-    assert made[CostRule.BLOCKS].decode.times is made[CostRule.LMETRIC].decode.times is None
+    assert made["blocks"].decode.times is made["lmetric"].decode.times is None
 
 
 def test_lmetric_is_the_product_of_prompt_tokens_and_requests() -> None:
     fleet = fleet_of(Role.BOTH, Role.BOTH, Role.BOTH)
-    taken = view(fleet, CostRule.LMETRIC, overlap=[100, 0, 0], tokens=[0, 0, 500], requests=[3, 1, 0])
+    taken = view(fleet, "lmetric", overlap=[100, 0, 0], tokens=[0, 0, 500], requests=[3, 1, 0])
     decision = route(asked(), taken, explain=True)
     assert [row.cost for row in decision.rows] == [1600 * 4, 3200 * 2, 3700]
     assert worker(decision) == 3
 
 
 def test_lmetric_takes_the_fewest_requests_where_nothing_of_a_prompt_is_to_compute() -> None:
-    taken = view(fleet_of(*TWO), CostRule.LMETRIC, requests=[4, 3])
+    taken = view(fleet_of(*TWO), "lmetric", requests=[4, 3])
     assert worker(route(asked(isl_tokens=0), taken)) == 2
 
 
 def test_the_decode_leg_of_lmetric_goes_to_the_fewest_requests() -> None:
     fleet = fleet_of(Role.PREFILL, Role.DECODE, Role.DECODE)
-    decision = route(asked(), view(fleet, CostRule.LMETRIC, active=[0, 1, 90], requests=[0, 5, 4]))
+    decision = route(asked(), view(fleet, "lmetric", active=[0, 1, 90], requests=[0, 5, 4]))
     assert (worker(decision), decision.decode.cost) == (3, 5.0)
 
 
-@pytest.mark.parametrize("cost", [CostRule.TIME, CostRule.LMETRIC])
-def test_requests_that_other_routers_have_under_way_are_spread_before_this_one(cost: CostRule) -> None:
+@pytest.mark.parametrize("cost", ["time", "lmetric"])
+def test_requests_that_other_routers_have_under_way_are_spread_before_this_one(cost: str) -> None:
     fleet = fleet_of(*[Role.BOTH] * 4)
     chosen = {worker(route(asked(), view(fleet, cost, unseen=3.0, seed=seed))) for seed in range(64)}
     assert len(chosen) > 1
@@ -319,7 +322,7 @@ def test_only_slots_among_those_that_are_asked_for_have_a_cost(flags: tuple[bool
 def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:
     path = tmp_path / "timing.yaml"
     path.write_text("prefill_quadratic: 0\nprefill_linear: 1\nprefill_base: 0\n", "utf-8")
-    settings = routing_settings(KvRouterConfig(router_cost=CostRule.TIME, router_timing=str(path)), None)
+    settings = routing_settings(KvRouterConfig(router_cost="time", router_timing=str(path)), None)
     decision = route(asked(), view(fleet_of(Role.BOTH), settings=settings))
     assert decision.decode.times is not None
     assert decision.decode.times.prefill_s == pytest.approx(3.2)
@@ -328,3 +331,12 @@ def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:
         routing_settings(KvRouterConfig(router_timing=str(path)), None)
     with pytest.raises(ConfigError, match="router_timing: "):
         routing_settings(KvRouterConfig(router_timing=str(tmp_path / "none.yaml")), None)
+
+
+def test_a_new_rule_needs_its_file_and_one_line() -> None:
+    """In a process of its own: the rules are those that are registered when it begins."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.toy_cost.registration"]
+    command += ["-p", "no:cacheprovider", "tests/support/toy_cost/checks.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("....  "), done.stdout

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
 from kvrouter.config.link_table import link_warnings, read_links
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.telemetry import Event
@@ -55,9 +55,9 @@ def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_wit
     assert given.links is not None
     assert given.links.by_level == {"zone": Link(0.001, 1e9, 0.5)}
     assert routing_settings(KvRouterConfig(kv_transfer_weight=1.0), of_file).links is of_file
-    blocks = KvRouterConfig(router_links=TEXT, router_cost=CostRule.BLOCKS)
+    blocks = KvRouterConfig(router_links=TEXT, router_cost="blocks")
     assert routing_settings(blocks, of_file).links is None
-    assumed = routing_settings(KvRouterConfig(router_cost=CostRule.TIME), None).links
+    assumed = routing_settings(KvRouterConfig(router_cost="time"), None).links
     assert assumed is not None
     assert assumed.says_as(LinkTable())
 
@@ -76,13 +76,13 @@ UNLIKE = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.002, 1e
 
 
 def test_blocks_over_unlike_links_without_a_policy_or_a_weight_is_warned_of() -> None:
-    blocks = KvRouterConfig(router_cost=CostRule.BLOCKS)
+    blocks = KvRouterConfig(router_cost="blocks")
     (warning,) = link_warnings(blocks, UNLIKE)
     assert warning.startswith("router.router_cost 'blocks' does not see that links differ")
     assert link_warnings(blocks.model_copy(update={"router_links": TEXT}), None) == [warning]
     for change in ({"kv_transfer_topology_level": "zone"}, {"router_mode": RouterMode.ROUND_ROBIN}):
         assert link_warnings(blocks.model_copy(update=change), UNLIKE) == []
-    assert link_warnings(KvRouterConfig(router_cost=CostRule.BLOCKS, kv_transfer_weight=1.0), UNLIKE) == []
+    assert link_warnings(KvRouterConfig(router_cost="blocks", kv_transfer_weight=1.0), UNLIKE) == []
     assert link_warnings(KvRouterConfig(), UNLIKE) == []
     alike = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.001, 1e9, 0.02))
     assert link_warnings(blocks, alike) == []
@@ -94,7 +94,7 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
     caplog.set_level(logging.INFO, "kvrouter.router")
     file = tmp_path / "links.yaml"
     file.write_text(TEXT)
-    config = KvRouterConfig(router_links=str(file), router_cost=CostRule.TIME)
+    config = KvRouterConfig(router_links=str(file), router_cost="time")
     bench = Bench(ScriptedPlane(None), config)
     await bench.start(card(1))
 

@@ -8,7 +8,7 @@ from msgspec import structs
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.fleet import Fleet
 from kvrouter.routing import route
-from kvrouter.routing.cost import UNSEEN_MAX, draw_unseen
+from kvrouter.routing.pick import UNSEEN_MAX, draw_unseen
 from kvrouter.routing.request import RouteRequest, RoutingSettings, View
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 

@@ -145,7 +145,7 @@ NO_LIMITS = {
         frontend.fleet_state.LINK_SERIES_MAX
         placement.transfers.LOOKED_AT_MAX routing.links.NAMES_MAX
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
-        routing.cost.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
+        routing.pick.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._NAME_BYTES_MAX
         kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX recording.recorder.BATCH_BYTES_MAX

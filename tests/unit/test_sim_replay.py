@@ -1,7 +1,6 @@
 """A replay: what one computes by hand comes out, and nothing is left over."""
 
 from array import array
-from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +9,12 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Slot
 from kvrouter.core.timing import Timing
+from kvrouter.fleet import FloatColumn
+from kvrouter.routing.request import PickInput
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.fleet import SimFleet
+from kvrouter.sim.rules.balancers import RoundRobin
 from kvrouter.sim.rules.registry import RULES, parse_rule
-from kvrouter.sim.rules.rule import RuleInput
 from kvrouter.sim.simulation import check_room, longest_request
 from kvrouter.sim.summary import Objective, interval, summarize
 from kvrouter.sim.timetable import AddEvent, DieEvent, JoinEvent
@@ -348,16 +349,16 @@ def test_workers_that_never_compute_make_a_fleet_uneven_and_decoders_do_not() ->
     assert summarize(replayed(rows, one, timetable=later), Objective()).imbalance == 2.0
 
 
-class Listening:
-    """A rule that takes the first worker, and keeps whose decisions it was asked for."""
-
-    source: ClassVar[str] = ""
+class Listening(RoundRobin):
+    """A rule that keeps whose decisions it was asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.heard: list[tuple[str, str]] = []
 
-    def pick(self, given: RuleInput) -> Slot:
-        self.heard.append((given.request.request_id, given.session))
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+        request_id = given.request.request_id
+        self.heard.append((request_id, self.gateway.session_of(request_id)))
         return Slot(int(given.allowed[0]))
 
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvrouter.config import FleetFile
-from kvrouter.core.constraints import CostRule
+from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.ids import Slot
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.simulation import Simulation
@@ -113,8 +113,8 @@ def test_a_replay_may_switch_the_cost_on_its_way() -> None:
     assert [o.decode for o in by_number(switched)] != [o.decode for o in by_number(replayed(rows, file))]
 
 
-@pytest.mark.parametrize("cost", [*CostRule])
-def test_every_cost_leaves_nothing_behind_where_memory_is_short(cost: CostRule) -> None:
+@pytest.mark.parametrize("cost", [*COST_RULES])
+def test_every_cost_leaves_nothing_behind_where_memory_is_short(cost: str) -> None:
     small = "workers: [{name: w, replicas: 2, engine: {total_kv_blocks: 300}}]"
     outcomes = replayed(
         traffic(120, per_s=200.0), fleet(f"router: {{router_cost: {cost}}}\n{small}")

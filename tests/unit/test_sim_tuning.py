@@ -7,7 +7,6 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.config import load_fleet, parse_document
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.outcomes import Outcomes
@@ -46,8 +45,8 @@ def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart
     workers = "workers: [{name: p, role: prefill}, {name: d, role: decode}]"
     apart = parse_document(f"version: 1\nmodels: [{{name: m}}]\n{workers}\n", "fleet")
     ((time, *weights),) = candidates(apart, [OURS], [])
-    assert time.fleet.router.cost is CostRule.TIME
-    assert {variant.fleet.router.cost for variant in weights} == {CostRule.BLOCKS}
+    assert time.fleet.router.cost == "time"
+    assert {variant.fleet.router.cost for variant in weights} == {"blocks"}
     assert [variant.fleet.router.kv_transfer_weight for variant in weights] == [
         0,
         10,
@@ -58,8 +57,8 @@ def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart
         3_000,
     ]
     ((time, *weights),) = candidates(parse_document(DEFAULT_FLEET, "fleet"), [OURS], [])
-    assert time.fleet.router.cost is CostRule.TIME
-    assert {variant.fleet.router.cost for variant in weights} == {CostRule.BLOCKS}
+    assert time.fleet.router.cost == "time"
+    assert {variant.fleet.router.cost for variant in weights} == {"blocks"}
     assert {variant.fleet.router.kv_transfer_weight for variant in weights} == {0}
     assert [variant.fleet.router.overlap_score_weight for variant in weights] == [0.5, 1, 2, 4, 8, 16]
 

@@ -13,7 +13,7 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.sim.advice import Alternative, Verdict, advise
 from kvrouter.sim.places import Places
 from kvrouter.sim.summary import Objective
-from kvrouter.sim.transfer_choices import CostChoice, TransferChoice, choice_of, other_choices, variant_of
+from kvrouter.sim.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
 from kvrouter.sim.worth import (
     FIGURES,
     PARTS,
@@ -34,7 +34,7 @@ HEAD = "version: 1\nmodels: [{name: m, block_size: 64}]\n"
 RACKS = TWO_ZONES.replace("[zone]", "[zone, rack]")
 PRICED = TWO_ZONES.replace("1310720.0}", "1310720.0, price_per_gb: 2}")
 NO_LINKS = "topology: {levels: [zone]}\nworkers: [{name: p, role: prefill}, {name: d, role: decode}]"
-BLOCKS = CostChoice.BLOCKS
+BLOCKS = "blocks"
 TODAY = TransferChoice(KV, cost=BLOCKS)
 PREFERRED = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0, BLOCKS)
 FALLBACK = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost=BLOCKS)
@@ -65,7 +65,7 @@ def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> N
         "fallback on rack, kv by blocks",
         "required on zone, kv by blocks",
     ]
-    assert [choice.name for choice in others if choice.cost is CostChoice.JOINT] == [
+    assert [choice.name for choice in others if choice.cost == "joint"] == [
         "anywhere, kv by joint",
         "preferred 1 on zone, kv by joint",
         "preferred 1 on rack, kv by joint",
@@ -312,9 +312,9 @@ def test_of_those_that_are_as_good_the_one_that_changes_and_forbids_the_least_is
     advice = advise(TODAY, [*alike, faster(PREFERRED, -300.0)], 0.02)
     assert advice.choice == FALLBACK
     assert advice.as_good == (other_mode.name, REQUIRED.name)
-    other_cost = TransferChoice(KV, cost=CostChoice.TIME)
+    other_cost = TransferChoice(KV, cost="time")
     assert advise(TODAY, [*alike, faster(other_cost, -395.0)], 0.02).choice == other_cost
-    strict = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost=CostChoice.TIME)
+    strict = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost="time")
     assert advise(TODAY, [*alike, faster(strict, -410.0)], 0.02).choice == FALLBACK
     assert advise(TODAY, [*alike, faster(PREFERRED, -381.0)], 0.02).choice == PREFERRED
     assert advise(TODAY, [], 0.02).verdict is Verdict.LEAVE

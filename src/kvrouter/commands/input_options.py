@@ -7,6 +7,7 @@ from typing import Literal
 from kvrouter.commands.output import TABLE, Output
 from kvrouter.config.option import option
 from kvrouter.config.setting_spec import written_setting
+from kvrouter.core.cost_rules import cost_choices
 
 
 def name_shown(path: Path) -> str:
@@ -122,6 +123,6 @@ class WorthOptions:
         "[default: blocks, time and joint]",
         default=(),
         flag="--cost",
-        choices=("blocks", "time", "joint", "lmetric"),
+        choices=cost_choices(),
     )
     threshold: float = option("No gain below it is worth a change.", default=2.0, metavar="PERCENT")

@@ -28,7 +28,6 @@ from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
 from kvrouter.sim.transfer_choices import (
     COMPARED_COSTS,
-    CostChoice,
     TransferChoice,
     check_events,
     choice_of,
@@ -97,7 +96,7 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
     file = load_fleet(document).fleet
     modes, costs = (
         dict.fromkeys(map(RouterMode, options.modes)),
-        dict.fromkeys(map(CostChoice, options.costs)),
+        dict.fromkeys(options.costs),
     )
     others = other_choices(file, tuple(modes) or tuple(RouterMode), tuple(costs) or COMPARED_COSTS)
     inputs = open_inputs(given)

@@ -6,12 +6,13 @@ from pathlib import Path
 from kvrouter.config.link_table import read_links
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.timing_file import read_timing
-from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection
+from kvrouter.core.constraints import NearEnforcement, PdSelection
+from kvrouter.core.cost_rules import TIME
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import CircuitSettings
 from kvrouter.placement.waiting_line import WaitingLimits
-from kvrouter.routing.request import RoutingSettings
+from kvrouter.routing.request import RoutingSettings, cost_rule
 from kvrouter.topology import LinkTable, NearFrontend, RouterTopologyDefault
 
 
@@ -23,7 +24,7 @@ def routing_settings(
     are none, and for pairs that are chosen together by another cost than that of time.
     """
     cost, selection = config.cost, config.router_pd_selection
-    if selection is PdSelection.JOINT and cost is not CostRule.TIME:
+    if selection is PdSelection.JOINT and cost != TIME:
         raise ConfigError(
             f"router_pd_selection: joint compares times: router_cost has to be time, not {cost}",
             param="router_pd_selection",
@@ -52,12 +53,12 @@ def routing_settings(
 
 
 def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
-    """The links of the setting, else the fleet file's, where they are weighed. The cost of time learns links,
-    and begins with those that are assumed.
+    """The links of the setting, else the fleet file's, where they are weighed. A cost that learns links
+    begins with those that are assumed.
     """
     if config.router_links is not None:
         links = read_links(config.router_links)
-    if config.cost is CostRule.TIME:
+    if cost_rule(config.cost).needs.learned:
         return links or LinkTable()
     return links if config.kv_transfer_weight > 0.0 else None
 

@@ -25,7 +25,8 @@ from kvrouter.config.problems import (
     raise_problems,
 )
 from kvrouter.config.tree import Settings
-from kvrouter.core.constraints import CostRule, PdSelection
+from kvrouter.core.constraints import PdSelection
+from kvrouter.core.cost_rules import TIME
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.topology import RESERVED_TAINT_PREFIX, MismatchPolicy
 
@@ -399,7 +400,7 @@ def _router_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _selection_problems(fleet: FleetFile) -> Iterator[Problem]:
     router = fleet.router
-    if router.router_pd_selection is PdSelection.JOINT and router.cost is not CostRule.TIME:
+    if router.router_pd_selection is PdSelection.JOINT and router.cost != TIME:
         must = f"joint compares times: router_cost has to be time, not {router.cost}"
         yield Problem(("router", "router_pd_selection"), must)
 

@@ -8,7 +8,8 @@ from kvrouter.config.fleet import LinksSpec
 from kvrouter.config.fleet_workers import table_of_links
 from kvrouter.config.problems import Document, config_error, parse_document, problem_of, read_document
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.cost_rules import BLOCKS
 from kvrouter.core.errors import ConfigError
 from kvrouter.topology import LinkTable
 
@@ -51,7 +52,7 @@ def unbound_blocks(config: KvRouterConfig, of_file: LinkTable) -> list[str]:
     them: without a transfer policy it sends KV over the slowest link as readily as over the fastest. Raises
     ConfigError for a ``router_links`` that cannot be read.
     """
-    is_blind = config.cost is CostRule.BLOCKS and config.kv_transfer_weight == 0.0
+    is_blind = config.cost == BLOCKS and config.kv_transfer_weight == 0.0
     if not is_blind or config.router_mode is not RouterMode.KV:
         return []
     links = of_file if config.router_links is None else read_links(config.router_links)

@@ -1,7 +1,7 @@
 """The router's settings: cost, thresholds, timeouts."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval, MaxLen, MinLen
 from pydantic import model_validator
@@ -23,8 +23,14 @@ from kvrouter.config.setting import (
     refusing,
 )
 from kvrouter.config.setting_spec import Aliases, SettingGroup
-from kvrouter.core.constraints import CostRule, NearEnforcement, PdSelection, RouterMode
+from kvrouter.core.constraints import NearEnforcement, PdSelection, RouterMode
+from kvrouter.core.cost_rules import BLOCKS, COST_RULES, TIME
 from kvrouter.topology import MismatchPolicy
+
+if TYPE_CHECKING:
+    CostName = str
+else:
+    CostName = Literal[tuple(COST_RULES)]
 
 
 class KvRouterConfig(Section):
@@ -52,7 +58,7 @@ class KvRouterConfig(Section):
     """How a worker is picked among those that are eligible: by cost, in turn, or by chance. Eligibility
     (roles, taints, topology, busy workers) is the same in every mode."""
 
-    router_cost: Annotated[CostRule | None, Setting(SettingGroup.ROUTING)] = None
+    router_cost: Annotated[CostName | None, Setting(SettingGroup.ROUTING)] = None
     """What a worker costs where the cheapest is picked: blocks to prefill and to decode, the predicted time
     to the first token, or LMetric's product of prompt tokens and requests. Time learns how fast each worker
     is; neither it nor LMetric has to be tuned. Unset: time, and blocks where a weight of the blocks is set:
@@ -361,11 +367,11 @@ class KvRouterConfig(Section):
     clean slate."""
 
     @property
-    def cost(self) -> CostRule:
+    def cost(self) -> str:
         """What a worker costs: what is set, else what the weights that are set ask for."""
         if self.router_cost is not None:
             return self.router_cost
         if self.router_pd_selection is PdSelection.JOINT:
-            return CostRule.TIME
+            return TIME
         weighs_blocks = "overlap_score_weight" in self.model_fields_set or self.kv_transfer_weight > 0.0
-        return CostRule.BLOCKS if weighs_blocks else CostRule.TIME
+        return BLOCKS if weighs_blocks else TIME

@@ -16,17 +16,6 @@ class RouterMode(StrEnum):
     RANDOM = "random"
 
 
-class CostRule(StrEnum):
-    """What a worker costs, where the cheapest is picked."""
-
-    BLOCKS = "blocks"
-    """Blocks to prefill and blocks that are decoded."""
-    TIME = "time"
-    """Predicted seconds to the first token, and what the request costs others."""
-    LMETRIC = "lmetric"
-    """Prompt tokens to compute there, times requests there (LMetric, arXiv 2603.15202)."""
-
-
 class PdSelection(StrEnum):
     """How a prefill and a decode worker are picked."""
 

@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 
 from kvrouter.config.setting import installed_version
-from kvrouter.core.constraints import CostRule, RouterMode
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
@@ -22,6 +22,7 @@ from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
 from kvrouter.placement.link_speeds import LinkReading
 from kvrouter.placement.speeds import SpeedReading
+from kvrouter.routing.request import cost_rule
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
 from kvrouter.service.event_ingest import EventCacheView, FeedReading
 from kvrouter.service.kv_flows import RECENT_S
@@ -219,7 +220,7 @@ def _model_json(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer 
             "value": settings.near.value,
             "required": settings.near.is_required,
         },
-        "router_cost": settings.cost.value,
+        "router_cost": settings.cost,
         "router_pd_selection": settings.pd_selection.value,
         "links": _links_json(model),
         "workers": workers,
@@ -285,7 +286,7 @@ def flows_json(service: RouterService) -> Json:
 
 def _links_json(model: ModelRouter) -> Json | None:
     """What handoffs showed of links; None where nobody learns from them."""
-    if model.settings.cost is not CostRule.TIME:
+    if not cost_rule(model.settings.cost).needs.learned:
         return None
     learned = model.placer.transfers.learned
     return {

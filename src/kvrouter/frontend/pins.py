@@ -10,7 +10,7 @@ from kvrouter.fleet import Fleet
 from kvrouter.frontend.errors import UnknownWorker
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.routing.cost import rules_of
+from kvrouter.routing.pick import rules_of
 from kvrouter.routing.request import RoutingSettings
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_domains

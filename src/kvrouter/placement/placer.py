@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from kvrouter.core.constraints import CostRule, Pin, RouterMode
+from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId, WorkerRank
@@ -38,7 +38,16 @@ from kvrouter.placement.load_at_report import LoadAtReport
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.speeds import SpeedListener
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
-from kvrouter.routing.request import CostInput, Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
+from kvrouter.routing.request import (
+    CostInput,
+    Decision,
+    Pick,
+    PickingRule,
+    RouteRequest,
+    RoutingSettings,
+    View,
+    cost_rule,
+)
 from kvrouter.routing.route import route, route_decode
 
 U32 = npt.NDArray[np.uint32]
@@ -158,8 +167,8 @@ class Placer:
     """Places the attempts of one model's requests, and keeps their leases true.
 
     With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` picks instead of the
-    settings' mode.
+    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` costs and picks
+    instead of the settings' cost and mode.
     """
 
     def __init__(
@@ -179,7 +188,7 @@ class Placer:
         call_soon: CallSoon,
         now_s: float,
         replication: Replication | None = None,
-        rule: SlotRule | None = None,
+        rule: PickingRule | None = None,
     ) -> None:
         self.rule = rule
         self.on_decided: DecisionSink | None = None
@@ -187,7 +196,7 @@ class Placer:
         self.cache = cache
         self.ledger: Ledger = ledger
         self.settings = settings
-        self._note_cost()
+        self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
         self.circuits = Circuits(
             fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
@@ -232,15 +241,10 @@ class Placer:
             prefill_alone=self.settings.prefill_alone,
             track_active_blocks=self.settings.track_active_blocks,
         )
-        self._note_cost()
+        self._needs = (self.rule or cost_rule(settings.cost)).needs
         self._at_report = self._at_report or self._begin_at_report(now_s)
         self.waiting.domain.pulse()
         self.load_changed()
-
-    def _note_cost(self) -> None:
-        """Note what the cost reads, once: enumerations are slow before Python 3.12."""
-        self._learns = self.settings.cost is CostRule.TIME
-        self._counts = self.settings.cost is not CostRule.BLOCKS
 
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
@@ -339,12 +343,14 @@ class Placer:
             tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
             blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
             rule=self.rule,
-            cost_input=self._cost_input(columns, n_slots, now_s) if self._counts else None,
+            cost_input=self._cost_input(columns, n_slots, now_s) if self._needs.requests else None,
         )
 
     def _cost_input(self, columns: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
         counts = columns.requests[:n_slots], columns.waiting[:n_slots]
-        return self.learned.cost_input(*counts, n_slots, now_s=now_s) if self._learns else CostInput(*counts)
+        if self._needs.learned:
+            return self.learned.cost_input(*counts, n_slots, now_s=now_s)
+        return CostInput(*counts)
 
     def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
@@ -509,7 +515,7 @@ class Placer:
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
         if self.circuits.not_closed:
             self.circuits.booked(placement, now_s=now_s)
-        if self._learns:
+        if self._needs.learned:
             self.learned.placed(placement, now_s=now_s)
         if not placement.shows_first_token and prefill is None:
             self._unseen_prefills.expect(placement, self.learned.prefill_ends_s(placement, now_s=now_s))

@@ -1,6 +1,6 @@
 """The decision: eligibility, cost, pick, the prefill and decode pair, and why."""
 
-from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, RoutingSettings, SlotRule, View
+from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, RoutingSettings, View
 from kvrouter.routing.route import route, route_decode
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "Pick",
     "RouteRequest",
     "RoutingSettings",
-    "SlotRule",
     "View",
     "route",
     "route_decode",

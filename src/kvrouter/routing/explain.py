@@ -9,10 +9,11 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
-from kvrouter.routing.cost import Costs, Picked, leg_costs, pick_at, rules_of
+from kvrouter.routing.costs.leg import leg_costs
 from kvrouter.routing.eligibility import Screen, Step, Stopped, first_refusals
 from kvrouter.routing.pair import DomainGroups, Screens, Tiers, shares_domain, tiers_of
-from kvrouter.routing.request import Candidate, RouteRequest, View
+from kvrouter.routing.pick import Picked, pick_at, rules_of
+from kvrouter.routing.request import Candidate, Costs, RouteRequest, View
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
 
 
@@ -140,8 +141,8 @@ def refuse_leg(
     stopped = first_refusals(who, fleet, (*domain_steps, *busy_steps(not_busy)))
     refused = _refusal(request, fleet, who, stopped, domain, values)
     if explain:
-        rules = rules_of(view.settings, request.override)
-        costs = leg_costs(request, view, who.leg, rules, constraint=constraint, prefill_slot=prefill_slot)
+        weight = rules_of(view.settings, request.override).overlap_score_weight
+        costs = leg_costs(request, view, who.leg, weight, constraint=constraint, prefill_slot=prefill_slot)
         refused.rows = rows_of(who, fleet, stopped, costs, None)
     return refused
 
@@ -165,11 +166,11 @@ def refuse_pair(request: RouteRequest, view: View, screens: Screens, *, explain:
     stopped = _pair_stopped(named, screens, fleet, served, domain)
     refused = _refusal(request, fleet, named, stopped, to_keep, values)
     if explain:
-        rules = rules_of(view.settings, request.override)
+        weight = rules_of(view.settings, request.override).overlap_score_weight
         rows: tuple[Candidate, ...] = ()
         for who in (prefill, decode):
             its = stopped if who is named else _pair_stopped(who, screens, fleet, served, domain)
-            rows += rows_of(who, fleet, its, leg_costs(request, view, who.leg, rules), None)
+            rows += rows_of(who, fleet, its, leg_costs(request, view, who.leg, weight), None)
         refused.rows = rows
     return refused
 

@@ -27,19 +27,8 @@ from kvrouter._native import Senders
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, FloatColumn
-from kvrouter.routing.cost import (
-    Costs,
-    Picked,
-    Rules,
-    Timed,
-    leg_costs,
-    multiplier_of,
-    overlap_of,
-    pick_at,
-    pick_by,
-    preferred_taints,
-    timed_at,
-)
+from kvrouter.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
+from kvrouter.routing.costs.time import timed_at
 from kvrouter.routing.eligibility import Mask, Screen, able, first_refusals, mask_of, screen
 from kvrouter.routing.explain import (
     busy_steps,
@@ -61,8 +50,9 @@ from kvrouter.routing.pair import (
     reaching,
     tiers_of,
 )
+from kvrouter.routing.pick import Picked, Rules, pick_at, pick_by
 from kvrouter.routing.prediction import LegTimes
-from kvrouter.routing.request import Candidate, Decision, RouteRequest, View
+from kvrouter.routing.request import Candidate, Costs, Decision, RouteRequest, Timed, View
 from kvrouter.topology import (
     Fallback,
     LinkTable,
@@ -120,8 +110,8 @@ class PairCosts:
         self._links.use(None if view.cost_input is None else view.cost_input.transfers)
         self._senders = fleet.derived_from_places(_Senders, (settings.links, settings.topology_default))
         self._overlap = overlap_of(view)
-        self.prefill = leg_costs(request, view, Leg.PREFILL, rules)
         weight = rules.overlap_score_weight
+        self.prefill = leg_costs(request, view, Leg.PREFILL, weight)
         self._legs = tuple(
             LegTimes(request, view, leg, self._overlap, overlap_score_weight=weight, stalls=leg is Leg.DECODE)
             for leg in (Leg.PREFILL, Leg.DECODE)
@@ -237,7 +227,7 @@ def route_together(
     _pass_over_unreached(least, costs, sides, view)
     local, total = None, least
     if whole is not None:
-        local = leg_costs(request, view, Leg.AGGREGATED, rules, stalls=True)
+        local = leg_costs(request, view, Leg.AGGREGATED, rules.overlap_score_weight, stalls=True)
         total = np.where(sides.alone.allowed, local.cost, least)
     anybody = mask_of(sides.senders.allowed | sides.alone.allowed)
     slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, anybody, turn=view.turn)

@@ -13,7 +13,6 @@ Where the prefill worker does not publish its bytes a token, the latency alone c
 import numpy as np
 
 from kvrouter._native import LinkMap
-from kvrouter.core.constraints import CostRule
 from kvrouter.core.ids import Slot
 from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
 from kvrouter.routing.request import RouteRequest, View
@@ -153,15 +152,13 @@ def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
 
 
 def transfer_seconds(
-    request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
-) -> FloatColumn | None:
-    """Return how long moving the KV from ``prefill_slot`` to each decode slot takes; None where the links are
-    not weighed.
+    request: RouteRequest, view: View, table: LinkTable, overlap: IntColumn | None, prefill_slot: Slot
+) -> FloatColumn:
+    """Return how long moving the KV from ``prefill_slot`` to each decode slot takes over the links of
+    ``table``.
     """
-    settings, fleet = view.settings, view.fleet
-    if settings.links is None or (settings.kv_transfer_weight == 0.0 and settings.cost is not CostRule.TIME):
-        return None
-    links = links_of(fleet, settings.links)
+    fleet = view.fleet
+    links = links_of(fleet, table)
     links.use(None if view.cost_input is None else view.cost_input.transfers)
     transfer_s: FloatColumn = np.empty(fleet.n_slots)
     links.map.transfer_seconds(

@@ -1,23 +1,27 @@
 """The types of a decision: the request, the view, the settings, the decision."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from math import isfinite
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
 from kvrouter.core.constraints import (
-    CostRule,
     PdSelection,
     Pin,
     RouterConfigOverride,
     RouterMode,
     RoutingConstraints,
 )
+from kvrouter.core.cost_rules import BLOCKS, COST_RULES, TIME
 from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import Fleet, FloatColumn, IntColumn, SlotColumn
+from kvrouter.fleet import BoolColumn, Fleet, FloatColumn, IntColumn, SlotColumn
 from kvrouter.topology import (
     LinkState,
     LinkTable,
@@ -35,13 +39,14 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     transfer, and counts only where ``links`` is given. ``timing`` is what an engine is taken to need for a
     step before anything is known of it; ``decode_weight`` is for how many tokens of its answer a request
     weighs the time of a decode step; ``price_weight`` how many seconds one unit of links' prices weighs.
-    These count only where ``cost`` is time, and ``pd_selection`` may be joint only there. With
+    These count only where ``cost`` is time, and ``pd_selection`` may be joint only there. ``cost`` is a name
+    of :data:`~kvrouter.core.cost_rules.COST_RULES`. With
     ``prefill_alone`` the prefill leg is all that is decided: somebody else picks decode. Raises ConfigError
     naming the setting.
     """
 
     mode: RouterMode = RouterMode.KV
-    cost: CostRule = CostRule.BLOCKS
+    cost: str = BLOCKS
     pd_selection: PdSelection = PdSelection.SEQUENTIAL
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
@@ -64,9 +69,9 @@ class RoutingSettings(msgspec.Struct, frozen=True):
         _check_at_least_0("kv_transfer_weight", self.kv_transfer_weight)
         _check_at_least_0("decode_weight", self.decode_weight)
         _check_at_least_0("price_weight", self.price_weight)
-        if self.pd_selection is PdSelection.JOINT and self.cost is not CostRule.TIME:
+        if self.pd_selection is PdSelection.JOINT and self.cost != TIME:
             raise ConfigError(
-                f"pd_selection: joint needs the cost of time, not {self.cost.value}", param="pd_selection"
+                f"pd_selection: joint needs the cost of time, not {self.cost}", param="pd_selection"
             )
         if self.pd_selection is PdSelection.JOINT and self.links is None:
             raise ConfigError("links: joint needs a table of links", param="links")
@@ -118,17 +123,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
     is_prompt_unknown: bool = False
     context_tokens: int = 0
     near: NearFrontend | None = None
-
-
-class SlotRule(Protocol):
-    """Another rule than the router's own, to pick among the slots that a decision allows: the masks, pins
-    and domains are the same for every rule.
-    """
-
-    def pick(
-        self, request: RouteRequest, view: "View", leg: Leg, allowed: SlotColumn, *, draw: int, turn: int
-    ) -> Slot:
-        """Return one of ``allowed``: at least one slot, in the order of ranks. ``draw`` is 64 random bits."""
 
 
 class Speeds(NamedTuple):
@@ -195,7 +189,8 @@ class View(msgspec.Struct, frozen=True):
     ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
     may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
     load when the slot's latest load report was taken; None where all that is booked is in the report.
-    ``rule`` picks instead of the settings' mode. ``cost_input`` is None under the blocks rule.
+    ``rule`` costs and picks instead of the settings' cost and mode. ``cost_input`` is None under rules that
+    need none of it.
     """
 
     fleet: Fleet
@@ -209,15 +204,130 @@ class View(msgspec.Struct, frozen=True):
     unseen: float = 0.0
     tokens_at_report: IntColumn | None = None
     blocks_at_report: IntColumn | None = None
-    rule: SlotRule | None = None
+    rule: "PickingRule | None" = None
     cost_input: CostInput | None = None
+
+
+class Timed(NamedTuple):
+    """What the time rule says of one slot."""
+
+    prefill_blocks: float
+    decode_blocks: float
+    times: Times
+
+
+class Costs(NamedTuple):
+    """The columns of one leg, each with an entry per slot, eligible or not. Under the time rule those of
+    blocks to prefill and to decode are not made: ``timed`` has them, and the times, of a slot that holds so
+    many leading blocks. ``is_masked``: slots that may not take the leg cost infinity already.
+    """
+
+    overlap_blocks: IntColumn | None
+    prefill_blocks: FloatColumn | None
+    decode_blocks: FloatColumn | None
+    transfer_blocks: FloatColumn | None
+    multiplier: FloatColumn | None
+    cost: FloatColumn
+    timed: Callable[[Slot, int], Timed] | None = None
+    is_masked: bool = False
+
+
+class LegInput(NamedTuple):
+    """One leg of one request, as a cost rule is asked for it; columns have an entry per slot.
+
+    ``prefill_slot`` is where a decode leg's KV comes from, ``transfer_s`` the seconds that it travels, where
+    links are weighed, and ``transfer_blocks`` these times ``kv_transfer_weight``. ``multiplier``: by the
+    taints that are preferred; None where it is 1. Slots that are not ``among`` these may cost infinity; None:
+    all of them need a cost. ``stalls``: it is for decode workers that prefill for themselves.
+    """
+
+    request: RouteRequest
+    view: View
+    leg: Leg
+    overlap_score_weight: float
+    overlap_blocks: IntColumn | None
+    transfer_s: FloatColumn | None
+    transfer_blocks: FloatColumn | None
+    multiplier: FloatColumn | None
+    among: BoolColumn | None
+    prefill_slot: Slot | None
+    stalls: bool
+
+    def costs(
+        self,
+        cost: FloatColumn,
+        prefill_blocks: FloatColumn | None = None,
+        decode_blocks: FloatColumn | None = None,
+        *,
+        timed: Callable[[Slot, int], Timed] | None = None,
+        is_masked: bool = False,
+    ) -> Costs:
+        """Return the columns of a rule's ``cost``, which is multiplied in place."""
+        multiplier = self.multiplier
+        if multiplier is not None:
+            cost *= multiplier
+        return Costs(
+            self.overlap_blocks, prefill_blocks, decode_blocks,
+            self.transfer_blocks, multiplier, cost, timed, is_masked,
+        )  # fmt: skip
+
+
+class Needs(NamedTuple):
+    """What a cost rule reads beyond tokens and blocks.
+
+    ``requests``: how many there are at each rank (:class:`CostInput`). ``learned``: the speeds of ranks and
+    links, which a router learns from its requests under such a rule, beginning with links that are assumed.
+    """
+
+    requests: bool = False
+    learned: bool = False
+
+
+class CostRule(ABC):
+    """What a rank costs, where the cheapest is picked."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    @abstractmethod
+    def columns(self, given: LegInput) -> Costs:
+        """Return what the leg costs at each slot, by :meth:`LegInput.costs`."""
+
+    @abstractmethod
+    def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:
+        """Return what the leg of such a request adds to the cost of a rank that holds nothing of it."""
+
+
+class PickInput(NamedTuple):
+    """What a rule picks among. ``allowed``: the slots that may take the leg, at least one, in the order of
+    ranks; ``draw`` is 64 random bits.
+    """
+
+    request: RouteRequest
+    leg: Leg
+    allowed: SlotColumn
+    draw: int
+
+
+class PickingRule(CostRule):
+    """A cost rule that picks by itself; the masks, pins and domains are the same for every rule."""
+
+    @abstractmethod
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+        """Return one of the allowed slots."""
+
+
+@cache
+def cost_rule(name: str) -> CostRule:
+    """Return the rule of this name; the same one again."""
+    rule: CostRule = import_module(COST_RULES[name]).RULE
+    return rule
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False):
     """The worker rank that takes one leg, with the parts of its cost, in blocks.
 
     Under the blocks rule cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) ·
-    multiplier; the other rules' costs are in :mod:`kvrouter.routing.cost`. ``times`` is None unless the cost
+    multiplier; the other rules' costs are in :mod:`kvrouter.routing.costs`. ``times`` is None unless the cost
     is time. ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is how many requests
     like this one were taken to be on their way, from other routers, to the ranks that are cheapest.
     """

@@ -14,7 +14,6 @@ from kvrouter.core.errors import NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet
-from kvrouter.routing.cost import pick_leg, rules_of
 from kvrouter.routing.eligibility import Step, able, not_busy, ready, screen
 from kvrouter.routing.explain import (
     busy_steps,
@@ -38,6 +37,7 @@ from kvrouter.routing.pair import (
     screens_of,
     tiers_of,
 )
+from kvrouter.routing.pick import pick_leg, rules_of
 from kvrouter.routing.request import Candidate, Decision, RouteRequest, View
 from kvrouter.topology import TransferConstraint
 

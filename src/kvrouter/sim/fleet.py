@@ -19,7 +19,7 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.ids import Epoch, ModelName, RouterId, Slot, WorkerId, WorkerRank
+from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.fleet import Fault, Fleet
@@ -28,9 +28,9 @@ from kvrouter.ledger.port import NativeLedger
 from kvrouter.mock import Fabric, MockConfig, Peer
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.placement.placer import Placer
-from kvrouter.routing.request import SlotRule
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.fleet_check import check_fleet
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.timetable import WorkersEvent
 from kvrouter.sim.timetable_plan import Step, relabelled
 
@@ -77,6 +77,8 @@ class SlotLoads:
         """How often the slot was freed: what was placed there before that is load no more."""
         self.timing: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.timings: list[Timing] = []
+        self.session_of: Callable[[RequestId], str] = lambda _request_id: ""
+        """What :class:`~kvrouter.sim.rules.rule.Gateway` says of it; a simulation sets it."""
 
     def ensure_slots(self, n_slots: int) -> None:
         """Make room for so many slots."""
@@ -118,7 +120,7 @@ class SimFleet:
         file: FleetFile,
         *,
         config: KvRouterConfig,
-        rule: SlotRule | None,
+        rule: PublishedRule | None,
         seed: int,
         call_soon: Callable[[Callable[[], None]], object],
         timing: Timing | None = None,
@@ -131,6 +133,8 @@ class SimFleet:
         self.fabric = Fabric(mock_links(file), leaps=True)
         self.fleet = Fleet(ModelName(model.name), self.block_size)
         self.loads = SlotLoads()
+        if rule is not None:
+            rule.gateway = self.loads
         self.cache = _cache_view(
             [config, *(step.file.router for step in steps)], needs_overlap=rule is not None
         )

@@ -20,14 +20,12 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hashing import Prompt, mix64
 from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
-from kvrouter.core.requests import EngineRequest, GenerateRequest, Leg, Sampling
+from kvrouter.core.requests import EngineRequest, GenerateRequest, Sampling
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import SlotColumn
 from kvrouter.index import PrefixSet
 from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
-from kvrouter.routing.request import RouteRequest, View
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.content import block_names, check_block_size
 from kvrouter.sim.dispatch import Arrival, Dispatch
@@ -35,7 +33,7 @@ from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.request import NO_TOKENS, SimRequest
-from kvrouter.sim.rules.rule import Rule, RuleInput
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.timetable import (
     AddEvent,
     DieEvent,
@@ -80,38 +78,6 @@ class Result:
     prefill_workers: int = 0
 
 
-class _RuleHere:
-    """A published rule, in the place of the router's own costs."""
-
-    def __init__(self, rule: Rule, simulation: "Simulation") -> None:
-        self._rule = rule
-        self._simulation = simulation
-
-    def pick(
-        self,
-        request: RouteRequest,
-        view: View,
-        leg: Leg,
-        allowed: SlotColumn,
-        *,
-        draw: int,
-        turn: int,  # noqa: ARG002 - the port's signature
-    ) -> Slot:
-        """Ask the rule."""
-        simulation = self._simulation
-        return self._rule.pick(
-            RuleInput(
-                request=request,
-                session=simulation.session_of(request.request_id),
-                leg=leg,
-                view=view,
-                allowed=allowed,
-                loads=simulation.fleet.loads,
-                draw=draw,
-            )
-        )
-
-
 @contextmanager
 def _little_collected() -> Iterator[None]:
     """The fleet stays to the end, and requests are no cycles: the collector walks the fleet not at all, and
@@ -141,7 +107,7 @@ class Simulation:
         config: KvRouterConfig,
         dispatch: Dispatch,
         piece_tokens: int,
-        rule: Rule | None = None,
+        rule: PublishedRule | None = None,
         seed: int = 0,
         timing: Timing | None = None,
         timetable: Sequence[TimetableEvent] = (),
@@ -155,7 +121,7 @@ class Simulation:
         self.fleet = SimFleet(
             file,
             config=config,
-            rule=None if rule is None else _RuleHere(rule, self),
+            rule=rule,
             seed=seed,
             call_soon=self._due.append,
             timing=timing,
@@ -163,6 +129,7 @@ class Simulation:
         )
         check_block_size(piece_tokens, self.fleet.block_size)
         self.placer: Placer = self.fleet.placer
+        self.fleet.loads.session_of = lambda request_id: self._open[request_id].session
         self._trace = trace
         self._config = config
         self._dispatch = dispatch
@@ -194,10 +161,6 @@ class Simulation:
         self.result.carried = self.fleet.fabric.carried()
         self.result.prefill_workers = self.fleet.n_prefill_workers
         return self.result
-
-    def session_of(self, request_id: RequestId) -> str:
-        """Return the session of a request that has not ended, "" where it has none."""
-        return self._open[request_id].session
 
     # What a request needs
 

@@ -3,7 +3,6 @@ and what a worker costs.
 """
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from itertools import product
 
 import msgspec
@@ -11,7 +10,8 @@ import msgspec
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.problems import Document, Problem
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.core.constraints import CostRule, PdSelection, RouterMode
+from kvrouter.core.constraints import PdSelection, RouterMode
+from kvrouter.core.cost_rules import BLOCKS, JOINT, TIME
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.sim.timetable import PolicyEvent, TimetableEvent
@@ -41,27 +41,7 @@ COMPARED = (
 """What choices differ in: a section of the fleet file, and keys of its ``router``."""
 
 
-class CostChoice(StrEnum):
-    """What is cheapest in mode ``kv``: a cost, and whether a pair is picked together."""
-
-    BLOCKS = "blocks"
-    TIME = "time"
-    JOINT = "joint"
-    """Time, the pair picked together."""
-    LMETRIC = "lmetric"
-
-    @property
-    def rule(self) -> CostRule:
-        """The router's cost."""
-        return CostRule.TIME if self is CostChoice.JOINT else CostRule(self.value)
-
-    @property
-    def selection(self) -> PdSelection:
-        """How the router picks pairs."""
-        return PdSelection.JOINT if self is CostChoice.JOINT else PdSelection.SEQUENTIAL
-
-
-COMPARED_COSTS = (CostChoice.BLOCKS, CostChoice.TIME, CostChoice.JOINT)
+COMPARED_COSTS = (BLOCKS, TIME, JOINT)
 """What is compared unless somebody asks for others."""
 
 
@@ -69,14 +49,14 @@ class TransferChoice(msgspec.Struct, frozen=True):
     """How KV keeps to the domains of one level, and how workers are picked.
 
     ``enforcement`` and ``level`` are None where KV goes anywhere. ``weight`` is that of ``preferred``.
-    ``cost`` is None in modes that compare none.
+    ``cost`` is one of :func:`~kvrouter.core.cost_rules.cost_choices`, None in modes that compare none.
     """
 
     mode: RouterMode
     enforcement: Enforcement | None = None
     level: str | None = None
     weight: float | None = None
-    cost: CostChoice | None = None
+    cost: str | None = None
 
     @property
     def name(self) -> str:
@@ -102,14 +82,16 @@ class TransferChoice(msgspec.Struct, frozen=True):
             policy = {"domain": self.level, "enforcement": self.enforcement.value}
             if self.weight is not None:
                 policy["preferred_weight"] = self.weight
-        cost = self.cost
+        cost, selection = self.cost, None
+        if cost is not None:
+            selection = PdSelection.JOINT.value if cost == JOINT else PdSelection.SEQUENTIAL.value
         return [
             ("kv_transfer", policy),
             ("router.kv_transfer_topology_level", None),
             ("router.kv_transfer_mismatch_policy", None),
             ("router.router_mode", self.mode.value),
-            ("router.router_cost", None if cost is None else cost.rule.value),
-            ("router.router_pd_selection", None if cost is None else cost.selection.value),
+            ("router.router_cost", TIME if cost == JOINT else cost),
+            ("router.router_pd_selection", selection),
         ]
 
 
@@ -128,16 +110,16 @@ def choice_of(file: FleetFile) -> TransferChoice:
     return TransferChoice(mode, cost=cost)
 
 
-def _cost_of(router: KvRouterConfig) -> CostChoice | None:
+def _cost_of(router: KvRouterConfig) -> str | None:
     if router.router_mode is not RouterMode.KV:
         return None
     if router.router_pd_selection is PdSelection.JOINT:
-        return CostChoice.JOINT
-    return CostChoice(router.cost.value)
+        return JOINT
+    return router.cost
 
 
 def other_choices(
-    file: FleetFile, modes: Sequence[RouterMode], costs: Sequence[CostChoice] = COMPARED_COSTS
+    file: FleetFile, modes: Sequence[RouterMode], costs: Sequence[str] = COMPARED_COSTS
 ) -> list[TransferChoice]:
     """Return every choice but the file's own: no policy, and each enforcement on each level, in each mode,
     where costs pick by each cost.
@@ -160,7 +142,7 @@ def other_choices(
 
 
 def _all(
-    levels: Sequence[str], modes: Sequence[RouterMode], costs: Sequence[CostChoice], weight: float
+    levels: Sequence[str], modes: Sequence[RouterMode], costs: Sequence[str], weight: float
 ) -> Iterator[TransferChoice]:
     for mode in modes:
         for cost in costs if mode is RouterMode.KV else (None,):

@@ -13,7 +13,7 @@ from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import Document
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.rules.registry import parse_rule
-from kvrouter.sim.rules.rule import Rule
+from kvrouter.sim.rules.rule import PublishedRule
 
 OURS = "kvrouter"
 """The router as the fleet file sets it."""
@@ -34,7 +34,7 @@ class Variant(NamedTuple):
 
     name: str
     fleet: FleetFile
-    make_rule: Callable[[], Rule | None]
+    make_rule: Callable[[], PublishedRule | None]
     source: str
 
 
@@ -90,7 +90,7 @@ def variants(document: Document, policies: Sequence[str], sweeps: Sequence[Setti
 
 def _policy(
     document: Document, policy: str, chosen: Sequence[tuple[str, object]]
-) -> tuple[FleetFile, Callable[[], Rule | None], str]:
+) -> tuple[FleetFile, Callable[[], PublishedRule | None], str]:
     name, _, parameters = policy.partition(":")
     if name != OURS:
         rule = parse_rule(policy)

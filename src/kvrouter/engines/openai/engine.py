@@ -31,10 +31,9 @@ from kvrouter.engines.openai.server import (
 )
 from kvrouter.engines.openai.streams import (
     KV_FAILURES,
+    READ_WITHIN_S,
     AnswerReading,
-    ArrivingStream,
     FetchingStream,
-    OpeningStream,
     SseStream,
     WholeStream,
 )
@@ -149,8 +148,8 @@ class ServedEngine:
         self._failed_probes = 0
         self._refused_probes_max = refused_probes
         self._refused_probes = 0
-        self._awaiting: WeakSet[OpeningStream | WholeStream] = WeakSet()
-        self._awaited_pieces: dict[OpeningStream | WholeStream, int] = {}
+        self._awaiting: WeakSet[SseStream | WholeStream] = WeakSet()
+        self._awaited_pieces: dict[SseStream | WholeStream, int] = {}
         """What was awaited when the connection of a probe was refused first."""
 
     def watch(self, on_state: StateSink) -> None:
@@ -172,26 +171,19 @@ class ServedEngine:
         call = self._client.call_of(request)
         headers = {**request.trace.headers(), **call.headers}
         read = call.reader()
-        stream: EngineStream
-        answer: OpeningStream | WholeStream
+        answer: SseStream | WholeStream
         if call.answered is not None:
             answer = WholeStream(_at_once(call.answered), call.reading, read)
         elif call.streams:
-            answer = OpeningStream(self._open(call, headers, read))
+            answer = SseStream(self._server.post(call.path, call.body, headers), call.reading, read)
         else:
             answer_headers = AnswerHeaders(JSON_TYPE)
             answer = WholeStream(self._ask(call, headers, answer_headers), call.reading, read, answer_headers)
         self._awaiting.add(answer)
-        stream = answer
-        if request.leg is not Leg.DECODE:
-            return stream
-        if request.kv_transfer_params:
-            stream = ArrivingStream(stream)
-        fetches_kv = bool(request.kv_transfer_params) or request.bootstrap is not None
-        return FetchingStream(stream, call.kv_failures) if fetches_kv else stream
-
-    async def _open(self, call: EngineCall, headers: Mapping[str, str], read: ReadEvent) -> SseStream:
-        return SseStream(await self._server.post(call.path, call.body, headers), call.reading, read)
+        takes_kv = bool(request.kv_transfer_params)
+        if request.leg is not Leg.DECODE or not (takes_kv or request.bootstrap is not None):
+            return answer
+        return FetchingStream(answer, call.kv_failures, read_within_s=READ_WITHIN_S if takes_kv else None)
 
     async def _ask(
         self, call: EngineCall, headers: Mapping[str, str], answer_headers: AnswerHeaders

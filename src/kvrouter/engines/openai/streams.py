@@ -215,13 +215,19 @@ class AnswerReading:
 class SseStream:
     """A streamed answer as an :class:`EngineStream`: a chunk for the few events that came together.
 
-    What is not read yet waits at the engine, but for the events of one read.
+    The call is sent from here: engines may send the head of a stream with its first token, after their whole
+    queue, and the router waits less for the word that a leg was accepted. What the engine refuses is raised
+    by the read. What is not read yet waits at the engine, but for the events of one read.
     """
 
     def __init__(
-        self, answer: aiohttp.ClientResponse, reading: AnswerReading, read: ReadEvent = read_event
+        self,
+        opening: Coroutine[None, None, aiohttp.ClientResponse],
+        reading: AnswerReading,
+        read: ReadEvent = read_event,
     ) -> None:
-        self._answer = answer
+        self._opening = asyncio.create_task(opening)
+        self._is_open = False
         self._reading = reading
         self._read = read
         self._cutter = EventCutter()
@@ -243,8 +249,6 @@ class SseStream:
         self._gathered = _Gathered(reading)
         self._comments: list[bytes] = []
         self._headers = AnswerHeaders(EVENTS_TYPE)
-        if reading.passes_raw:
-            self._headers.take(answer)
         self._raw = RawEvents(reading)
 
     def __aiter__(self) -> "SseStream":
@@ -255,7 +259,8 @@ class SseStream:
             raise StopAsyncIteration
         chunk: EngineChunk | None = None
         broken: StreamBroken | InvalidRequest | None = None
-        if self._cancelled is None:
+        is_open = self._is_open or await self._open()
+        if is_open and self._cancelled is None:
             try:
                 chunk = await self._next()
             except (StreamBroken, InvalidRequest) as error:
@@ -266,30 +271,59 @@ class SseStream:
                 broken = StreamBroken(
                     f"the engine's answer broke off: {self._lost or connection_failure(error)}"
                 )
-        if self._cancelled is not None:
+        if not is_open or self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
             self._is_over = True
-            self._answer.close()  # where it came to its end, its connection is another's already
+            self._close()  # where it came to its end, its connection is another's already
         if chunk is None:
             raise broken or StreamBroken("the engine's answer is gone")
         return chunk
+
+    async def _open(self) -> bool:
+        """Wait until the answer begins, and return whether it does: not where the call was taken back. Raises
+        what the engine refuses.
+        """
+        if not self._opening.done():
+            await asyncio.wait({self._opening})
+        if self._opening.cancelled():
+            self._is_over = self._lost is not None
+            if self._lost is not None:
+                raise StreamBroken(self._lost)
+            return False
+        self._is_over = self._opening.exception() is not None
+        answer = self._opening.result()
+        self._is_open = True
+        if self._reading.passes_raw:
+            self._headers.take(answer)
+        return True
+
+    @property
+    def _answer(self) -> aiohttp.ClientResponse:
+        return self._opening.result()
+
+    def _close(self) -> None:
+        """Take the call back where it is not answered yet, else close its connection."""
+        if not self._opening.cancel() and not self._opening.cancelled() and not self._opening.exception():
+            self._answer.close()
 
     def cancel(self, reason: str) -> None:
         """Close the connection: the engine aborts what it runs for it. Idempotent."""
         if self._cancelled is None and not self._is_over:
             self._cancelled = reason
-            self._answer.close()
+            self._close()
 
     @property
     def awaited_piece(self) -> int | None:
         """See :class:`Awaiting`."""
+        if not self._opening.done():
+            return -1
         return self._pieces if self._is_reading and not self._is_over else None
 
     def break_off(self, why: str) -> None:
         """The engine brings nothing more: the read raises StreamBroken."""
         self._lost = why
-        self._answer.close()
+        self._close()
 
     async def _next(self) -> EngineChunk:
         while not self._ready:
@@ -619,74 +653,49 @@ READ_WITHIN_S = 1.0
 call with it, unread."""
 
 
-class ArrivingStream:
-    """The answer of a decode leg that comes for KV which waits at a prefill engine.
-
-    Only the decode engine can notify the prefill engine that nobody comes any more: it does so when it aborts
-    the call, with or without having fetched anything. Of a call that it never read it notifies nobody, and
-    the KV keeps its blocks until its lease ends. So a call that is cancelled is taken back once it was surely
-    read; the reader of its answer gets the end at once.
-    """
-
-    def __init__(self, inner: EngineStream, *, read_within_s: float = READ_WITHIN_S) -> None:
-        loop = asyncio.get_running_loop()
-        self._inner = inner
-        self._loop = loop
-        self._read_at_s = loop.time() + read_within_s
-        self._left: asyncio.Future[EngineChunk] = loop.create_future()
-        self._has_begun = False
-        self._is_over = False
-
-    def __aiter__(self) -> "ArrivingStream":
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        if self._is_over:
-            raise StopAsyncIteration
-        if self._has_begun:
-            return await self._inner.__anext__()
-        reading = asyncio.ensure_future(self._inner.__anext__())
-        try:
-            await asyncio.wait({reading, self._left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not reading.cancel() and not reading.cancelled():
-                reading.exception()  # where the client left meanwhile, nobody else reads it
-        if self._left.done():
-            self._is_over = True
-            return self._left.result()
-        chunk = reading.result()
-        self._has_begun = True
-        return chunk
-
-    def cancel(self, reason: str) -> None:
-        """Ask the engine to stop, once it knows of the call. Idempotent."""
-        if self._has_begun:
-            self._inner.cancel(reason)
-        elif not self._left.done():
-            self._left.set_result(EngineChunk(finish=FinishReason.CANCELLED, error=reason))
-            self._loop.call_at(max(self._read_at_s, self._loop.time()), self._inner.cancel, reason)
-
-
 KV_FAILURES = (EngineFailed, EngineFailedLater)
 
 
 class FetchingStream:
-    """Takes an engine that fails such a leg before its first token to have got no KV: it does not say why it
+    """The answer of a decode leg that fetches KV which waits at a prefill engine.
+
+    An engine that fails such a leg before its first token is taken to have got no KV: it does not say why it
     failed, and that is why most do. The leg is then prefilled again, and nobody is blamed. ``failures`` are
     how it may say so.
+
+    With ``read_within_s`` only the decode engine can notify the prefill engine that nobody comes any more: it
+    does so when it aborts the call, with or without having fetched anything. Of a call that it never read it
+    notifies nobody, and the KV keeps its blocks until its lease ends. So a call that is cancelled is taken
+    back once it was surely read; the reader of its answer gets the end at once.
     """
 
-    def __init__(self, inner: EngineStream, failures: tuple[type[KvrouterError], ...] = KV_FAILURES) -> None:
+    def __init__(
+        self,
+        inner: EngineStream,
+        failures: tuple[type[KvrouterError], ...] = KV_FAILURES,
+        *,
+        read_within_s: float | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
         self._inner = inner
         self._failures = failures
+        self._loop = loop
+        self._read_at_s = loop.time() + (read_within_s or 0.0)
+        self._left: asyncio.Future[EngineChunk] | None = (
+            None if read_within_s is None else loop.create_future()
+        )
+        """The end that a reader gets of a call that is taken back later; None once the engine answers."""
         self._has_begun = False
+        self._is_over = False
 
     def __aiter__(self) -> "FetchingStream":
         return self
 
     async def __anext__(self) -> EngineChunk:
+        if self._is_over:
+            raise StopAsyncIteration
         try:
-            chunk = await self._inner.__anext__()
+            chunk = await (self._inner.__anext__() if self._left is None else self._first(self._left))
         except self._failures as error:
             if self._has_begun:
                 raise
@@ -699,9 +708,28 @@ class FetchingStream:
         self._has_begun = self._has_begun or not chunk.is_comment
         return chunk
 
+    async def _first(self, left: asyncio.Future[EngineChunk]) -> EngineChunk:
+        """Return the engine's first chunk, or the end where the call is cancelled before."""
+        reading = asyncio.ensure_future(self._inner.__anext__())
+        try:
+            await asyncio.wait({reading, left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # where the client left meanwhile, nobody else reads it
+        if left.done():
+            self._is_over = True
+            return left.result()
+        chunk = reading.result()
+        self._left = None
+        return chunk
+
     def cancel(self, reason: str) -> None:
-        """Ask the engine to stop. Idempotent."""
-        self._inner.cancel(reason)
+        """Ask the engine to stop, once it knows of the call. Idempotent."""
+        if self._left is None:
+            self._inner.cancel(reason)
+        elif not self._left.done():
+            self._left.set_result(EngineChunk(finish=FinishReason.CANCELLED, error=reason))
+            self._loop.call_at(max(self._read_at_s, self._loop.time()), self._inner.cancel, reason)
 
 
 class Awaiting(Protocol):
@@ -713,59 +741,3 @@ class Awaiting(Protocol):
 
     def break_off(self, why: str) -> None:
         """The engine brings nothing more: the read raises StreamBroken."""
-
-
-class OpeningStream:
-    """An :class:`EngineStream` from the moment that its call is sent.
-
-    Engines may send the head of a stream with its first token, after their whole queue: the router waits less
-    for the word that a leg was accepted. What the engine refuses is raised by the read.
-    """
-
-    def __init__(self, opening: Coroutine[None, None, SseStream]) -> None:
-        self._opening = asyncio.create_task(opening)
-        self._lost: str | None = None
-        self._cancelled: str | None = None
-        self._is_over = False
-
-    def __aiter__(self) -> "OpeningStream":
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        if self._is_over:
-            raise StopAsyncIteration
-        if not self._opening.done():
-            await asyncio.wait({self._opening})
-        if self._opening.cancelled():
-            self._is_over = True
-            if self._lost is not None:
-                raise StreamBroken(self._lost)
-            return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
-        if self._opening.exception() is not None:
-            self._is_over = True
-        return await self._opening.result().__anext__()
-
-    def cancel(self, reason: str) -> None:
-        """Ask the engine to stop. Idempotent."""
-        if self._cancelled is not None:
-            return
-        self._cancelled = reason
-        if not self._opening.cancel() and not self._opening.cancelled() and self._opening.exception() is None:
-            self._opening.result().cancel(reason)
-
-    @property
-    def awaited_piece(self) -> int | None:
-        """See :class:`Awaiting`."""
-        if not self._opening.done():
-            return -1
-        if self._opening.cancelled() or self._opening.exception() is not None:
-            return None
-        return self._opening.result().awaited_piece
-
-    def break_off(self, why: str) -> None:
-        """The engine brings nothing more: the read raises StreamBroken."""
-        if self._opening.done():
-            self._opening.result().break_off(why)
-        else:
-            self._lost = why
-            self._opening.cancel()

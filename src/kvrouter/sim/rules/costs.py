@@ -7,11 +7,13 @@ import numpy as np
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import FloatColumn
-from kvrouter.sim.rules.rule import RuleInput, lowest, new_tokens
+from kvrouter.fleet import FloatColumn, SlotColumn
+from kvrouter.routing.costs.lmetric import product
+from kvrouter.routing.request import LegInput, PickInput
+from kvrouter.sim.rules.rule import PublishedRule, Scores, new_tokens
 
 
-class DynamoCost:
+class DynamoCost(PublishedRule):
     """overlap_weight · prefill blocks + decode blocks, the least of it; with a temperature above 0 drawn by
     softmax over the costs, which are scaled to 0..1. A prefill leg has no decode blocks, the decode leg of a
     pair no prefill blocks.
@@ -23,22 +25,23 @@ class DynamoCost:
         self._overlap_weight = overlap_weight
         self._temperature = temperature
 
-    def pick(self, given: RuleInput) -> Slot:
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
         """Take the cheapest, or draw."""
-        costs = self._costs(given)
+        costs = cost[given.allowed]
         spread = costs.max() - costs.min()
         if self._temperature <= 0.0 or spread <= 0.0:
-            return lowest(costs, given)
+            return super().pick(cost, given)
         shares = np.cumsum(np.exp(-(costs - costs.min()) / spread / self._temperature))
         aim = (given.draw >> 11) * 2.0**-53 * shares[-1]
         at = min(int(np.searchsorted(shares, aim, side="right")), len(costs) - 1)
         return Slot(int(given.allowed[at]))
 
-    def _costs(self, given: RuleInput) -> FloatColumn:
-        view, allowed = given.view, given.allowed
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+        """Add up the blocks."""
+        view = given.view
         costs = np.zeros(len(allowed))
         if given.leg is not Leg.DECODE:
-            tokens = view.prefill_tokens[allowed] + new_tokens(given)
+            tokens = view.prefill_tokens[allowed] + new_tokens(given, allowed)
             costs += self._overlap_weight * tokens / view.fleet.block_size
         if given.leg is not Leg.PREFILL:
             costs += view.active_blocks[allowed]
@@ -46,27 +49,20 @@ class DynamoCost:
         return costs
 
 
-class LMetric:
-    """(prefill tokens queued there and new here) · (requests there, this one included): the least product.
-    A decode leg, which prefills nothing, goes to the fewest requests.
-
-    The paper's abstract multiplies the new prefill tokens, if a request went there, by the batch size. Those
-    who implemented it add the tokens that are queued there before: AIBrix's ``l_metric_local.go``, which
-    counts the request itself in the batch, and agentic-kvc, which does not. Where it does not count, all idle
-    workers are equal, whatever they hold.
-    """
+class LMetric(PublishedRule):
+    """:func:`~kvrouter.routing.costs.lmetric.product` by the requests that a gateway counts."""
 
     source: ClassVar[str] = "LMetric, arXiv 2603.15202; with queued tokens and batch + 1 as in AIBrix's"
 
-    def pick(self, given: RuleInput) -> Slot:
-        """Take the least product."""
-        batch = given.loads.in_flight[given.allowed] + 1.0
-        if given.leg is Leg.DECODE:
-            return lowest(batch, given)
-        return lowest((new_tokens(given) + given.view.prefill_tokens[given.allowed]) * batch, given)
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+        """Multiply."""
+        tokens: FloatColumn | None = None
+        if given.leg is not Leg.DECODE:
+            tokens = new_tokens(given, allowed) + given.view.prefill_tokens[allowed]
+        return product(tokens, self.gateway.in_flight[allowed])
 
 
-class PredictedTtft:
+class PredictedTtft(PublishedRule):
     """Least predicted time to the first token: this prompt's own prefill by the engine's timing, and
     ``queue_ms_per_token`` for each token that is queued there; of equals the one with the fewest active
     blocks.
@@ -80,20 +76,20 @@ class PredictedTtft:
     def __init__(self, *, queue_ms_per_token: float = 0.017) -> None:
         self._queue_ms_per_token = queue_ms_per_token
 
-    def pick(self, given: RuleInput) -> Slot:
-        """Take the soonest."""
-        view, allowed = given.view, given.allowed
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+        """Predict; what is not the soonest costs infinity."""
+        view = given.view
         active = view.active_blocks[allowed]
         if given.leg is Leg.DECODE:
-            return lowest(active, given)
-        tokens, queued, whose = new_tokens(given), view.prefill_tokens[allowed], given.loads.timing[allowed]
-        predicted_ms = np.empty(len(allowed))
-        for number, timing in enumerate(given.loads.timings):
+            return active
+        tokens, queued = new_tokens(given, allowed), view.prefill_tokens[allowed]
+        whose, predicted_ms = self.gateway.timing[allowed], np.empty(len(allowed))
+        for number, timing in enumerate(self.gateway.timings):
             here = whose == number
             queue_ms = self._queue_ms_per_token * _slowness(timing) * queued[here]
             predicted_ms[here] = _prefill_ms(timing, tokens[here], given.request.isl_tokens) + queue_ms
         soonest = predicted_ms == predicted_ms.min()
-        return lowest(np.where(soonest, active, np.inf), given)
+        return np.where(soonest, active, np.inf)
 
 
 def _prefill_ms(timing: Timing, tokens: FloatColumn, isl_tokens: int) -> FloatColumn:

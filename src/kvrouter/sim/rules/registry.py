@@ -10,7 +10,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.rules.affinity import AibrixPrefix, LlmdScorers, SglangCacheAware, StickySessions
 from kvrouter.sim.rules.balancers import LeastLoaded, PowerOfTwo, Random, RoundRobin
 from kvrouter.sim.rules.costs import DynamoCost, LMetric, PredictedTtft
-from kvrouter.sim.rules.rule import Rule
+from kvrouter.sim.rules.rule import PublishedRule
 
 GRID_MAX = 12
 """How many points a rule is tuned over, its published values included."""
@@ -19,7 +19,7 @@ GRID_MAX = 12
 class KnownRule(NamedTuple):
     """A rule that can be named. ``grid`` has at most :data:`GRID_MAX` points."""
 
-    make: Callable[..., Rule]
+    make: Callable[..., PublishedRule]
     parameters: Mapping[str, float]
     """Its parameters with their published values."""
     grid: Sequence[Mapping[str, float]] = ()
@@ -87,7 +87,7 @@ RULES: Mapping[str, KnownRule] = MappingProxyType(
 """Every rule that a replay can be given instead of the router's own."""
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> PublishedRule:
     """Return the rule of ``name`` or ``name:parameter=value,parameter=value``. Raises ConfigError."""
     name, colon, given = text.partition(":")
     known = RULES.get(name)

@@ -1,22 +1,25 @@
-"""A published routing rule, and what it may read of a decision."""
+"""A published routing rule: a cost rule that also picks, and what it may read of a fleet."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrouter.core.ids import Slot
+from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import FloatColumn, SlotColumn
-from kvrouter.routing.request import RouteRequest, View
+from kvrouter.routing.request import Costs, LegInput, PickingRule, PickInput, RouteRequest, View
+
+Scores = npt.NDArray[Any]
 
 
-class RankLoads(Protocol):
-    """Load by slot. ``in_flight``: requests placed there that have not ended; ``waiting`` and ``kv_use`` are
-    of the rank's last load report: requests that wait, and the share of KV blocks in use. ``timing`` says
-    which of ``timings`` is the engine's.
+class Gateway(Protocol):
+    """What a gateway knows, by slot. ``in_flight``: requests placed there that have not ended; ``waiting``
+    and ``kv_use`` are of the rank's last load report: requests that wait, and the share of KV blocks in use.
+    ``timing`` says which of ``timings`` is the engine's.
     """
 
     in_flight: npt.NDArray[np.int64]
@@ -28,47 +31,54 @@ class RankLoads(Protocol):
     def timings(self) -> Sequence[Timing]:
         """The timings of all engines that were here."""
 
+    def session_of(self, request_id: RequestId) -> str:
+        """Return the session of a request that has not ended, "" where it has none."""
 
-class RuleInput(NamedTuple):
-    """One decision about one leg. ``allowed`` are the slots that may take it, in the order of ranks: at least
-    one. ``draw`` is 64 random bits, ``session`` is "" where nobody knows it.
+
+class PublishedRule(PickingRule):
+    """A rule that others published, in place of the router's own; preferred taints change nothing under it.
+
+    ``source``: where it is published. A replay sets ``gateway`` before the first decision.
     """
 
-    request: RouteRequest
-    session: str
-    leg: Leg
-    view: View
-    allowed: SlotColumn
-    loads: RankLoads
-    draw: int
-
-
-class Rule(Protocol):
-    """Picks one of the slots that a decision allows. ``source``: where it is published."""
-
     source: ClassVar[str]
+    gateway: Gateway
 
-    def pick(self, given: RuleInput) -> Slot:
-        """Return one of ``given.allowed``."""
+    @abstractmethod
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+        """Return what the leg costs at the ``allowed`` slots: at least one, in the order of ranks."""
+
+    def columns(self, given: LegInput) -> Costs:
+        """Return the scores; infinity at slots that may not take the leg."""
+        fleet = given.view.fleet
+        order = fleet.rank_order
+        allowed = order if given.among is None else order[given.among[order]]
+        cost: FloatColumn = np.full(fleet.n_slots, np.inf)
+        cost[allowed] = self.scores(given, allowed)
+        return Costs(given.overlap_blocks, None, None, None, None, cost, is_masked=True)
+
+    def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
+        """Return nothing: a replay has no other routers, whose requests would be spread by it."""
+        return 0.0
+
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+        """Return the slot of the lowest cost; one of equals is drawn."""
+        costs = cost[given.allowed]
+        best = np.flatnonzero(costs == costs.min())
+        return Slot(int(given.allowed[best[given.draw % len(best)]]))
 
 
-def cached_tokens(given: RuleInput) -> FloatColumn:
+def cached_tokens(given: LegInput, allowed: SlotColumn) -> FloatColumn:
     """Tokens of the prompt that each allowed slot holds, as the router's index has it."""
-    overlap = given.view.overlap_blocks
-    if overlap is None:
-        return np.zeros(len(given.allowed))
+    if given.overlap_blocks is None:
+        return np.zeros(len(allowed))
     tokens: FloatColumn = np.multiply(
-        overlap[given.allowed], float(given.view.fleet.block_size), dtype=np.float64
+        given.overlap_blocks[allowed], float(given.view.fleet.block_size), dtype=np.float64
     )
     return tokens
 
 
-def new_tokens(given: RuleInput) -> FloatColumn:
+def new_tokens(given: LegInput, allowed: SlotColumn) -> FloatColumn:
     """Tokens of the prompt that each allowed slot would have to compute."""
-    return np.maximum(float(given.request.isl_tokens) - cached_tokens(given), 0.0, dtype=np.float64)
-
-
-def lowest(scores: npt.NDArray[Any], given: RuleInput) -> Slot:
-    """Return the allowed slot with the least score; one of equals is drawn."""
-    best = np.flatnonzero(scores == scores.min())
-    return Slot(int(given.allowed[best[given.draw % len(best)]]))
+    cached = cached_tokens(given, allowed)
+    return np.maximum(float(given.request.isl_tokens) - cached, 0.0, dtype=np.float64)
