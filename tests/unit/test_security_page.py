@@ -217,6 +217,7 @@ WHERE = {
     "slots of a ledger": "index fleet.fleet",
     "http connections": "transports.requests.http.connections",
     "connections of engines": "worker.engine_door",
+    "running requests at the end": "config.worker_options",
     "workers of a fleet": "service.router transports.discovery",
     "dispatches of one": "journey",
     "legs that a worker remembers": "transports.requests.legs.ENDED",

@@ -43,6 +43,7 @@ from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from kvrouter.transports.requests.http import HttpRequestPlane
 from kvrouter.transports.requests.nats import NatsRequestPlane
 from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestPlane
 from kvrouter.transports.sync.nats import NatsSyncPlane
 from kvrouter.transports.sync.port import SyncPlane
@@ -321,29 +322,20 @@ def wanted(nats: Client | None) -> Client:
 def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: Telemetry) -> RequestPlane:
     token = revealed(planes.plane_token)
     on_refused = refusals_on(planes.request_plane.value, telemetry)
+    limits = RouterLimits(
+        open_timeout_s=planes.open_timeout_s,
+        dead_after_s=planes.dead_after_s,
+        heartbeat_s=planes.dead_after_s / (6 if planes.request_plane is RequestPlaneKind.NATS else 3),
+    )
     if planes.request_plane is RequestPlaneKind.TCP:
-        return TcpRequestPlane(
-            token=token,
-            ssl=tls.client,
-            open_timeout_s=planes.open_timeout_s,
-            heartbeat_s=planes.dead_after_s / 3,
-            dead_after_s=planes.dead_after_s,
-            on_refused=on_refused,
-        )
+        return TcpRequestPlane(token=token, ssl=tls.client, limits=limits, on_refused=on_refused)
     if planes.request_plane is RequestPlaneKind.HTTP:
-        return HttpRequestPlane(
-            token=token or "",
-            ssl=tls.client,
-            open_timeout_s=planes.open_timeout_s,
-            dead_after_s=planes.dead_after_s,
-            on_refused=on_refused,
-        )
+        return HttpRequestPlane(token=token or "", ssl=tls.client, limits=limits, on_refused=on_refused)
     return NatsRequestPlane(
         wanted(nats),
         namespace=planes.namespace,
         token=token_of(planes),
-        open_timeout_s=planes.open_timeout_s,
-        dead_after_s=planes.dead_after_s,
+        limits=limits,
         on_refused=on_refused,
     )
 
