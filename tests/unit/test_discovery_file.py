@@ -16,6 +16,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.transports.discovery import leased_watch
 from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
 from kvrouter.transports.discovery.file.folder import Folder
 from kvrouter.transports.discovery.file.records import FileRecords
@@ -149,6 +150,22 @@ async def test_no_more_files_than_the_limit_are_looked_at(
         await few.list_all()
     assert [why for _, why in refused] == ["more than 50 files: the others are not looked at"]
     await few.close()
+
+
+async def test_a_worker_more_than_are_followed_is_reported_and_comes_when_there_is_room(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leased_watch, "WORKERS_MAX", 1)
+    first, second = store.end(), store.end()
+    await first.publish(card(1))
+    await second.publish(card(2))
+    ear = await listen(store.end())
+    assert ear.heard == [card(1)]
+    await until(lambda: bool(store.refusals))
+    await first.close()
+    (store.directory / "space" / "worker-1.json").unlink()
+    await ear.until_heard(card(1), (1, 9, Gone.EXPIRED), card(2))
+    assert store.refusals == [(str(store.directory / "space" / "worker-2.json"), "more than 1 workers")]
 
 
 async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: FileStore) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE, TroubleSink
+from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE, StoreRefusals, TroubleSink
 from kvrouter.transports.discovery.file.folder import Folder, Stamp, read_own_file, stamp_of, touch
 from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, PolledFeed, Record, RecordKind
@@ -111,7 +111,7 @@ class FileRecords(Generic[T]):
         self._kind = kind
         self.folder = folder
         self._is_host = is_host
-        self._on_refused = on_refused
+        self._refusals = StoreRefusals(on_refused)
         self.poll_s = poll_s
         self._half_stays_s = half_stays_s
         self._name = re.compile(rf"{kind.name}-({kind.key.pattern})\.json")
@@ -132,8 +132,10 @@ class FileRecords(Generic[T]):
         """Return every record, in the order of their keys."""
         found = await self._reading.run(self._scan)
         troubles = {name: seen.trouble for name, seen in found.items() if seen.trouble}
-        for name in troubles.keys() - self._reported:
-            self._on_refused(str(self.folder.path / name), troubles[name])
+        for name in self._reported - troubles.keys():
+            self._refusals.forget(name)
+        for name, why in troubles.items():
+            self._refusals.tell(name, str(self.folder.path / name), why)
         self._reported = set(troubles)
         records = [seen.record for seen in found.values() if seen.record is not None]
         return sorted(records, key=lambda record: (len(record.key), record.key))
@@ -141,6 +143,15 @@ class FileRecords(Generic[T]):
     def changes(self: "FileRecords[CardRecord]", watch: LeasedWatch[Stamp]) -> ChangeFeed:
         """Return what scans for ``watch``."""
         return _Scans(self, watch)
+
+    def hand_on(self, record: Record[T, Stamp], take: Callable[[Record[T, Stamp]], None]) -> None:
+        """Have a record taken. One that is not followed, because there are too many, is reported."""
+        try:
+            take(record)
+        except ProtocolError as error:
+            self._refusals.tell(record.key, str(self._path(record.key)), error.message)
+        else:
+            self._refusals.forget(record.key)
 
     async def read(self, key: str) -> tuple[T | None, Stamp | None]:
         """Return what is there. A file of that name that is no record is as good as none."""
@@ -316,6 +327,6 @@ class _Scans(PolledFeed):
             watch.regain()
         watch.look(now)
         for record in records:
-            watch.take(record)
+            self._store.hand_on(record, watch.take)
         watch.settle(now, {record.key for record in records})
         await watch.tidy(now)
