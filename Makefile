@@ -4,11 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
+# One worker more than there are jobs, where many tests wait for processes that start or for timers.
+TESTERS = $(shell expr $(JOBS) + 1)
 ENGINE ?= podman
 TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# Compiled modules are kept whatever the environment says: tests start hundreds of processes, and each of them
+# would compile all of kvrouter again, as every pytest would all of its tests.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
+.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak test-timed lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,8 +36,8 @@ gate-times: ## Run all that a change must pass, as .ci/run does, and print what 
 	$(PYTHON) -m scripts.gate --slowest 100
 
 test: setup ## Run every test that needs no network
-	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
+	cargo test --quiet --profile tests --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "not nightly and not timed" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
 
 test-fast: setup ## Lint, types, and the unit tests of what changed since main: under two minutes
 	$(BIN)/python -m scripts.fast_tests --jobs $(JOBS)
@@ -86,7 +91,10 @@ test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nat
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
 
 test-hostile: setup ## Hostile clients, strangers and liars against real processes: minutes
-	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/hostile
+	$(BIN)/python -m pytest -m "not timed" -o faulthandler_timeout=600 tests/hostile
+
+test-timed: setup ## The tests that measure in real time what other work would spoil: run nothing beside them
+	$(BIN)/python -m pytest -n $(JOBS) -m timed -o faulthandler_timeout=600 tests/e2e tests/hostile
 
 test-differential: setup ## Make each call twice, directly and through kvrouter, and count what differs
 	$(BIN)/python -m pytest -q -s --show-capture=no tests/differential

@@ -8,7 +8,6 @@ many others depend on the change is printed. ``make test`` runs them all.
 """
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from scripts.gate import RESULTS, ROOT, STAGES, run_stages
+from scripts.gate import ROOT, STAGES, latest_recorded, run_stages
 
 TESTS = ("tests/unit", "tests/property")
 CHANGED_TESTS = (*TESTS, "tests/contract", "tests/scenario")
@@ -101,9 +100,8 @@ def choose(nearest: Sequence[str], seconds: Mapping[str, float]) -> tuple[list[s
 
 def recorded_s() -> dict[str, float]:
     """The seconds of each test file in the latest run of the gate that was recorded."""
-    runs = [json.loads(path.read_text()) for path in RESULTS.glob("gate-*.json")]
-    runs.sort(key=lambda run: str(run["measured_at"]))
-    return dict(runs[-1]["file_s"]) if runs else {}
+    latest = latest_recorded()
+    return {} if latest is None else latest["file_s"]
 
 
 def _importers(files: Iterable[str]) -> dict[str, set[str]]:

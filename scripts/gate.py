@@ -3,8 +3,8 @@
     python -m scripts.gate [--slowest N] [--record]
 
 Each part is a target of the Makefile. Parts that leave a core idle run side by side, in two lanes; the tests
-of ``make test`` fill both cores and run alone. For a test, the wall time and the processor time are printed:
-one that takes long and uses little waits for something.
+of ``make test`` fill both cores and run alone, as do those that measure time. For a test, the wall time and
+the processor time are printed: one that takes long and uses little waits for something.
 
 ``--record`` keeps the figures under ``benchmarks/results``. Do so on a machine that does nothing else.
 """
@@ -19,10 +19,11 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,6 +36,7 @@ STAGES: tuple[tuple[Lane, ...], ...] = (
     (("setup",),),
     (("lint",), ("types",)),
     (("test",),),
+    (("test-timed",),),
     (("test-cluster",), ("test-hostile", "test-chaos", "bench-instructions")),
 )
 """Stages follow each other. Their lanes run at the same time, and the parts of a lane one after the other."""
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         slowest=tests[: options.slowest],
         file_s=file_seconds(tests),
     )
-    print(report(result))
+    print(report(result, latest_recorded()))
     passed = all(part.exit_code == 0 for part in parts)
     if options.record and passed:
         path = RESULTS / f"gate-{result.commit}.json"
@@ -174,22 +176,31 @@ def _test_times(times: Path) -> Iterator[TestTime]:
             yield TestTime(**json.loads(line))
 
 
-def report(result: Result) -> str:
-    """The table of parts and the slowest tests."""
-    lines = ["", f"{'wall':>7} {'cpu':>7}  part"]
+def latest_recorded() -> dict[str, Any] | None:
+    """The latest run that was recorded, as its file has it."""
+    runs: list[dict[str, Any]] = [json.loads(path.read_text()) for path in RESULTS.glob("gate-*.json")]
+    return max(runs, key=lambda run: str(run["measured_at"]), default=None)
+
+
+def report(result: Result, recorded: Mapping[str, Any] | None) -> str:
+    """The table of parts, with what each took in the run that was recorded, and the slowest tests."""
+    then_s = {} if recorded is None else {part["target"]: part["wall_s"] for part in recorded["parts"]}
+    lines = ["", f"{'wall':>7} {'cpu':>7} {'before':>7}  part"]
     for part in result.parts:
         failed = "" if part.exit_code == 0 else f"  FAILED ({part.exit_code})"
-        lines.append(f"{_minutes(part.wall_s)} {_minutes(part.cpu_s)}  make {part.target}{failed}")
+        took = f"{_minutes(part.wall_s)} {_minutes(part.cpu_s)} {_minutes(then_s.get(part.target))}"
+        lines.append(f"{took}  make {part.target}{failed}")
     cpu_s = sum(part.cpu_s for part in result.parts)
-    lines.append(f"{_minutes(result.wall_s)} {_minutes(cpu_s)}  all")
+    all_then_s = None if recorded is None else recorded["wall_s"]
+    lines.append(f"{_minutes(result.wall_s)} {_minutes(cpu_s)} {_minutes(all_then_s)}  all")
     if result.slowest:
         lines += ["", f"{'wall':>7} {'cpu':>7}  the slowest tests, in seconds"]
         lines += [f"{each.wall_s:7.1f} {each.cpu_s:7.1f}  {each.test}" for each in result.slowest]
     return "\n".join(lines)
 
 
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60:4}:{int(seconds) % 60:02}"
+def _minutes(seconds: float | None) -> str:
+    return " " * 7 if seconds is None else f"{int(seconds) // 60:4}:{int(seconds) % 60:02}"
 
 
 def _commit() -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import httpx
 import openai
+import pytest
 
 from tests.support.served import MODEL, TIMEOUT_S, Metrics, word_ids
 from tests.support.waits import LIMIT_S, until
@@ -170,6 +171,7 @@ async def until_metric_is(http: httpx.AsyncClient, is_slow: bool) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.timed
 async def test_traffic_leaves_a_link_that_falls_and_the_log_says_that_it_is_slow_and_then_well(
     tmp_path: Path,
 ) -> None:

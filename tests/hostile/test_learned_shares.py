@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import httpx
+import pytest
 from aiohttp import web
 
 from tests.support.engine_server import VLLM_PAGES, event_of, recorded
@@ -124,6 +125,7 @@ class Callers:
         return first / (first + second)
 
 
+@pytest.mark.timed
 async def test_what_one_client_asks_for_decides_little_of_where_others_go(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         engines = Engine(), Engine()

@@ -99,7 +99,7 @@ def test_without_a_time_to_live_nothing_ends_by_itself() -> None:
     async def story() -> None:
         owner = await owner_of(lease_ttl_s=None)
         await owner.book()
-        await asyncio.sleep(1e6)
+        await asyncio.sleep(1_000 * TTL_S)
         assert len(owner.bookings) == 1
         owner.bookings.close()
         assert owner.bench.booked() == 0

@@ -50,9 +50,13 @@ def test_a_part_that_fails_ends_its_lane_and_what_would_follow(tmp_path: Path) -
     assert {part.target: part.exit_code for part in parts} == {"bad": 2, "good": 0}  # make's own code
     assert not (root / "next").exists()
     assert not (root / "last").exists()
-    text = report(Result("gate", "", "", 2, (0.0, 0.0, 0.0), 61.0, parts, [TimeOfTest("t", 2.0, 0.5)], {}))
+    result = Result("gate", "", "", 2, (0.0, 0.0, 0.0), 61.0, parts, [TimeOfTest("t", 2.0, 0.5)], {})
+    recorded = {"wall_s": 3600.0, "parts": [{"target": "good", "wall_s": 125.0}]}
+    text = report(result, recorded)
     assert "make bad  FAILED (2)" in text
-    assert "   1:01" in text
+    assert "   2:05  make good" in text
+    assert "  60:00  all" in text
+    assert "   1:01" in report(result, None)
     assert "    2.0     0.5  t" in text
 
 

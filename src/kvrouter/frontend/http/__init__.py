@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server for streams: a sans-I/O connection, an asyncio driver, an ASGI bridge.
+"""An HTTP/1.1 server for streams: a sans-I/O connection, an asyncio driver.
 
 It knows nothing of routing or OpenAI beyond the shape of an error. A handler gets a :class:`Request` and a
 :class:`Responder`.
@@ -21,14 +21,13 @@ from kvrouter.frontend.http.response import (
     error_body,
     sse_event,
 )
-from kvrouter.frontend.http.server import AsgiBridge, HttpServer, Observer
+from kvrouter.frontend.http.server import HttpServer, Observer
 
 __all__ = [
     "SSE_DONE",
     "SSE_FILLER",
     "UPLOADS_FULL",
     "UPLOAD_TOO_SLOW",
-    "AsgiBridge",
     "BadRequest",
     "BodyLimit",
     "Disconnect",
