@@ -34,6 +34,7 @@ from kvrouter.service.router import RefusedCard, RouterService
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.service.transfer_speed import TransferReading
 from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry.families import GaugeFamily
 from kvrouter.topology import RouterTopologyDefault, policy_of, topology_domains, worker_taints
 
 
@@ -433,7 +434,8 @@ def _gb_per_s(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else round(bytes_per_s / 1e9, 3)
 
 
-Values = dict[tuple[str, ...], float]
+LINK_SERIES_MAX = 64
+"""Of so many links a model's metrics have series; GET /v1/fleet has them all."""
 
 
 class Gauges:
@@ -442,140 +444,88 @@ class Gauges:
     def __init__(self, telemetry: Telemetry, service: RouterService) -> None:
         self._telemetry = telemetry
         self._service = service
+        self._values: dict[GaugeFamily, dict[tuple[str, ...], float]] = {}
 
     def refresh(self) -> None:
         """Read everything once."""
         telemetry = self._telemetry
-        page = _Page()
-        index_blocks: Values = {}
-        index_bytes: Values = {}
-        leases: Values = {}
-        queued: Values = {}
-        broken_pairs: Values = {}
+        self._values = {gauge: {} for gauge in self._values}
         for model in self._service.models():
             name = model.fleet.model
             for worker in read_workers(model):
-                page.add(worker)
+                self._add(worker)
             index = read_index(model)
             if index is not None:
-                index_bytes[name,] = index.bytes
-                index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
+                self._set(telemetry.index_bytes, index.bytes, name)
+                for medium, blocks in index.blocks.items():
+                    self._set(telemetry.index_blocks, blocks, name, medium)
             transfers = model.placer.transfers
-            page.add_links(name, transfers.learned.readings(), transfers.engine_sums.reading())
-            leases[name,] = len(model.ledger)
-            queued[name,] = model.waiting_for_load
-            broken_pairs[name,] = sum(1 for _ in model.broken_pairs())
+            self._add_links(name, transfers.learned.readings(), transfers.engine_sums.reading())
+            self._set(telemetry.ledger_leases, len(model.ledger), name)
+            self._set(telemetry.queue_depth, model.waiting_for_load, name)
+            self._set(telemetry.pairs_parted, sum(1 for _ in model.broken_pairs()), name)
         telemetry.retry_body_bytes.set(self._service.retry_body_bytes)
-        telemetry.index_blocks.replace(index_blocks)
-        telemetry.index_bytes.replace(index_bytes)
-        telemetry.ledger_leases.replace(leases)
-        telemetry.queue_depth.replace(queued)
-        telemetry.pairs_parted.replace(broken_pairs)
-        telemetry.event_lag.replace(page.lag)
-        telemetry.kv_events_missing.replace(page.missing)
-        telemetry.worker_up.replace(page.up)
-        telemetry.worker_info.replace(page.info)
-        telemetry.worker_draining.replace(page.draining)
-        telemetry.worker_cordoned.replace(page.cordoned)
-        telemetry.worker_engine_silent.replace(page.engine_silent)
-        telemetry.worker_circuit.replace(page.circuit)
-        telemetry.worker_blocks.replace(page.blocks)
-        telemetry.worker_running_requests.replace(page.running_requests)
-        telemetry.worker_waiting_requests.replace(page.waiting_requests)
-        telemetry.ledger_active_blocks.replace(page.active_blocks)
-        telemetry.ledger_prefill_tokens.replace(page.prefill_tokens)
-        telemetry.feed_state.replace(page.feed_state)
-        telemetry.feed_staleness.replace(page.staleness)
-        telemetry.kv_transfer_slow.replace(page.slow)
-        telemetry.rank_slowness.replace(page.slowness)
-        telemetry.rank_slow.replace(page.slow_ranks)
-        telemetry.link_bandwidth.replace(page.link_bandwidth)
-        telemetry.link_latency.replace(page.link_latency)
-        telemetry.link_slow.replace(page.slow_links)
-        telemetry.link_seen_over_reported.replace(page.link_ratio)
+        for gauge, values in self._values.items():
+            gauge.replace(values)
 
+    def _set(self, gauge: GaugeFamily, value: float, *labels: str) -> None:
+        """Note a value; one that is not noted again at the next refresh is gone."""
+        self._values.setdefault(gauge, {})[labels] = value
 
-LINK_SERIES_MAX = 64
-"""Of so many links a model's metrics have series; GET /v1/fleet has them all."""
-
-
-class _Page:
-    """The values of one scrape, by labels."""
-
-    def __init__(self) -> None:
-        self.up: Values = {}
-        self.info: Values = {}
-        self.draining: Values = {}
-        self.cordoned: Values = {}
-        self.engine_silent: Values = {}
-        self.circuit: Values = {}
-        self.blocks: Values = {}
-        self.running_requests: Values = {}
-        self.waiting_requests: Values = {}
-        self.active_blocks: Values = {}
-        self.prefill_tokens: Values = {}
-        self.feed_state: Values = {}
-        self.staleness: Values = {}
-        self.lag: Values = {}
-        self.missing: Values = {}
-        self.slow: Values = {}
-        self.slowness: Values = {}
-        self.slow_ranks: Values = {}
-        self.link_bandwidth: Values = {}
-        self.link_latency: Values = {}
-        self.slow_links: Values = {}
-        self.link_ratio: Values = {}
-
-    def add(self, worker: WorkerReading) -> None:
+    def _add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
-        card = worker.card
+        card, telemetry = worker.card, self._telemetry
         worker_id = str(card.worker_id)
-        self.up[worker_id, card.model, card.role.value, _place(worker)] = float(worker.alive)
+        self._set(
+            telemetry.worker_up, float(worker.alive), worker_id, card.model, card.role.value, _place(worker)
+        )
         engine, _, version = card.engine.partition(" ")
         zone = topology_domains(card.runtime_config).get("zone", "")
-        self.info[worker_id, card.pod, card.address, engine, version, zone] = 1.0
-        self.draining[worker_id,] = float(card.draining)
-        self.cordoned[worker_id,] = float(bool(worker.cordons))
-        self.engine_silent[worker_id,] = float(card.engine_silent)
+        self._set(telemetry.worker_info, 1.0, worker_id, card.pod, card.address, engine, version, zone)
+        self._set(telemetry.worker_draining, float(card.draining), worker_id)
+        self._set(telemetry.worker_cordoned, float(bool(worker.cordons)), worker_id)
+        self._set(telemetry.worker_engine_silent, float(card.engine_silent), worker_id)
         for state in CircuitState:
-            self.circuit[worker_id, state.value] = float(worker.circuit is state)
+            self._set(telemetry.worker_circuit, float(worker.circuit is state), worker_id, state.value)
         for rank in worker.ranks:
             self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
 
-    def add_links(self, model: str, links: Sequence[LinkReading], sums: SumsReading | None) -> None:
+    def _add_links(self, model: str, links: Sequence[LinkReading], sums: SumsReading | None) -> None:
         """Note what was learned of a model's links: of kinds first, then of those that differ from theirs;
         and what engines say of it.
         """
+        telemetry = self._telemetry
         if sums is not None:
-            self.link_ratio[model,] = sums.ratio
+            self._set(telemetry.link_seen_over_reported, sums.ratio, model)
         for link in links[:LINK_SERIES_MAX]:
-            self.link_bandwidth[model, link.name] = link.bandwidth_bytes_per_s
-            self.link_latency[model, link.name] = link.latency_s
-            self.slow_links[model, link.name] = float(link.is_slow)
+            self._set(telemetry.link_bandwidth, link.bandwidth_bytes_per_s, model, link.name)
+            self._set(telemetry.link_latency, link.latency_s, model, link.name)
+            self._set(telemetry.link_slow, float(link.is_slow), model, link.name)
 
     def _add_rank(self, labels: tuple[str, str], rank: RankReading) -> None:
-        self.active_blocks[labels] = rank.active_blocks
-        self.prefill_tokens[labels] = rank.prefill_tokens
+        telemetry, report, account = self._telemetry, rank.report, rank.account
+        self._set(telemetry.ledger_active_blocks, rank.active_blocks, *labels)
+        self._set(telemetry.ledger_prefill_tokens, rank.prefill_tokens, *labels)
         if rank.total_blocks is not None:
-            self.blocks[*labels, "total"] = rank.total_blocks
-        if rank.report is not None:
-            self.blocks[*labels, "active"] = rank.report.active_blocks
-            self.running_requests[labels] = rank.report.running_requests
-            self.waiting_requests[labels] = rank.report.waiting_requests
-        self.feed_state[*labels, "none"] = float(rank.feed is None)
+            self._set(telemetry.worker_blocks, rank.total_blocks, *labels, "total")
+        if report is not None:
+            self._set(telemetry.worker_blocks, report.active_blocks, *labels, "active")
+            self._set(telemetry.worker_running_requests, report.running_requests, *labels)
+            self._set(telemetry.worker_waiting_requests, report.waiting_requests, *labels)
+        self._set(telemetry.feed_state, float(rank.feed is None), *labels, "none")
         for state in FeedState:
-            self.feed_state[*labels, state.name.lower()] = float(rank.feed is state)
+            self._set(telemetry.feed_state, float(rank.feed is state), *labels, state.name.lower())
         if rank.stale_s is not None:
-            self.staleness[labels] = rank.stale_s
+            self._set(telemetry.feed_staleness, rank.stale_s, *labels)
         if rank.lag_s is not None:
-            self.lag[labels] = rank.lag_s
+            self._set(telemetry.event_lag, rank.lag_s, *labels)
         if rank.kv_events_missing is not None:
-            self.missing[labels] = float(rank.kv_events_missing)
-        if rank.account.transfers is not None:
-            self.slow[labels] = float(rank.account.transfers.is_slow)
+            self._set(telemetry.kv_events_missing, float(rank.kv_events_missing), *labels)
+        if account.transfers is not None:
+            self._set(telemetry.kv_transfer_slow, float(account.transfers.is_slow), *labels)
         if rank.speed is not None:
-            self.slowness[labels] = rank.speed.relative
-            self.slow_ranks[labels] = float(rank.speed.is_slow)
+            self._set(telemetry.rank_slowness, rank.speed.relative, *labels)
+            self._set(telemetry.rank_slow, float(rank.speed.is_slow), *labels)
 
 
 def _place(worker: WorkerReading) -> str:
