@@ -150,14 +150,14 @@ MUTATIONS = (
     ),
     Mutation(
         "routing-excluded-workers-are-asked-again",
-        KERNEL + "routing/eligibility.py",
+        KERNEL + "routing/masks.py",
         "passed[list(fleet.slots_of(worker_id))] = False",
         "passed[list(fleet.slots_of(worker_id))] = True",
         ("tests/unit/test_routing_refusals.py",),
     ),
     Mutation(
         "routing-required-falls-back",
-        KERNEL + "routing/pair.py",
+        KERNEL + "routing/masks.py",
         "if isinstance(constraint.policy, Fallback) and not same.n_allowed:",
         "if not same.n_allowed:",
         ("tests/unit/test_routing_pairs.py",),

@@ -22,6 +22,7 @@ from benchmarks.instructions.instruments import (
     valgrind_version,
     why_no_ptrace,
 )
+from benchmarks.instructions.marks import DYNAMO
 from benchmarks.instructions.rows import (
     FILE,
     Measured,
@@ -32,6 +33,7 @@ from benchmarks.instructions.rows import (
     this_build,
     this_python,
 )
+from benchmarks.peers.environment import ensure_environment
 
 
 def count_all(instruments: list[Callable[[], Instrument]]) -> Figures:
@@ -61,10 +63,18 @@ def show(console: Console, figures: Figures, last: Row | None) -> None:
 
 @click.command(help=__doc__)
 @click.option("--keep", metavar="REASON", help="Add a row with these figures to the data.")
-def main(keep: str | None) -> None:
+@click.option(
+    "--dynamo", is_flag=True, help="Count Dynamo's decisions, in the environment of bench-peers, alone."
+)
+def main(keep: str | None, *, dynamo: bool) -> None:
     """Count, print, and compare or keep."""
     console = Console(width=130)
     valgrind = valgrind_version()
+    if dynamo:
+        if valgrind is None:
+            raise click.ClickException("--dynamo: valgrind is not installed")
+        show(console, count_decisions(Callgrind, (DYNAMO,), str(ensure_environment())), None)
+        return
     no_ptrace = why_no_ptrace()
     instruments: list[Callable[[], Instrument]] = []
     if valgrind is None:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from benchmarks.instructions.instruments import (
     Instrument,
     pipe_lines,
 )
+from benchmarks.instructions.marks import Reply
 from benchmarks.instructions.peer import Peer, SteppedEngine, serve_workers
-from benchmarks.instructions.protocol import Reply
 
 ROUNDS = 3
 WARM_OPERATIONS = 12
@@ -34,7 +34,7 @@ WORDS = (32, 2000)
 REQUESTS = {32: 24, 2000: 8}
 """Requests of a window, by their words."""
 
-MORE_TOKENS = 96
+MORE_TOKENS = 192
 
 READY_WITHIN_S = 300.0
 """Under callgrind, on a machine that has other work."""
@@ -81,16 +81,21 @@ class Counted:
 
 @contextmanager
 def counted(
-    instrument: Instrument, folder: Path, environ: Mapping[str, str], *arguments: str
+    instrument: Instrument,
+    folder: Path,
+    environ: Mapping[str, str],
+    module: str,
+    *arguments: str,
+    python: str = sys.executable,
 ) -> Iterator[Counted]:
-    """Run the counted process until the block ends."""
+    """Run ``module`` as the counted process until the block ends."""
     wire, theirs = socket.socketpair()
     with pipe_lines() as (write, said), wire:
         with theirs:
             process = subprocess.Popen(
                 [
                     *instrument.command(folder, write),
-                    *(sys.executable, "-m", "benchmarks.instructions.counted", str(theirs.fileno())),
+                    *(python, "-m", module, str(theirs.fileno())),
                     *arguments,
                 ],
                 env={**environ, **instrument.environ(), "PYTHONHASHSEED": "0"},
@@ -109,19 +114,23 @@ def counted(
                 process.wait()
 
 
-def count_decisions(make: Callable[[], Instrument]) -> Figures:
-    """Count decisions with booking, by the cost of blocks and of time."""
+def count_decisions(
+    make: Callable[[], Instrument], costs: Sequence[str] = COSTS, python: str = sys.executable
+) -> Figures:
+    """Count decisions with booking, by each cost, in processes of ``python``."""
     figures: Figures = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        counted(make(), Path(folder), os.environ, "decisions") as process,
+        counted(
+            make(), Path(folder), os.environ, f"{__package__}.counted_decisions", python=python
+        ) as process,
     ):
 
         async def window(n: int) -> Counts:
             return process.tell(json.dumps({"decide": n}).encode() + b"\n")[1]
 
         for n_ranks in RANKS:
-            for cost in COSTS:
+            for cost in costs:
                 prepare = {"prepare": n_ranks, "cost": cost}
                 reply, _ = process.tell(json.dumps(prepare).encode() + b"\n")
                 asyncio.run(window(DECISIONS))
@@ -177,7 +186,7 @@ async def _fleet(instrument: Instrument) -> AsyncIterator[tuple[Counted, Peer]]:
         engine = SteppedEngine()
         await serve_workers(stack, folder / "fleet", engine)
         port = free_port()
-        arguments = ("frontend", "--http-port", str(port))
+        arguments = (f"{__package__}.counted_frontend", "frontend", "--http-port", str(port))
         process = stack.enter_context(counted(instrument, folder, environ_of(folder / "fleet"), *arguments))
         answering = asyncio.create_task(_answer(engine))
         await wait_ready(port, READY_WITHIN_S)

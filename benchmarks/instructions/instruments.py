@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.instructions.protocol import COUNT_CALLS, Reply
+from benchmarks.instructions.marks import COUNT_CALLS, Reply
 
 ALLOCATORS = frozenset(
     {"malloc", "calloc", "realloc", "_PyObject_Malloc", "_PyObject_Calloc", "_PyObject_Realloc"}
@@ -87,6 +87,7 @@ class Callgrind:
         self._out = folder / "callgrind"
         return (
             *("valgrind", "--tool=callgrind", "--quiet", "--instr-atstart=no", "--dump-before=getsid*"),
+            "--max-threads=4000",  # Dynamo has two for each worker
             f"--callgrind-out-file={self._out}",
         )
 

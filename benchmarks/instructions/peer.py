@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.frontend.client import TEXTS, AnswerFailed, chat_request, prompt_of
 from benchmarks.frontend.ticker import N_WORDS
 from benchmarks.frontend.worker import NAMESPACE, fail, serve
-from benchmarks.instructions.protocol import PUT_OFF_S
+from benchmarks.instructions.marks import PUT_OFF_S
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
 from kvrouter.text.model import FIRST_WORD_ID

@@ -11,7 +11,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.fleet import Fleet
 from kvrouter.placement.placer import Placer
-from kvrouter.routing.pair import constraint_of
+from kvrouter.routing.masks import constraint_of
 from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.routing.route import route, route_decode
 

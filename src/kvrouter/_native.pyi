@@ -383,7 +383,7 @@ class Senders:
 
 @final
 class Predictor:
-    """Predicts what a request takes at each slot; :mod:`kvrouter.routing.prediction` has the formulas.
+    """Predicts what a request takes at each slot; :mod:`kvrouter.routing.costs.time` has the formulas.
 
     ``timing`` has the figures of kvrouter.core.timing.Timing in their order. Raises ValueError for
     ``chunk_tokens`` below 1.

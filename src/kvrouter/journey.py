@@ -10,10 +10,10 @@
 
 A prefill leg that is refused, or that fails wherever it is sent, is left out: one worker does it all then.
 
-Tokens are the one input that comes thousands of times: :meth:`Journey.tokens` notes them without a row.
+Tokens are the one input that comes thousands of times: they are added to ``generated`` without a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
@@ -165,11 +165,6 @@ class SendDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteFirstToken:
-    """Notify the ledger that this attempt's prefill is over."""
-
-
-@dataclass(frozen=True, slots=True)
 class Abandon:
     """Cancel every open leg of this attempt, free the KV that waits on engines, close its leases."""
 
@@ -190,7 +185,7 @@ class Fail:
     error: KvrouterError
 
 
-Command = Place | SendPrefill | SendDecode | NoteFirstToken | Abandon | End | Fail
+Command = Place | SendPrefill | SendDecode | Abandon | End | Fail
 
 
 REDISPATCHES_MAX = 2
@@ -240,6 +235,7 @@ class Journey:
         self.attempt = 0
         self.resumes = 0
         self.generated: list[int] = []
+        """Output tokens of all attempts; they are what a resumed attempt goes on from."""
         self._sampling = sampling
         self._redispatches_max = redispatches_max
         self._excluded: frozenset[WorkerId] = frozenset()
@@ -269,10 +265,6 @@ class Journey:
     def begin(self) -> list[Command]:
         """The first command."""
         return [self._place()]
-
-    def tokens(self, token_ids: Sequence[int]) -> None:
-        """Note output tokens; they are what a resumed attempt goes on from."""
-        self.generated.extend(token_ids)
 
     def handle(self, event: Input) -> list[Command]:
         """Return what is to be done now; raise :class:`JourneyError` on an input that cannot be."""
@@ -326,7 +318,7 @@ class Journey:
 
     def _first_tokens(self, _event: FirstTokens) -> list[Command]:
         self.state = State.STREAMING
-        return [NoteFirstToken()]
+        return []
 
     def _finished(self, event: Finished) -> list[Command]:
         self.state = State.DONE

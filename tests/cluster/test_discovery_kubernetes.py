@@ -12,7 +12,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.kube.account import Account
 from kvrouter.kube.client import RequestRefused
 from kvrouter.transports.discovery.kubernetes import OwnerPod
-from kvrouter.transports.discovery.kubernetes.api import WorkersApi
+from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
 from kvrouter.transports.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
@@ -27,7 +27,7 @@ from tests.cluster.workers_store import (
     kubernetes_store,
 )
 from tests.support.discovery_laws import OLD, ONE, CardLaws, LeaseLaws
-from tests.support.discovery_stores import card, listen
+from tests.support.discovery_stores import card, listen, nobody
 from tests.support.processes import eventually, fleet
 from tests.support.served import words
 from tests.support.waits import until
@@ -123,7 +123,7 @@ async def test_a_version_that_is_too_old_for_a_watch_is_reported_as_410(
     store: KubernetesStore, anyone: Account
 ) -> None:
     await store.end().publish(card())
-    api = WorkersApi(anyone, fleet=store.fleet, answer_s=60.0)
+    api = WorkerObjects(anyone, fleet=store.fleet, lease_s=60.0, on_refused=nobody, pod=None)
     try:
         with pytest.raises(RequestRefused) as reported:
             async with api.watch("1") as stream:

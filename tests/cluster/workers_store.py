@@ -29,10 +29,18 @@ def install_definition(plane: ControlPlane) -> None:
     plane.kubectl("wait", "--for=condition=Established", f"crd/{definition['metadata']['name']}")
 
 
-def account(plane: ControlPlane, namespace: str, name: str, verbs: tuple[str, ...], folder: Path) -> Account:
+def account(
+    plane: ControlPlane,
+    namespace: str,
+    name: str,
+    verbs: tuple[str, ...],
+    folder: Path,
+    *,
+    resources: tuple[str, ...] = ("kvrouterworkers",),
+) -> Account:
     """A service account with these rights and no others; ``folder`` is what its pods would find mounted."""
     metadata = {"namespace": namespace, "name": name}
-    rule = {"apiGroups": ["kvrouter.dev"], "resources": ["kvrouterworkers"], "verbs": list(verbs)}
+    rule = {"apiGroups": ["kvrouter.dev"], "resources": list(resources), "verbs": list(verbs)}
     rbac = "rbac.authorization.k8s.io"
     plane.apply(
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},

@@ -68,24 +68,19 @@ async def buckets(server: NatsServer) -> AsyncIterator[Ends]:
     clients = [await nats.connect(server.url) for _ in range(2)]
     turn = cycle(clients)
 
-    def end(kind: RecordKind[T], *, lease_s: float | None, live: str) -> BucketRecords[T]:
+    def end(kind: RecordKind[T], purpose: str, *, lease_s: float | None) -> BucketRecords[T]:
         return BucketRecords(
             next(turn),
             kind,
-            name=f"{namespace}-{kind.name}",
-            purpose=kind.name,
-            description="a test",
+            namespace=namespace,
+            purpose=purpose,
             token="t0p",
             replicas=1,
             answer_s=60.0,
             on_refused=nobody,
             lease_s=lease_s,
-            live=live,
         )
 
-    yield Ends(
-        lambda: end(CARDS, lease_s=60.0, live=f"{namespace}.live"),
-        lambda: end(CORDONS, lease_s=None, live=""),
-    )
+    yield Ends(lambda: end(CARDS, "discovery", lease_s=60.0), lambda: end(CORDONS, "cordons", lease_s=None))
     for client in clients:
         await client.close()

@@ -8,7 +8,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
-from kvrouter.routing.prediction import CHUNK_TOKENS, STALLS_WEIGHT
+from kvrouter.routing.costs.time import CHUNK_TOKENS, STALLS_WEIGHT
 from kvrouter.routing.request import RouteRequest, RoutingSettings, Times
 from kvrouter.topology import (
     Fallback,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.routing.prediction import CHUNK_TOKENS, OTHERS_WEIGHT, TURNOVER_WEIGHT
+from kvrouter.routing.costs.time import CHUNK_TOKENS, OTHERS_WEIGHT, TURNOVER_WEIGHT
 from kvrouter.routing.request import Times
 
 

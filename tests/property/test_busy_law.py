@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrouter.core.ids import Slot
 from kvrouter.ledger.port import LedgerColumns
 from kvrouter.placement.load_at_report import REPORT_AGE_S, LoadAtReport
-from kvrouter.routing.eligibility import load_by_slot
+from kvrouter.routing.masks import load_by_slot
 
 SLOTS = 3
 SLOT = st.integers(0, SLOTS - 1)

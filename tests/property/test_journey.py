@@ -21,7 +21,6 @@ from kvrouter.journey import (
     KvLost,
     LegLost,
     LegRefused,
-    NoteFirstToken,
     NotPlaced,
     Place,
     Placed,
@@ -51,7 +50,7 @@ def streaming(sampling: Sampling = GREEDY, tokens: int = 3) -> Journey:
     journey.begin()
     journey.handle(Placed(Shape.AGGREGATED))
     journey.handle(FirstTokens())
-    journey.tokens(range(tokens))
+    journey.generated.extend(range(tokens))
     return journey
 
 
@@ -60,7 +59,7 @@ def test_a_synchronous_pair_hands_the_prefill_answer_to_decode() -> None:
     assert journey.begin() == [Place(0, frozenset())]
     assert journey.handle(Placed(Shape.SYNCHRONOUS)) == [SendPrefill()]
     assert journey.handle(PrefillDone(WorkerId(1), {"room": 5})) == [SendDecode({"room": 5})]
-    assert journey.handle(FirstTokens()) == [NoteFirstToken()]
+    assert journey.handle(FirstTokens()) == []
     assert journey.handle(Finished(FinishReason.STOP)) == [Abandon("finished"), End(FinishReason.STOP)]
 
 
@@ -245,7 +244,7 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
         events.append(event)
         left = isinstance(event, ClientLeft)
         if journey.state is State.STREAMING:
-            journey.tokens(range(data.draw(st.integers(0, max(0, journey.remaining_tokens)))))
+            journey.generated.extend(range(data.draw(st.integers(0, max(0, journey.remaining_tokens)))))
         new = journey.handle(event)
         if any(isinstance(command, SendDecode | SendPrefill) for command in new):
             sent += 1

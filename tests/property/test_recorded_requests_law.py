@@ -29,8 +29,9 @@ from kvrouter.recording.records import (
 )
 from kvrouter.recording.request import LegFields, RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
+from kvrouter.request_driver import Attempt
 from kvrouter.routing.request import Decision, Pick, RouteRequest
-from kvrouter.service.traffic import AttemptTrail, Origin, TrafficRecorder
+from kvrouter.service.traffic import Origin, TrafficRecorder
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
 from tests.support.siphash import siphash
 
@@ -132,7 +133,7 @@ DECISIONS = st.builds(
 
 
 @st.composite
-def trails(draw: st.DrawFn, prompt: Prompt) -> AttemptTrail:
+def trails(draw: st.DrawFn, prompt: Prompt) -> Attempt:
     placement = Placement(
         wanted=RouteRequest(RequestId("r"), 1, 1),
         decision=draw(DECISIONS),
@@ -147,7 +148,7 @@ def trails(draw: st.DrawFn, prompt: Prompt) -> AttemptTrail:
         decode_domains=draw(st.dictionaries(TEXTS, TEXTS, max_size=3)),
         prefill_domains=draw(st.dictionaries(TEXTS, TEXTS, max_size=3)),
     )
-    return AttemptTrail(
+    return Attempt(
         placement,
         placed_s=draw(MOMENTS),
         prefill_sent_s=draw(SENT),
@@ -234,7 +235,7 @@ def leg_of(pick: Pick, domains: Mapping[str, str], **moments: Any) -> LegRecord:
     )
 
 
-def attempt_of(trail: AttemptTrail, begun_s: float) -> AttemptRecord:
+def attempt_of(trail: Attempt, begun_s: float) -> AttemptRecord:
     placement, decision = trail.placement, trail.placement.decision
     decode = leg_of(
         decision.decode,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
+from kvrouter.api.fleet import BrokenPair
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
@@ -14,7 +15,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitState
-from kvrouter.frontend.fleet_state import Gauges, fleet_json
+from kvrouter.frontend.fleet_state import Gauges, fleet_state
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
 from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all
 from tests.support.logged import event_of, events_of
@@ -268,20 +269,15 @@ async def test_the_pages_tell_of_circuits_and_of_pairs() -> None:
     await send(bench, 20)
     plane.unreachable = {address_of(4)}
     await fail(bench, 3, worker=4)
-    page = fleet_json(bench.service)
-    circuits = {each["worker_id"]: each["circuit"] for each in listed(page["workers"])}
+    page = fleet_state(bench.service)
+    circuits = {each.worker_id: each.circuit for each in page.workers}
     assert circuits == {1: "closed", 2: "closed", 3: "closed", 4: "open"}
-    (model,) = listed(page["models"])
-    assert model["parted_pairs"] == [{"prefill_worker_id": 1, "decode_worker_id": 3, "circuit": "open"}]
+    (model,) = page.models
+    assert model.parted_pairs == [BrokenPair(prefill_worker_id=1, decode_worker_id=3, circuit="open")]
     Gauges(bench.telemetry, bench.service).refresh()
     states = [bench.telemetry.worker_circuit.value("4", each) for each in ("closed", "open", "half_open")]
     assert states == [0, 1, 0]
     assert bench.telemetry.pairs_parted.value("mock") == 1
-
-
-def listed(part: object) -> list[dict[str, object]]:
-    assert isinstance(part, list)
-    return part
 
 
 async def test_circuits_can_be_switched_off() -> None:

@@ -4,7 +4,7 @@ from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.routing.eligibility import required_taints
+from kvrouter.routing.masks import required_taints
 from tests.support.fleets import card
 from tests.support.front import error_of, open_house, takeover_instructions
 

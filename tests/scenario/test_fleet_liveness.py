@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvrouter.api.fleet import Discovery
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason
@@ -11,7 +12,7 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
-from kvrouter.frontend.fleet_state import fleet_json
+from kvrouter.frontend.fleet_state import fleet_state
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.port import DropReason, EventSubscriber
 from kvrouter.wiring.router_transports import LaneSubscriber
@@ -46,7 +47,7 @@ async def test_a_worker_whose_lease_ran_out_is_kept_while_it_answers_and_goes_wh
     bench, plane = await bench_of(card(1), card(2))
     bench.discovery.drop(1, why=Gone.EXPIRED)
     assert bench.service.has_lapsed(WorkerId(1))
-    page = msgspec.json.decode(msgspec.json.encode(fleet_json(bench.service)))
+    page = msgspec.json.decode(msgspec.json.encode(fleet_state(bench.service)))
     assert [worker["lapsed"] for worker in page["workers"]] == [True, False]
     await read_all(bench)
     plane.followers[address_of(1)](False)
@@ -92,7 +93,7 @@ async def test_a_lost_discovery_is_reported_and_changes_nothing() -> None:
     assert bench.discovery.on_store is not None
     bench.discovery.on_store(False, "the directory is gone")
     assert bench.service.store_lost == "the directory is gone"
-    assert fleet_json(bench.service)["discovery"] == {"reachable": False, "why": "the directory is gone"}
+    assert fleet_state(bench.service).discovery == Discovery(reachable=False, why="the directory is gone")
     assert bench.telemetry.discovery_up.value() == 0
     await read_all(bench)
     bench.discovery.on_store(True, "")

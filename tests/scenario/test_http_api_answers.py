@@ -251,7 +251,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
         g = Golden(house.address, TIMED)
         answers = [
             await g.ask("GET", "/v1/fleet"),
-            await g.ask("POST", "/v1/route/explain", COMPLETION, x_request_id="asked"),
+            await g.ask("POST", "/v1/route/explain", {**COMPLETION, **needs("own")}, x_request_id="asked"),
             await g.ask("GET", "/v1/decisions?limit=1"),
         ]
     recorder.close()

@@ -1,6 +1,6 @@
 """What ``kvrouter doctor`` says of the fleet of a test."""
 
-from kvrouter.cli.client import RouterClient
+from kvrouter.api.client import RouterClient
 from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose
 from kvrouter.commands.doctor.findings import Finding, Report, Severity
 from kvrouter.config import KvRouterConfig

@@ -1,17 +1,12 @@
 """A store of records in one process: the laws of the port, without files and servers."""
 
 import asyncio
+import time
 from typing import Generic, TypeVar
 
-from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
-from kvrouter.transports.discovery.records import (
-    ChangeFeed,
-    Follower,
-    ListFeed,
-    OtherWrote,
-    Record,
-    RecordKind,
-)
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
+from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, PolledFeed, Record, RecordKind
+from kvrouter.transports.discovery.wire import CardRecord
 
 T = TypeVar("T")
 
@@ -35,9 +30,9 @@ class MemoryRecords(Generic[T]):
         """Return every record."""
         return list(self._held.values())
 
-    def changes(self, follower: Follower[T, int]) -> ChangeFeed:
-        """Return what brings ``follower`` every change."""
-        return ListFeed(self, follower, every_s=0.02, name="records: watch memory")
+    def changes(self: "MemoryRecords[CardRecord]", watch: LeasedWatch[int]) -> ChangeFeed:
+        """Return what looks at the records for ``watch``."""
+        return _Looks(self, watch)
 
     async def read(self, key: str) -> tuple[T | None, int | None]:
         """Return what is there."""
@@ -64,7 +59,7 @@ class MemoryRecords(Generic[T]):
 
     async def until_renewal(self, lease_s: float, failures: list[Exception]) -> None:
         """Return after a part of the lease."""
-        await asyncio.sleep(lease_s / RENEWALS_PER_LEASE)
+        await asyncio.sleep(lease_s / 3)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -73,3 +68,20 @@ class MemoryRecords(Generic[T]):
         held = self._held.get(key)
         if version != (None if held is None else held.version):
             raise OtherWrote(f"{key} is another by now")
+
+
+class _Looks(PolledFeed):
+    name = "records: watch memory"
+
+    def __init__(self, store: MemoryRecords[CardRecord], watch: LeasedWatch[int]) -> None:
+        self._store, self._watch = store, watch
+
+    def pause_s(self) -> float:
+        return 0.02
+
+    async def ask(self) -> None:
+        now, records = time.monotonic(), await self._store.list_all()
+        self._watch.look(now)
+        for record in records:
+            self._watch.take(record)
+        self._watch.settle(now, {record.key for record in records})

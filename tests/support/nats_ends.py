@@ -7,6 +7,7 @@ from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from kvrouter.transports.requests.session import RouterLimits
 from tests.support.nats_server import NatsServer
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker
 
@@ -95,10 +96,12 @@ async def both_ends(
         clients[0],
         namespace=NAMESPACE,
         token=router_token,
-        open_timeout_s=open_timeout_s,
-        heartbeat_s=0.05,
-        dead_after_s=dead_after_s,
-        slow_stream_limit_s=PATIENCE_S,
+        limits=RouterLimits(
+            open_timeout_s=open_timeout_s,
+            heartbeat_s=0.05,
+            dead_after_s=dead_after_s,
+            slow_stream_limit_s=PATIENCE_S,
+        ),
     )
     acceptor = NatsRequestAcceptor(
         clients[1], namespace=NAMESPACE, token=TOKEN, dead_after_s=dead_after_s, on_refused=refused.append

@@ -14,6 +14,11 @@ class CircuitEvents:
     """A circuit listener that keeps what it heard, in order."""
 
     heard: list[tuple[object, ...]] = field(default_factory=list)
+    failures: list[tuple[WorkerId, Fault]] = field(default_factory=list)
+
+    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
+        """A leg failed through its worker's fault."""
+        self.failures.append((worker_id, fault))
 
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A worker failed too often in a row."""

@@ -1,18 +1,19 @@
 """What every store of records keeps."""
 
 import asyncio
-import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
+from math import inf
 from typing import Any, NamedTuple
 
 import pytest
 from msgspec import structs
 
 from kvrouter.core.cordons import Cordon
-from kvrouter.transports.discovery.records import OtherWrote, Record, RecordStore
-from kvrouter.transports.discovery.wire import CARDS, CORDONS, CardRecord
-from tests.support.discovery_stores import LEASE_S, card
-from tests.support.waits import until
+from kvrouter.transports.discovery.card_tracker import WatcherSinks
+from kvrouter.transports.discovery.leased_watch import CardStore, LeasedWatch
+from kvrouter.transports.discovery.records import OtherWrote, RecordStore
+from kvrouter.transports.discovery.wire import CORDONS, CardRecord
+from tests.support.discovery_stores import Ear, card, nobody
 
 ZONE = Cordon("zone", "a", at_s=1_700_000_000.5, by="ann@desk", reason="maintenance of rack 4")
 NODE = Cordon("node", "n1", at_s=1.0)
@@ -21,57 +22,12 @@ NODE = Cordon("node", "n1", at_s=1.0)
 class Ends(NamedTuple):
     """What makes ends of one store of each kind, each as another process has it."""
 
-    cards: Callable[[], RecordStore[CardRecord, Any]]
+    cards: Callable[[], CardStore[Any]]
     cordons: Callable[[], RecordStore[Cordon, Any]]
 
 
-class Notes:
-    """A follower that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, CardRecord] = {}
-        self.settled_at = 0.0
-        self.losses: list[str] = []
-        self.doubts: list[str] = []
-
-    def look(self, now: float) -> None:
-        """Time does nothing here."""
-
-    def next_end(self) -> float | None:
-        return time.monotonic() if self.doubts else None
-
-    def overdue(self, now: float) -> list[str]:
-        return self.doubts
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.held
-
-    def take(self, record: Record[CardRecord, Any]) -> None:
-        self.held[record.key] = record.value
-
-    def drop(self, key: str) -> None:
-        self.held.pop(key, None)
-
-    def settle(self, asked_at: float, present: Container[str] | None = None) -> None:
-        self.settled_at, self.doubts = asked_at, []
-        if present is not None:
-            self.held = {key: value for key, value in self.held.items() if key in present}
-
-    def drop_before(self, then: float) -> None:
-        """Nothing is over here."""
-
-    def lose(self, why: str) -> None:
-        self.losses.append(why)
-
-    def regain(self) -> None:
-        """It was never lost."""
-
-    async def tidy(self, now: float) -> None:
-        """Nothing is old."""
-
-
 def record(worker_id: int = 1, incarnation: int = 9, *, draining: bool = False) -> CardRecord:
-    return CardRecord(card(worker_id, incarnation, draining=draining), LEASE_S)
+    return CardRecord(card(worker_id, incarnation, draining=draining), 60.0)
 
 
 class RecordLaws:
@@ -146,31 +102,20 @@ class RecordLaws:
             await other.delete(each.key)
         assert await one.list_all() == []
 
-    async def test_a_follower_has_what_is_there_and_hears_every_change(self, ends: Ends) -> None:
-        end, notes = ends.cards(), Notes()
-        await end.put_over(record(), None)
-        feed = ends.cards().changes(notes)
-        await feed.start()
-        assert notes.held == {"1": record()}
+    async def test_a_watch_has_what_is_there_and_hears_every_change(self, ends: Ends) -> None:
+        end, ear = ends.cards(), Ear()
+        first = await end.put_over(record(), None)
+        watch = LeasedWatch(
+            ends.cards(), WatcherSinks(ear.take, ear.gone, ear.store), remove_after_s=inf, on_trouble=nobody
+        )
+        await watch.feed.start()
+        await ear.until_heard(card())
+        await end.put_over(record(draining=True), first)
+        await ear.until_heard(card(), card(draining=True))
         await end.put_over(record(2), None)
-        version = (await end.read("1"))[1]
-        await end.put_over(record(draining=True), version)
-        await until(lambda: notes.held == {"1": record(draining=True), "2": record(2)})
-        feed.end()
-        feed.end()
-        await feed.ended()
+        await ear.until_heard(card(), card(draining=True), card(2))
+        watch.end()
+        watch.end()
+        await watch.feed.ended()
         await end.put_over(record(3), None)
-        assert CARDS.key_of(record(3)) not in notes.held
-        assert notes.losses == []
-
-    async def test_what_a_follower_doubts_is_asked_for_before_it_is_settled(self, ends: Ends) -> None:
-        notes = Notes()
-        await ends.cards().put_over(record(), None)
-        feed = ends.cards().changes(notes)
-        await feed.start()
-        doubted_at = time.monotonic()
-        notes.doubts = ["1"]
-        await until(lambda: notes.settled_at >= doubted_at)
-        assert notes.held == {"1": record()}
-        feed.end()
-        await feed.ended()
+        assert card(3) not in ear.heard

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
 from kvrouter.transports.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.session import RouterLimits
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 
@@ -13,7 +14,7 @@ TOKEN = "t0p"
 
 async def http_wire() -> Wire:
     """One listener a worker: a worker dies with it."""
-    plane = HttpRequestPlane(token=TOKEN, open_timeout_s=1.0, heartbeat_s=0.05)
+    plane = HttpRequestPlane(token=TOKEN, limits=RouterLimits(open_timeout_s=1.0, heartbeat_s=0.05))
     acceptors: list[HttpRequestAcceptor] = []
     places: dict[str, Registration] = {}
 
@@ -49,10 +50,12 @@ async def http_wire_with_network() -> Wire:
     await network.start()
     plane = HttpRequestPlane(
         token=TOKEN,
-        open_timeout_s=1.5,
-        heartbeat_s=0.1,
-        dead_after_s=DEAD_AFTER_S,
-        slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+        limits=RouterLimits(
+            open_timeout_s=1.5,
+            heartbeat_s=0.1,
+            dead_after_s=DEAD_AFTER_S,
+            slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+        ),
     )
     places: dict[str, Registration] = {}
 

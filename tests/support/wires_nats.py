@@ -8,6 +8,7 @@ from nats.aio.client import Client
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
 from kvrouter.transports.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.session import RouterLimits
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
@@ -38,7 +39,9 @@ async def nats_wire() -> Wire:
     server = stack.enter_context(running_nats())
     client = await connected(server)
     stack.push_async_callback(client.close)
-    plane = NatsRequestPlane(client, namespace=NAMESPACE, token=TOKEN, open_timeout_s=1.0, heartbeat_s=0.05)
+    plane = NatsRequestPlane(
+        client, namespace=NAMESPACE, token=TOKEN, limits=RouterLimits(open_timeout_s=1.0, heartbeat_s=0.05)
+    )
     return _wire(server, plane, stack, dead_after_s=5.0)
 
 
@@ -53,10 +56,12 @@ async def nats_wire_with_network() -> Wire:
         client,
         namespace=NAMESPACE,
         token=TOKEN,
-        open_timeout_s=1.5,
-        heartbeat_s=0.1,
-        dead_after_s=DEAD_AFTER_S,
-        slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+        limits=RouterLimits(
+            open_timeout_s=1.5,
+            heartbeat_s=0.1,
+            dead_after_s=DEAD_AFTER_S,
+            slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+        ),
     )
     wire = _wire(server, plane, stack, dead_after_s=DEAD_AFTER_S)
     return replace(wire, network=network, reset_is_loss=False)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.transports.requests.tcp.plane import TcpAddress
 from tests.support.proxy import Proxy
@@ -15,7 +16,11 @@ TOKEN = "a shared secret"
 async def tcp_wire() -> Wire:
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
     await acceptor.start()
-    return _wire(acceptor, TcpRequestPlane(token=TOKEN, open_timeout_s=1.0, retry_most_s=0.2), acceptor.port)
+    return _wire(
+        acceptor,
+        TcpRequestPlane(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=1.0)),
+        acceptor.port,
+    )
 
 
 async def tcp_wire_with_network() -> Wire:
@@ -25,12 +30,14 @@ async def tcp_wire_with_network() -> Wire:
     await network.start()
     plane = TcpRequestPlane(
         token=TOKEN,
-        open_timeout_s=1.5,
         connect_timeout_s=0.5,
-        heartbeat_s=0.1,
-        dead_after_s=DEAD_AFTER_S,
-        slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
         retry_most_s=0.2,
+        limits=RouterLimits(
+            open_timeout_s=1.5,
+            heartbeat_s=0.1,
+            dead_after_s=DEAD_AFTER_S,
+            slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+        ),
     )
     wire = _wire(acceptor, plane, network.port)
     inner_close = wire.close

@@ -1,5 +1,9 @@
 """Counted costs: what is compared with the last row of the data, and what a row must have."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +13,7 @@ import pytest
 from benchmarks.http_replay.machine import Commit
 from benchmarks.instructions.count import COSTS, RANKS, WORDS
 from benchmarks.instructions.instruments import read_dump
+from benchmarks.instructions.marks import COUNT_CALLS
 from benchmarks.instructions.rows import (
     BY_BUILD,
     BY_PYTHON,
@@ -154,6 +159,37 @@ def test_the_data_has_a_reason_in_each_row_and_every_operation_in_the_last() -> 
     assert all(
         counts.keys() == SAME_EVERYWHERE | BY_PYTHON | BY_BUILD for counts in rows[-1].figures.values()
     )
+
+
+def test_calls_between_marks_are_those_of_python_functions_of_all_threads() -> None:
+    program = """
+import json, threading
+from benchmarks.instructions.marks import Marks
+
+def called():
+    return len([])
+
+marks = Marks()
+counts = [marks.mark()["calls"], marks.mark()["calls"]]
+for _ in range(5):
+    called()
+counts.append(marks.mark()["calls"])
+thread = threading.Thread(target=called)
+counts.append(marks.mark()["calls"])
+thread.start()
+thread.join()
+counts.append(marks.mark()["calls"])
+print(json.dumps(counts))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, COUNT_CALLS: "1"},
+        check=True,
+        capture_output=True,
+    )
+    _, empty, five, _, in_a_thread = json.loads(ran.stdout)
+    assert five == empty + 5
+    assert in_a_thread > empty
 
 
 def test_a_dump_of_callgrind_has_its_instructions_and_the_calls_of_allocators(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
+from kvrouter.api.client import AskFailed, RouterClient, decode_answer
+from kvrouter.api.cordons import CordonBody, CordonChange
 from kvrouter.cli import main
-from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
-from kvrouter.cli.cordons import Change, wait_empty
+from kvrouter.cli.cordons import wait_empty
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import House, open_house, says
 from tests.support.scripted_transport import silent
@@ -114,8 +115,8 @@ async def test_drain_whose_time_ran_out_leaves_the_cordon(capsys: pytest.Capture
 async def test_drain_asks_again_when_the_router_is_away_and_ends_when_it_is_uncordoned() -> None:
     async with open_house(card(1), card(2)) as house:
         client = RouterClient(url_of(house))
-        body = {"level": "worker", "name": "1"}
-        change = decode_answer(await asyncio.to_thread(client.cordon, body), Change)
+        body = CordonBody("worker", "1")
+        change = decode_answer(await asyncio.to_thread(client.cordon, body), CordonChange)
         now, away = [0.0], iter((True, True, False, False, True))
 
         class Sometimes(RouterClient):

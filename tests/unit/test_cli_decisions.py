@@ -7,8 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
+from kvrouter.api.client import decode_answer
+from kvrouter.api.decisions import Decisions
 from kvrouter.cli import main
-from kvrouter.cli.explain import draw_decisions, read_decisions
+from kvrouter.cli.explain import draw_decisions
 from kvrouter.config import KvRouterConfig, default_fleet_document, load_fleet
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import card
@@ -43,7 +45,7 @@ def drawn(*attempts: dict[str, object]) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=140, force_terminal=True, color_system="standard")
     answer = json.dumps({"request_id": "r[1]", "attempts": attempts}).encode()
-    draw_decisions(read_decisions(answer), console)
+    draw_decisions(decode_answer(answer, Decisions), console)
     return stream.getvalue()
 
 

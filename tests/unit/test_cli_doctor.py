@@ -13,12 +13,13 @@ from click.testing import CliRunner, Result
 from pydantic import SecretStr
 from rich.console import Console
 
+from kvrouter.api.fleet import Fleet
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.doctor_report import drawn
 from kvrouter.commands.doctor.diagnosis import CHECKS, examine
 from kvrouter.commands.doctor.findings import Finding, Report, Severity, Unmade
-from kvrouter.commands.doctor.reading import Counts, Fleet, Reading
+from kvrouter.commands.doctor.reading import Counts, Reading
 from kvrouter.config import FrontendSettings
 from kvrouter.engines.openai.metrics import Sample
 from tests.support.examined import examined, url_of

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
+from kvrouter.api.decisions import Candidate, Explanation, Leg, RankId, Refusal
 from kvrouter.cli import main
-from kvrouter.cli.explain import CandidateRow, Chosen, Explanation, LegPick, RefusalRow, draw
+from kvrouter.cli.explain import draw
 
 
 def row(
@@ -191,7 +192,7 @@ def test_a_refusal_has_its_error_first_then_the_table_of_each_leg(
 
 def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     rows = [
-        CandidateRow(
+        Candidate(
             worker_id=number,
             dp_rank=0,
             eligible=number < 60,
@@ -214,11 +215,11 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
         isl_tokens=1,
         blocks=0,
         prefill=None,
-        decode=LegPick(chosen=Chosen(5, 0), candidates=rows),
+        decode=Leg(chosen=RankId(worker_id=5, dp_rank=0), candidates=rows),
         constraint=None,
         fallback_used=True,
         last_resort=True,
-        error=RefusalRow(code="no_eligible_worker", message="nobody in zone=c"),
+        error=Refusal(code="no_eligible_worker", message="nobody in zone=c"),
     )
     stream = io.StringIO()
     draw(explanation, Console(file=stream, width=140, force_terminal=True, color_system="standard"))

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvrouter.cli.client import AskFailed, RouterClient
+from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.top import Frame, drawn, frames, read_frame
 from tests.support.mock_fleets import pairs

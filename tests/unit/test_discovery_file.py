@@ -16,12 +16,13 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.transports.discovery import leased_watch
 from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
 from kvrouter.transports.discovery.file.folder import Folder
 from kvrouter.transports.discovery.file.records import FileRecords
 from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.records import ListFeed, RecordKind
+from kvrouter.transports.discovery.records import PolledFeed, RecordKind
 from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
@@ -151,6 +152,22 @@ async def test_no_more_files_than_the_limit_are_looked_at(
     await few.close()
 
 
+async def test_a_worker_more_than_are_followed_is_reported_and_comes_when_there_is_room(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leased_watch, "WORKERS_MAX", 1)
+    first, second = store.end(), store.end()
+    await first.publish(card(1))
+    await second.publish(card(2))
+    ear = await listen(store.end())
+    assert ear.heard == [card(1)]
+    await until(lambda: bool(store.refusals))
+    await first.close()
+    (store.directory / "space" / "worker-1.json").unlink()
+    await ear.until_heard(card(1), (1, 9, Gone.EXPIRED), card(2))
+    assert store.refusals == [(str(store.directory / "space" / "worker-2.json"), "more than 1 workers")]
+
+
 async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: FileStore) -> None:
     (store.directory / "space").mkdir(parents=True, mode=0o700)
     (store.directory / "space" / "worker-1.json").write_text("{")
@@ -182,9 +199,8 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
         await files.put(record(worker_id))
     (folder.path / ".worker-4.0123456789abcdef.half").touch()
     watch = LeasedWatch(files, WatcherSinks(nobody, nobody, None), remove_after_s=0.0, on_trouble=nobody)
-    feed = files.changes(watch)
-    assert isinstance(feed, ListFeed)
-    await feed.ask()
+    assert isinstance(watch.feed, PolledFeed)
+    await watch.feed.ask()
     lives, version = await files.read("1")
     assert lives is not None
     version = await files.put_over(lives, version)

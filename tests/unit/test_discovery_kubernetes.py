@@ -14,19 +14,18 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.kube.account import Account, AccountConnection, Token, account_of_pod
 from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.informer import wait_after
-from kvrouter.kube.objects import FLEET_LABEL
+from kvrouter.kube.objects import FLEET_LABEL, WORKERS
 from kvrouter.operator.plan import fleet_name
 from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
 from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.kubernetes.api import reason
-from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S
+from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S, WorkerObjects
 from kvrouter.transports.discovery.kubernetes.objects import (
-    WorkerObject,
+    StoredObject,
     checked_fleet,
     encode_object,
-    record_of,
 )
-from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.transports.discovery.wire import CARDS, CardRecord
 from kvrouter.wiring.router_transports import nats_needs
 from tests.support.discovery_stores import card, nobody
 
@@ -60,12 +59,30 @@ async def test_a_connection_outlives_the_time_between_two_renewals(
     assert [LEASE_S / RENEWALS_PER_LEASE < each < 90.0 for each in kept_s] == [True]
 
 
-def test_a_record_is_the_same_after_it_was_an_object() -> None:
+def objects_of(folder: Path, fleet: str) -> WorkerObjects:
+    user = Account("https://nowhere", folder, "default")
+    return WorkerObjects(user, fleet=fleet, lease_s=60.0, on_refused=nobody, pod=None)
+
+
+def found_as(name: str, *, fleet: str) -> StoredObject:
+    """What the API server has under a name."""
+    body = encode_object(WORKERS, name, CARDS.encode(RECORD), fleet=fleet)
+    return msgspec.json.decode(body, type=StoredObject)
+
+
+def test_a_record_is_the_same_after_it_was_an_object(folder: Path) -> None:
     body = encode_object(
-        RECORD, fleet="a-1", renewals=3, replaces="17", owners=(OwnerPod("pod-1", "uid-1").reference(),)
+        WORKERS,
+        "a-1-5",
+        CARDS.encode(RECORD),
+        fleet="a-1",
+        renewals=3,
+        replaces="17",
+        owners=(OwnerPod("pod-1", "uid-1").reference(),),
     )
-    found = msgspec.json.decode(body, type=WorkerObject)
-    assert record_of(found, fleet="a-1") == RECORD
+    found = msgspec.json.decode(body, type=StoredObject)
+    record = objects_of(folder, "a-1").opened(found)
+    assert (record.key, record.value, record.version.version) == ("5", RECORD, "17")
     assert msgspec.json.decode(body)["metadata"] == {
         "name": "a-1-5",
         "resourceVersion": "17",
@@ -75,21 +92,21 @@ def test_a_record_is_the_same_after_it_was_an_object() -> None:
     }
 
 
-def test_an_object_is_of_the_fleet_and_the_worker_that_its_name_says() -> None:
-    found = msgspec.json.decode(encode_object(RECORD, fleet="a-1"), type=WorkerObject)
-    for name in ("a-1-6", "a-5", "a-1-05", "a-1-", "b-1-5", "a-1-99999999999999999999"):
-        renamed = msgspec.structs.replace(found, metadata=msgspec.structs.replace(found.metadata, name=name))
-        with pytest.raises(ProtocolError):
-            record_of(renamed, fleet="a-1")
+@pytest.mark.parametrize("name", ["a-1-6", "a-5", "a-1-05", "a-1-", "b-1-5", "a-1-99999999999999999999"])
+def test_an_object_is_of_the_fleet_and_the_worker_that_its_name_says(folder: Path, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        objects_of(folder, "a-1").opened(found_as(name, fleet="a-1"))
 
 
-def test_a_fleet_of_an_operators_deployment_has_objects_of_its_own() -> None:
-    found = msgspec.json.decode(encode_object(RECORD, fleet="team_a-1"), type=WorkerObject)
-    assert (found.metadata.name, found.metadata.labels) == ("team.a-1-5", {FLEET_LABEL: "team_a-1"})
-    assert record_of(found, fleet="team_a-1") == RECORD
+def test_a_fleet_of_an_operators_deployment_has_objects_of_its_own(folder: Path) -> None:
+    mine = objects_of(folder, "team_a-1")
+    assert mine.name_of("5") == "team.a-1-5"
+    found = found_as("team.a-1-5", fleet="team_a-1")
+    assert found.metadata.labels == {FLEET_LABEL: "team_a-1"}
+    assert mine.opened(found).value == RECORD
     for other in ("team-a-1", "team_a_1", "team_a"):
         with pytest.raises(ProtocolError):
-            record_of(found, fleet=other)
+            objects_of(folder, other).opened(found)
     long = fleet_name("n" * 60, "d.e" * 60)
     assert checked_fleet(long) == long
     assert checked_fleet(fleet_name("team", "a-1")) == "team_a-1"
@@ -143,7 +160,7 @@ def test_a_token_that_was_refused_is_read_again(folder: Path) -> None:
     ("code", "fix"), [(403, "bind a Role"), (404, "kubectl apply"), (500, "says 500 Why: how")]
 )
 def test_what_the_api_server_refuses_is_reported_with_the_fix(code: int, fix: str) -> None:
-    assert fix in reason(RequestRefused("how", status=code, reason="Why"))
+    assert fix in reason(RequestRefused("how", status=code, reason="Why"), WORKERS)
 
 
 def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None:

@@ -11,23 +11,21 @@ import msgspec
 import pytest
 
 from kvrouter.core.backoff import Failures
-from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kube import informer
 from kvrouter.kube.account import Account
 from kvrouter.kube.client import ClusterLost, RequestRefused
 from kvrouter.kube.informer import ListAndWatch, wait_after
-from kvrouter.kube.objects import WatchEvent
-from kvrouter.transports.discovery.card_tracker import StoreRefusals, WatcherSinks
-from kvrouter.transports.discovery.kubernetes.api import WorkersApi
-from kvrouter.transports.discovery.kubernetes.discovery import WorkersWatch
-from kvrouter.transports.discovery.kubernetes.objects import (
-    WorkerObject,
-    encode_object,
-    name_of,
-)
+from kvrouter.kube.objects import WORKERS, WatchEvent
+from kvrouter.transports.discovery.card_tracker import WatcherSinks
+from kvrouter.transports.discovery.kubernetes import records
+from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
+from kvrouter.transports.discovery.kubernetes.objects import StoredObject, encode_object
+from kvrouter.transports.discovery.kubernetes.records import QUIET_LEASES, Stood
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.transports.discovery.records import OtherWrote
+from kvrouter.transports.discovery.wire import CARDS, CardRecord
 from tests.support.discovery_stores import Ear, card
 from tests.support.waits import until
 
@@ -39,21 +37,28 @@ News = list[WatchEvent] | Exception | None
 """Events, what breaks the watch, or its end."""
 
 
-class ScriptedApi(WorkersApi):
+class ScriptedApi(WorkerObjects):
     """Keeps objects in a dictionary, and tells open watches what it is reported to."""
 
     def __init__(self) -> None:
-        super().__init__(Account("https://nowhere", Path(), "default"), fleet=FLEET, answer_s=1.0)
-        self.objects: dict[str, WorkerObject] = {}
+        self.troubles: list[tuple[str, str]] = []
+        super().__init__(
+            Account("https://nowhere", Path(), "default"),
+            fleet=FLEET,
+            lease_s=LONG_S,
+            on_refused=lambda *refusal: self.troubles.append(refusal),
+            pod=None,
+        )
+        self.objects: dict[str, StoredObject] = {}
         self.version = 100
         self.lists = 0
         self.began_at: list[str] = []
-        self.deleted: list[tuple[WorkerId, str]] = []
+        self.deleted: list[tuple[str, str]] = []
         self.refuses_lists: Exception | None = None
         self.refuses_watches: Exception | None = None
         self._news: asyncio.Queue[News] = asyncio.Queue(1000)
 
-    async def everything(self) -> tuple[list[WorkerObject], str]:
+    async def everything(self) -> tuple[list[StoredObject], str]:
         self.lists += 1
         if self.refuses_lists is not None:
             raise self.refuses_lists
@@ -67,20 +72,22 @@ class ScriptedApi(WorkersApi):
         self._news = asyncio.Queue(1000)
         yield self._stream(self._news)
 
-    async def delete(self, worker_id: WorkerId, version: str) -> None:
-        self.deleted.append((worker_id, version))
-        if self.objects[name_of(FLEET, worker_id)].metadata.resource_version != version:
-            raise RequestRefused("another version", status=409, reason="Conflict")
-        del self.objects[name_of(FLEET, worker_id)]
+    async def delete(self, key: str, version: Stood | None = None) -> None:
+        assert version is not None
+        self.deleted.append((key, version.version))
+        if self.objects[self.name_of(key)].metadata.resource_version != version.version:
+            raise OtherWrote("another version")
+        del self.objects[self.name_of(key)]
 
     def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> WatchEvent:
         """Keep a card, and return the event of it, which nobody is notified yet."""
         self.version += 1
-        name = name_of(FLEET, worker.worker_id)
-        made = json.loads(encode_object(CardRecord(worker, lease_s, withdrawn=withdrawn), fleet=FLEET))
+        name = self.name_of(str(worker.worker_id))
+        spec = CARDS.encode(CardRecord(worker, lease_s, withdrawn=withdrawn))
+        made = json.loads(encode_object(WORKERS, name, spec, fleet=FLEET))
         made["metadata"] |= {"resourceVersion": str(self.version), "uid": f"uid of {name}"}
         text = json.dumps(made).encode()
-        self.objects[name] = msgspec.json.decode(text, type=WorkerObject)
+        self.objects[name] = msgspec.json.decode(text, type=StoredObject)
         return WatchEvent("MODIFIED", msgspec.Raw(text))
 
     def bookmark(self) -> WatchEvent:
@@ -108,31 +115,32 @@ class Scene:
 
     api: ScriptedApi = field(default_factory=ScriptedApi)
     ear: Ear = field(default_factory=Ear)
-    troubles: list[tuple[str, str]] = field(default_factory=list)
-    _watches: list[WorkersWatch] = field(default_factory=list)
+    _watches: list[LeasedWatch[Stood]] = field(default_factory=list)
+
+    @property
+    def troubles(self) -> list[tuple[str, str]]:
+        return self.api.troubles
 
     async def listen(self, *, quiet_s: float = LONG_S, remove_after_s: float = LONG_S) -> None:
-        watch = WorkersWatch(
+        self.api.lease_s = quiet_s / QUIET_LEASES
+        watch = LeasedWatch(
             self.api,
             WatcherSinks(self.ear.take, self.ear.gone, self.ear.store),
-            fleet=FLEET,
-            tick_s=0.02,
-            quiet_s=quiet_s,
             remove_after_s=remove_after_s,
-            refusals=StoreRefusals(lambda *trouble: self.troubles.append(trouble)),
             on_trouble=lambda *trouble: self.troubles.append(trouble),
         )
         self._watches.append(watch)
-        await watch.start()
+        await watch.feed.start()
 
     async def end(self) -> None:
         for watch in self._watches:
             watch.end()
-            await watch.ended()
+            await watch.feed.ended()
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    monkeypatch.setattr(records, "TICK_MAX_S", 0.02)
     made = Scene()
     yield made
     await made.end()
@@ -230,5 +238,5 @@ async def test_objects_that_nobody_renews_are_removed_as_they_were_seen(scene: S
     await scene.listen(remove_after_s=0.2)
     await until(lambda: len(scene.api.objects) == 1)
     assert list(scene.api.objects) == ["space-2"]
-    assert {(1, versions["space-1"]), (3, versions["space-3"])} <= set(scene.api.deleted)
+    assert {("1", versions["space-1"]), ("3", versions["space-3"])} <= set(scene.api.deleted)
     assert scene.troubles == []

@@ -248,7 +248,7 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
     await lives.publish(card(1))
     await dies.publish(card(2))
     ear = await listen(watcher)
-    for watch in watcher._watches._watches:
+    for watch in watcher._watches:
         await deafen(watch)
     await dies.close()
     await ear.until(lambda: bool(ear.losses))
@@ -266,7 +266,7 @@ async def test_a_connection_that_was_lost_between_two_looks_is_read_again(store:
             lease_s=LEASE_S,
         )
         ear = await listen(watcher)
-        for watch in watcher._watches._watches:
+        for watch in watcher._watches:
             await deafen(watch)
         await store.end().publish(card())
         client.stats["reconnects"] += 1

@@ -27,7 +27,7 @@ from kvrouter.engines.openai.failures import (
     failure_of,
 )
 from kvrouter.routing.request import Pick
-from kvrouter.service.attempt import lost_leg
+from kvrouter.service.legs import lost_leg
 from kvrouter.transports.requests.port import (
     EngineFailed,
     EngineFailedLater,

@@ -8,7 +8,7 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, W
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, KvTransfers, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank
-from kvrouter.routing.eligibility import ready
+from kvrouter.routing.masks import ready
 
 MODEL = ModelName("m")
 

@@ -4,7 +4,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvrouter.cli.explain import draw, read_explanation
+from kvrouter.api.client import decode_answer
+from kvrouter.api.decisions import Explanation
+from kvrouter.cli.explain import draw
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import PdSelection
 from kvrouter.core.timing import Timing
@@ -166,7 +168,7 @@ async def test_an_explanation_of_pairs_has_what_each_costs_together_and_who_lost
         explained = answer.json()
         fleet = (await house.http.get("/v1/fleet")).json()
         console = Console(record=True, width=400)
-        draw(read_explanation(answer.content), console)
+        draw(decode_answer(answer.content, Explanation), console)
         house.bench.discovery.put(replace(cards[2], draining=True))
         house.bench.discovery.put(replace(cards[3], decode_only=True))
         pair = (await house.http.post("/v1/route/explain", json=body)).json()

@@ -12,7 +12,7 @@ import pytest
 import trustme
 from aiohttp import web
 
-from kvrouter.cli.client import AskFailed, RouterClient
+from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import WorkerUnreachable

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from kvrouter.frontend.http.response import (
+    BadRequest,
     DateHeader,
     chunk,
-    error_body,
+    error_answer,
     response_head,
     sse_event,
 )
@@ -72,19 +73,11 @@ def test_events_and_chunks() -> None:
 
 
 def test_errors_have_the_shape_of_openai() -> None:
-    body = error_body(
-        "no such model",
-        error_type="invalid_request_error",
-        code="model_not_found",
-        param="model",
-        more={"known": ["a"]},
-    )
-    assert json.loads(body) == {
-        "error": {
-            "message": "no such model",
-            "type": "invalid_request_error",
-            "param": "model",
-            "code": "model_not_found",
-            "known": ["a"],
-        }
+    answer = error_answer(BadRequest(404, "no such model", "model_not_found"))
+    said = {
+        "message": "no such model",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "model_not_found",
     }
+    assert answer.body == json.dumps({"error": said}, separators=(",", ":")).encode()

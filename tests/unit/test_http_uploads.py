@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvrouter.core.byte_budget import ByteBudget
-from kvrouter.frontend.http import AsgiBridge, Handler, HttpEvent, Limits, Request, Responder
+from kvrouter.frontend.http import Handler, HttpEvent, Limits, Request, Responder
 from tests.support.http_serving import (
     GET,
     LOOPS,
@@ -217,36 +217,6 @@ async def leave_in_the_answer(served: Served) -> None:
     writer.transport.abort()
 
 
-def test_a_page_has_the_body_alone(run: Run) -> None:
-    """What a page read of a body is not held until its answer ends."""
-    left: list[bytes] = []
-    read: list[bytes] = []
-
-    async def app(scope: object, receive: object, send: object) -> None:
-        read.append((await receive())["body"])  # type: ignore[operator]
-        await _app(scope, receive, send)
-
-    async def handler(request: Request, responder: Responder) -> None:
-        await AsgiBridge(app)(request, responder)
-        left.append(request.body)
-
-    async def scenario() -> None:
-        async with serving(handler, QUICK) as served:
-            reader, writer = await served.connect()
-            writer.write(head(3) + b"abc")
-            await reader.readuntil(b"page")
-            writer.close()
-            await until(lambda: bool(left))
-
-    run(scenario())
-    assert (read, left) == ([b"abc"], [b""])
-
-
-async def _app(scope: object, receive: object, send: object) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-    await send({"type": "http.response.body", "body": b"page"})  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(
     ("handler", "client"),
     [
@@ -256,7 +226,6 @@ async def _app(scope: object, receive: object, send: object) -> None:
         (echo, ask_for_nothing_known),
         (three_events, ask),
         (Recorded().endless, leave_in_the_answer),
-        (AsgiBridge(_app), ask),
     ],
     ids=lambda each: getattr(each, "__name__", type(each).__name__),
 )

@@ -19,14 +19,16 @@ from kvrouter.kube.client import KubeClient
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
 from kvrouter.operator.cluster_info import NODES
-from kvrouter.transports.discovery.kubernetes.api import WorkersApi
+from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
+from tests.support.discovery_stores import nobody
 
 LINE = b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"2"}}}\n'
 ANSWER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(LINE), LINE)
 
 
 async def by_discovery(url: str, folder: Path) -> None:
-    api = WorkersApi(Account(url, folder, "default"), fleet="space", answer_s=60.0)
+    user = Account(url, folder, "default")
+    api = WorkerObjects(user, fleet="space", lease_s=60.0, on_refused=nobody, pod=None)
     async with api.watch("1") as stream:
         await anext(stream)
     await api.close()

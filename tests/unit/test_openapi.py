@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.routing import Route
+from jsonschema import validate
 
-from kvrouter.frontend.openapi import ADMIN_PAGES, CALLS, PAGES, docs_html, openapi
-from tests.support.mock_fleets import alike
-from tests.support.served import served
+from kvrouter.frontend.openapi import ADMIN_PAGES, ANSWERS, CALLS, PAGES, docs_html, openapi
+from kvrouter.frontend.routes import Page, PageRequest, Route
+from tests.support.mock_fleets import alike, pairs
+from tests.support.served import MODEL, served, user, words
 
 
 async def test_what_is_described_is_what_is_there() -> None:
@@ -55,5 +56,50 @@ def test_words_are_text_on_the_page() -> None:
     assert "<b>" not in docs_html({"paths": {"/<b>": {"get": {"summary": "<b>"}}}})
 
 
-async def _answer(_: object) -> None:
-    return None
+async def _answer(_: PageRequest) -> Page:
+    return Page()
+
+
+async def test_answers_have_the_form_that_is_described() -> None:
+    async with served(pairs()) as here:
+        body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
+        request_id = (await here.http.post("/v1/chat/completions", json=body)).headers["x-request-id"]
+        described = (await here.http.get("/openapi.json")).json()
+        cordon = {"level": "worker", "name": 3}
+        asked = [
+            ("get", "/v1/decisions/{request_id}", None),
+            ("post", "/v1/route/explain", body),
+            ("post", "/v1/cordons", cordon),
+            ("post", "/busy_threshold", {"model": MODEL}),
+            *(("get", path, None) for path, methods in described["paths"].items() if "get" in methods),
+        ]
+        checked = 0
+        for method, path, sent in asked:
+            where = (
+                path.replace("{model}", MODEL).replace("{request_id}", request_id).replace("{name}", "app.js")
+            )
+            answer = await here.http.request(method, where, json=sent, follow_redirects=True)
+            said = described["paths"][path][method]["responses"]["200"]
+            assert answer.status_code == 200, path
+            if "content" in said:
+                schema = {
+                    **said["content"]["application/json"]["schema"],
+                    "components": described["components"],
+                }
+                validate(answer.json(), schema)
+                checked += 1
+        refused = await here.http.post("/v1/cordons", json={})
+        validate(
+            refused.json(), {"$ref": "#/components/schemas/ErrorBody", "components": described["components"]}
+        )
+        assert checked >= 18
+        assert {"CordonBody", "BusyBody"} <= described["components"]["schemas"].keys()
+        assert "CordonBody" in str(described["paths"]["/v1/cordons"]["post"]["requestBody"])
+
+
+def test_every_answer_in_json_is_described() -> None:
+    """A route of ours has a schema, unless it answers as an engine does, with text, or with nothing."""
+    no_json = {"/ping", "/metrics", "/openapi.json", "/docs", "/ui", "/ui/", "/ui/{name}"}
+    paths = {path.rpartition(" ")[2] for path in ANSWERS}
+    assert paths >= (PAGES.keys() | ADMIN_PAGES.keys()) - no_json
+    assert paths <= CALLS.keys() | PAGES.keys() | ADMIN_PAGES.keys()

@@ -15,6 +15,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
 from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import REQUEST_MAX_BYTES
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
@@ -63,8 +64,8 @@ async def both_ends(
     plane = HttpRequestPlane(
         token=router_token,
         ssl=client,
-        dead_after_s=dead_after_s,
         on_refused=on_refused or (lambda _why: None),
+        limits=RouterLimits(dead_after_s=dead_after_s, heartbeat_s=dead_after_s / 3),
     )
     try:
         yield Ends(acceptor, plane, refused)
@@ -296,7 +297,7 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_stream_only(
     frames: list[bytes], why: str
 ) -> None:
     async with strange_worker(streaming(*frames)) as address:
-        plane = HttpRequestPlane(token=TOKEN, dead_after_s=0.3)
+        plane = HttpRequestPlane(token=TOKEN, limits=RouterLimits(dead_after_s=0.3, heartbeat_s=0.3 / 3))
         stream = await plane.open(address, leg())
         with pytest.raises(StreamBroken, match=why):
             await read_all(stream)

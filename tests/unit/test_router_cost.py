@@ -19,8 +19,8 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
+from kvrouter.routing.costs.time import predictor_of, prompt_s
 from kvrouter.routing.links import links_of
-from kvrouter.routing.prediction import predictor_of, prompt_s
 from kvrouter.routing.request import CostInput, Speeds
 from kvrouter.topology import Link, LinkState, LinkTable
 

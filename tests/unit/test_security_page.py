@@ -131,7 +131,7 @@ NO_LIMITS = {
         processes.supervisor.RESTART_MAX_S wiring.nats.CONNECT_LIMIT_S wiring.nats.PINGS_UNANSWERED_MAX
         core.backoff.DOUBLED_MAX operator.reconcile.workqueue.RETRY_MAX_S
         kube.informer.RETRY_MAX_S transports.discovery.kubernetes.api.RETRY_MAX_S
-        transports.discovery.kubernetes.discovery.TICK_MAX_S transports.discovery.nats.bucket.TICK_MAX_S
+        transports.discovery.kubernetes.records.TICK_MAX_S transports.discovery.nats.bucket.TICK_MAX_S
         transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
         transports.events.jetstream.stream_subscriber.READS_MAX
         transports.events.zmq.sockets.RECONNECT_MAX_MS worker.topology._READS_MAX
@@ -184,7 +184,7 @@ WHERE = {
     "a field of a call to engines": "frontend.openai.passthrough",
     "shapes of calls": "service.prompt_shapes",
     "prompts that engines tokenize": "service.engine_tokenizer",
-    "a `cache_salt`": "frontend.openai",
+    "a `cache_salt`": "frontend.openai api.cordons",
     "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
     "JSON of an engine": "core.json.",
@@ -217,6 +217,7 @@ WHERE = {
     "slots of a ledger": "index fleet.fleet",
     "http connections": "transports.requests.http.connections",
     "connections of engines": "worker.engine_door",
+    "running requests at the end": "config.worker_options",
     "workers of a fleet": "service.router transports.discovery",
     "dispatches of one": "journey",
     "legs that a worker remembers": "transports.requests.legs.ENDED",
@@ -248,7 +249,7 @@ WHERE = {
     "headers of a good answer": "core.engine_answer http_client",
     "how long an engine": "engines",
     "KV events of an engine": "engines.kv_events engines.trtllm",
-    "an answer that `kvrouter`": "cli",
+    "an answer that `kvrouter`": "cli api.client",
     "a request that `kvrouter calibrate": "cli.calibrate sim.engine_load",
     "a fleet file": "config",
     "a file for `kvrouter operator convert`": "commands.operator_convert",

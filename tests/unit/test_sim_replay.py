@@ -380,3 +380,11 @@ def test_an_interval_is_students() -> None:
 
 def test_pieces_are_an_array() -> None:
     assert row(0, 0.0, [1, 2]).pieces == array("Q", [1, 2])
+
+
+def test_a_request_that_both_engines_of_a_pair_refuse_is_refused() -> None:
+    full = "engine: {max_num_seqs: 1, max_waiting_seqs: 1}"
+    pair = f"- {{name: p, role: prefill, {full}}}\n- {{name: d, role: decode, {full}}}\n"
+    rows = [row(number, 0.001 * number, [number]) for number in range(40)]
+    errors = [outcome.error for outcome in by_number(replayed(rows, fleet(f"workers:\n{pair}")))]
+    assert set(errors) == {"", "all_workers_busy"}

@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-from kvrouter.service.attempt import Phase, StallWatch, Timeouts, TooLong
+from kvrouter.service.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from tests.support.waits import until
 
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)

@@ -20,6 +20,7 @@ from kvrouter.transports.requests.messages import (
     items_decoder,
 )
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import SessionStream
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
@@ -100,7 +101,7 @@ async def _tokens_arrive_once_and_in_order(sizes: list[int], credit_tokens: int,
     worker = ScriptedWorker()
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     acceptor.serve(address, worker)
-    plane = TcpRequestPlane(token=TOKEN, stream_credit_tokens=credit_tokens)
+    plane = TcpRequestPlane(token=TOKEN, limits=RouterLimits(stream_credit_tokens=credit_tokens))
     stream = await plane.open(address, leg())
     sent: list[int] = []
 
@@ -151,7 +152,7 @@ async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
 
 
 async def test_a_router_opens_no_more_streams_than_it_may(served: Acceptor) -> None:
-    plane = TcpRequestPlane(token=TOKEN, streams_max=2)
+    plane = TcpRequestPlane(token=TOKEN, limits=RouterLimits(streams_max=2))
     first = await plane.open(served[2], leg("a"))
     await plane.open(served[2], leg("b"))
     with pytest.raises(WorkerFull, match="2 streams"):
@@ -162,7 +163,7 @@ async def test_a_router_opens_no_more_streams_than_it_may(served: Acceptor) -> N
 
 
 async def test_requests_that_a_worker_does_not_read_do_not_pile_up() -> None:
-    plane = TcpRequestPlane(token=TOKEN, write_max_bytes=3_000_000, open_timeout_s=20.0)
+    plane = TcpRequestPlane(token=TOKEN, limits=RouterLimits(write_max_bytes=3_000_000, open_timeout_s=20.0))
     large = msgspec.structs.replace(leg(), kv_transfer_params={"x": b"0" * 2_000_000})
     async with RawWorkers() as workers:
         openings = [

@@ -14,6 +14,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.transports.requests.tcp import plane as plane_module
 from kvrouter.transports.requests.tcp.plane import RouterPipe
@@ -88,7 +89,7 @@ async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: 
     acceptor.serve(address, worker)
     async with Proxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        plane = TcpRequestPlane(token=TOKEN, heartbeat_s=0.02, idle_close_s=0.1)
+        plane = TcpRequestPlane(token=TOKEN, limits=RouterLimits(heartbeat_s=0.02, idle_close_s=0.1))
         assert await answers(plane, worker, behind) == [4, 5]
         async with asyncio.timeout(IN_TIME_S):
             while proxy.n_open:

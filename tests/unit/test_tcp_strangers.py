@@ -20,6 +20,7 @@ from kvrouter.transports.requests.messages import (
     hello,
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.transports.requests.tcp.plane import new_nonce
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
@@ -287,7 +288,9 @@ BAD_ANSWERS = {
 @pytest.mark.parametrize("name", sorted(BAD_ANSWERS))
 async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reason(name: str) -> None:
     refusals: list[str] = []
-    plane = TcpRequestPlane(token=TOKEN, stream_credit_tokens=16, on_refused=refusals.append)
+    plane = TcpRequestPlane(
+        token=TOKEN, on_refused=refusals.append, limits=RouterLimits(stream_credit_tokens=16)
+    )
     async with RawWorkers() as workers:
         opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
         peer = await workers.welcome_next()

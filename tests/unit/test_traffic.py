@@ -28,8 +28,9 @@ from kvrouter.recording.files import RecordingFolder, recording_files
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.records import FleetChange, Worker
 from kvrouter.recording.salt import Salt
+from kvrouter.request_driver import Attempt
 from kvrouter.routing.request import Decision, Pick, RouteRequest
-from kvrouter.service.traffic import NO_ORIGIN, AttemptTrail, TrafficRecorder
+from kvrouter.service.traffic import NO_ORIGIN, TrafficRecorder
 
 CARD = WorkerCard(
     worker_id=WorkerId(7),
@@ -146,7 +147,7 @@ def test_bytes_of_kv_are_the_engine_s_own_count_else_what_the_router_expects(ben
     bench.after(FleetChange.JOINED)
     request = GenerateRequest(RequestId("r"), ModelName("m"), array("I", range(40)), Sampling(max_tokens=9))
     for kv_bytes in (None, 5_000):
-        trail = AttemptTrail(pair(), placed_s=1.5, prefill_sent_s=2.0, last_sent_s=3.0, kv_bytes=kv_bytes)
+        trail = Attempt(pair(), placed_s=1.5, prefill_sent_s=2.0, last_sent_s=3.0, kv_bytes=kv_bytes)
         bench.traffic.request_ended(
             request,
             NO_ORIGIN,

@@ -19,7 +19,7 @@ class Deciding:
     """``decide, list`` and ``decide, book and free, list``, from tokens in a list."""
 
     def __init__(self, params: Params) -> None:
-        self._load = DecisionLoad(n_workers=params["n_workers"])
+        self._load = DecisionLoad(**params)
         self._core: Core = load_core()
         self._service: SelectionService = self._core.SelectionService(indexer_threads=4)
         self._events = make_publisher()
@@ -61,23 +61,25 @@ class Deciding:
         first, self._next = self._next, self._next + n_calls
 
         def request(i: int) -> Json:
-            return self._request(first + i)
+            return self.request(first + i)
 
         if variant == "decide, list":
             return await time_awaits(request, self._service.select, n_calls)
         if variant == "decide, book and free, list":
-            return await time_awaits(request, self._reserve_and_free, n_calls)
+            return await time_awaits(request, self.place_and_release, n_calls)
         raise KeyError(variant)
 
     async def close(self) -> None:
         self._service.shutdown()
         self._events.close()
 
-    async def _reserve_and_free(self, request: Json) -> None:
+    async def place_and_release(self, request: Json) -> None:
+        """Decide, book, and free what was booked."""
         await self._service.select_and_reserve(request)
         await self._service.free_reservation(str(request["selection_id"]))
 
-    def _request(self, number: int) -> Json:
+    def request(self, number: int) -> Json:
+        """Return request ``number``."""
         return {
             "model_name": MODEL,
             "selection_id": f"bench-{number}",
@@ -104,7 +106,7 @@ class Deciding:
     async def _overlap(self) -> list[list[int]]:
         found = []
         for number in range(SAMPLED_PROMPTS):
-            request = self._request(number)
+            request = self.request(number)
             answer = await self._service.overlap_scores(request)
             blocks = {worker["worker_id"]: worker["device_blocks"] for worker in answer["workers"]}
             found.append([blocks.get(worker, 0) for worker in range(self._load.n_workers)])

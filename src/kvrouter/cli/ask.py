@@ -9,7 +9,7 @@ from kvrouter.cli.flags import output_option
 from kvrouter.commands.output import TABLE, Output, json_text
 
 if TYPE_CHECKING:
-    from kvrouter.cli.client import RouterClient
+    from kvrouter.api.client import RouterClient
     from kvrouter.commands.console import TextConsole
 
 
@@ -59,16 +59,20 @@ def explain(
 
 
 def _show_explanation(answer: bytes, output: Output) -> None:
-    from kvrouter.cli.explain import draw, read_explanation  # noqa: PLC0415
+    from kvrouter.api.client import decode_answer  # noqa: PLC0415
+    from kvrouter.api.decisions import Explanation  # noqa: PLC0415
+    from kvrouter.cli.explain import draw  # noqa: PLC0415
 
-    explanation = read_explanation(answer)
+    explanation = decode_answer(answer, Explanation)
     output.show(lambda: answer, lambda: draw(explanation, plain_console()))
 
 
 def _show_decisions(answer: bytes, output: Output) -> None:
-    from kvrouter.cli.explain import draw_decisions, read_decisions  # noqa: PLC0415
+    from kvrouter.api.client import decode_answer  # noqa: PLC0415
+    from kvrouter.api.decisions import Decisions  # noqa: PLC0415
+    from kvrouter.cli.explain import draw_decisions  # noqa: PLC0415
 
-    decisions = read_decisions(answer)
+    decisions = decode_answer(answer, Decisions)
     output.show(lambda: answer, lambda: draw_decisions(decisions, plain_console()))
 
 
@@ -113,7 +117,7 @@ def plain_console(*, line_chars: int = 140) -> "TextConsole":
 
 def router_at(url: str) -> "RouterClient":
     """Return a client of the router there, with the token of the environment. Raises AskFailed."""
-    from kvrouter.cli.client import RouterClient  # noqa: PLC0415
+    from kvrouter.api.client import RouterClient  # noqa: PLC0415
     from kvrouter.core.secret import secret_variable  # noqa: PLC0415
 
     return RouterClient(url, token=secret_variable(os.environ, "KVROUTER_ADMIN_TOKEN"))

@@ -106,12 +106,13 @@ def drain(
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    from kvrouter.cli.client import decode_answer  # noqa: PLC0415
-    from kvrouter.cli.cordons import Change, put_cordon, show_change, wait_empty  # noqa: PLC0415
+    from kvrouter.api.client import decode_answer  # noqa: PLC0415
+    from kvrouter.api.cordons import CordonChange  # noqa: PLC0415
+    from kvrouter.cli.cordons import put_cordon, show_change, wait_empty  # noqa: PLC0415
 
     client = router_at(url)
     answer = put_cordon(client, level, name, reason=reason, by=by, force=force)
     show_change(answer, "is cordoned", "was cordoned already", TABLE)
-    change = decode_answer(answer, Change)
+    change = decode_answer(answer, CordonChange)
     wait_empty(client, change, timeout_s=timeout_s)
     echo(f"{change.place}: nothing runs there any more")

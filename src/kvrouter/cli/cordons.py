@@ -5,12 +5,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.api.client import AskFailed, RouterClient, decode_answer
+from kvrouter.api.cordons import CordonBody, CordonChange, CordonedWorker, CordonList, CordonState
 from kvrouter.cli.ask import plain_console
-from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
 from kvrouter.commands.output import Output, echo
 
 READ_AGAIN_S = 1.0
@@ -25,61 +25,9 @@ WORKERS_NAMED = 8
 CORDONS = "/v1/cordons"
 
 
-class CordonedWorker(msgspec.Struct, frozen=True):
-    """A worker that a cordon holds for."""
-
-    worker_id: int
-    model: str
-    role: str
-    alive: bool
-    running_requests: int
-
-
-class Listed(msgspec.Struct, frozen=True):
-    """A cordon."""
-
-    level: str
-    name: str
-    reason: str | None
-    by: str | None
-    at: str | None
-    source: str
-    cluster: str | None
-    workers: Sequence[CordonedWorker]
-
-    @property
-    def place(self) -> str:
-        """What is cordoned."""
-        return f"{self.level} {self.name}"
-
-
-class Remaining(msgspec.Struct, frozen=True):
-    """How many of a model's workers of one role take new requests."""
-
-    model: str
-    role: str
-    workers: int
-    left: int
-
-
-class ListAnswer(msgspec.Struct, frozen=True):
-    """``GET /v1/cordons``."""
-
-    cordons: Sequence[Listed]
-
-
-class Change(Listed, frozen=True, kw_only=True):
-    """``POST /v1/cordons``, and ``DELETE``."""
-
-    changed: bool
-    warnings: Sequence[str]
-    remaining: Sequence[Remaining]
-    routers_look_every_s: float
-
-
 def wait_empty(
     client: RouterClient,
-    cordoned: Change,
+    cordoned: CordonChange,
     *,
     timeout_s: float | None,
     clock: Callable[[], float] = time.monotonic,
@@ -113,9 +61,9 @@ def wait_empty(
         sleep(READ_AGAIN_S if left_s is None else min(READ_AGAIN_S, left_s))
 
 
-def _running_at(client: RouterClient, cordoned: Change) -> list[CordonedWorker] | None:
+def _running_at(client: RouterClient, cordoned: CordonChange) -> list[CordonedWorker] | None:
     """The workers of the cordon on which something runs; None where it is no cordon any more."""
-    listed = decode_answer(client.read(CORDONS), ListAnswer).cordons
+    listed = decode_answer(client.read(CORDONS), CordonList).cordons
     for each in listed:
         if (each.level, each.name) == (cordoned.level, cordoned.name):
             return [worker for worker in each.workers if worker.running_requests]
@@ -141,7 +89,7 @@ def put_cordon(
     """Cordon a place, and return the answer. Raises AskFailed."""
     who = f"{_user()}@{socket.gethostname()}" if by is None else by
     try:
-        return client.cordon({"level": level, "name": name, "reason": reason, "by": who, "force": force})
+        return client.cordon(CordonBody(level, name, reason=reason, by=who, force=force))
     except AskFailed as error:
         if error.said != "nobody_left":
             raise
@@ -158,13 +106,13 @@ def _user() -> str:
 
 def show_change(answer: bytes, changed: str, unchanged: str, output: Output) -> None:
     """Print what was changed, and what is left."""
-    change = decode_answer(answer, Change)
+    change = decode_answer(answer, CordonChange)
     output.show(lambda: answer, lambda: _say_change(change, changed, unchanged))
     for warning in change.warnings:
         echo(f"kvrouter: warning: {warning}", err=True)
 
 
-def _say_change(change: Change, changed: str, unchanged: str) -> None:
+def _say_change(change: CordonChange, changed: str, unchanged: str) -> None:
     n_workers = len(change.workers)
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
     echo(f"{change.place} {changed if change.changed else unchanged} ({workers})")
@@ -174,11 +122,11 @@ def _say_change(change: Change, changed: str, unchanged: str) -> None:
 
 def show_cordons(answer: bytes, output: Output) -> None:
     """Print what is cordoned."""
-    cordons = decode_answer(answer, ListAnswer).cordons
+    cordons = decode_answer(answer, CordonList).cordons
     output.show(lambda: answer, lambda: _draw_cordons(cordons))
 
 
-def _draw_cordons(cordons: Sequence[Listed]) -> None:
+def _draw_cordons(cordons: Sequence[CordonState]) -> None:
     if not cordons:
         echo("nothing is cordoned")
         return

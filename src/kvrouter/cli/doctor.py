@@ -75,7 +75,7 @@ def doctor(
 
     import msgspec  # noqa: PLC0415
 
-    from kvrouter.cli.client import RouterClient  # noqa: PLC0415
+    from kvrouter.api.client import RouterClient  # noqa: PLC0415
     from kvrouter.cli.doctor_report import drawn  # noqa: PLC0415
     from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose  # noqa: PLC0415
     from kvrouter.commands.hit_rate import hit_rate_of, show_hit_rate  # noqa: PLC0415

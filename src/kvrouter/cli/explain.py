@@ -1,15 +1,14 @@
 """``kvrouter explain``: prints a decision as tables, for a prompt or a request id, with its reasons."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.cli.client import decode_answer
+from kvrouter.api.decisions import Attempt, Candidate, Constraint, Decisions, Explanation, Leg, Pick, Times
 
 ROWS_MAX = 50
 """Candidates that a table shows; ``--output json`` has them all."""
@@ -17,91 +16,6 @@ ROWS_MAX = 50
 CROSSED = "The handoff crosses its domain: no decode worker was left in it."
 
 LAST_RESORT = "Nobody else was left: workers that failed again and again may take it too."
-
-
-class TimesRow(msgspec.Struct, frozen=True):
-    """The parts of a predicted time, in milliseconds."""
-
-    expected_ms: float
-    queue_ms: float
-    prefill_ms: float
-    memory_ms: float
-    decode_ms: float
-    others_ms: float
-    turnover_ms: float
-    transfer_ms: float
-    price_ms: float = 0.0
-
-
-class Chosen(msgspec.Struct, frozen=True):
-    """A worker rank: one that was picked, or the other one of a pair."""
-
-    worker_id: int
-    dp_rank: int
-
-
-class CandidateRow(msgspec.Struct, frozen=True):
-    """One worker rank, as the decision saw it."""
-
-    worker_id: int
-    dp_rank: int
-    eligible: bool
-    reason: str | None
-    domains: Mapping[str, str]
-    overlap_blocks: int
-    prefill_blocks: float
-    decode_blocks: float
-    transfer_blocks: float
-    multiplier: float
-    cost: float | None
-    chosen: bool
-    times: TimesRow | None = None
-    pair_cost: float | None = None
-    partner: Chosen | None = None
-
-
-class LegPick(msgspec.Struct, frozen=True):
-    """One leg: every candidate, and which one was picked."""
-
-    chosen: Chosen | None
-    candidates: Sequence[CandidateRow]
-
-
-class Constraint(msgspec.Struct, frozen=True):
-    """What the prefill worker's transfer policy asked of the decode worker."""
-
-    enforcement: str
-    domain: str
-    value: str | None
-
-
-class RefusalRow(msgspec.Struct, frozen=True):
-    """Why no worker may take the request; the message counts worker ranks by reason."""
-
-    code: str
-    message: str
-
-
-class Explanation(msgspec.Struct, frozen=True):
-    """The answer of ``POST /v1/route/explain``."""
-
-    request_id: str
-    model: str
-    mode: str
-    isl_tokens: int
-    blocks: int
-    prefill: LegPick | None
-    decode: LegPick | None
-    constraint: Constraint | None
-    fallback_used: bool
-    error: RefusalRow | None
-    last_resort: bool = False
-    local_prefill: LegPick | None = None
-
-
-def read_explanation(answer: bytes) -> Explanation:
-    """Decode a router's answer; raise AskFailed when it is another program's."""
-    return decode_answer(answer, Explanation)
 
 
 def draw(explanation: Explanation, console: Console) -> None:
@@ -142,7 +56,7 @@ def _last_leg(explanation: Explanation) -> str:
     return "Decode" if explanation.prefill is not None else "Worker"
 
 
-def _ordered(leg: LegPick) -> list[CandidateRow]:
+def _ordered(leg: Leg) -> list[Candidate]:
     """Return the candidates: the chosen one, then the eligible ones by cost, then the refused ones."""
     return sorted(
         leg.candidates,
@@ -157,7 +71,7 @@ def _ordered(leg: LegPick) -> list[CandidateRow]:
     )
 
 
-def _table(title: str, leg: LegPick) -> Table:
+def _table(title: str, leg: Leg) -> Table:
     table = Table(
         title=Text(f"{title}: {_chosen(leg)}"), title_justify="left", title_style="bold", header_style="bold"
     )
@@ -210,7 +124,7 @@ def _is_idle(name: str, cells: Sequence[str]) -> bool:
     return name not in TEXTS and name != "overlap" and set(cells) <= nothing
 
 
-def _pair_cells(row: CandidateRow) -> list[str]:
+def _pair_cells(row: Candidate) -> list[str]:
     """What the whole request costs with the other rank of the pair, and which one that is."""
     if row.pair_cost is None:
         return ["", ""]
@@ -222,7 +136,7 @@ TIMED = ("queue ms", "prefill ms", "memory ms", "transfer ms", "= TTFT ms", "for
 """What stands behind the blocks where a leg's cost is time."""
 
 
-def _times_cells(times: TimesRow | None) -> list[str]:
+def _times_cells(times: Times | None) -> list[str]:
     if times is None:
         return [""] * len(TIMED)
     own = (times.queue_ms, times.prefill_ms, times.memory_ms, times.transfer_ms, times.expected_ms)
@@ -230,12 +144,12 @@ def _times_cells(times: TimesRow | None) -> list[str]:
     return [f"{part:.1f}" for part in (*own, others_ms)]
 
 
-def _cost_shown(cost: float | None, times: TimesRow | None) -> float | None:
+def _cost_shown(cost: float | None, times: Times | None) -> float | None:
     """The cost as tables show it: in milliseconds where it is a time."""
     return cost if cost is None or times is None else 1e3 * cost
 
 
-def _chosen(leg: LegPick) -> str:
+def _chosen(leg: Leg) -> str:
     if leg.chosen is None:
         eligible = sum(row.eligible for row in leg.candidates)
         return f"nobody, {eligible} of {len(leg.candidates)} eligible"
@@ -247,7 +161,7 @@ def number_text(number: float | None) -> str:
     return "" if number is None else f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def _rest(leg: LegPick) -> str:
+def _rest(leg: Leg) -> str:
     rest = _ordered(leg)[ROWS_MAX:]
     if not rest:
         return ""
@@ -255,48 +169,6 @@ def _rest(leg: LegPick) -> str:
     return f"… and {len(rest)} more: " + ", ".join(
         f"{reason} {count}" for reason, count in sorted(counts.items())
     )
-
-
-class PickRow(msgspec.Struct, frozen=True):
-    """The worker rank that took one leg, with the parts of its cost; ``candidates`` could have."""
-
-    worker_id: int
-    dp_rank: int
-    overlap_blocks: int
-    prefill_blocks: float
-    decode_blocks: float
-    transfer_blocks: float
-    multiplier: float
-    cost: float
-    candidates: int
-    times: TimesRow | None = None
-
-
-class AttemptRow(msgspec.Struct, frozen=True):
-    """One decision. ``decided_at`` is in seconds since 1970; without ``decode`` prefill alone was decided."""
-
-    attempt: int
-    decided_at: float
-    mode: str
-    prefill: PickRow | None
-    decode: PickRow | None
-    constraint: Constraint | None
-    fallback_used: bool
-    cross_domain: bool
-    last_resort: bool = False
-    pair_cost: float | None = None
-
-
-class Decisions(msgspec.Struct, frozen=True):
-    """The answer of ``GET /v1/decisions/{request_id}``."""
-
-    request_id: str
-    attempts: Sequence[AttemptRow]
-
-
-def read_decisions(answer: bytes) -> Decisions:
-    """Decode a router's answer; raise AskFailed when it is another program's."""
-    return decode_answer(answer, Decisions)
 
 
 def draw_decisions(decisions: Decisions, console: Console) -> None:
@@ -318,7 +190,7 @@ def draw_decisions(decisions: Decisions, console: Console) -> None:
             console.print(Text(LAST_RESORT, "yellow"))
 
 
-def _decisions_table(attempt: AttemptRow) -> Table:
+def _decisions_table(attempt: Attempt) -> Table:
     moment = datetime.fromtimestamp(attempt.decided_at, UTC).isoformat(timespec="milliseconds")
     table = Table(
         title=Text(f"Attempt {attempt.attempt}, mode {attempt.mode}, {moment.removesuffix('+00:00')}Z"),
@@ -339,7 +211,7 @@ def _decisions_table(attempt: AttemptRow) -> Table:
     return table
 
 
-def _cells(leg: str, pick: PickRow) -> list[str]:
+def _cells(leg: str, pick: Pick) -> list[str]:
     blocks = (pick.prefill_blocks, pick.decode_blocks, pick.transfer_blocks)
     return [
         leg,

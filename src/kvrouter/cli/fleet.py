@@ -90,7 +90,6 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
     if (file is None) == (url is None):
         raise click.UsageError("give FILE, or --url URL, and not both")
     from kvrouter.commands.fleet_show import (  # noqa: PLC0415
-        FleetState,
         draw_fleet,
         file_shown,
         running_shown,
@@ -101,9 +100,10 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
     if file is not None:
         shown = file_shown(str(file), load_fleet(read_document(file)).fleet)
     else:
-        from kvrouter.cli.client import decode_answer  # noqa: PLC0415
+        from kvrouter.api.client import decode_answer  # noqa: PLC0415
+        from kvrouter.api.fleet import Fleet  # noqa: PLC0415
 
-        shown = running_shown(str(url), decode_answer(router_at(str(url)).read("/v1/fleet"), FleetState))
+        shown = running_shown(str(url), decode_answer(router_at(str(url)).read("/v1/fleet"), Fleet))
     output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))
 
 

@@ -1,7 +1,7 @@
 """``kvrouter top``: the fleet of a running router, live in a terminal."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -9,7 +9,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.cli.client import AskFailed, RouterClient, decode_answer
+from kvrouter.api.client import AskFailed, RouterClient, decode_answer
+from kvrouter.api.decisions import LastDecision, LastDecisions, RankId
+from kvrouter.api.fleet import Fleet, Flow, Flows, Worker
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
@@ -23,121 +25,11 @@ NUMBERS = frozenset(
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 
 
-class Report(msgspec.Struct, frozen=True):
-    """A rank's own load report."""
-
-    running_requests: int
-    waiting_requests: int
-
-
-class Feed(msgspec.Struct, frozen=True):
-    """A rank's event stream."""
-
-    state: str
-
-
-class Rank(msgspec.Struct, frozen=True):
-    """A rank of a worker."""
-
-    active_blocks: int
-    prefill_tokens: int
-    total_blocks: int | None
-    report: Report | None
-    index_blocks: int | None
-    feed: Feed | None
-
-
-class Cordon(msgspec.Struct, frozen=True):
-    """What keeps new requests away from a worker."""
-
-    level: str
-    name: str
-
-
-class Worker(msgspec.Struct, frozen=True):
-    """A worker."""
-
-    worker_id: int
-    model: str
-    role: str
-    alive: bool
-    draining: bool
-    cordons: Sequence[Cordon]
-    engine: str | None
-    engine_silent: bool
-    circuit: str
-    domains: Mapping[str, str]
-    levels: Sequence[str]
-    ranks: Sequence[Rank]
-
-
-class Model(msgspec.Struct, frozen=True):
-    """A model's queue."""
-
-    model: str
-    waiting_requests: int
-
-
-class FleetAnswer(msgspec.Struct, frozen=True):
-    """``GET /v1/fleet``."""
-
-    draining: bool
-    running_requests: int
-    models: Sequence[Model]
-    workers: Sequence[Worker]
-
-
-class Pick(msgspec.Struct, frozen=True):
-    """Who was picked for a leg."""
-
-    worker_id: int
-    dp_rank: int
-    overlap_blocks: int
-    candidates: int
-
-
-class Decided(msgspec.Struct, frozen=True):
-    """The last decision of a request."""
-
-    request_id: str
-    model: str
-    attempt: int
-    decided_at: float
-    prefill: Pick | None
-    decode: Pick | None
-    fallback_used: bool
-    cross_domain: bool
-
-
-class DecisionsAnswer(msgspec.Struct, frozen=True):
-    """``GET /v1/decisions``."""
-
-    decisions: Sequence[Decided]
-
-
-class Flow(msgspec.Struct, frozen=True):
-    """KV between two values of a domain."""
-
-    domain: str | None
-    prefill_value: str | None
-    decode_value: str | None
-    handoffs: int
-    bytes: int
-    bytes_per_s: float
-    cost: float | None
-
-
-class FlowsAnswer(msgspec.Struct, frozen=True):
-    """``GET /v1/flows``."""
-
-    flows: Sequence[Flow]
-
-
 class Frame(msgspec.Struct, frozen=True):
     """All that is shown at a time."""
 
-    fleet: FleetAnswer
-    decisions: Sequence[Decided]
+    fleet: Fleet
+    decisions: Sequence[LastDecision]
     flows: Sequence[Flow]
 
 
@@ -161,9 +53,9 @@ def read_answers(client: RouterClient) -> Answers:
 def shown_frame(answers: Answers) -> Frame:
     """Return what is shown of a router's answers. Raises AskFailed where they are another program's."""
     return Frame(
-        decode_answer(bytes(answers.fleet), FleetAnswer),
-        decode_answer(bytes(answers.decisions), DecisionsAnswer).decisions,
-        decode_answer(bytes(answers.flows), FlowsAnswer).flows,
+        decode_answer(bytes(answers.fleet), Fleet),
+        decode_answer(bytes(answers.decisions), LastDecisions).decisions,
+        decode_answer(bytes(answers.flows), Flows).flows,
     )
 
 
@@ -251,7 +143,7 @@ def _state(worker: Worker) -> tuple[str, str]:
         (not worker.alive, "silent"),
         (worker.engine_silent, "engine silent"),
         (worker.draining, "draining"),
-        (worker.cordons, "cordoned: " + ", ".join(f"{each.level} {each.name}" for each in worker.cordons)),
+        (worker.cordons, "cordoned: " + ", ".join(each.place for each in worker.cordons)),
         (worker.circuit != "closed", f"circuit {worker.circuit}"),
     ):
         if holds:
@@ -299,7 +191,7 @@ def _flows(flows: Sequence[Flow]) -> Table:
     return table
 
 
-def _decisions(decisions: Sequence[Decided]) -> Table:
+def _decisions(decisions: Sequence[LastDecision]) -> Table:
     table = _table("decided", "request", "attempt", "prefill", "decode", "cached blocks", "of candidates", "")
     for decided in decisions:
         picks = [pick for pick in (decided.prefill, decided.decode) if pick is not None]
@@ -317,7 +209,7 @@ def _decisions(decisions: Sequence[Decided]) -> Table:
     return table
 
 
-def _rank(pick: Pick | None) -> str:
+def _rank(pick: RankId | None) -> str:
     return "–" if pick is None else f"{pick.worker_id}/{pick.dp_rank}"
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.api.fleet import Fleet, Worker
 from kvrouter.config import AttachedEngineSpec, FleetFile, LinkSpec, MockEngineSpec, WorkerGroup
 from kvrouter.config.fleet_checks import settings_in
 from kvrouter.config.fleet_workers import numbered_workers
@@ -172,43 +173,7 @@ def places_of(groups: Sequence[GroupShown], levels: Sequence[str]) -> tuple[Plac
     return tuple(found)
 
 
-class _Rank(msgspec.Struct):
-    total_blocks: int | None
-
-
-class _Policy(msgspec.Struct):
-    enforcement: str
-    domain: str
-    weight: float | None = None
-
-
-class _Worker(msgspec.Struct):
-    worker_id: int
-    model: str
-    role: str
-    engine: str | None
-    address: str
-    domains: dict[str, str]
-    levels: list[str]
-    taints: list[str]
-    kv_transfer: _Policy | None
-    ranks: list[_Rank]
-
-
-class _Model(msgspec.Struct):
-    model: str
-    block_size: int
-    workers: int
-
-
-class FleetState(msgspec.Struct):
-    """What is read of ``GET /v1/fleet``."""
-
-    models: list[_Model]
-    workers: list[_Worker]
-
-
-def running_shown(source: str, state: FleetState) -> FleetShown:
+def running_shown(source: str, state: Fleet) -> FleetShown:
     """Return the workers of a running router, those that are alike together."""
     sizes = {model.model: model.block_size for model in state.models}
     alike: list[tuple[GroupShown, list[int]]] = []
@@ -227,7 +192,7 @@ def running_shown(source: str, state: FleetState) -> FleetShown:
     return FleetShown(source, models, groups, places_of(groups, levels), None, (), {})
 
 
-def _row_of(worker: _Worker, block_size: int) -> GroupShown:
+def _row_of(worker: Worker, block_size: int) -> GroupShown:
     """Return a worker without its id: workers that are alike are equal."""
     policy = worker.kv_transfer
     total_blocks = worker.ranks[0].total_blocks if worker.ranks else None

@@ -3,51 +3,38 @@ prompt.
 """
 
 import hmac
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from msgspec import UNSET
 
+from kvrouter.api.decisions import Decisions, LastDecisions
+from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
+from kvrouter.api.pages import BusyBody, ThresholdList, Thresholds
 from kvrouter.config import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.cordons import CordonRoutes
-from kvrouter.frontend.decision_json import attempts_json, decided_json, latest_json, refused_json
+from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
-from kvrouter.frontend.fleet_state import fleet_json, flows_json
+from kvrouter.frontend.fleet_state import fleet_state, flows_state
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
-from kvrouter.frontend.openai.body import Name, NonNegativeInt, ScannedBody, decode_body
+from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import NvextReader, parse_either
 from kvrouter.frontend.openai.passthrough import parse_passthrough
-from kvrouter.frontend.pages import json_page
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
+from kvrouter.frontend.routes import Endpoint, Page, PageRequest, Route, json_page
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 DECISIONS_LISTED = 50
 """Requests whose decisions ``GET /v1/decisions`` lists, unless another number is asked for;"""
 
 DECISIONS_LISTED_MAX = 200
 """and the largest such number."""
-
-
-class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """``POST /busy_threshold``: what is absent stays as it is, null unsets."""
-
-    model: Name
-    active_decode_blocks_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType | None = UNSET
-    active_prefill_tokens_threshold: NonNegativeInt | UnsetType | None = UNSET
 
 
 _BUSY = msgspec.json.Decoder(BusyBody)
@@ -92,13 +79,13 @@ class AdminRoutes:
             Route("/v1/refusals", self._guarded(self.refusals)),
         ]
 
-    async def thresholds(self, request: Request) -> Response:
+    async def thresholds(self, request: PageRequest) -> Page:
         """``GET /busy_threshold``: every model's; ``POST``: set what is given, return what holds then."""
         if request.method == "POST":
-            return json_page(self._set_thresholds(await self._bodies.read(await request.body(), _busy)))
-        return json_page({"thresholds": [_thresholds_json(model) for model in self._service.models()]})
+            return json_page(self._set_thresholds(await self._bodies.read(request.take_body(), _busy)))
+        return json_page(ThresholdList([_thresholds(model) for model in self._service.models()]))
 
-    def _set_thresholds(self, body: BusyBody) -> dict[str, object]:
+    def _set_thresholds(self, body: BusyBody) -> Thresholds:
         model = self._service.model(ModelName(body.model))
         settings = model.settings
         decode_blocks, prefill_tokens = (
@@ -106,7 +93,7 @@ class AdminRoutes:
             body.active_prefill_tokens_threshold,
         )
         if decode_blocks is UNSET and prefill_tokens is UNSET:
-            return _thresholds_json(model)
+            return _thresholds(model)
         if decode_blocks is UNSET:
             decode_blocks = settings.active_decode_blocks_threshold
         if prefill_tokens is UNSET:
@@ -115,25 +102,25 @@ class AdminRoutes:
         self._observed.thresholds_set(
             model=body.model, decode_blocks=decode_blocks, prefill_tokens=prefill_tokens
         )
-        return _thresholds_json(model)
+        return _thresholds(model)
 
-    async def explain(self, request: Request) -> Response:
+    async def explain(self, request: PageRequest) -> Page:
         """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
-        request_id = self._ids.take(request.headers.get("x-request-id"))
+        request_id = self._ids.take(request.header("x-request-id"))
         try:
-            body = await self._bodies.scan(await request.body())
+            body = await self._bodies.scan(request.take_body())
             called = self._preparer.called_model(body)
-            request.state.model = called.name
-            reader = self._preparer.nvext_reader(request.headers.raw)
+            request.model = called.name
+            reader = self._preparer.nvext_reader(request.headers)
             wanted = await self._wanted(body, called, reader, request_id)
         finally:
             self._ids.give_back(request_id)
         model = called.router
         try:
-            explained = decided_json(wanted, model.fleet, self._service.explain(wanted))
-        except RoutingRefused as refused:
+            explained = decided(wanted, model.fleet, self._service.explain(wanted))
+        except RoutingRefused as error:
             mode = wanted.override.router_mode or model.settings.mode
-            explained = refused_json(wanted, model.fleet, mode, refused)
+            explained = refused(wanted, model.fleet, mode, error)
         return json_page(explained)
 
     async def _wanted(
@@ -150,42 +137,40 @@ class AdminRoutes:
         parse = partial(parse_either, nvext=reader, model=called.name)
         return await self._preparer.prepare(await self._bodies.parse(body, parse), called, text, request_id)
 
-    async def decisions(self, request: Request) -> Response:
+    async def decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions/{request_id}``: every attempt of one of the last requests."""
-        request_id = RequestId(request.path_params["request_id"])
+        request_id = RequestId(request.parameters["request_id"])
         attempts = self._service.decisions(request_id)
         if attempts is None:
             raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
-        return json_page(attempts_json(request_id, attempts, self._fleet_of))
+        return json_page(
+            Decisions(request_id=request_id, attempts=[attempt_of(kept, self._fleet_of) for kept in attempts])
+        )
 
-    async def latest_decisions(self, request: Request) -> Response:
+    async def latest_decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""
-        limit = _limit_of(request.query_params.get("limit"))
-        return json_page(latest_json(self._service.latest_decisions(limit)))
+        limit = _limit_of(request.query.get("limit"))
+        latest = map(latest_of, self._service.latest_decisions(limit))
+        return json_page(LastDecisions(decisions=[*latest]))
 
     def _fleet_of(self, model: str) -> Fleet | None:
         found = self._service.find(ModelName(model))
         return None if found is None else found.fleet
 
-    async def fleet(self, _: Request) -> Response:
+    async def fleet(self, _: PageRequest) -> Page:
         """``GET /v1/fleet``: every worker, and what the router believes of it."""
-        return json_page(fleet_json(self._service, self._preparer.tokenizer))
+        return json_page(fleet_state(self._service, self._preparer.tokenizer))
 
-    async def flows(self, _: Request) -> Response:
+    async def flows(self, _: PageRequest) -> Page:
         """``GET /v1/flows``: KV between domains, as this router counts it."""
-        return json_page(flows_json(self._service))
+        return json_page(flows_state(self._service))
 
-    async def refusals(self, _: Request) -> Response:
+    async def refusals(self, _: PageRequest) -> Page:
         """``GET /v1/refusals``: what was refused since the process began, by reason."""
         counts = self._observed.refusals()
-        return json_page(
-            {
-                "worker_ranks": [
-                    {"reason": reason, "role": role, "count": n} for reason, role, n in counts.ranks
-                ],
-                "answers": [{"model": model, "code": code, "count": n} for model, code, n in counts.answers],
-            }
-        )
+        ranks = [RefusedRanks(reason=reason, role=role, count=n) for reason, role, n in counts.ranks]
+        answers = [RefusedAnswers(model=model, code=code, count=n) for model, code, n in counts.answers]
+        return json_page(Refusals(worker_ranks=ranks, answers=answers))
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         """Ask for the token first; the comparison takes as long whatever is wrong."""
@@ -193,8 +178,8 @@ class AdminRoutes:
         if expected is None:
             return closed if self._is_closed else endpoint
 
-        async def guarded(request: Request) -> Response:
-            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        async def guarded(request: PageRequest) -> Page:
+            scheme, _, token = (request.header("authorization") or "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), expected):
                 raise Unauthorized("this route needs the admin token: Authorization: Bearer …")
             return await endpoint(request)
@@ -202,7 +187,7 @@ class AdminRoutes:
         return guarded
 
 
-async def closed(_: Request) -> Response:
+async def closed(_: PageRequest) -> Page:
     """Answer for a route that nobody may ask: no token could open it."""
     raise Unauthorized("the admin routes are closed: no admin token is set (KVROUTER_ADMIN_TOKEN)")
 
@@ -217,9 +202,8 @@ def _limit_of(given: str | None) -> int:
     return int(given)
 
 
-def _thresholds_json(model: ModelRouter) -> dict[str, object]:
-    return {
-        "model": model.fleet.model,
-        "active_decode_blocks_threshold": model.settings.active_decode_blocks_threshold,
-        "active_prefill_tokens_threshold": model.settings.active_prefill_tokens_threshold,
-    }
+def _thresholds(model: ModelRouter) -> Thresholds:
+    settings = model.settings
+    return Thresholds(
+        model.fleet.model, settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
+    )

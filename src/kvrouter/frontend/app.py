@@ -1,15 +1,10 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
 import time
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
-
-from starlette.applications import Starlette
-from starlette.requests import Request as PageRequest
-from starlette.responses import Response
-from starlette.routing import Route
+from typing import TYPE_CHECKING
 
 from kvrouter.config import FrontendSettings
 from kvrouter.config.setting import installed_version
@@ -32,7 +27,6 @@ from kvrouter.frontend.generate import GenerateRoutes, trace_of
 from kvrouter.frontend.http import (
     UPLOAD_TOO_SLOW,
     UPLOADS_FULL,
-    AsgiBridge,
     BadRequest,
     BodyLimit,
     ErrorAnswer,
@@ -47,10 +41,11 @@ from kvrouter.frontend.http.response import CONNECTIONS_FULL, Headers, error_ans
 from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumentation
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.openapi import Described
-from kvrouter.frontend.origins import Cors, FleetGuard, PublicRoute, page_headers
+from kvrouter.frontend.origins import Cors, FleetGuard, page_headers
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import usable_request_id
+from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
@@ -71,15 +66,11 @@ CLIENT_CALLS = frozenset(route.value for route in CallRoute)
 
 PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
-_ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
-_Answer: TypeAlias = Callable[[PageRequest, Exception], Awaitable[Response]]
-
 
 class HttpApp:
     """Answers every request of one HTTP server: a :data:`~kvrouter.frontend.http.Handler`.
 
-    ``calls`` are POSTs by path that run on the server's own streams; everything else is :attr:`pages`, an
-    ASGI app.
+    ``calls`` are POSTs by path that run on the server's own streams; everything else is :attr:`pages`.
     """
 
     def __init__(
@@ -95,12 +86,11 @@ class HttpApp:
         self.observed = observed
         routes = list(routes)
         described = Described(calls, routes, version=installed_version())
-        self.pages = _page_app([*routes, *described.routes()], observed)
+        self.pages = [*routes, *described.routes()]
         self._settings = settings
         self._bodies = bodies
         self._calls = calls
         self._traffic = traffic
-        self._bridge = AsgiBridge(self.pages)
         self._compressed = CompressedBodies(settings.uploads_max_bytes)
         self._cors = None if settings.cors_origins is None else Cors(settings.cors_origins)
         self._guard = FleetGuard(settings, self._cors)
@@ -205,7 +195,7 @@ class HttpApp:
         path = self._without_slash(path)
         if path in self._calls:
             return path
-        return next((route.path for route in _routes_at(self.pages, path)), UNKNOWN_ROUTE)
+        return next((route.path for route, _ in self._pages_at(path)), UNKNOWN_ROUTE)
 
     def _without_slash(self, path: str) -> str:
         """The path of a route, which is answered with a slash behind it as well. An id may end in one."""
@@ -214,11 +204,17 @@ class HttpApp:
         bare = path.rstrip("/") or "/"
         if bare in self._calls:
             return bare
-        for route in _routes_at(self.pages, path):
-            found = route.path_regex.match(path)
-            if route.path.endswith("/") or (found is not None and found.groupdict().get("request_id")):
+        for route, parameters in self._pages_at(path):
+            if route.path.endswith("/") or parameters.get("request_id"):
                 return path
         return bare
+
+    def _pages_at(self, path: str) -> Iterator[tuple[Route, Mapping[str, str]]]:
+        """Yield the pages at a path, each with the path's parameters."""
+        for route in self.pages:
+            parameters = route.match(path)
+            if parameters is not None:
+                yield route, parameters
 
     def _body_limit(self, path: str) -> BodyLimit:
         path = self._without_slash(path)
@@ -261,9 +257,9 @@ class HttpApp:
             check = self._guard.check_call if path in CLIENT_CALLS else self._guard.check
             check(request)
             return call
-        pages = [] if call is not None else [*_routes_at(self.pages, path)]
-        responder.more_headers = (*responder.more_headers, *page_headers(pages[0] if pages else None))
-        methods = {"POST"} if call is not None else {each for page in pages for each in page.methods or ()}
+        pages = [] if call is not None else [*self._pages_at(path)]
+        responder.more_headers = (*responder.more_headers, *page_headers(pages[0][0] if pages else None))
+        methods = {"POST"} if call is not None else {each for page, _ in pages for each in page.methods}
         if not methods:
             raise UnknownPath(f"nothing is at {path}")
         if method == "OPTIONS":
@@ -271,9 +267,31 @@ class HttpApp:
         if method not in methods:
             allow = ", ".join(sorted(methods))
             raise MethodNotAllowed(f"{path} takes {allow}, not {method}", allow=allow)
-        if not all(isinstance(page, PublicRoute) for page in pages):
+        if not all(isinstance(page, PublicRoute) for page, _ in pages):
             self._guard.check(request)
-        return self._bridge
+        found = next((route, parameters) for route, parameters in pages if method in route.methods)
+        return partial(self._answer_page, *found)
+
+    async def _answer_page(
+        self, route: Route, parameters: Mapping[str, str], request: Request, responder: Responder
+    ) -> None:
+        """Answer with a page, or with what it failed of. A mistake of ours is raised after its answer: its
+        message may quote the prompt, so it stays inside.
+        """
+        asked = PageRequest(request, parameters)
+        try:
+            page = await route.endpoint(asked)
+        except KvrouterError as error:
+            page = self._failed_page(error, asked)
+        except Exception:
+            page = self._failed_page(KvrouterError("the server failed to answer this request"), asked)
+            await responder.send(page.status, page.headers, page.body)
+            raise
+        await responder.send(page.status, page.headers, page.body)
+
+    def _failed_page(self, error: KvrouterError, asked: PageRequest) -> Page:
+        self.observed.failed(error, model=asked.model)
+        return Page(error_body(error), error.status_hint, error_headers(error))
 
     async def _options(self, methods: set[str], request: Request, responder: Responder) -> None:
         """Say which methods a path takes; a browser that asks for another origin's page, what it may send."""
@@ -299,45 +317,6 @@ class HttpApp:
 def _is_anthropic(path: str) -> bool:
     """Whether clients of Anthropic's API call a path: one of its routes, or what would be below one."""
     return path in _ANTHROPIC_ROUTES or path.startswith(tuple(f"{route}/" for route in _ANTHROPIC_ROUTES))
-
-
-def _routes_at(pages: Starlette, path: str) -> Iterator[Route]:
-    """Yield the pages at a path."""
-    for route in pages.routes:
-        if isinstance(route, Route) and route.path_regex.match(path):
-            yield route
-
-
-def _page_app(routes: list[Route], observed: FrontendInstrumentation) -> Starlette:
-    def answering(error_of: _ErrorOf) -> _Answer:
-        async def answer(request: PageRequest, exc: Exception) -> Response:
-            error = error_of(request, exc)
-            observed.failed(error, model=getattr(request.state, "model", None))
-            headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-            return Response(error_body(error), error.status_hint, headers=headers)
-
-        return answer
-
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            KvrouterError: answering(_of_ours),
-            Exception: answering(_of_mistake),
-        },
-    )
-    app.router.redirect_slashes = False  # a path is one page, not two
-    return app
-
-
-def _of_ours(_: PageRequest, exc: Exception) -> KvrouterError:
-    if not isinstance(exc, KvrouterError):
-        raise exc
-    return exc
-
-
-def _of_mistake(_: PageRequest, _exc: Exception) -> KvrouterError:
-    """A mistake of ours: its message may quote the prompt, so it stays inside."""
-    return KvrouterError("the server failed to answer this request")
 
 
 class FrontendApp(HttpApp):

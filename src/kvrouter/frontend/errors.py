@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
+from kvrouter.api.errors import ApiError, ErrorBody
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NotFound, RoutingRefused, Unavailable
 from kvrouter.frontend import http
 
@@ -76,12 +78,10 @@ def refusal_counts(error: RoutingRefused) -> Mapping[str, int]:
 
 def error_body(error: KvrouterError) -> bytes:
     """The JSON body that is this error; a refusal adds its role, its domain and its counts."""
-    more: dict[str, object] | None = None
+    said = ApiError(message=error.message, type=error.type, param=error.param, code=error.code)
     if isinstance(error, RoutingRefused):
-        more = {"refusals": refusal_counts(error), "role": error.role, "domain": error.domain}
-    return http.error_body(
-        error.message, error_type=error.type, code=error.code, param=error.param, more=more
-    )
+        said = replace(said, refusals=refusal_counts(error), role=error.role, domain=error.domain)
+    return msgspec.json.encode(ErrorBody(said))
 
 
 def failure_body(error: KvrouterError, *, is_anthropic: bool) -> bytes:

@@ -7,6 +7,7 @@ from math import inf
 
 import numpy as np
 
+from kvrouter.api import fleet as api
 from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import Cordon
@@ -15,8 +16,9 @@ from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
-from kvrouter.frontend.cordons import cordon_json
-from kvrouter.frontend.decision_json import Json, policy_json
+from kvrouter.fleet.columns import Columns
+from kvrouter.frontend.cordons import cordoned
+from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
 from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.placement.engine_sums import SumsReading
@@ -43,10 +45,7 @@ class RankReading:
     active_blocks: int
     prefill_tokens: int
     total_blocks: int | None
-    report_active_blocks: int | None
-    report_prefill_tokens: int | None
-    report_running_requests: int | None
-    report_waiting_requests: int | None
+    report: api.LoadSeen | None
     held_blocks: int | None
     feed: FeedState | None
     stale_s: float | None
@@ -92,8 +91,6 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
         ranks = []
         for rank, slot in zip(card.ranks(), fleet.slots_of(card.worker_id), strict=True):
             total_blocks = float(columns.total_blocks[slot])
-            reported = bool(columns.has_report[slot])
-            prefill_tokens = int(columns.report_prefill_tokens[slot])
             feed = feeds.get(slot)
             ranks.append(
                 RankReading(
@@ -101,10 +98,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     active_blocks=int(loads.active_blocks[slot]),
                     prefill_tokens=int(loads.prefill_tokens[slot]),
                     total_blocks=int(total_blocks) if np.isfinite(total_blocks) else None,
-                    report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
-                    report_prefill_tokens=None if prefill_tokens == UNKNOWN else prefill_tokens,
-                    report_running_requests=int(columns.report_running_requests[slot]) if reported else None,
-                    report_waiting_requests=int(columns.report_waiting_requests[slot]) if reported else None,
+                    report=_report(columns, slot),
                     held_blocks=None if held_of is None else held_of(slot),
                     feed=None if feed is None else _state(card, feed),
                     stale_s=None if feed is None else feed.stale_s,
@@ -118,6 +112,18 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
             )
         is_alive, circuit = fleet.is_alive(card.worker_id), model.circuit_state(card.worker_id)
         yield WorkerReading(card, is_alive, fleet.cordons_on(card.worker_id), circuit, tuple(ranks))
+
+
+def _report(columns: Columns, slot: Slot) -> api.LoadSeen | None:
+    if not columns.has_report[slot]:
+        return None
+    prefill_tokens = int(columns.report_prefill_tokens[slot])
+    return api.LoadSeen(
+        active_blocks=int(columns.report_active_blocks[slot]),
+        active_prefill_tokens=None if prefill_tokens == UNKNOWN else prefill_tokens,
+        running_requests=int(columns.report_running_requests[slot]),
+        waiting_requests=int(columns.report_waiting_requests[slot]),
+    )
 
 
 def _state(card: WorkerCard, feed: FeedReading) -> FeedState:
@@ -142,107 +148,100 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
-"""Returns why calls of a model are routed by load alone, None where they are not."""
-
-
-def fleet_json(service: RouterService, tokenizer: PromptTokenizer | None = None) -> Json:
+def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None) -> api.Fleet:
     """Every worker with its ranks, every model with its queue and index, and the requests that run."""
-    models: list[Json] = []
-    workers: list[Json] = []
+    models: list[api.Model] = []
+    workers: list[api.Worker] = []
     for model in service.models():
         of_model = list(read_workers(model))
-        models.append(_model_json(model, workers=len(of_model), tokenizer=tokenizer))
+        models.append(_model_state(model, workers=len(of_model), tokenizer=tokenizer))
         default = model.settings.topology_default
         workers.extend(
-            {**_worker_json(worker, default), "lapsed": service.has_lapsed(worker.card.worker_id)}
+            _worker_state(worker, default, lapsed=service.has_lapsed(worker.card.worker_id))
             for worker in of_model
         )
-    return {
-        "version": installed_version(),
-        "time_s": round(time.time(), 3),
-        "discovery": {"reachable": service.store_lost is None, "why": service.store_lost},
-        "draining": service.is_draining,
-        "running_requests": service.running,
-        "recording": _recording_json(service.traffic),
-        "replicas": _replicas_json(service.sync),
-        "models": models,
-        "workers": workers,
-        "refused_workers": [_refused_json(refused) for refused in service.refused()],
-    }
+    return api.Fleet(
+        version=installed_version(),
+        time_s=round(time.time(), 3),
+        discovery=api.Discovery(reachable=service.store_lost is None, why=service.store_lost),
+        draining=service.is_draining,
+        running_requests=service.running,
+        recording=_recording_state(service.traffic),
+        replicas=_replicas_state(service.sync),
+        models=models,
+        workers=workers,
+        refused_workers=[_refused_state(refused) for refused in service.refused()],
+    )
 
 
-def _recording_json(traffic: TrafficRecorder | None) -> str | None:
+def _recording_state(traffic: TrafficRecorder | None) -> str | None:
     """None where nothing is to be recorded."""
     if traffic is None:
         return None
     return "active" if traffic.is_recording else "ended"
 
 
-def _replicas_json(sync: ReplicaSync | None) -> Json | None:
+def _replicas_state(sync: ReplicaSync | None) -> api.Replicas | None:
     """None where routers do not share what they book."""
     if sync is None:
         return None
     others = sync.counts().others
-    return {"others": others.replicas, "behind": others.behind}
+    return api.Replicas(others=others.replicas, behind=others.behind)
 
 
-def _refused_json(refused: RefusedCard) -> Json:
+def _refused_state(refused: RefusedCard) -> api.RefusedWorker:
     card = refused.card
-    return {
-        "worker_id": card.worker_id,
-        "model": card.model,
-        "role": card.role.value,
-        "address": card.address,
-        "engine": card.engine or None,
-        "pod": card.pod or None,
-        "block_size": card.block_size,
-        "field": refused.param,
-        "why": refused.why,
-    }
+    return api.RefusedWorker(
+        worker_id=card.worker_id,
+        model=card.model,
+        role=card.role,
+        address=card.address,
+        engine=card.engine or None,
+        pod=card.pod or None,
+        block_size=card.block_size,
+        field=refused.param,
+        why=refused.why,
+    )
 
 
-def _model_json(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer | None) -> Json:
+def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer | None) -> api.Model:
     why_by_load = None if tokenizer is None else tokenizer.why_by_load(model)
-    settings, index = model.settings, read_index(model)
+    settings, index, near = model.settings, read_index(model), model.settings.near
     default = settings.topology_default
-    return {
-        "model": model.fleet.model,
-        "block_size": model.fleet.block_size,
-        "router_mode": settings.mode.value,
-        "cache_view": _cache_view_of(model),
-        "routing": _routing_of(model, why_by_load),
-        "routing_reason": why_by_load,
-        "tokenized_by": None if tokenizer is None else tokenizer.tokenized_by(model),
-        "prefill_near": None
-        if settings.near is None
-        else {
-            "domain": settings.near.domain,
-            "value": settings.near.value,
-            "required": settings.near.is_required,
-        },
-        "router_cost": settings.cost,
-        "router_pd_selection": settings.pd_selection.value,
-        "links": _links_json(model),
-        "workers": workers,
-        "worker_ranks": sum(card.dp_size for card in model.fleet),
-        "waiting_requests": model.waiting,
-        "parted_pairs": [
-            {"prefill_worker_id": pair.prefill, "decode_worker_id": pair.decode, "circuit": state.value}
+    return api.Model(
+        model=model.fleet.model,
+        block_size=model.fleet.block_size,
+        router_mode=settings.mode,
+        cache_view=_cache_view_of(model),
+        routing=_routing_of(model, why_by_load),
+        routing_reason=why_by_load,
+        tokenized_by=None if tokenizer is None else tokenizer.tokenized_by(model),
+        prefill_near=None
+        if near is None
+        else api.PrefillNear(domain=near.domain, value=near.value, required=near.is_required),
+        router_cost=settings.cost,
+        router_pd_selection=settings.pd_selection,
+        links=_links_state(model),
+        workers=workers,
+        worker_ranks=sum(card.dp_size for card in model.fleet),
+        waiting_requests=model.waiting,
+        parted_pairs=[
+            api.BrokenPair(prefill_worker_id=pair.prefill, decode_worker_id=pair.decode, circuit=state)
             for pair, state in model.broken_pairs()
         ],
-        "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
-        "prompt_shapes": [
-            {"shape": seen.shape, "answers": seen.answers, "missed": seen.missed, "blind": seen.is_blind}
+        index=None if index is None else api.Index(blocks=index.blocks, bytes=index.bytes),
+        prompt_shapes=[
+            api.PromptShape(shape=seen.shape, answers=seen.answers, missed=seen.missed, blind=seen.is_blind)
             for seen in model.accounts.shapes.readings()
         ],
-        "unrendered_chats": [
-            {"reason": seen.reason.value, "chats": seen.chats, "detail": seen.detail}
+        unrendered_chats=[
+            api.UnrenderedChats(reason=seen.reason, chats=seen.chats, detail=seen.detail)
             for seen in (() if tokenizer is None else tokenizer.unrendered(model))
         ],
-        "kv_transfer_default": None if default is None else policy_json(default.policy),
-        "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
-        "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
-    }
+        kv_transfer_default=None if default is None else policy_state(default.policy),
+        active_decode_blocks_threshold=settings.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=settings.active_prefill_tokens_threshold,
+    )
 
 
 def _routing_of(model: ModelRouter, why_by_load: str | None) -> str:
@@ -261,174 +260,173 @@ def _cache_view_of(model: ModelRouter) -> str:
     return "predicted" if isinstance(model.cache, PredictedCacheView) else "none"
 
 
-def flows_json(service: RouterService) -> Json:
+def flows_state(service: RouterService) -> api.Flows:
     """KV that went between domains, for each model and pair of values."""
-    return {
-        "recent_s": RECENT_S,
-        "flows": [
-            {
-                "model": model.fleet.model,
-                "domain": flow.pair.domain,
-                "prefill_value": flow.pair.prefill,
-                "decode_value": flow.pair.decode,
-                "handoffs": flow.handoffs,
-                "unsized_handoffs": flow.unsized,
-                "bytes": flow.bytes,
-                "cost": None if flow.cost is None else round(flow.cost, 9),
-                "recent_handoffs": flow.recent_handoffs,
-                "bytes_per_s": round(flow.recent_bytes / RECENT_S),
-            }
+    return api.Flows(
+        recent_s=RECENT_S,
+        flows=[
+            api.Flow(
+                model=model.fleet.model,
+                domain=flow.pair.domain,
+                prefill_value=flow.pair.prefill,
+                decode_value=flow.pair.decode,
+                handoffs=flow.handoffs,
+                unsized_handoffs=flow.unsized,
+                bytes=flow.bytes,
+                cost=None if flow.cost is None else round(flow.cost, 9),
+                recent_handoffs=flow.recent_handoffs,
+                bytes_per_s=round(flow.recent_bytes / RECENT_S),
+            )
             for model in service.models()
             for flow in model.kv_flows()
         ],
-    }
+    )
 
 
-def _links_json(model: ModelRouter) -> Json | None:
+def _links_state(model: ModelRouter) -> api.Links | None:
     """What handoffs showed of links; None where nobody learns from them."""
     if not cost_rule(model.settings.cost).needs.learned:
         return None
     learned = model.placer.transfers.learned
-    return {
-        "alike": learned.are_alike,
-        "engines": _engine_sums_json(model.placer.transfers.engine_sums.reading()),
-        "learned": [
-            {
-                "link": link.name,
-                "latency_s": round(link.latency_s, 6),
-                "bandwidth_bytes_per_s": round(link.bandwidth_bytes_per_s),
-                "slowness": round(link.slowness, 3),
-                "slowness_interval": _interval_json(link.low, link.high),
-                "transfers": link.transfers,
-                "slow": link.is_slow,
-            }
+    return api.Links(
+        alike=learned.are_alike,
+        engines=_engine_sums(model.placer.transfers.engine_sums.reading()),
+        learned=[
+            api.LearnedLink(
+                link=link.name,
+                latency_s=round(link.latency_s, 6),
+                bandwidth_bytes_per_s=round(link.bandwidth_bytes_per_s),
+                slowness=round(link.slowness, 3),
+                slowness_interval=_interval(link.low, link.high),
+                transfers=link.transfers,
+                slow=link.is_slow,
+            )
             for link in learned.readings()
         ],
-    }
+    )
 
 
-def _engine_sums_json(sums: SumsReading | None) -> Json | None:
+def _engine_sums(sums: SumsReading | None) -> api.EngineSums | None:
     if sums is None:
         return None
-    return {
-        "bandwidth_bytes_per_s": round(sums.bandwidth_bytes_per_s),
-        "seen_bytes_per_s": round(sums.seen_bytes_per_s),
-        "ratio": round(sums.ratio, 3),
-        "agree": sums.agree,
-    }
+    return api.EngineSums(
+        bandwidth_bytes_per_s=round(sums.bandwidth_bytes_per_s),
+        seen_bytes_per_s=round(sums.seen_bytes_per_s),
+        ratio=round(sums.ratio, 3),
+        agree=sums.agree,
+    )
 
 
-def _interval_json(low: float | None, high: float | None) -> list[float] | None:
+def _interval(low: float | None, high: float | None) -> tuple[float, float] | None:
     """None where nothing bounds it."""
     if low is None or high is None or high == inf:
         return None
-    return [round(low, 3), round(high, 3)]
+    return round(low, 3), round(high, 3)
 
 
-def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -> Json:
+def _worker_state(
+    worker: WorkerReading, default: RouterTopologyDefault | None, *, lapsed: bool
+) -> api.Worker:
     card, config = worker.card, worker.card.runtime_config
-    return {
-        "worker_id": card.worker_id,
-        "model": card.model,
-        "role": card.role.value,
-        "alive": worker.alive,
-        "draining": card.draining,
-        "cordons": [cordon_json(cordon) for cordon in worker.cordons],
-        "engine": card.engine or None,
-        "pod": card.pod or None,
-        "node": card.node or None,
-        "version": card.version or None,
-        "engine_url": card.engine_url or None,
-        "takes_calls": card.takes_calls,
-        "block_size": card.block_size,
-        "context_length": card.context_length,
-        "engine_silent": card.engine_silent,
-        "circuit": worker.circuit.value,
-        "address": card.address,
-        "endpoint": f"{card.namespace}.{card.component}.{card.endpoint}",
-        "domains": config.topology_domains,
-        "levels": config.topology_levels,
-        "taints": sorted(worker_taints(config)),
-        "prompt_tokens": {"min": config.prompt_tokens_min, "max": config.prompt_tokens_max},
-        "event_lane": card.event_source.lane.value if card.publishes_kv_events else None,
-        "kv_transfer": _kv_transfer_json(card, default),
-        "ranks": [_rank_json(rank) for rank in worker.ranks],
-    }
+    return api.Worker(
+        worker_id=card.worker_id,
+        model=card.model,
+        role=card.role,
+        alive=worker.alive,
+        draining=card.draining,
+        cordons=[cordoned(cordon) for cordon in worker.cordons],
+        engine=card.engine or None,
+        pod=card.pod or None,
+        node=card.node or None,
+        version=card.version or None,
+        engine_url=card.engine_url or None,
+        takes_calls=card.takes_calls,
+        block_size=card.block_size,
+        context_length=card.context_length,
+        engine_silent=card.engine_silent,
+        circuit=worker.circuit,
+        address=card.address,
+        endpoint=f"{card.namespace}.{card.component}.{card.endpoint}",
+        domains=config.topology_domains,
+        levels=config.topology_levels,
+        taints=sorted(worker_taints(config)),
+        prompt_tokens=api.PromptTokens(min=config.prompt_tokens_min, max=config.prompt_tokens_max),
+        event_lane=card.event_source.lane if card.publishes_kv_events else None,
+        kv_transfer=_kv_transfer_state(card, default),
+        ranks=[_rank_state(rank) for rank in worker.ranks],
+        lapsed=lapsed,
+    )
 
 
-def _kv_transfer_json(card: WorkerCard, default: RouterTopologyDefault | None) -> Json | None:
+def _kv_transfer_state(card: WorkerCard, default: RouterTopologyDefault | None) -> api.Policy | None:
     """The policy that holds for KV from this worker; only prefill workers send any."""
     if card.role is not Role.PREFILL:
         return None
     policy = policy_of(card.runtime_config, default)
-    return None if policy is None else policy_json(policy)
+    return None if policy is None else policy_state(policy)
 
 
-def _rank_json(rank: RankReading) -> Json:
-    report: Json | None = None
-    if rank.report_active_blocks is not None:
-        report = {
-            "active_blocks": rank.report_active_blocks,
-            "active_prefill_tokens": rank.report_prefill_tokens,
-            "running_requests": rank.report_running_requests,
-            "waiting_requests": rank.report_waiting_requests,
-        }
-    feed: Json | None = None
-    if rank.feed is not None and rank.stale_s is not None and rank.silent_s is not None:
-        feed = {
-            "state": rank.feed.name.lower(),
-            "stale_s": round(rank.stale_s, 3),
-            "silent_s": round(rank.silent_s, 3),
-            "kv_events_missing": rank.kv_events_missing,
-            "clock_ahead_s": None if rank.clock_ahead_s is None else round(rank.clock_ahead_s, 3),
-        }
-    return {
-        "dp_rank": rank.rank.dp_rank,
-        "active_blocks": rank.active_blocks,
-        "prefill_tokens": rank.prefill_tokens,
-        "total_blocks": rank.total_blocks,
-        "report": report,
-        "index_blocks": rank.held_blocks,
-        "feed": feed,
-        "kv_events_skipped": rank.account.events_skipped,
-        "predictions": None if rank.account.answers is None else _predictions_json(rank.account.answers),
-        "speed": None if rank.speed is None else _speed_json(rank.speed),
-        "kv_transfers": None if rank.account.transfers is None else _transfers_json(rank.account.transfers),
-    }
+def _rank_state(rank: RankReading) -> api.Rank:
+    account, speed = rank.account, rank.speed
+    return api.Rank(
+        dp_rank=rank.rank.dp_rank,
+        active_blocks=rank.active_blocks,
+        prefill_tokens=rank.prefill_tokens,
+        total_blocks=rank.total_blocks,
+        report=rank.report,
+        index_blocks=rank.held_blocks,
+        feed=_feed_state(rank),
+        kv_events_skipped=account.events_skipped,
+        predictions=None if account.answers is None else _predictions_state(account.answers),
+        speed=None if speed is None else _speed_state(speed),
+        kv_transfers=None if account.transfers is None else _transfers_state(account.transfers),
+    )
 
 
-def _predictions_json(answers: AnswerCounts) -> Json:
-    return {
-        "answers": answers.n_answers,
-        "wrong": answers.n_wrong,
-        "wrong_share": round(answers.n_wrong / answers.n_answers, 3),
-        "mean_error_blocks": round(answers.mean_error_blocks, 3),
-    }
+def _feed_state(rank: RankReading) -> api.Feed | None:
+    if rank.feed is None or rank.stale_s is None or rank.silent_s is None:
+        return None
+    return api.Feed(
+        state=rank.feed.name.lower(),
+        stale_s=round(rank.stale_s, 3),
+        silent_s=round(rank.silent_s, 3),
+        kv_events_missing=rank.kv_events_missing,
+        clock_ahead_s=None if rank.clock_ahead_s is None else round(rank.clock_ahead_s, 3),
+    )
 
 
-def _speed_json(speed: SpeedReading) -> Json:
-    return {
-        "slowness": round(speed.slowness, 3),
-        "decode_slowness": round(speed.decode_slowness, 3),
-        "relative": round(speed.relative, 3),
-        "requests": speed.requests,
-        "predicted_ttft_s": round(speed.predicted_s, 4),
-        "seen_ttft_s": round(speed.seen_s, 4),
-        "slow": speed.is_slow,
-    }
+def _predictions_state(answers: AnswerCounts) -> api.Predictions:
+    return api.Predictions(
+        answers=answers.n_answers,
+        wrong=answers.n_wrong,
+        wrong_share=round(answers.n_wrong / answers.n_answers, 3),
+        mean_error_blocks=round(answers.mean_error_blocks, 3),
+    )
 
 
-def _transfers_json(transfers: TransferReading) -> Json:
+def _speed_state(speed: SpeedReading) -> api.Speed:
+    return api.Speed(
+        slowness=round(speed.slowness, 3),
+        decode_slowness=round(speed.decode_slowness, 3),
+        relative=round(speed.relative, 3),
+        requests=speed.requests,
+        predicted_ttft_s=round(speed.predicted_s, 4),
+        seen_ttft_s=round(speed.seen_s, 4),
+        slow=speed.is_slow,
+    )
+
+
+def _transfers_state(transfers: TransferReading) -> api.Transfers:
     totals = transfers.reported
-    return {
-        "transfers": totals.transfers,
-        "failed": totals.failed,
-        "bytes": totals.bytes,
-        "seconds": round(totals.seconds, 3),
-        "gb_per_s": _gb_per_s(transfers.recent_bytes_per_s),
-        "shown_gb_per_s": _gb_per_s(transfers.shown_bytes_per_s),
-        "slow": transfers.is_slow,
-    }
+    return api.Transfers(
+        transfers=totals.transfers,
+        failed=totals.failed,
+        bytes=totals.bytes,
+        seconds=round(totals.seconds, 3),
+        gb_per_s=_gb_per_s(transfers.recent_bytes_per_s),
+        shown_gb_per_s=_gb_per_s(transfers.shown_bytes_per_s),
+        slow=transfers.is_slow,
+    )
 
 
 def _gb_per_s(bytes_per_s: float | None) -> float | None:
@@ -560,12 +558,10 @@ class _Page:
         self.prefill_tokens[labels] = rank.prefill_tokens
         if rank.total_blocks is not None:
             self.blocks[*labels, "total"] = rank.total_blocks
-        if rank.report_active_blocks is not None:
-            self.blocks[*labels, "active"] = rank.report_active_blocks
-        if rank.report_running_requests is not None:
-            self.running_requests[labels] = rank.report_running_requests
-        if rank.report_waiting_requests is not None:
-            self.waiting_requests[labels] = rank.report_waiting_requests
+        if rank.report is not None:
+            self.blocks[*labels, "active"] = rank.report.active_blocks
+            self.running_requests[labels] = rank.report.running_requests
+            self.waiting_requests[labels] = rank.report.waiting_requests
         self.feed_state[*labels, "none"] = float(rank.feed is None)
         for state in FeedState:
             self.feed_state[*labels, state.name.lower()] = float(rank.feed is state)

@@ -6,14 +6,29 @@ from hashlib import sha256
 from html import escape
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from msgspec import Struct
 
+from kvrouter.api.bookings import Booking, OutputBody, Prefilled, PrefillEnded, Routed
+from kvrouter.api.cordons import CordonBody, CordonChange, CordonList
+from kvrouter.api.decisions import Decisions, Explanation, LastDecisions
+from kvrouter.api.errors import ErrorBody
+from kvrouter.api.fleet import Fleet, Flows, Refusals
+from kvrouter.api.pages import (
+    BusyBody,
+    Health,
+    ModelCard,
+    ModelList,
+    Ready,
+    ServerLoad,
+    ThresholdList,
+    Thresholds,
+    Version,
+)
 from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.errors import JSON_HEADERS
 from kvrouter.frontend.openai.form import CONTENT_TYPE
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
-from kvrouter.frontend.origins import NO_CONTENT_POLICY, PublicRoute
+from kvrouter.frontend.routes import NO_CONTENT_POLICY, Page, PageRequest, PublicRoute, Route
 
 Json = dict[str, object]
 
@@ -97,10 +112,53 @@ ADMIN_PAGES: Mapping[str, str] = {
 }
 """What is said of the other routes; the admin token opens the second ones."""
 
-_ERROR: Json = {
-    "description": "An error in OpenAI's form",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+ANSWERS: Mapping[str, type[Struct]] = {
+    "/v1/route": Routed,
+    "/v1/prefill": Prefilled,
+    "/v1/models": ModelList,
+    "/v1/models/{model}": ModelCard,
+    "/health": Health,
+    "/ready": Ready,
+    "/accepting": Ready,
+    "/load": ServerLoad,
+    "/version": Version,
+    "/busy_threshold": ThresholdList,
+    "POST /busy_threshold": Thresholds,
+    "/v1/route/explain": Explanation,
+    "/v1/decisions": LastDecisions,
+    "/v1/decisions/{request_id}": Decisions,
+    "/v1/cordons": CordonList,
+    "POST /v1/cordons": CordonChange,
+    "DELETE /v1/cordons": CordonChange,
+    "/v1/fleet": Fleet,
+    "/v1/flows": Flows,
+    "/v1/refusals": Refusals,
+    **{
+        f"/v1/route/{{request_id}}{end}": Booking
+        for end in ("", "/prefill_complete", "/output_blocks", "/renew", "/free")
+    },
+    "/v1/prefill/{request_id}": PrefillEnded,
 }
+"""What a path answers in JSON, or one method of it; the others answer as an engine does, or no JSON."""
+
+BODIES: Mapping[str, type[Struct]] = {
+    "POST /busy_threshold": BusyBody,
+    "POST /v1/cordons": CordonBody,
+    "POST /v1/route/{request_id}/output_blocks": OutputBody,
+}
+
+_, SCHEMAS = msgspec.json.schema_components(
+    (ErrorBody, *ANSWERS.values(), *BODIES.values()), ref_template="#/components/schemas/{name}"
+)
+"""The schemas of answers and bodies, by the names of their types."""
+
+
+def _content(kind: type[Struct]) -> Json:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"content": {"application/json": {"schema": schema}}}
+
+
+_ERROR: Json = {"description": "An error in OpenAI's form", **_content(ErrorBody)}
 
 
 def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Json:
@@ -108,8 +166,8 @@ def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Js
     paths: dict[str, Json] = {path: {"post": _call(path)} for path in calls}
     for page in pages:
         path = page.path.replace(":path}", "}")
-        methods = sorted({*(page.methods or ())} - {"HEAD"})
-        paths.setdefault(path, {}).update((method.lower(), _page(page, path)) for method in methods)
+        methods = sorted(page.methods - {"HEAD"})
+        paths.setdefault(path, {}).update((method.lower(), _page(page, method, path)) for method in methods)
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrouter", "version": version, "summary": "A router for LLM serving fleets"},
@@ -117,26 +175,18 @@ def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Js
         "paths": paths,
         "components": {
             "securitySchemes": {"admin": {"type": "http", "scheme": "bearer"}},
-            "schemas": {
-                "Error": {
-                    "type": "object",
-                    "required": ["error"],
-                    "properties": {
-                        "error": {
-                            "type": "object",
-                            "required": ["message", "type", "param", "code"],
-                            "properties": {
-                                "message": {"type": "string"},
-                                "type": {"type": "string"},
-                                "param": {"type": ["string", "null"]},
-                                "code": {"type": "string"},
-                            },
-                        }
-                    },
-                }
-            },
+            "schemas": SCHEMAS,
         },
     }
+
+
+def _responses(method: str, path: str) -> Json:
+    """The schema of an answer, and that of an error."""
+    answer = ANSWERS.get(f"{method} {path}") or ANSWERS.get(path)
+    said: Json = {"description": "As an engine answers" if path in CALLS else "A page, or nothing"}
+    if answer is not None:
+        said = {"description": (answer.__doc__ or "").partition("\n")[0], **_content(answer)}
+    return {"200": said, "default": _ERROR}
 
 
 def _call(path: str) -> Json:
@@ -145,19 +195,22 @@ def _call(path: str) -> Json:
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {media_type: {"schema": schema}}},
-        "responses": {"200": {"description": "The answer"}, "default": _ERROR},
+        "responses": _responses("POST", path),
     }
 
 
-def _page(page: Route, path: str) -> Json:
+def _page(page: Route, method: str, path: str) -> Json:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in page.param_convertors
+        for name in page.parameters
     ]
     described: Json = {
         "summary": PAGES.get(path) or ADMIN_PAGES[path],
-        "responses": {"200": {"description": "The answer"}, "default": _ERROR},
+        "responses": _responses(method, path),
     }
+    body = BODIES.get(f"{method} {path}")
+    if body is not None:
+        described["requestBody"] = {"required": True, **_content(body)}
     if parameters:
         described["parameters"] = parameters
     if path in ADMIN_PAGES:
@@ -191,13 +244,14 @@ class Described:
             PublicRoute("/docs", self.docs, policy=_DOCS_POLICY),
         ]
 
-    async def description(self, _: Request) -> Response:
+    async def description(self, _: PageRequest) -> Page:
         """``GET /openapi.json``."""
-        return Response(msgspec.json.encode(self._description), media_type="application/json")
+        return Page(msgspec.json.encode(self._description), headers=JSON_HEADERS)
 
-    async def docs(self, _: Request) -> Response:
+    async def docs(self, _: PageRequest) -> Page:
         """``GET /docs``."""
-        return Response(docs_html(self._description), media_type="text/html")
+        headers = ((b"content-type", b"text/html; charset=utf-8"),)
+        return Page(docs_html(self._description).encode(), headers=headers)
 
 
 def docs_html(description: Mapping[str, object]) -> str:

@@ -2,9 +2,6 @@
 
 import ipaddress
 import re
-from typing import Any
-
-from starlette.routing import Route
 
 from kvrouter.config import FrontendSettings
 from kvrouter.config.sources import LOOPBACK_HOSTS
@@ -13,6 +10,7 @@ from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.form import UnsupportedMediaType
+from kvrouter.frontend.routes import NO_CONTENT_POLICY, Route
 
 ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
 LEGS = (b"prefill", b"decode")
@@ -30,23 +28,10 @@ EXPOSED_HEADERS = b", ".join(
 JSON_TYPE = "application/json"
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 
-NO_CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-"""The policy of an answer that is no page for people: a browser loads and runs nothing of it."""
-
-
-class PublicRoute(Route):
-    """A route that changes nothing and shows nothing of the fleet: a page of any origin may ask it. Every
-    other route is guarded by :class:`FleetGuard`. ``policy`` is the Content-Security-Policy of its answers.
-    """
-
-    def __init__(self, path: str, endpoint: Any, *, policy: str = NO_CONTENT_POLICY, **more: Any) -> None:
-        super().__init__(path, endpoint, **more)
-        self.policy = policy
-
 
 def page_headers(route: Route | None) -> ResponseHeaders:
     """Return the headers that protect a browser from the answers of a route; None for no route at all."""
-    policy = route.policy if isinstance(route, PublicRoute) else NO_CONTENT_POLICY
+    policy = NO_CONTENT_POLICY if route is None else route.policy
     return ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", policy.encode()))
 
 

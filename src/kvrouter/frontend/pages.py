@@ -8,17 +8,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
+from kvrouter.api.pages import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.origins import PublicRoute
 from kvrouter.frontend.prepare import Named, RequestPreparer
+from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.routing.request import RouteRequest
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
@@ -99,11 +95,6 @@ class MetricsRenderer:
             return b"".join(parts)
 
 
-def json_page(value: object, *, status: int = 200) -> Response:
-    """An answer in JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 class Pages:
     """The routes that ask no token."""
 
@@ -137,31 +128,29 @@ class Pages:
             Route("/metrics", self.metrics),
         ]
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, _: PageRequest) -> Page:
         """``GET /v1/models``."""
-        return json_page(
-            {"object": "list", "data": [*starmap(self._model_json, self._preparer.names().items())]}
-        )
+        return json_page(ModelList(data=[*starmap(self._model_card, self._preparer.names().items())]))
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: PageRequest) -> Page:
         """``GET /v1/models/{model}``."""
-        name = request.path_params["model"]
+        name = request.parameters["model"]
         named = self._preparer.names().get(name)
         if named is None:
             model = self._service.model(self._preparer.named(name).model)
             raise ModelNotReady(
                 f"model: {model.fleet.model!r} has no worker, or no tokenizer here", param="model"
             )
-        return json_page(self._model_json(name, named))
+        return json_page(self._model_card(name, named))
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, _: PageRequest) -> Page:
         """``GET /health``: the process answers, whatever it can do; else the caller would restart it."""
         status = "ok" if self._service.why_too_few is None else "starting"
         if self._service.is_draining:
             status = "draining"
-        return json_page({"status": status, "running_requests": self._service.running})
+        return json_page(Health(status, self._service.running))
 
-    async def ready(self, _: Request) -> Response:
+    async def ready(self, _: PageRequest) -> Page:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
         the engines that are still awaited.
         """
@@ -170,11 +159,11 @@ class Pages:
         awaited = list(self._awaited())
         reasons = self._why_not_ready()
         if reasons is None:
-            return json_page({"status": "ready", **({"awaited": awaited} if awaited else {})})
+            return json_page(Ready("ready", awaited or ()))
         reasons += [f"awaited: {line}" for line in awaited]
         raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
 
-    async def accepting(self, _: Request) -> Response:
+    async def accepting(self, _: PageRequest) -> Page:
         """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
         found. A router that just started has a moment to learn the fleet, so that nobody is refused for that.
         One that could not ask discovery yet knows nobody, and must take the place of no router that does; nor
@@ -191,22 +180,22 @@ class Pages:
                 raise NotReady("this router has just started, and is learning which workers are there")
             # It knew a worker: one that leaves from now on was not unknown to it.
             self._settled_at = -math.inf
-        return json_page({"status": "accepting"})
+        return json_page(Ready("accepting"))
 
-    async def ping(self, request: Request) -> Response:
+    async def ping(self, request: PageRequest) -> Page:
         """``GET`` and ``POST /ping``, which SageMaker asks: as ``/accepting``, without a body."""
         await self.accepting(request)
-        return Response()
+        return Page()
 
-    async def load(self, _: Request) -> Response:
+    async def load(self, _: PageRequest) -> Page:
         """``GET /load``: how many requests run, as vLLM says it."""
-        return json_page({"server_load": self._service.running})
+        return json_page(ServerLoad(self._service.running))
 
-    async def version(self, _: Request) -> Response:
+    async def version(self, _: PageRequest) -> Page:
         """``GET /version``: the version of the engines where all say the same, else this router's."""
         engines = {card.engine for model in self._service.models() for card in model.fleet}
         version = engines.pop().partition(" ")[2] if len(engines) == 1 else ""
-        return json_page({"version": version or installed_version()})
+        return json_page(Version(version or installed_version()))
 
     def _refuse_draining(self) -> None:
         if self._service.is_draining:
@@ -227,34 +216,23 @@ class Pages:
             reasons.append(f"{name}: {why}")
         return reasons
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: PageRequest) -> Page:
         """``GET /metrics``, in OpenMetrics for who accepts that, else in Prometheus' text format."""
-        metrics_format = MetricsFormat.accepted_by(request.headers.get("accept"))
+        metrics_format = MetricsFormat.accepted_by(request.header("accept"))
         page = await self._metrics.render(metrics_format)
-        return Response(page, headers={"content-type": metrics_format.value, "vary": "accept"})
+        kind = metrics_format.value.encode()
+        return Page(page, headers=((b"content-type", kind), (b"vary", b"accept")))
 
-    def _model_json(self, name: str, named: Named) -> dict[str, object]:
-        permission = {
-            "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}",
-            "object": "model_permission",
-            "created": self._created_s,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": OWNER,
-            "root": name,
-            "parent": None if named.adapter is None else named.model,
-            "max_model_len": self._preparer.context_length_tokens(named.model),
-            "permission": [permission],
-        }
+    def _model_card(self, name: str, named: Named) -> ModelCard:
+        permission = ModelPermission(
+            id=f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}", created=self._created_s
+        )
+        return ModelCard(
+            id=name,
+            created=self._created_s,
+            owned_by=OWNER,
+            root=name,
+            parent=None if named.adapter is None else named.model,
+            max_model_len=self._preparer.context_length_tokens(named.model),
+            permission=[permission],
+        )

@@ -5,17 +5,16 @@ import time
 from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
-from starlette.requests import Request as PageRequest
-from starlette.responses import Response
-from starlette.routing import Route
 
+from kvrouter.api import bookings as api
+from kvrouter.api.cordons import Name
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
@@ -23,7 +22,7 @@ from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBu
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
-from kvrouter.frontend.decision_json import Json, policy_json
+from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
@@ -33,7 +32,6 @@ from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
     CacheSalt,
     GenerateBody,
-    Name,
     PositiveInt,
     ScannedBody,
     decode_body,
@@ -49,7 +47,7 @@ from kvrouter.frontend.openai.parse import (
     call_of,
     one_prompt,
 )
-from kvrouter.frontend.pages import Pages, json_page
+from kvrouter.frontend.pages import Pages
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.prepare import (
     Bodies,
@@ -58,6 +56,7 @@ from kvrouter.frontend.prepare import (
     answer_tokens,
 )
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
+from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.bookings import Bookings
@@ -71,55 +70,64 @@ if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing
 
 
-def routed_json(
+def routed(
     request: GenerateRequest,
     fleet: Fleet,
     decision: Decision,
     *,
     bootstrap: Bootstrap | None,
     lease_ttl_s: float | None,
-) -> Json:
+) -> api.Routed:
     """Where a request goes; ``lease_ttl_s`` is None when nothing was booked."""
-    return {
-        "request_id": request.request_id,
-        "model": request.model,
-        "leg": decision.decode.leg.value,
-        **_worker_json(decision.decode, fleet),
-        "prefill": None if decision.prefill is None else _worker_json(decision.prefill, fleet),
-        "bootstrap": bootstrap_json(bootstrap),
-        "constraint": obeyed_json(decision.constraint),
-        "fallback_used": decision.fallback_used,
-        "isl_tokens": request.isl_tokens,
-        "block_size": fleet.block_size,
-        "booked": lease_ttl_s is not None,
-        "lease_ttl_s": lease_ttl_s,
-    }
+    picked = _picked(decision.decode, fleet)
+    return api.Routed(
+        request_id=request.request_id,
+        model=request.model,
+        leg=decision.decode.leg,
+        worker_id=picked.worker_id,
+        dp_rank=picked.dp_rank,
+        address=picked.address,
+        domains=picked.domains,
+        overlap_blocks=picked.overlap_blocks,
+        cost=picked.cost,
+        prefill=None if decision.prefill is None else _picked(decision.prefill, fleet),
+        bootstrap=_bootstrap(bootstrap),
+        constraint=obeyed(decision.constraint),
+        fallback_used=decision.fallback_used,
+        isl_tokens=request.isl_tokens,
+        block_size=fleet.block_size,
+        booked=lease_ttl_s is not None,
+        lease_ttl_s=lease_ttl_s,
+    )
 
 
-def prefilled_json(request: GenerateRequest, fleet: Fleet, prefilled: Prefilled) -> Json:
+def prefilled(request: GenerateRequest, fleet: Fleet, done: Prefilled) -> api.Prefilled:
     """Where a request's KV is, or will be, and how its decode leg gets it."""
-    decision = prefilled.placement.decision
-    return {
-        "request_id": request.request_id,
-        "model": request.model,
-        **_worker_json(prefilled.placement.prefill_pick, fleet),
-        "cached_tokens": prefilled.cached_tokens,
-        "kv_transfer_params": prefilled.kv_transfer_params,
-        "bootstrap": bootstrap_json(prefilled.bootstrap),
-        "constraint": obeyed_json(decision.constraint),
-        "isl_tokens": request.isl_tokens,
-        "block_size": fleet.block_size,
-    }
+    picked = _picked(done.placement.prefill_pick, fleet)
+    return api.Prefilled(
+        request_id=request.request_id,
+        model=request.model,
+        worker_id=picked.worker_id,
+        dp_rank=picked.dp_rank,
+        address=picked.address,
+        domains=picked.domains,
+        overlap_blocks=picked.overlap_blocks,
+        cost=picked.cost,
+        cached_tokens=done.cached_tokens,
+        kv_transfer_params=done.kv_transfer_params,
+        bootstrap=_bootstrap(done.bootstrap),
+        constraint=obeyed(done.placement.decision.constraint),
+        isl_tokens=request.isl_tokens,
+        block_size=fleet.block_size,
+    )
 
 
-def bootstrap_json(bootstrap: Bootstrap | None) -> Json | None:
+def _bootstrap(bootstrap: Bootstrap | None) -> api.Bootstrap | None:
     """Where both legs of a bootstrap handoff meet."""
-    if bootstrap is None:
-        return None
-    return {"host": bootstrap.host, "port": bootstrap.port, "room": bootstrap.room}
+    return None if bootstrap is None else api.Bootstrap(bootstrap.host, bootstrap.port, bootstrap.room)
 
 
-def obeyed_json(constraint: TransferConstraint | None) -> Json | None:
+def obeyed(constraint: TransferConstraint | None) -> api.ObeyedConstraint | None:
     """What the prefill worker asks of the decode worker, also in the form in which a request asks for it.
 
     ``routing_constraints`` go into ``nvext`` of the request that picks decode. Under ``fallback`` they hold
@@ -127,33 +135,35 @@ def obeyed_json(constraint: TransferConstraint | None) -> Json | None:
     """
     if constraint is None:
         return None
-    taint = constraint.taint
-    constraints: Json = {}
+    policy, taint = policy_state(constraint.policy), constraint.taint
+    constraints = api.RoutingConstraints()
     if taint is not None:
         match constraint.policy:
             case Required() | Fallback():
-                constraints = {"required_taints": [taint]}
+                constraints = api.RoutingConstraints(required_taints=[taint])
             case Preferred(weight=weight):
-                constraints = {"preferred_taints": {taint: weight}}
-    return {
-        **policy_json(constraint.policy),
-        "value": constraint.value,
-        "taint": taint,
-        "routing_constraints": constraints,
-    }
+                constraints = api.RoutingConstraints(preferred_taints={taint: weight})
+    return api.ObeyedConstraint(
+        enforcement=policy.enforcement,
+        domain=policy.domain,
+        weight=policy.weight,
+        value=constraint.value,
+        taint=taint,
+        routing_constraints=constraints,
+    )
 
 
-def _worker_json(pick: Pick, fleet: Fleet) -> Json:
+def _picked(pick: Pick, fleet: Fleet) -> api.PickedWorker:
     card = fleet.card_at(Slot(pick.slot))
     here = card if card is not None and card.worker_id == pick.rank.worker_id else None
-    return {
-        "worker_id": pick.rank.worker_id,
-        "dp_rank": pick.rank.dp_rank,
-        "address": None if here is None else here.address,
-        "domains": {} if here is None else here.runtime_config.topology_domains,
-        "overlap_blocks": pick.overlap_blocks,
-        "cost": pick.cost,
-    }
+    return api.PickedWorker(
+        worker_id=pick.rank.worker_id,
+        dp_rank=pick.rank.dp_rank,
+        address=None if here is None else here.address,
+        domains={} if here is None else here.runtime_config.topology_domains,
+        overlap_blocks=pick.overlap_blocks,
+        cost=pick.cost,
+    )
 
 
 class RouteBody(GenerateBody, frozen=True, kw_only=True):
@@ -167,14 +177,8 @@ class RouteBody(GenerateBody, frozen=True, kw_only=True):
     cache_namespace: CacheSalt | None = None
 
 
-class OutputBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """``POST /v1/route/{request_id}/output_blocks``."""
-
-    blocks: Annotated[int, Meta(ge=1, le=2**20)]
-
-
 _ROUTE = msgspec.json.Decoder(RouteBody)
-_OUTPUT = msgspec.json.Decoder(OutputBody)
+_OUTPUT = msgspec.json.Decoder(api.OutputBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +341,7 @@ class Calls:
         await self._answer(request, responder, self._prefill)
 
     async def _answer(
-        self, request: Request, responder: Responder, work: Callable[["_Call"], Awaitable[Json]]
+        self, request: Request, responder: Responder, work: Callable[["_Call"], Awaitable[Struct]]
     ) -> None:
         call = _Call(request, self._tracing)
         status = KvrouterError.status_hint
@@ -377,7 +381,7 @@ class Calls:
                     decided_s=call.decided_s,
                 )
 
-    async def _route(self, call: "_Call") -> Json:
+    async def _route(self, call: "_Call") -> api.Routed:
         books = _books(call.request.query)
         request = await self._prepared(call)
         model_router = self._service.model(request.model)
@@ -390,7 +394,7 @@ class Calls:
             began_s = time.monotonic()
             call.decision = model_router.explain(request)
             call.decided_s = time.monotonic() - began_s
-        return routed_json(
+        return routed(
             request,
             model_router.fleet,
             call.decision,
@@ -412,14 +416,14 @@ class Calls:
             call.spans.prepared()
         return request if call.trace == NO_TRACE else replace(request, trace=call.trace)
 
-    async def _prefill(self, call: "_Call") -> Json:
+    async def _prefill(self, call: "_Call") -> api.Prefilled:
         if call.request.query:
             raise InvalidRequest("query: this route takes none", param="query")
         request = await self._prepared(call)
         model_router = self._service.model(request.model)
-        prefilled = await self._prefills.prefill(model_router, request)
-        call.decision = prefilled.placement.decision
-        return prefilled_json(request, model_router.fleet, prefilled)
+        done = await self._prefills.prefill(model_router, request)
+        call.decision = done.placement.decision
+        return prefilled(request, model_router.fleet, done)
 
 
 class _Call:
@@ -470,29 +474,29 @@ class BookingPages:
             Route(booked, self.free, methods=["DELETE"]),
         ]
 
-    async def prefill_complete(self, request: PageRequest) -> Response:
+    async def prefill_complete(self, request: PageRequest) -> Page:
         """``POST …/prefill_complete``: the first token is there."""
         self._bookings.first_token(_id_of(request))
         return self._renewed(request)
 
-    async def output_blocks(self, request: PageRequest) -> Response:
+    async def output_blocks(self, request: PageRequest) -> Page:
         """``POST …/output_blocks``: so many more blocks are full of output."""
-        blocks = await self._bodies.read(await request.body(), parse_output)
+        blocks = await self._bodies.read(request.take_body(), parse_output)
         self._bookings.output_blocks(_id_of(request), blocks)
         return self._renewed(request)
 
-    async def renew(self, request: PageRequest) -> Response:
+    async def renew(self, request: PageRequest) -> Page:
         """``POST …/renew``: the request still runs."""
         self._bookings.renew(_id_of(request))
         return self._renewed(request)
 
-    async def free(self, request: PageRequest) -> Response:
+    async def free(self, request: PageRequest) -> Page:
         """``POST`` or ``DELETE …/free``, or ``DELETE`` of the booking: the request has ended."""
         self._bookings.free(_id_of(request))
-        return json_page({"request_id": _id_of(request), "booked": False, "lease_ttl_s": None})
+        return json_page(api.Booking(_id_of(request), booked=False, lease_ttl_s=None))
 
-    def _renewed(self, request: PageRequest) -> Response:
-        return json_page({"request_id": _id_of(request), "booked": True, "lease_ttl_s": self._lease_ttl_s})
+    def _renewed(self, request: PageRequest) -> Page:
+        return json_page(api.Booking(_id_of(request), booked=True, lease_ttl_s=self._lease_ttl_s))
 
 
 class PrefillPages:
@@ -505,14 +509,14 @@ class PrefillPages:
         """The table of these routes."""
         return [Route("/v1/prefill/{request_id:path}", self.let_go, methods=["DELETE"])]
 
-    async def let_go(self, request: PageRequest) -> Response:
+    async def let_go(self, request: PageRequest) -> Page:
         """``DELETE /v1/prefill/{request_id}``: no decode worker will fetch the KV."""
         self._prefills.let_go(_id_of(request))
-        return json_page({"request_id": _id_of(request)})
+        return json_page(api.PrefillEnded(_id_of(request)))
 
 
 def _id_of(request: PageRequest) -> RequestId:
-    return RequestId(request.path_params["request_id"])
+    return RequestId(request.parameters["request_id"])
 
 
 class RouterApp(HttpApp):

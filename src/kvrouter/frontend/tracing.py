@@ -25,9 +25,9 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import Leg, TraceContext
 from kvrouter.frontend.http import Request
 from kvrouter.placement.placement import Placement
+from kvrouter.request_driver import Attempt
 from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.generation import Generation
-from kvrouter.service.traffic import AttemptTrail
 
 Attributes = dict[str, str | bool | int | float]
 
@@ -79,7 +79,7 @@ class RequestSpans:
         """The call is parsed, and its prompt tokenized."""
         self._prepared_s = time.monotonic()
 
-    def leg(self, attempt: AttemptTrail, leg: Leg) -> TraceContext:
+    def leg(self, attempt: Attempt, leg: Leg) -> TraceContext:
         """Begin the span of a leg, which is about to be sent; return what its engine is given."""
         if not self._span.is_recording():
             return self.trace
@@ -156,7 +156,7 @@ class RequestSpans:
                 self._span.set_status(Status(StatusCode.ERROR, None if error is None else error.code))
         self._span.end(self._at_ns(now_s))
 
-    def _add_attempts(self, trail: Sequence[AttemptTrail], prepared_s: float, now_s: float) -> None:
+    def _add_attempts(self, trail: Sequence[Attempt], prepared_s: float, now_s: float) -> None:
         wanted_s = prepared_s
         for attempt in trail:
             ended_s = attempt.ended_s or now_s
@@ -176,7 +176,7 @@ class RequestSpans:
                     self._end_leg(attempt, leg, span, ended_s)
             wanted_s = ended_s
 
-    def _end_leg(self, attempt: AttemptTrail, leg: Leg, span: Span, ended_s: float) -> None:
+    def _end_leg(self, attempt: Attempt, leg: Leg, span: Span, ended_s: float) -> None:
         first_s, until_s = attempt.first_token_s, ended_s
         match leg:
             case Leg.PREFILL:
@@ -274,7 +274,7 @@ def _decision_attributes(decision: Decision) -> Attributes:
     return found
 
 
-def _transfer_attributes(attempt: AttemptTrail) -> Attributes:
+def _transfer_attributes(attempt: Attempt) -> Attributes:
     placement = attempt.placement
     found: Attributes = {}
     for end, domains in (("prefill", placement.prefill_domains), ("decode", placement.decode_domains)):

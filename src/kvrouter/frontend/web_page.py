@@ -4,12 +4,9 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
-
 from kvrouter.frontend.errors import UnknownPath
-from kvrouter.frontend.origins import PublicRoute
+from kvrouter.frontend.http.response import ResponseHeaders
+from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 
 PAGE = "index.html"
 
@@ -26,10 +23,10 @@ POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancesto
 admin token of the user who entered it.
 """
 
-HEADERS = {
-    "cache-control": "no-cache",  # a browser asks whether its copy is the installed version's
-    "referrer-policy": "no-referrer",
-}
+HEADERS: ResponseHeaders = (
+    (b"cache-control", b"no-cache"),  # a browser asks whether its copy is the installed version's
+    (b"referrer-policy", b"no-referrer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +50,27 @@ class WebPage:
             PublicRoute("/ui/{name}", self.asset, policy=POLICY),
         ]
 
-    async def page(self, request: Request) -> Response:
+    async def page(self, request: PageRequest) -> Page:
         """``GET /ui``."""
         return self._answer(request, PAGE)
 
-    async def with_slash(self, _: Request) -> Response:
+    async def with_slash(self, _: PageRequest) -> Page:
         """``GET /ui/``: the page's addresses are relative, so that it works behind a path of a proxy."""
-        return RedirectResponse("../ui", headers=HEADERS)
+        return Page(status=307, headers=(*HEADERS, (b"location", b"../ui")))
 
-    async def asset(self, request: Request) -> Response:
+    async def asset(self, request: PageRequest) -> Page:
         """``GET /ui/{name}``: a style sheet, a script or a picture."""
-        return self._answer(request, request.path_params["name"])
+        return self._answer(request, request.parameters["name"])
 
-    def _answer(self, request: Request, name: str) -> Response:
+    def _answer(self, request: PageRequest, name: str) -> Page:
         asset = self._assets.get(name)
         if asset is None:
-            raise UnknownPath(f"nothing is at {request.url.path}")
-        headers = {**HEADERS, "etag": asset.etag}
-        known = request.headers.get("if-none-match", "").split(",")
+            raise UnknownPath(f"nothing is at {request.path}")
+        headers = (*HEADERS, (b"etag", asset.etag.encode()))
+        known = (request.header("if-none-match") or "").split(",")
         if asset.etag in {tag.strip().removeprefix("W/") for tag in known}:
-            return Response(status_code=304, headers=headers)
-        return Response(asset.content, headers={**headers, "content-type": asset.content_type})
+            return Page(status=304, headers=headers)
+        return Page(asset.content, headers=(*headers, (b"content-type", asset.content_type.encode())))
 
 
 def _read_assets() -> dict[str, _Asset]:

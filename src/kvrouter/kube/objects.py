@@ -159,16 +159,28 @@ def event_of(
     }
 
 
+def name_in_fleet(fleet: str, key: str) -> str:
+    """Return the name of an object of a fleet, which has a ``.`` where its fleet's has a ``_``: no fleet's
+    name has a ``.``, so no two are written alike.
+    """
+    return f"{fleet.replace('_', '.')}-{key}"
+
+
 def cordon_object(cordon: Cordon, *, namespace: str, fleet: str) -> Manifest:
-    """Return the object of a cordon of one fleet, whose name has a ``.`` where its fleet's has a ``_``."""
-    digest = cordon_digest(cordon.level, cordon.name, cordon.source)
+    """Return the object of a cordon of one fleet."""
     spec: Manifest = msgspec.to_builtins(cordon)
+    key = cordon_digest(cordon.level, cordon.name, cordon.source)
+    return fleet_object(CORDONS, key, spec, namespace=namespace, fleet=fleet)
+
+
+def fleet_object(kind: ResourceKind, key: str, spec: Manifest, *, namespace: str, fleet: str) -> Manifest:
+    """Return an object of one fleet, in a namespace of Kubernetes."""
     return {
-        "apiVersion": CORDONS.api_version,
-        "kind": CORDONS.name,
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
         "metadata": {
             "namespace": namespace,
-            "name": f"{fleet.replace('_', '.')}-{digest}",
+            "name": name_in_fleet(fleet, key),
             "labels": {FLEET_LABEL: fleet},
         },
         "spec": spec,

@@ -10,6 +10,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta
 
+from kvrouter.api.pages import NonNegativeInt
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import RequestId
@@ -17,7 +18,6 @@ from kvrouter.core.json import Unreadable
 from kvrouter.core.json import converted as converted_to
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams, Sampling, TokenBuffer
 from kvrouter.frontend.openai.body import (
-    NonNegativeInt,
     NvExt,
     Penalty,
     PositiveInt,

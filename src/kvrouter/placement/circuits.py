@@ -19,7 +19,10 @@ from kvrouter.placement.placement import Placement
 
 
 class CircuitListener(Protocol):
-    """Who hears that a circuit opened or closed."""
+    """Who hears of failed legs, and that a circuit opened or closed."""
+
+    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
+        """A leg failed through the fault of a worker that is here."""
 
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A worker failed too often in a row."""
@@ -156,12 +159,14 @@ class Circuits:
         """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent;
         ``failed_s``: when it failed, where :meth:`suspected` was called then.
         """
+        worker_id = _picked(placement, leg)
+        if self._fleet.card(worker_id) is not None:
+            self._listener.failed(worker_id, fault)
         if failed_s is None:
             self.suspected(placement, leg, now_s=now_s)
         circuit = self._countable(placement, leg)
         if circuit is None or not circuit.counts(suspicion, now_s):
             return
-        worker_id = _picked(placement, leg)
         if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun, failed_s=failed_s):
             self.not_closed.add(worker_id)
             self._show_worker(worker_id, now_s)

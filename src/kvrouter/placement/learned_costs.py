@@ -15,7 +15,7 @@ from kvrouter.ledger.port import Ledger
 from kvrouter.placement.placement import Placement
 from kvrouter.placement.speeds import LearnedSpeeds, SpeedListener
 from kvrouter.placement.transfers import Transfers
-from kvrouter.routing.prediction import CHUNK_TOKENS, prompt_s
+from kvrouter.routing.costs.time import CHUNK_TOKENS, prompt_s
 from kvrouter.routing.request import CostInput, Pick, RoutingSettings
 
 _AGGREGATED = Leg.AGGREGATED

@@ -612,7 +612,7 @@ def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:
 
 
 def prefill_leg(
-    request: GenerateRequest, placement: Placement, *, resumed_tokens: int, time_left_s: float | None
+    request: GenerateRequest, placement: Placement, *, time_left_s: float | None
 ) -> EngineRequest:
     """The prefill of a pair: one token, which the decode leg will give again."""
     sampling = structs.replace(request.sampling, max_tokens=1, min_tokens=0)
@@ -621,7 +621,6 @@ def prefill_leg(
         placement,
         Leg.PREFILL,
         sampling,
-        resumed_tokens=resumed_tokens,
         kv_transfer_params=None,
         time_left_s=time_left_s,
     )
@@ -631,14 +630,13 @@ def last_leg(
     request: GenerateRequest,
     placement: Placement,
     *,
-    resumed_tokens: int,
     kv_transfer_params: KvTransferParams | None,
     time_left_s: float | None,
 ) -> EngineRequest:
     """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted, and what the
     worker's context has room for.
     """
-    sampling = request.sampling
+    sampling, resumed_tokens = request.sampling, placement.resumed_tokens
     if resumed_tokens:
         sampling = structs.replace(
             sampling,
@@ -655,7 +653,6 @@ def last_leg(
         placement,
         placement.decision.decode.leg,
         sampling,
-        resumed_tokens=resumed_tokens,
         kv_transfer_params=kv_transfer_params,
         time_left_s=time_left_s,
     )
@@ -667,7 +664,6 @@ def _leg(
     leg: Leg,
     sampling: Sampling,
     *,
-    resumed_tokens: int,
     kv_transfer_params: KvTransferParams | None,
     time_left_s: float | None,
 ) -> EngineRequest:
@@ -680,7 +676,7 @@ def _leg(
         token_ids=placement.token_ids,
         sampling=sampling,
         dp_rank=pick.rank.dp_rank,
-        resumed_tokens=resumed_tokens,
+        resumed_tokens=placement.resumed_tokens,
         bootstrap=placement.bootstrap,
         kv_transfer_params=kv_transfer_params,
         prefill_worker_id=placement.prefill_pick.rank.worker_id if leg is Leg.DECODE else None,

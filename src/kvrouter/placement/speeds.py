@@ -23,7 +23,7 @@ from kvrouter.fleet import Fleet
 from kvrouter.fleet.columns import resized
 from kvrouter.placement.interference import Interference
 from kvrouter.placement.link_speeds import LinkListener
-from kvrouter.routing.prediction import ANSWER_S
+from kvrouter.routing.costs.time import ANSWER_S
 from kvrouter.routing.request import Pick, Speeds
 
 MEMORY = 16

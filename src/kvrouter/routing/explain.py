@@ -10,8 +10,19 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
 from kvrouter.routing.costs.leg import leg_costs
-from kvrouter.routing.eligibility import Screen, Step, Stopped, first_refusals
-from kvrouter.routing.pair import DomainGroups, Screens, Tiers, shares_domain, tiers_of
+from kvrouter.routing.masks import (
+    DecodeMask,
+    DomainGroups,
+    Screen,
+    Screens,
+    Sides,
+    Step,
+    Stopped,
+    Tiers,
+    first_refusals,
+    shares_domain,
+    tiers_of,
+)
 from kvrouter.routing.pick import Picked, pick_at, rules_of
 from kvrouter.routing.request import Candidate, Costs, RouteRequest, View
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
@@ -86,6 +97,23 @@ def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tup
     for group in groups.bound:
         known = known | (group.members & (fleet.domain_ids(group.policy.domain) != UNKNOWN_VALUE))
     return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, passed))
+
+
+def sender_steps(fleet: Fleet, sides: Sides) -> tuple[Step, ...]:
+    """The steps of a pair's prefill rank: its domain, whether its KV arrived lately, and its load."""
+    screens = sides.screens
+    tiers = tiers_of(screens.groups, fleet, sides.receivers)
+    passed = tiers.home if (sides.senders.allowed & tiers.home).any() else has_legal_decode(tiers)
+    domain = prefill_steps(fleet, screens.groups, passed)
+    return (*domain, *handoff_steps(sides.reach), *busy_steps(screens.not_busy))
+
+
+def receiver_steps(
+    fleet: Fleet, constraint: TransferConstraint | None, chosen: DecodeMask, not_busy: BoolColumn | None
+) -> tuple[Step, ...]:
+    """The steps of a decode rank that follows one prefill worker, or of a rank that takes a leg alone."""
+    domain = () if chosen.fallback_used else decode_steps(fleet, constraint)
+    return (*domain, *handoff_steps(chosen.reached), *busy_steps(not_busy))
 
 
 def reach_steps(

@@ -1,6 +1,6 @@
 """The pair that costs least together, or a decode worker that prefills for itself; each in seconds.
 
-With the parts of :mod:`kvrouter.routing.prediction`, p at the prefill and d at the decode rank::
+With the parts of :mod:`kvrouter.routing.costs.time`, p at the prefill and d at the decode rank::
 
     own_s     = p.queue_s + p.prefill_s
     pair_cost = (overlap_score_weight · own_s + p.others_s + p.turnover_s) · p.multiplier
@@ -26,33 +26,35 @@ from msgspec import structs
 from kvrouter._native import Senders
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import BoolColumn, Fleet, FloatColumn
+from kvrouter.fleet import Fleet, FloatColumn
 from kvrouter.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
-from kvrouter.routing.costs.time import timed_at
-from kvrouter.routing.eligibility import Mask, Screen, able, first_refusals, mask_of, screen
+from kvrouter.routing.costs.time import LegTimes, timed_at
 from kvrouter.routing.explain import (
     busy_steps,
-    decode_steps,
-    handoff_steps,
     has_legal_decode,
-    prefill_steps,
+    receiver_steps,
     refuse_pair,
     rows_of,
+    sender_steps,
 )
 from kvrouter.routing.links import kv_bytes_per_token, links_of
-from kvrouter.routing.pair import (
+from kvrouter.routing.masks import (
     DecodeMask,
+    Mask,
+    Screen,
     Screens,
+    Sides,
+    able,
     constraint_of,
     crosses_domain,
-    prefill_mask,
-    reached_decode_mask,
-    reaching,
+    first_refusals,
+    followers_of,
+    mask_of,
+    screen,
     tiers_of,
 )
 from kvrouter.routing.pick import Picked, Rules, pick_at, pick_by
-from kvrouter.routing.prediction import LegTimes
-from kvrouter.routing.request import Candidate, Costs, Decision, RouteRequest, Timed, View
+from kvrouter.routing.request import Candidate, Columns, Costs, Decision, RouteRequest, Timed, View
 from kvrouter.topology import (
     Fallback,
     LinkTable,
@@ -152,7 +154,7 @@ class PairCosts:
             self._view.settings.price_weight,
         )
         timed = partial(self._timed, sender)
-        return Costs(self._overlap, None, None, None, multiplier, cost, timed)
+        return Costs(self._overlap, None, multiplier, Columns(cost, timed=timed))
 
     def _timed(self, sender: Slot, slot: Slot, overlap_blocks: int) -> Timed:
         request, view = self._request, self._view
@@ -193,17 +195,6 @@ class PairCosts:
         return np.ones(fleet.n_slots) if column is None else column
 
 
-class _Sides(NamedTuple):
-    """Who may take part: prefill and decode ranks of pairs, and decode ranks that prefill for themselves.
-    ``reach`` is None where nobody was left out because its KV did not arrive lately.
-    """
-
-    senders: Mask
-    receivers: Mask
-    alone: Mask
-    reach: BoolColumn | None
-
-
 class _Best(NamedTuple):
     """A prefill rank, and the decode rank picked for it."""
 
@@ -214,13 +205,14 @@ class _Best(NamedTuple):
 
 
 def route_together(
-    request: RouteRequest, view: View, screens: Screens, rules: Rules, *, explain: bool
+    request: RouteRequest, view: View, sides: Sides, rules: Rules, *, explain: bool
 ) -> Decision:
     """Decide for the pair of least cost, or for a decode worker alone. Raises RoutingRefused."""
-    fleet = view.fleet
+    fleet, screens = view.fleet, sides.screens
     whole = _local(request, fleet, screens)
-    sides = _sides(view, screens, whole)
-    if not sides.senders.n_allowed and not sides.alone.n_allowed:
+    nobody = mask_of(np.zeros(fleet.n_slots, np.bool_))
+    alone = nobody if whole is None else able(whole, screens.not_busy)
+    if not sides.senders.n_allowed and not alone.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
     costs = PairCosts(request, view, rules)
     least = costs.least(sides.senders, sides.receivers)
@@ -228,10 +220,10 @@ def route_together(
     local, total = None, least
     if whole is not None:
         local = leg_costs(request, view, Leg.AGGREGATED, rules.overlap_score_weight, stalls=True)
-        total = np.where(sides.alone.allowed, local.cost, least)
-    anybody = mask_of(sides.senders.allowed | sides.alone.allowed)
+        total = np.where(alone.allowed, local.cost, least)
+    anybody = mask_of(sides.senders.allowed | alone.allowed)
     slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, anybody, turn=view.turn)
-    is_local = bool(sides.alone.allowed[slot])
+    is_local = bool(alone.allowed[slot])
     best: _Best | None = None
     if not is_local:
         best = _follow(slot, costs, sides, request, view, rules)
@@ -240,7 +232,7 @@ def route_together(
         best = _follow(cheapest, costs, sides, request, view, rules)
     rows: tuple[Candidate, ...] = ()
     if explain:
-        rows = _prefill_rows(costs, screens, sides, view, least, None if is_local else slot)
+        rows = _prefill_rows(costs, sides, view, least, None if is_local else slot)
         if best is not None:
             rows += _decode_rows(costs, screens, view, best, is_picked=not is_local)
         if whole is not None and local is not None:
@@ -268,24 +260,12 @@ def route_together(
     )
 
 
-def _sides(view: View, screens: Screens, whole: Screen | None) -> _Sides:
-    fleet, default = view.fleet, view.settings.topology_default
-    receivers = able(screens.decode, screens.not_busy)
-    senders = prefill_mask(screens, fleet, receivers, default)
-    reach = reaching(senders, fleet, receivers, default) if senders.n_allowed else None
-    if reach is not None:
-        senders = senders.within(reach)
-    nobody = mask_of(np.zeros(fleet.n_slots, np.bool_))
-    return _Sides(senders, receivers, nobody if whole is None else able(whole, screens.not_busy), reach)
-
-
 def _follow(
-    sender: Slot, costs: PairCosts, sides: _Sides, request: RouteRequest, view: View, rules: Rules
+    sender: Slot, costs: PairCosts, sides: Sides, request: RouteRequest, view: View, rules: Rules
 ) -> _Best:
     """Pick the decode rank for one prefill rank."""
     fleet = view.fleet
-    constraint = constraint_of(fleet, sender, view.settings.topology_default)
-    chosen = reached_decode_mask(sides.receivers, fleet, constraint, sender)
+    constraint, chosen = followers_of(sender, sides, view)
     after = costs.after(sender, constraint)
     turn = view.turn // max(1, sides.senders.n_allowed)
     slot, unseen = pick_by(after.cost, request, view, Leg.DECODE, rules, chosen.mask, turn=turn)
@@ -295,26 +275,19 @@ def _follow(
 
 def _prefill_rows(
     costs: PairCosts,
-    screens: Screens,
-    sides: _Sides,
+    sides: Sides,
     view: View,
     least: FloatColumn,
     picked: Slot | None,
 ) -> tuple[Candidate, ...]:
     """A row for each prefill rank, with the decode rank that it would cost least with."""
-    fleet, default, free = view.fleet, view.settings.topology_default, screens.not_busy
-    tiers = tiers_of(screens.groups, fleet, sides.receivers)
-    passed = tiers.home if (sides.senders.allowed & tiers.home).any() else has_legal_decode(tiers)
-    steps = (
-        *prefill_steps(fleet, screens.groups, passed), *handoff_steps(sides.reach), *busy_steps(free)
-    )  # fmt: skip
-    stopped = first_refusals(screens.prefill, fleet, steps)
+    fleet = view.fleet
+    stopped = first_refusals(sides.screens.prefill, fleet, sender_steps(fleet, sides))
     rows = []
-    for row in rows_of(screens.prefill, fleet, stopped, costs.prefill, picked):
+    for row in rows_of(sides.screens.prefill, fleet, stopped, costs.prefill, picked):
         if row.refused is None and sides.senders.allowed[row.slot]:
-            constraint = constraint_of(fleet, row.slot, default)
-            may = reached_decode_mask(sides.receivers, fleet, constraint, row.slot).mask.allowed
-            after = np.where(may, costs.after(row.slot, constraint).cost, np.inf)
+            constraint, chosen = followers_of(row.slot, sides, view)
+            after = np.where(chosen.mask.allowed, costs.after(row.slot, constraint).cost, np.inf)
             partner = fleet.rank_at(Slot(int(after.argmin())))
             rows.append(structs.replace(row, pair_cost=least.item(row.slot), partner=partner))
         else:
@@ -327,8 +300,7 @@ def _decode_rows(
 ) -> tuple[Candidate, ...]:
     """A row for each decode rank, as it would follow the best prefill rank."""
     fleet, chosen = view.fleet, best.chosen
-    near = () if chosen.fallback_used else decode_steps(fleet, best.constraint)
-    steps = (*near, *handoff_steps(chosen.reached), *busy_steps(screens.not_busy))
+    steps = receiver_steps(fleet, best.constraint, chosen, screens.not_busy)
     stopped = first_refusals(screens.decode, fleet, steps)
     picked = best.decode.pick.slot if is_picked else None
     own, partner = costs.prefill.cost.item(best.sender), fleet.rank_at(best.sender)
@@ -361,13 +333,12 @@ def _local(request: RouteRequest, fleet: Fleet, screens: Screens) -> Screen | No
     return screen(request, fleet, Leg.AGGREGATED)
 
 
-def _pass_over_unreached(least: FloatColumn, costs: PairCosts, sides: _Sides, view: View) -> None:
+def _pass_over_unreached(least: FloatColumn, costs: PairCosts, sides: Sides, view: View) -> None:
     """Where KV of a prefill rank did not reach some decode rank lately, its least is that of the others."""
-    fleet, default = view.fleet, view.settings.topology_default
+    fleet = view.fleet
     for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
         for slot in fleet.slots_of(worker_id):
             if sides.senders.allowed[slot] and fleet.unreached_from(slot) is not None:
-                constraint = constraint_of(fleet, slot, default)
-                may = reached_decode_mask(sides.receivers, fleet, constraint, slot).mask.allowed
-                after = costs.after(slot, constraint).cost[may]
+                constraint, chosen = followers_of(slot, sides, view)
+                after = costs.after(slot, constraint).cost[chosen.mask.allowed]
                 least[slot] = costs.prefill.cost[slot] + after.min(initial=np.inf)

@@ -11,7 +11,7 @@ from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, FloatColumn, SlotColumn
 from kvrouter.routing.costs.leg import leg_costs
-from kvrouter.routing.eligibility import Mask
+from kvrouter.routing.masks import Mask
 from kvrouter.routing.request import Costs, Pick, PickInput, RouteRequest, RoutingSettings, View, cost_rule
 from kvrouter.topology import TransferConstraint
 
@@ -46,14 +46,15 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
     rank = fleet.rank_at(slot)
     if rank is None:
         raise ValueError(f"slot {slot} is free")
-    overlap, prefill, decode, transfer, multiplier, cost, timed, _ = costs
+    columns, overlap = costs.columns, costs.overlap_blocks
+    transfer, multiplier, timed = costs.transfer_blocks, costs.multiplier, columns.timed
     overlap_blocks = 0 if overlap is None else overlap.item(slot)
     if timed is not None:
         prefill_blocks, decode_blocks, times = timed(slot, overlap_blocks)
     else:
+        prefill, decode, times = columns.prefill_blocks, columns.decode_blocks, None
         prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
         decode_blocks = 0.0 if decode is None else decode.item(slot)
-        times = None
     return Pick(
         slot=slot,
         rank=rank,
@@ -63,7 +64,7 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
         decode_blocks=decode_blocks,
         transfer_blocks=0.0 if transfer is None else transfer.item(slot),
         multiplier=1.0 if multiplier is None else multiplier.item(slot),
-        cost=cost.item(slot),
+        cost=columns.cost.item(slot),
         candidates=candidates,
         unseen=unseen,
         times=times,
@@ -206,11 +207,14 @@ def pick_leg(
         request, view, leg, rules.overlap_score_weight,
         constraint=constraint, prefill_slot=prefill_slot, among=among,
     )  # fmt: skip
+    columns = costs.columns
     if view.rule is not None:
         draw, allowed = mix64(view.seed + _SALT_OF[leg]), in_rank_order(mask, view.fleet)
-        slot = view.rule.pick(costs.cost, PickInput(request, leg, allowed, draw))
+        slot = view.rule.pick(columns.cost, PickInput(request, leg, allowed, draw))
         return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
-    slot, unseen = pick_by(costs.cost, request, view, leg, rules, mask, turn=turn, is_masked=costs.is_masked)
+    slot, unseen = pick_by(
+        columns.cost, request, view, leg, rules, mask, turn=turn, is_masked=columns.is_masked
+    )
     return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)
 
 

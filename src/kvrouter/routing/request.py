@@ -216,29 +216,43 @@ class Timed(NamedTuple):
     times: Times
 
 
-class Costs(NamedTuple):
-    """The columns of one leg, each with an entry per slot, eligible or not. Under the time rule those of
-    blocks to prefill and to decode are not made: ``timed`` has them, and the times, of a slot that holds so
-    many leading blocks. ``is_masked``: slots that may not take the leg cost infinity already.
+class Columns(msgspec.Struct, frozen=True, gc=False):
+    """What a rule says of one leg, with an entry per slot, eligible or not; the ``cost`` is multiplied later,
+    in place. A column that would be the same nothing everywhere is None.
+
+    ``timed`` has the blocks to prefill and to decode of a slot that holds so many leading blocks, and its
+    times, where the columns of blocks are not made. ``is_masked``: slots that may not take the leg cost
+    infinity already.
     """
 
-    overlap_blocks: IntColumn | None
-    prefill_blocks: FloatColumn | None
-    decode_blocks: FloatColumn | None
-    transfer_blocks: FloatColumn | None
-    multiplier: FloatColumn | None
     cost: FloatColumn
+    prefill_blocks: FloatColumn | None = None
+    decode_blocks: FloatColumn | None = None
     timed: Callable[[Slot, int], Timed] | None = None
     is_masked: bool = False
 
 
-class LegInput(NamedTuple):
+class Costs(msgspec.Struct, frozen=True, gc=False):
+    """The columns of one leg: a rule's, and what is the same under every rule."""
+
+    overlap_blocks: IntColumn | None
+    transfer_blocks: FloatColumn | None
+    multiplier: FloatColumn | None
+    columns: Columns
+
+    @property
+    def cost(self) -> FloatColumn:
+        """What the leg costs at each slot."""
+        return self.columns.cost
+
+
+class LegInput(msgspec.Struct, frozen=True, gc=False):
     """One leg of one request, as a cost rule is asked for it; columns have an entry per slot.
 
     ``prefill_slot`` is where a decode leg's KV comes from, ``transfer_s`` the seconds that it travels, where
-    links are weighed, and ``transfer_blocks`` these times ``kv_transfer_weight``. ``multiplier``: by the
-    taints that are preferred; None where it is 1. Slots that are not ``among`` these may cost infinity; None:
-    all of them need a cost. ``stalls``: it is for decode workers that prefill for themselves.
+    links are weighed, and ``transfer_blocks`` these times ``kv_transfer_weight``. Slots that are not
+    ``among`` these may cost infinity; None: all of them need a cost. ``stalls``: it is for decode workers
+    that prefill for themselves.
     """
 
     request: RouteRequest
@@ -248,28 +262,9 @@ class LegInput(NamedTuple):
     overlap_blocks: IntColumn | None
     transfer_s: FloatColumn | None
     transfer_blocks: FloatColumn | None
-    multiplier: FloatColumn | None
     among: BoolColumn | None
     prefill_slot: Slot | None
     stalls: bool
-
-    def costs(
-        self,
-        cost: FloatColumn,
-        prefill_blocks: FloatColumn | None = None,
-        decode_blocks: FloatColumn | None = None,
-        *,
-        timed: Callable[[Slot, int], Timed] | None = None,
-        is_masked: bool = False,
-    ) -> Costs:
-        """Return the columns of a rule's ``cost``, which is multiplied in place."""
-        multiplier = self.multiplier
-        if multiplier is not None:
-            cost *= multiplier
-        return Costs(
-            self.overlap_blocks, prefill_blocks, decode_blocks,
-            self.transfer_blocks, multiplier, cost, timed, is_masked,
-        )  # fmt: skip
 
 
 class Needs(NamedTuple):
@@ -289,8 +284,8 @@ class CostRule(ABC):
     needs: ClassVar[Needs] = Needs()
 
     @abstractmethod
-    def columns(self, given: LegInput) -> Costs:
-        """Return what the leg costs at each slot, by :meth:`LegInput.costs`."""
+    def columns(self, given: LegInput) -> Columns:
+        """Return what the leg costs at each slot, in arrays of its own."""
 
     @abstractmethod
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:
@@ -309,7 +304,9 @@ class PickInput(NamedTuple):
 
 
 class PickingRule(CostRule):
-    """A cost rule that picks by itself; the masks, pins and domains are the same for every rule."""
+    """A cost rule that picks by itself, and knows no preferred taints; the masks, pins and domains are the
+    same for every rule.
+    """
 
     @abstractmethod
     def pick(self, cost: FloatColumn, given: PickInput) -> Slot:

@@ -11,31 +11,26 @@ from msgspec import structs
 
 from kvrouter.core.constraints import PdSelection, RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason, RoutingRefused
-from kvrouter.core.ids import WorkerRank
+from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet
-from kvrouter.routing.eligibility import Step, able, not_busy, ready, screen
-from kvrouter.routing.explain import (
-    busy_steps,
-    candidates,
-    decode_steps,
-    handoff_steps,
-    has_legal_decode,
-    prefill_steps,
-    refuse_leg,
-    refuse_pair,
-)
+from kvrouter.fleet import BoolColumn, Fleet
+from kvrouter.routing.explain import candidates, receiver_steps, refuse_leg, refuse_pair, sender_steps
 from kvrouter.routing.joint import route_together
-from kvrouter.routing.pair import (
+from kvrouter.routing.masks import (
+    DecodeMask,
+    Screen,
+    Step,
+    able,
     constraint_of,
     crosses_domain,
     decode_mask,
+    followers_of,
     knows_its_place,
-    prefill_mask,
+    not_busy,
     reached_decode_mask,
-    reaching,
-    screens_of,
-    tiers_of,
+    ready,
+    screen,
+    sides_of,
 )
 from kvrouter.routing.pick import pick_leg, rules_of
 from kvrouter.routing.request import Candidate, Decision, RouteRequest, View
@@ -151,49 +146,14 @@ def _route_decode(
         chosen = decode_mask(receivers, fleet, constraint)
     else:
         chosen = reached_decode_mask(receivers, fleet, constraint, sender)
-    if not chosen.mask.n_allowed:
-        raise refuse_leg(
-            request, view, who, free, constraint=constraint, prefill_slot=sender, explain=explain
-        )
-    rules = rules_of(view.settings, request.override)
-    decode = pick_leg(
-        request, view, Leg.DECODE, rules, chosen.mask,
-        turn=view.turn, constraint=constraint, prefill_slot=sender, explain=explain,
-    )  # fmt: skip
-    rows: tuple[Candidate, ...] = ()
-    if explain:
-        steps = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        rows = candidates(who, fleet, (*steps, *handoff_steps(chosen.reached), *busy_steps(free)), decode)
-    return Decision(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        mode=rules.mode,
-        decode=decode.pick,
-        constraint=constraint,
-        fallback_used=chosen.fallback_used,
-        cross_domain=crosses_domain(fleet, constraint, decode.pick.slot),
-        last_resort=request.last_resort,
-        rows=rows,
+    return _one_leg(
+        request, view, who, free, chosen, constraint=constraint, prefill_slot=sender, explain=explain
     )
 
 
 def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decision:
-    fleet = view.fleet
-    who, free = screen(request, fleet, Leg.AGGREGATED), not_busy(view)
-    mask = able(who, free)
-    if not mask.n_allowed:
-        raise refuse_leg(request, view, who, free, explain=explain)
-    rules = rules_of(view.settings, request.override)
-    whole = pick_leg(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn, explain=explain)
-    rows = candidates(who, fleet, busy_steps(free), whole) if explain else ()
-    return Decision(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        mode=rules.mode,
-        decode=whole.pick,
-        last_resort=request.last_resort,
-        rows=rows,
-    )
+    who, free = screen(request, view.fleet, Leg.AGGREGATED), not_busy(view)
+    return _one_leg(request, view, who, free, DecodeMask(able(who, free), False), explain=explain)
 
 
 def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decision:
@@ -207,40 +167,58 @@ def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decis
     if not placed.all():
         steps = (*who.steps, Step(Reason.DOMAIN_UNKNOWN, placed))
         who = who._replace(steps=steps, mask=who.mask.within(placed))
-    mask = able(who, free)
-    if not mask.n_allowed:
-        raise refuse_leg(request, view, who, free, explain=explain)
+    decision = _one_leg(request, view, who, free, DecodeMask(able(who, free), False), explain=explain)
+    return structs.replace(decision, constraint=constraint_of(fleet, decision.decode.slot, router_default))
+
+
+def _one_leg(
+    request: RouteRequest,
+    view: View,
+    who: Screen,
+    free: BoolColumn | None,
+    chosen: DecodeMask,
+    *,
+    explain: bool,
+    constraint: TransferConstraint | None = None,
+    prefill_slot: Slot | None = None,
+) -> Decision:
+    """Decide for the one leg that ``who`` is about, among the ``chosen`` ranks."""
+    fleet = view.fleet
+    if not chosen.mask.n_allowed:
+        raise refuse_leg(
+            request, view, who, free, constraint=constraint, prefill_slot=prefill_slot, explain=explain
+        )
     rules = rules_of(view.settings, request.override)
-    prefill = pick_leg(request, view, Leg.PREFILL, rules, mask, turn=view.turn, explain=explain)
-    rows = candidates(who, fleet, busy_steps(free), prefill) if explain else ()
+    picked = pick_leg(
+        request, view, who.leg, rules, chosen.mask,
+        turn=view.turn, constraint=constraint, prefill_slot=prefill_slot, explain=explain,
+    )  # fmt: skip
+    rows: tuple[Candidate, ...] = ()
+    if explain:
+        rows = candidates(who, fleet, receiver_steps(fleet, constraint, chosen, free), picked)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
         mode=rules.mode,
-        decode=prefill.pick,
-        constraint=constraint_of(fleet, prefill.pick.slot, router_default),
+        decode=picked.pick,
+        constraint=constraint,
+        fallback_used=chosen.fallback_used,
+        cross_domain=constraint is not None and crosses_domain(fleet, constraint, picked.pick.slot),
         last_resort=request.last_resort,
         rows=rows,
     )
 
 
 def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision:
-    fleet, router_default = view.fleet, view.settings.topology_default
-    free = not_busy(view)
-    screens = screens_of(request, fleet, router_default, free)
+    fleet, sides = view.fleet, sides_of(request, view)
     rules = rules_of(view.settings, request.override)
     if view.settings.pd_selection is _JOINT and rules.mode is _KV and view.rule is None:
-        return route_together(request, view, screens, rules, explain=explain)
-    receivers = able(screens.decode, free)
-    senders = prefill_mask(screens, fleet, receivers, router_default)
+        return route_together(request, view, sides, rules, explain=explain)
+    screens, senders = sides.screens, sides.senders
     if not senders.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
-    reach = reaching(senders, fleet, receivers, router_default)
-    if reach is not None:
-        senders = senders.within(reach)
     prefill = pick_leg(request, view, Leg.PREFILL, rules, senders, turn=view.turn, explain=explain)
-    constraint = constraint_of(fleet, prefill.pick.slot, router_default)
-    chosen = reached_decode_mask(receivers, fleet, constraint, prefill.pick.slot)
+    constraint, chosen = followers_of(prefill.pick.slot, sides, view)
     decode = pick_leg(
         request, view, Leg.DECODE, rules, chosen.mask,
         turn=view.turn // senders.n_allowed,  # or each prefill rank would always meet the same decode rank
@@ -248,13 +226,9 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     )  # fmt: skip
     rows: tuple[Candidate, ...] = ()
     if explain:
-        tiers = tiers_of(screens.groups, fleet, receivers)
-        passed = tiers.home if (senders.allowed & tiers.home).any() else has_legal_decode(tiers)
-        near = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        far = prefill_steps(fleet, screens.groups, passed)
-        far, near = (*far, *handoff_steps(reach)), (*near, *handoff_steps(chosen.reached))
-        rows = candidates(screens.prefill, fleet, (*far, *busy_steps(free)), prefill)
-        rows += candidates(screens.decode, fleet, (*near, *busy_steps(free)), decode)
+        rows = candidates(screens.prefill, fleet, sender_steps(fleet, sides), prefill)
+        steps = receiver_steps(fleet, constraint, chosen, screens.not_busy)
+        rows += candidates(screens.decode, fleet, steps, decode)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,

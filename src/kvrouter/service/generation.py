@@ -5,19 +5,21 @@ nobody else's. What is lost meanwhile, :class:`~kvrouter.service.request_run.Req
 """
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import InvalidRequest, KvrouterError, RetryBodiesFull
 from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Usage
-from kvrouter.journey import Finished, FirstTokens, LegRefused, State
+from kvrouter.journey import Finished, LegRefused, State
 from kvrouter.placement.placement import Placement
-from kvrouter.service.attempt import Attempt, Timeouts
+from kvrouter.request_driver import Attempt
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.request_run import RequestRun
-from kvrouter.service.traffic import NO_ORIGIN, AttemptTrail, LegSpans, Origin, TrafficRecorder
+from kvrouter.service.request_run import RequestRun, SentAttempt
+from kvrouter.service.stall_watch import Timeouts
+from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
     EngineStream,
     HandingStream,
@@ -30,6 +32,45 @@ from kvrouter.transports.requests.port import (
 FINISHED = "finished"
 ANSWERED = "answered"
 """Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
+
+
+class TokenTimes:
+    """Notes when tokens come, over all attempts of a request. What it does for a token is done for every
+    token of every answer.
+    """
+
+    def __init__(self, run: RequestRun) -> None:
+        self.gaps_s = array("d")
+        """Seconds between two arrivals of tokens: 8 bytes each, however long the answer is."""
+        self._note_tokens = run.driver.tokens
+        self._watch = run.watch
+        self._token_s = 0.0
+
+    def first(self, token_ids: Sequence[int]) -> None:
+        """An attempt's first tokens came: nobody waited for them since the last ones."""
+        now_s = self._token_s = self._watch.heard_s = time.monotonic()
+        self._note_tokens(token_ids, now_s)
+
+    def more(self, token_ids: Sequence[int]) -> None:
+        """More tokens came."""
+        now_s = self._watch.heard_s = time.monotonic()
+        self.gaps_s.append(now_s - self._token_s)
+        self._token_s = now_s
+        self._note_tokens(token_ids, now_s)
+
+    def noting(self, sink: TokenSink) -> TokenSink:
+        """Return a sink that notes tokens as :meth:`more` does, and hands them to ``sink``."""
+        watch, note_gap_s, note_tokens = self._watch, self.gaps_s.append, self._note_tokens
+        clock_s = time.monotonic
+
+        def take(token_ids: Sequence[int]) -> bool:
+            now_s = watch.heard_s = clock_s()
+            note_gap_s(now_s - self._token_s)
+            self._token_s = now_s
+            note_tokens(token_ids, now_s)
+            return sink(token_ids)
+
+        return take
 
 
 class Generation:
@@ -67,9 +108,10 @@ class Generation:
             times=self.times,
             spans=spans,
         )
-        self._journey = self._run.journey
+        self._driver = self._run.driver
+        self._journey = self._driver.journey
         self._watch = self._run.watch
-        self._output = self._run.output
+        self._tokens = TokenTimes(self._run)
         self._model = model
         self._origin = origin
         self._observed = observed
@@ -83,12 +125,12 @@ class Generation:
     @property
     def placement(self) -> Placement | None:
         """Where the current (or last) attempt went; None before the first decision."""
-        return self._run.placement
+        return self._driver.placement
 
     @property
     def error(self) -> KvrouterError | None:
         """What the request ended with, when it failed."""
-        return self._run.error
+        return self._driver.error
 
     @property
     def generated(self) -> Sequence[int]:
@@ -101,7 +143,7 @@ class Generation:
         return self._journey.attempt + 1
 
     @property
-    def trail(self) -> Sequence[AttemptTrail]:
+    def trail(self) -> Sequence[Attempt]:
         """What its attempts left behind, where traffic is recorded or traced."""
         return self._run.trail
 
@@ -134,12 +176,12 @@ class Generation:
         return self
 
     async def __anext__(self) -> EngineChunk:
-        run = self._run
-        if run.attempt is None and not self._closed:
+        run, driver = self._run, self._driver
+        if driver.attempt is None and not self._closed:
             await run.begin()
         while True:
-            attempt = run.attempt
-            if run.error is not None or run.finish is not None or attempt is None:
+            attempt = driver.attempt
+            if driver.error is not None or run.finish is not None or attempt is None:
                 return self._end()
             if attempt.decode is None:
                 raise RuntimeError("a generation without a decode stream was read")
@@ -174,7 +216,7 @@ class Generation:
         Returns when ``sink`` returned False, or when the next read brings something else: an end, an error,
         another worker's tokens. Raises what ``sink`` raises.
         """
-        attempt = self._run.attempt
+        attempt = self._driver.attempt
         if (
             attempt is None
             or self.error is not None
@@ -185,7 +227,7 @@ class Generation:
         watch = self._watch
         watch.resume(heard=True)
         try:
-            await attempt.decode.hand_over(self._output.noting(sink))
+            await attempt.decode.hand_over(self._tokens.noting(sink))
         finally:
             watch.pause()
 
@@ -212,7 +254,7 @@ class Generation:
     def abort(self, error: KvrouterError) -> None:
         """End now, with ``error`` for the reader."""
         if not self._closed:
-            self._run.error = error
+            self._driver.error = error
             self.close(error.code)
 
     def close(self, reason: str) -> None:
@@ -230,7 +272,7 @@ class Generation:
             error=self.error,
             finished=reason in {ANSWERED, FINISHED},
             times=self.times,
-            gaps_s=self._output.gaps_s,
+            gaps_s=self._tokens.gaps_s,
             usage=self.usage,
             cache_known=self._run.cache_known,
             first_placement=self._run.first_placement,
@@ -262,7 +304,7 @@ class Generation:
         finally:
             watch.pause()
 
-    def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
+    def _take(self, attempt: SentAttempt, chunk: EngineChunk) -> None:
         """Note what a chunk of the last leg brings."""
         if chunk.cached_tokens is not None:
             attempt.cached_tokens = chunk.cached_tokens
@@ -278,12 +320,12 @@ class Generation:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:
             if self._journey.state is State.DECODING:
-                self._run.handle(FirstTokens())
+                self._run.first_tokens()
                 if not self._journey.may_resume:
                     self._drop_call()
-                self._output.first(chunk.token_ids)
+                self._tokens.first(chunk.token_ids)
             else:
-                self._output.more(chunk.token_ids)
+                self._tokens.more(chunk.token_ids)
         if chunk.finish is not None:
             attempt.decode = None
             self._run.handle(Finished(chunk.finish))
@@ -295,7 +337,7 @@ class Generation:
 
     def _end(self) -> EngineChunk:
         """There is nothing more to read: raise the error once, or return the end that no engine sent."""
-        error, finish = self._run.error, self._run.finish
+        error, finish = self._driver.error, self._run.finish
         if error is not None and not self._has_raised:
             self._has_raised = True
             self.close(error.code)

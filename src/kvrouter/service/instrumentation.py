@@ -47,6 +47,10 @@ class CircuitInstrumentation:
         self._telemetry = telemetry
         self._model = model
 
+    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
+        """A leg failed through its worker's fault."""
+        self._telemetry.worker_failures.inc(self._model, str(worker_id), fault.value)
+
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A worker failed too often in a row."""
         worker = str(worker_id)
@@ -266,10 +270,6 @@ class ModelInstrumentation:
         self._telemetry.cached_tokens.inc(self._model, by=actual)
         if worker_id is not None:
             self._telemetry.worker_cached_tokens.inc(self._model, str(worker_id), by=actual)
-
-    def leg_failed(self, worker_id: WorkerId, fault: Fault) -> None:
-        """A leg failed through its worker's fault."""
-        self._telemetry.worker_failures.inc(self._model, str(worker_id), fault.value)
 
     def prompt_prefilled(self, worker_id: WorkerId, tokens: int) -> None:
         """A worker prefilled a prompt of so many tokens, those included that it had cached."""

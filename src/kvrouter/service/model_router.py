@@ -18,10 +18,10 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId, WorkerRank
-from kvrouter.core.requests import GenerateRequest, Leg, TokenBuffer
+from kvrouter.core.requests import GenerateRequest, TokenBuffer
 from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import LoadReport
-from kvrouter.fleet import CircuitState, Fault, Fleet, Pair, Suspicion
+from kvrouter.fleet import CircuitState, Fleet, Pair
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
@@ -413,23 +413,19 @@ class ModelRouter:
 
     # Leases
 
-    def prefill_worker_left(self, placement: Placement) -> bool:
-        """Whether the pair's prefill worker left or does not answer, and the KV that waited there with it."""
-        return self.placer.prefill_worker_left(placement)
-
-    def prefill_done(self, placement: Placement) -> None:
-        """The prefill leg ended: its tokens no longer load its worker."""
-        self.placer.prefill_done(placement, now_s=self._clock())
-
     def first_token(self, placement: Placement) -> None:
         """The first token came: load moves from prefill to decode."""
         now_s = self._clock()
         if placement.is_counted:  # who booked it by hand may say so again
             self.placer.first_token(placement, now_s=now_s)
             return
-        placement.is_counted = True
         self.flows.handed_over(placement, now_s=now_s)
         self.placer.first_token(placement, now_s=now_s)
+        self.count_first_token(placement)
+
+    def count_first_token(self, placement: Placement) -> None:
+        """Count the prompt that was prefilled, and of a pair that KV went over."""
+        placement.is_counted = True
         self.observed.handed_over(placement)
         prefills = prefilling(placement.decision)
         if self.fleet.card(prefills.rank.worker_id) is not None:
@@ -452,43 +448,7 @@ class ModelRouter:
         if tokens and self.fleet.card(worker_id) is not None:
             self.observed.tokens_answered(worker_id, tokens)
 
-    # What becomes of legs
-
-    def leg_suspected(self, placement: Placement, leg: Leg) -> bool:
-        """A leg failed, maybe by its request's fault; return whether it is its worker's all the same."""
-        return self.placer.circuits.suspected(placement, leg, now_s=self._clock())
-
-    def leg_failed(
-        self,
-        placement: Placement,
-        leg: Leg,
-        fault: Fault,
-        *,
-        since_s: float,
-        has_begun: bool = False,
-        failed_s: float | None = None,
-        suspicion: Suspicion = Suspicion.SURE,
-    ) -> None:
-        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent;
-        ``failed_s``: when it failed, where :meth:`leg_suspected` was called then.
-        """
-        pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
-        if self.fleet.card(pick.rank.worker_id) is not None:
-            self.observed.leg_failed(pick.rank.worker_id, fault)
-        self.placer.circuits.failed(
-            placement,
-            leg,
-            fault,
-            since_s=since_s,
-            now_s=self._clock(),
-            has_begun=has_begun,
-            failed_s=failed_s,
-            suspicion=suspicion,
-        )
-
-    def kv_lost(self, placement: Placement, *, since_s: float) -> None:
-        """KV of a pair did not arrive, and neither worker is known to be to blame."""
-        self.placer.circuits.kv_lost(placement, since_s=since_s, now_s=self._clock())
+    # Circuits
 
     def circuit_state(self, worker_id: WorkerId) -> CircuitState:
         """What the worker's circuit lets through."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.core.errors import (
@@ -15,37 +16,14 @@ from kvrouter.core.errors import (
     Unavailable,
 )
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, EngineRequest, GenerateRequest, KvTransferParams, Leg
-from kvrouter.fleet import Fault
-from kvrouter.journey import (
-    Abandon,
-    Fail,
-    Journey,
-    LegLost,
-    LegRefused,
-    NotPlaced,
-    Place,
-    Placed,
-    PrefillDone,
-    SendDecode,
-    SendPrefill,
-    Shape,
-    State,
-)
+from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams
+from kvrouter.journey import Abandon, Command, Fail, NotPlaced, Place, SendDecode, SendPrefill
 from kvrouter.placement.placement import Placement
 from kvrouter.placement.placer import prefill_leg
-from kvrouter.service.attempt import (
-    SILENT_SHARE,
-    Attempt,
-    FailedLegs,
-    attribute_loss,
-    lost_leg,
-    prefill_outcome,
-    read_prefill,
-    with_intake_id,
-)
+from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.legs import lost_leg, prefill_outcome, read_prefill, with_intake_id
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, RequestPlane
 
@@ -123,19 +101,24 @@ class PrefillDispatch:
         request_id = request.request_id
         self._bookings.claim(request_id)
         until_s = asyncio.get_running_loop().time() + self._limit_s
-        run = self._running[request_id] = _Run(model, request, self._plane, self._observed, until_s=until_s)
+        run = self._running[request_id] = _Run(
+            model,
+            request,
+            self._plane,
+            self._observed,
+            redispatches_max=self._redispatches_max,
+            until_s=until_s,
+        )
         self._idle.clear()
         try:
             async with asyncio.timeout_at(until_s):
-                prefilled = await run.drive(
-                    Journey(request.sampling, redispatches_max=self._redispatches_max, prefill_alone=True)
-                )
+                prefilled = await run.drive()
         except TimeoutError:
-            run.note_silence(self._limit_s)
-            self._forget(request_id)
+            run.driver.late(self._limit_s, time.monotonic())
+            self._give_up(run, "the prefill was given up")
             raise DeadlineExceeded(f"the prefill took longer than {self._limit_s:g} s") from None
         except BaseException:
-            self._forget(request_id)
+            self._give_up(run, "the prefill was given up")
             raise
         if prefilled.bootstrap is None:
             self._ended_well(run)
@@ -181,13 +164,11 @@ class PrefillDispatch:
             why = error.message if isinstance(error, KvrouterError) else f"longer than {self._limit_s:g} s"
             if not run.is_let_go:
                 run.note_failure(error, self._limit_s)
-            run.abandon(why)
+            self._give_up(run, why)
             if not run.is_let_go:
                 self._observed.prefill_failed(run.request, run.worker_id, why)
-            self._forget(run.request.request_id)
         except BaseException:
-            run.abandon("this router shuts down")
-            self._forget(run.request.request_id)
+            self._give_up(run, "this router shuts down")
             raise
         else:
             self._ended_well(run)
@@ -208,6 +189,12 @@ class PrefillDispatch:
                 self._ended.popitem(last=False)
         self._forget(request_id)
 
+    def _give_up(self, run: "_Run", reason: str) -> None:
+        """No other worker is given the request."""
+        run.abandon(reason)
+        run.driver.end(time.monotonic())
+        self._forget(run.request.request_id)
+
     def _forget(self, request_id: RequestId) -> None:
         self._running.pop(request_id, None)
         self._bookings.give_back(request_id)
@@ -225,9 +212,13 @@ class _Run:
         plane: RequestPlane,
         observed: ServiceInstrumentation,
         *,
+        redispatches_max: int,
         until_s: float,
     ) -> None:
         self.request = with_intake_id(request)
+        self.driver: RequestDriver[Attempt] = RequestDriver(
+            request.sampling, model.placer, redispatches_max=redispatches_max, prefill_alone=True
+        )
         self.stream: EngineStream | None = None
         self.is_let_go = False
         """Whether its owner said that nobody will fetch its KV."""
@@ -235,115 +226,96 @@ class _Run:
         self._plane = plane
         self._observed = observed
         self._until_s = until_s
-        self._placement: Placement | None = None
-        self._lost: LegLost | None = None
-        self._params: KvTransferParams | None = None
         self._cached_tokens: int | None = None
-        self._sent_s = 0.0
-        self._failed_legs = FailedLegs(model)
 
     @property
     def worker_id(self) -> WorkerId:
-        """The worker of the current try."""
-        return self._placed().prefill_pick.rank.worker_id
+        """The worker of the current (or last) try."""
+        return self._placement.prefill_pick.rank.worker_id
 
-    async def drive(self, journey: Journey) -> Prefilled:
+    async def drive(self) -> Prefilled:
         """Do what the journey says, up to its decode leg, which is somebody else's."""
-        commands = deque(journey.begin())
-        try:
-            while True:
-                command = commands.popleft()
-                match command:
-                    case Place():
-                        commands.extend(journey.handle(await self._place(command)))
-                    case SendPrefill():
-                        commands.extend(journey.handle(await self._send()))
-                    case Abandon():
-                        self.abandon(command.reason)
-                    case Fail():
-                        raise command.error
-                    case SendDecode():
-                        placement = self._placed()
-                        return Prefilled(placement, placement.bootstrap, self._params, self._cached_tokens)
-                    case _:
-                        raise RuntimeError(f"a prefill alone has no {type(command).__name__}")
-        except BaseException:
-            self.abandon("the prefill was given up")
-            self._failed_legs.end()
-            raise
+        todo = deque(self.driver.journey.begin())
+        while True:
+            command = todo.popleft()
+            match command:
+                case Place():
+                    todo.extend(await self._place(command))
+                case SendPrefill():
+                    todo.extend(await self._send())
+                case Abandon():
+                    self.abandon(command.reason)
+                case Fail():
+                    raise command.error
+                case SendDecode():
+                    placement = self._placement
+                    params = command.params if placement.bootstrap is None else None
+                    return Prefilled(placement, placement.bootstrap, params, self._cached_tokens)
+                case _:
+                    raise RuntimeError(f"a prefill alone has no {type(command).__name__}")
 
-    async def read(self) -> None:
-        """Read the leg to its end, and close its lease. Raises :class:`StreamBroken`."""
-        placement = self._placed()
+    async def read(self) -> KvTransferParams | None:
+        """Read the leg to its end, and close its lease; return where its KV waits. Raises
+        :class:`StreamBroken`.
+        """
         if self.stream is None:
             raise RuntimeError("a leg that was not sent was read")
-        self._params = await read_prefill(self.stream, self._note_cached)
-        self._model.prefill_done(placement)
-        self._failed_legs.prefilled()
-        self._model.release(placement)
+        params = await read_prefill(self.stream, self._note_cached)
+        self.driver.prefilled(self.driver.held, time.monotonic())
+        self.driver.release(time.monotonic())
+        return params
 
     def note_failure(self, error: KvrouterError | TimeoutError, limit_s: float) -> None:
-        """The leg failed while it ran on."""
+        """The leg failed while it ran on, or was not done within ``limit_s`` seconds."""
+        driver, now_s = self.driver, time.monotonic()
         if isinstance(error, TimeoutError):
-            self.note_silence(limit_s)
+            driver.late(limit_s, now_s)
         else:
-            self._attribute_fault(lost_leg(self._placed().prefill_pick, error))
-        self._failed_legs.end()
-
-    def note_silence(self, limit_s: float) -> None:
-        """The leg was not done in time: a worker that had a good part of ``limit_s`` seconds is silent."""
-        if self._placement is not None and self._sent_s < time.monotonic() - SILENT_SHARE * limit_s:
-            self._model.leg_failed(self._placement, Leg.PREFILL, Fault.SILENT, since_s=self._sent_s)
-
-    def _attribute_fault(self, lost: LegLost) -> None:
-        attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
-        attribute_loss(self._model, attempt, lost, State.PREFILLING, self._failed_legs)
-
-    def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
-        self._cached_tokens = cached_tokens
-        self._model.note_cached_tokens(self._placed(), cached_tokens, prompt_tokens)
+            driver.blame(driver.held, lost_leg(self._placement.prefill_pick, error), now_s)
 
     def abandon(self, reason: str) -> None:
         """Cancel the leg and give back what was booked; idempotent."""
         if self.stream is not None:
             self.stream.cancel(reason)
             self.stream = None
-        if self._placement is not None:
-            self._model.release(self._placement)
+        if self.driver.attempt is not None:
+            self.driver.release(time.monotonic())
 
-    async def _place(self, command: Place) -> Placed | NotPlaced:
-        request = self.request
-        self._placement = None  # while it waits for a worker nobody has it
+    def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
+        self._cached_tokens = cached_tokens
+        self._model.note_cached_tokens(self._placement, cached_tokens, prompt_tokens)
+
+    async def _place(self, command: Place) -> Sequence[Command]:
+        request, driver = self.request, self.driver
         try:
-            self._placement = await self._model.place(
+            placement = await self._model.place(
                 request, request.token_ids, attempt=command.attempt, excluded=command.excluded
             )
         except (RoutingRefused, InvalidRequest) as error:
-            return NotPlaced(error)
-        if self._lost is not None:
-            self._observed.sent_again(request, self._lost, streaming=False)
-        return Placed(Shape.SYNCHRONOUS)
+            return driver.journey.handle(NotPlaced(error))
+        if driver.last_loss is not None:
+            self._observed.sent_again(request, driver.last_loss, streaming=False)
+        return driver.placed(Attempt(placement))
 
-    async def _send(self) -> PrefillDone | LegLost | LegRefused:
+    async def _send(self) -> Sequence[Command]:
         """Send the leg; one with a meeting place is done, as far as its client goes, once it is accepted."""
-        placement = self._placed()
+        attempt = self.driver.held
+        outcome = await prefill_outcome(attempt.placement, self._run(attempt))
+        return self.driver.prefill_ended(attempt, outcome, time.monotonic())
+
+    async def _run(self, attempt: Attempt) -> KvTransferParams | None:
+        placement = attempt.placement
         time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
-        engine_request = prefill_leg(self.request, placement, resumed_tokens=0, time_left_s=time_left_s)
-        outcome = await prefill_outcome(placement, self._run(placement, engine_request))
-        if isinstance(outcome, LegLost):
-            self._lost = outcome
-            self._attribute_fault(outcome)
-        return outcome
+        leg = prefill_leg(self.request, placement, time_left_s=time_left_s)
+        attempt.prefill_sent_s = time.monotonic()
+        self.stream = await self._plane.open(placement.decode_address, leg)
+        if placement.bootstrap is None:
+            return await self.read()
+        attempt.prefill_runs_in_parallel = True
+        return {}
 
-    async def _run(self, placement: Placement, engine_request: EngineRequest) -> KvTransferParams | None:
-        self._sent_s = time.monotonic()
-        self.stream = await self._plane.open(placement.decode_address, engine_request)
-        if placement.bootstrap is not None:
-            return {}
-        await self.read()
-        return self._params
-
-    def _placed(self) -> Placement:
-        if self._placement is None:
+    @property
+    def _placement(self) -> Placement:
+        if self.driver.placement is None:
             raise RuntimeError("the journey sends a leg before it was placed")
-        return self._placement
+        return self.driver.placement

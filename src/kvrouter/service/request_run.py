@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
@@ -28,7 +28,6 @@ from kvrouter.core.requests import (
     GenerateRequest,
     KvLoss,
     KvTransferParams,
-    Leg,
 )
 from kvrouter.journey import (
     Abandon,
@@ -36,15 +35,10 @@ from kvrouter.journey import (
     Command,
     End,
     Fail,
-    Input,
-    Journey,
-    KvLost,
-    LegLost,
+    Finished,
     LegRefused,
-    NoteFirstToken,
     NotPlaced,
     Place,
-    Placed,
     SendDecode,
     SendPrefill,
     Shape,
@@ -52,26 +46,13 @@ from kvrouter.journey import (
 )
 from kvrouter.placement.placement import Placement
 from kvrouter.placement.placer import last_leg, prefill_leg
-from kvrouter.service.attempt import (
-    SILENT_SHARE,
-    Attempt,
-    FailedLegs,
-    Output,
-    Phase,
-    StallWatch,
-    Timeouts,
-    TooLong,
-    attribute_loss,
-    attribute_silence,
-    lost_leg,
-    open_decode,
-    prefill_outcome,
-    read_prefill,
-)
+from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
+from kvrouter.service.legs import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.service.traffic import LegSpans
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.requests.port import EngineStream, RequestPlane
 
 PREFILL_LAST_WORD_S = 0.25
 """How long an answer's end waits for its prefill leg's: they come over two connections."""
@@ -81,8 +62,19 @@ PREFILL_NEWS_CHECK_S = 0.01
 """How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
 
 
+@dataclass(slots=True)
+class SentAttempt(Attempt):
+    """An attempt with the streams of its legs; all of them are cancelled when it is abandoned."""
+
+    prefill: EngineStream | None = None
+    prefill_task: asyncio.Task[None] | None = None
+    decode: EngineStream | None = None
+
+
 class RequestRun:
-    """The attempts of one request. ``error`` or ``finish`` is set once there is nothing more to come."""
+    """Sends the legs of one request, as its ``driver`` says. The driver's ``error``, or ``finish``, is set
+    once there is nothing more to come.
+    """
 
     def __init__(
         self,
@@ -96,28 +88,23 @@ class RequestRun:
         times: Times,
         spans: LegSpans | None = None,
     ) -> None:
-        self.journey = Journey(
+        self.driver: RequestDriver[SentAttempt] = RequestDriver(
             request.sampling,
+            model.placer,
             redispatches_max=redispatches_max,
             is_plain=request.call is None or request.call.resumable,
         )
         self.watch = StallWatch(timeouts, self._too_long)
-        self.output = Output(self.journey, model, self.watch)
-        self.attempt: Attempt | None = None
-        """What is under way; None before the first decision, and when nothing is any more."""
-        self.placement: Placement | None = None
-        """Where the current (or last) attempt went; None before the first decision."""
-        self.error: KvrouterError | None = None
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.cache_known = False
         """Whether an engine said how many prompt tokens it had cached."""
         self.is_held_back = False
         """Whether its client ever kept the answer waiting."""
-        self.trail: list[Attempt] = []
+        self.trail: list[SentAttempt] = []
         """All attempts, where traffic is recorded or traced."""
         self._spans = spans
-        self._first_attempt: Attempt | None = None
+        self._first_attempt: SentAttempt | None = None
         """The attempt that brought the first token."""
         self._request = request
         self._model = model
@@ -125,24 +112,22 @@ class RequestRun:
         self._timeouts = timeouts
         self._observed = observed
         self._times = times
-        self._silence: str | None = None
-        self._lost_leg: LegLost | None = None
-        self._failed_legs = FailedLegs(model)
 
     async def begin(self) -> None:
         """Place the request and send its legs; a request that has ended stays ended."""
-        if self.journey.state is not State.DONE:
-            await self._perform(self.journey.begin())
+        journey = self.driver.journey
+        if journey.state is not State.DONE:
+            await self._perform(journey.begin())
 
-    def handle(self, event: Input) -> None:
-        """Something came that needs no waiting: the first tokens, or an end."""
-        self._perform_now(self.journey.handle(event))
+    def handle(self, event: Finished | LegRefused) -> None:
+        """The last leg ended, so that nothing is sent any more."""
+        self._perform_now(self.driver.journey.handle(event))
 
     def stop(self, reason: str) -> None:
         """Nobody waits for more: cancel what runs, close the leases. Idempotent."""
-        self.journey.handle(ClientLeft(reason))
+        self.driver.journey.handle(ClientLeft(reason))
         self._abandon(reason)
-        self._failed_legs.end()
+        self.driver.end(time.monotonic())
         self.watch.stop()
 
     @property
@@ -153,7 +138,7 @@ class RequestRun:
     @property
     def is_sent(self) -> bool:
         """Whether all legs of the current attempt have been sent."""
-        attempt = self.attempt
+        attempt = self.driver.attempt
         if attempt is None or attempt.decode is None:
             return False
         task = attempt.prefill_task
@@ -163,45 +148,24 @@ class RequestRun:
         """Empty the client's call: no leg can be made of it any more. Idempotent."""
         if self._request.call is not None:
             self._request.call.body = b""
-            self.journey.can_be_sent = False
+            self.driver.journey.can_be_sent = False
 
-    async def lose(self, attempt: Attempt, error: KvrouterError) -> None:
-        """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
-        if attempt.refused is not None and self.journey.state is State.DECODING:
-            self._perform_now(self.journey.handle(LegRefused(attempt.refused)))
-            return
+    async def lose(self, attempt: SentAttempt, error: KvrouterError) -> None:
+        """The last leg is lost."""
         lost = lost_leg(attempt.placement.decision.decode, error)
-        if self.journey.state is State.DECODING and self._model.prefill_worker_left(attempt.placement):
-            pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
-            lost = LegLost(pick.leg, pick.rank.worker_id, error.message)
-        await self._perform(self._lost(attempt, lost))
+        await self._perform(self.driver.last_leg_lost(attempt, lost, time.monotonic()))
 
-    async def lose_kv(self, attempt: Attempt, loss: KvLoss, error: KvrouterError) -> None:
-        """The decode worker did not get the prefill worker's KV; the prefill leg's own failure, when there is
-        one, is the better reason.
-        """
-        decision = attempt.placement.decision
-        if decision.prefill is None or self.journey.state is not State.DECODING:
-            await self.lose(attempt, error)  # it had all that it needed: no KV was due any more
-            return
-        sender, receiver = decision.prefill.rank.worker_id, decision.decode.rank.worker_id
-        why = attempt.placement.without_addresses(error.message)
-        lost = KvLost(sender, receiver, loss, why, error.answer)
-        attempt.kv_loss = loss
-        self._observed.kv_lost(self._request, lost)
-        if self.error is not None or attempt.lost:
+    async def lose_kv(self, attempt: SentAttempt, loss: KvLoss, error: KvrouterError) -> None:
+        """The decode worker did not get the prefill worker's KV."""
+        event = self.driver.kv_loss(attempt, loss, error.message, error.answer)
+        if event is None:
             await self.lose(attempt, error)
             return
-        self._silence = None
-        if not self._model.prefill_worker_left(attempt.placement):
-            if loss is KvLoss.BROKEN:  # also what an engine's failure is taken for that may be the request's
-                self._failed_legs.add_kv_lost(attempt)
-            else:
-                self._model.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
-        self._lost_leg = LegLost(Leg.PREFILL, sender, lost.why)
-        await self._perform(self.journey.handle(lost))
+        self._observed.kv_lost(self._request, event)
+        lost = lost_leg(attempt.placement.decision.decode, error)
+        await self._perform(self.driver.kv_lost(attempt, event, lost, time.monotonic()))
 
-    async def heard_prefill(self, attempt: Attempt) -> bool:
+    async def heard_prefill(self, attempt: SentAttempt) -> bool:
         """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
 
         False when the request ended meanwhile.
@@ -211,27 +175,29 @@ class RequestRun:
             await asyncio.wait((task,), timeout=PREFILL_LAST_WORD_S)
             if task.done():
                 attempt.prefill = None  # nothing of it is left to be cancelled
-        return self.attempt is attempt
+        return self.driver.attempt is attempt
 
-    async def prefill_worker_leaves(self, attempt: Attempt) -> None:
+    async def prefill_worker_leaves(self, attempt: SentAttempt) -> None:
         """A decode leg gave up: give the news that its prefill worker died, if it did, time to come.
 
         The decode worker may hear of it first, because it pulls the KV.
         """
-        if self.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
+        driver = self.driver
+        if driver.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
             return
         for _ in range(PREFILL_NEWS_CHECKS):
-            if attempt.lost or attempt.refused is not None or self.attempt is not attempt:
+            is_known = attempt.prefill_lost is not None or attempt.prefill_refused is not None
+            if is_known or driver.attempt is not attempt:
                 return
-            if self._model.prefill_worker_left(attempt.placement):
+            if self._model.placer.prefill_worker_left(attempt.placement):
                 return
             await asyncio.sleep(PREFILL_NEWS_CHECK_S)
 
-    def note_cached(self, attempt: Attempt, cached_tokens: int, prompt_tokens: int | None) -> None:
+    def note_cached(self, attempt: SentAttempt, cached_tokens: int, prompt_tokens: int | None) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""
         if attempt.placement.decision.prefill is not None:
             attempt.prefill_cached_tokens = cached_tokens
-        if self.attempt is not attempt:
+        if self.driver.attempt is not attempt:
             return  # it was given up meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens, self.cache_known = cached_tokens, True
@@ -257,20 +223,19 @@ class RequestRun:
         """Do what needs no waiting."""
         for command in commands:
             match command:
-                case NoteFirstToken():
-                    self._first_token()
                 case Abandon():
                     self._abandon(command.reason)
                 case End():
                     self.finish = command.finish
                 case Fail():
-                    self.error = command.error
+                    self.driver.error = command.error
                 case _:
                     raise RuntimeError(f"{type(command).__name__} has to be awaited")
 
     async def _place(self, command: Place) -> Sequence[Command]:
         token_ids = self._request.token_ids
-        generated = self.journey.generated
+        driver = self.driver
+        generated = driver.journey.generated
         if generated:
             token_ids = token_ids + array("I", generated)
         try:
@@ -283,96 +248,82 @@ class RequestRun:
                 plans=command.plans,
             )
         except (RoutingRefused, InvalidRequest) as error:
-            return self.journey.handle(NotPlaced(error))
-        if self.journey.state is State.DONE:
+            return driver.journey.handle(NotPlaced(error))
+        if driver.journey.state is State.DONE:
             self._model.release(placement)
-            return []
-        if self._lost_leg is not None:
-            self._observed.sent_again(self._request, self._lost_leg, streaming=bool(generated))
+            return ()
+        if driver.last_loss is not None:
+            self._observed.sent_again(self._request, driver.last_loss, streaming=bool(generated))
         now_s = time.monotonic()
-        placement.resumed_tokens = len(generated)
-        self.attempt = Attempt(placement, placed_s=now_s)
-        self.placement = placement
-        self.output.begin(placement)
+        attempt = SentAttempt(placement, placed_s=now_s)
         if self._observed.traffic is not None or self._spans is not None:
-            self.trail.append(self.attempt)
+            self.trail.append(attempt)
         if self._times.placed_s is None:
             self._times.placed_s = now_s
         is_ahead = placement.shape is Shape.SYNCHRONOUS
         phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
         self.watch.enter(Phase.RESUMING if generated else phase)
-        return self.journey.handle(Placed(placement.shape))
+        return driver.placed(attempt)
 
     async def _send_prefill(self) -> Sequence[Command]:
-        attempt = self._held()
+        attempt = self.driver.held
         if attempt.placement.shape is Shape.BOOTSTRAP:
+            attempt.prefill_runs_in_parallel = True
             task = asyncio.get_running_loop().create_task(self._run_prefill_in_parallel(attempt))
             task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
             attempt.prefill_task = task
-            return []
+            return ()
         outcome = await prefill_outcome(attempt.placement, self._run_prefill(attempt))
-        if isinstance(outcome, LegLost):
-            return self._lost(attempt, outcome)
-        if isinstance(outcome, LegRefused):
-            worker_id = attempt.placement.prefill_pick.rank.worker_id
-            why = f"it refused the prefill leg: {outcome.error.message}"
-            self._lost_leg = LegLost(Leg.PREFILL, worker_id, attempt.placement.without_addresses(why))
-            attempt.lost_leg = Leg.PREFILL
-        return self.journey.handle(outcome)
+        return self.driver.prefill_ended(attempt, outcome, time.monotonic())
 
-    async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
+    async def _run_prefill(self, attempt: SentAttempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
         placement = attempt.placement
-        request = prefill_leg(
-            self._request,
-            placement,
-            resumed_tokens=len(self.journey.generated),
-            time_left_s=self.watch.time_left_s,
-        )
+        request = prefill_leg(self._request, placement, time_left_s=self.watch.time_left_s)
         request = self._traced(attempt, request)
         attempt.prefill_sent_s = time.monotonic()
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
-        if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
-            stream.cancel(self.error.code)
+        if self.driver.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
+            stream.cancel(self.driver.error.code)
         params = await read_prefill(stream, partial(self.note_cached, attempt))
-        attempt.prefill_done_s = time.monotonic()
-        self._model.prefill_done(placement)
-        self._failed_legs.prefilled()
+        self.driver.prefilled(attempt, time.monotonic())
         return params
 
-    async def _run_prefill_in_parallel(self, attempt: Attempt) -> None:
+    async def _run_prefill_in_parallel(self, attempt: SentAttempt) -> None:
         """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
         try:
             await self._run_prefill(attempt)
         except InvalidRequest as error:
-            attempt.refused = error
-            if attempt.decode is not None and self.journey.state is not State.STREAMING:
+            attempt.prefill_refused = error
+            if attempt.decode is not None and self.driver.journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg was refused")
         except KvrouterError as error:
-            attempt.lost.append(lost_leg(attempt.placement.prefill_pick, error))
-            if attempt.decode is not None and self.journey.state is not State.STREAMING:
+            attempt.prefill_lost = lost_leg(attempt.placement.prefill_pick, error)
+            if attempt.decode is not None and self.driver.journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
+        finally:
+            attempt.prefill_runs_in_parallel = False
 
-    def _prefill_ended(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+    def _prefill_ended(self, attempt: SentAttempt, task: asyncio.Task[None]) -> None:
         """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
         if task.cancelled() or task.exception() is None:
             return
         self._observed.mistake(self._request, task.exception())
-        if attempt is self.attempt:
-            self.error = InternalError("the prefill leg could not be driven; the log has the traceback")
+        if attempt is self.driver.attempt:
+            error = InternalError("the prefill leg could not be driven; the log has the traceback")
+            self.driver.error = error
             if attempt.decode is not None:
-                attempt.decode.cancel(self.error.code)
+                attempt.decode.cancel(error.code)
 
     async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
-        attempt = self._held()
+        driver, attempt = self.driver, self.driver.held
         try:
             if params is not None:
                 self._model.pick_decode_again(attempt.placement)
             request = last_leg(
                 self._request,
                 attempt.placement,
-                resumed_tokens=len(self.journey.generated),
                 kv_transfer_params=params,
                 time_left_s=self.watch.time_left_s,
             )
@@ -383,96 +334,63 @@ class RequestRun:
             stream = await open_decode(self._plane, attempt.placement.decode_address, request)
             attempt.decode = stream
         except InvalidRequest as error:
-            return self.journey.handle(LegRefused(error))
+            return driver.journey.handle(LegRefused(error))
         except KvrouterError as error:
-            return self._lost(attempt, lost_leg(attempt.placement.decision.decode, error))
-        if self.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
-            stream.cancel(self.error.code)
-        if attempt.refused is not None:
-            return self.journey.handle(LegRefused(attempt.refused))
-        if attempt.lost:
-            return self._lost(attempt, attempt.lost[0])
-        return []
+            lost = lost_leg(attempt.placement.decision.decode, error)
+            return driver.lost(attempt, lost, time.monotonic())
+        if driver.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
+            stream.cancel(driver.error.code)
+        return driver.decode_sent(attempt, time.monotonic())
 
-    def _traced(self, attempt: Attempt, leg: EngineRequest) -> EngineRequest:
+    def _traced(self, attempt: SentAttempt, leg: EngineRequest) -> EngineRequest:
         """Return the leg under a span of its own, where requests are traced here."""
         return leg if self._spans is None else structs.replace(leg, trace=self._spans.leg(attempt, leg.leg))
 
-    def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:
-        if self.error is not None:  # we ended it ourselves: the deadline passed
-            return self.journey.handle(ClientLeft(self.error.code))
-        lost = attempt.lost[0] if attempt.lost else lost
-        lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
-        state = self.journey.state
-        if self._silence is not None:
-            lost, self._silence = replace(lost, why=self._silence), None
-            attribute_silence(self._model, attempt, state, heard_s=self.watch.heard_s)
-        else:
-            attribute_loss(self._model, attempt, lost, state, self._failed_legs)
-        self._lost_leg = lost
-        attempt.lost_leg = lost.leg
-        return self.journey.handle(lost)
-
-    def _held(self) -> Attempt:
-        if self.attempt is None:
-            raise RuntimeError("the journey sends a leg before it was placed")
-        return self.attempt
-
-    def _first_token(self) -> None:
-        attempt = self._held()
-        attempt.first_token_s = time.monotonic()
+    def first_tokens(self) -> None:
+        """The first tokens of the attempt under way came."""
+        driver, attempt, now_s = self.driver, self.driver.held, time.monotonic()
         if self._times.first_token_s is None:
-            self._times.first_token_s = attempt.first_token_s
+            self._times.first_token_s = now_s
         if self._first_attempt is None:
             self._first_attempt = attempt
-        if attempt.prefill_task is None or attempt.prefill_task.done():
+        if not attempt.prefill_runs_in_parallel:
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
-        self._failed_legs.begun()
-        self._model.first_token(attempt.placement)
+        self._model.flows.handed_over(attempt.placement, now_s=now_s)
+        driver.first_tokens(now_s)
+        self._model.count_first_token(attempt.placement)
         self.watch.enter(Phase.STREAMING)
 
     def _abandon(self, reason: str) -> None:
         """Cancel both legs and close the leases of the current attempt."""
-        attempt, self.attempt = self.attempt, None
+        attempt = self.driver.attempt
         if attempt is None:
             return
-        attempt.ended_s = time.monotonic()
         if attempt.prefill_task is not None and not attempt.prefill_task.done():
             attempt.prefill_task.cancel()
         if attempt.decode is not None:
             attempt.decode.cancel(reason)
         if attempt.prefill is not None:
             attempt.prefill.cancel(reason)
-        placement = attempt.placement
-        # A rank's decode steps are learned from how many tokens came in what time.
-        tokens = 0 if self.is_held_back else len(self.journey.generated) - placement.resumed_tokens
-        self._model.release(placement, tokens=tokens)
+        tokens = self.driver.release(time.monotonic(), shows_speed=not self.is_held_back)
+        self._model.answered(attempt.placement, tokens=tokens)
 
     def _too_long(self, kind: TooLong, silent_s: float) -> None:
         """A limit was reached: cancel the legs, and the read that meets their end reports why."""
-        attempt = self.attempt
+        driver, attempt, timeouts = self.driver, self.driver.attempt, self._timeouts
         if attempt is None:
             return
-        if kind is TooLong.REQUEST:
-            limit_s = self._timeouts.request_s
-            self._time_is_up(attempt, f"the request took longer than {limit_s:g} s", limit_s)
-        elif kind is TooLong.PREFILL:
-            limit_s = self._timeouts.prefill_s
-            self._time_is_up(attempt, f"no prefill within {limit_s:g} s", limit_s)
-        elif kind is TooLong.FIRST_TOKEN:
-            limit_s = self._timeouts.first_token_s
-            self._time_is_up(attempt, f"no first token within {limit_s:g} s", limit_s)
+        cause = "the request's time is up"
+        if kind is TooLong.SILENCE:
+            cause = f"no token for {silent_s:.3g} s"
+            driver.silent(cause, self.watch.heard_s)
         else:
-            self._silence = f"no token for {silent_s:.3g} s"
+            what, limit_s = {
+                TooLong.REQUEST: ("the request took longer than", timeouts.request_s),
+                TooLong.PREFILL: ("no prefill within", timeouts.prefill_s),
+                TooLong.FIRST_TOKEN: ("no first token within", timeouts.first_token_s),
+            }[kind]
+            driver.error = DeadlineExceeded(f"{what} {limit_s:g} s")
+            driver.late(limit_s, time.monotonic())
         for stream in (attempt.decode, attempt.prefill):
             if stream is not None:
-                stream.cancel(self._silence or "the request's time is up")
-
-    def _time_is_up(self, attempt: Attempt, why: str, limit_s: float) -> None:
-        """The request fails. A worker that had a good part of its time, and brought nothing, is silent."""
-        self.error = DeadlineExceeded(why)
-        state = self.journey.state
-        if state is not State.STREAMING:
-            before_s = time.monotonic() - SILENT_SHARE * limit_s
-            heard_s = self.watch.heard_s
-            attribute_silence(self._model, attempt, state, heard_s=heard_s, before_s=before_s)
+                stream.cancel(cause)

@@ -21,14 +21,15 @@ from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
-from kvrouter.service.attempt import Timeouts, with_intake_id
 from kvrouter.service.cordons import Cordons
 from kvrouter.service.engine_tokenizer import EngineTokenizer
 from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.legs import with_intake_id
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, KeptDecision, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.stall_watch import Timeouts
 from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.topology import LinkTable
 from kvrouter.transports.background import LoopPauses

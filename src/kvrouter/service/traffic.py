@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -10,12 +9,13 @@ import msgspec
 from kvrouter.core.constraints import Pin, adapter_taint
 from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.requests import GenerateRequest, KvLoss, Leg, TraceContext
+from kvrouter.core.requests import GenerateRequest, Leg, TraceContext
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, CONTEXT_TOKENS_UNKNOWN, WorkerCard
 from kvrouter.placement.placement import Placement
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, Status, Worker
 from kvrouter.recording.request import AttemptFields, LegFields, RequestDetails
+from kvrouter.request_driver import Attempt
 from kvrouter.routing.request import Pick
 from kvrouter.topology import TransferConstraint, topology_domains, worker_taints
 
@@ -36,32 +36,10 @@ _FINISHED, _FAILED, _CANCELLED = Status.FINISHED, Status.FAILED, Status.CANCELLE
 """An enumeration's attributes are slow before Python 3.12."""
 
 
-@dataclass(slots=True)
-class AttemptTrail:
-    """What one attempt leaves behind. Moments are on the monotonic clock; a leg that was never sent has 0."""
-
-    placement: Placement
-    placed_s: float = 0.0
-    prefill_sent_s: float = 0.0
-    prefill_done_s: float | None = None
-    last_sent_s: float = 0.0
-    """When the leg was sent that answers."""
-    first_token_s: float | None = None
-    ended_s: float | None = None
-    prefill_cached_tokens: int | None = None
-    """What the engine of a pair's prefill leg says that it had cached."""
-    cached_tokens: int | None = None
-    """The same of the leg that answers."""
-    kv_bytes: int | None = None
-    """What the engine of a pair's decode leg says that it fetched."""
-    lost_leg: Leg | None = None
-    kv_loss: KvLoss | None = None
-
-
 class LegSpans(Protocol):
     """Hears of the legs of one request as they are sent, for its trace."""
 
-    def leg(self, attempt: AttemptTrail, leg: Leg) -> TraceContext:
+    def leg(self, attempt: Attempt, leg: Leg) -> TraceContext:
         """A leg of an attempt is about to be sent; return what its engine is given to go on with."""
 
 
@@ -118,7 +96,7 @@ class TrafficRecorder:
         request: GenerateRequest,
         origin: Origin,
         *,
-        trail: Sequence[AttemptTrail],
+        trail: Sequence[Attempt],
         prompt: Prompt,
         error: KvrouterError | None,
         finished: bool,
@@ -169,7 +147,7 @@ class TrafficRecorder:
         )
 
 
-def _attempt_fields(attempt: AttemptTrail, workers: Mapping[str, Worker]) -> AttemptFields:
+def _attempt_fields(attempt: Attempt, workers: Mapping[str, Worker]) -> AttemptFields:
     placement = attempt.placement
     decision = placement.decision
     pick, constraint = decision.decode, decision.constraint
@@ -208,7 +186,7 @@ def _attempt_fields(attempt: AttemptTrail, workers: Mapping[str, Worker]) -> Att
     )
 
 
-def _prefill_fields(attempt: AttemptTrail, pick: Pick) -> LegFields:
+def _prefill_fields(attempt: Attempt, pick: Pick) -> LegFields:
     sent_s = attempt.prefill_sent_s
     return (
         pick.leg,

@@ -18,7 +18,7 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.placement.waiting_line import DOMAIN_WAITERS_MAX
-from kvrouter.routing.eligibility import ready
+from kvrouter.routing.masks import ready
 from kvrouter.routing.request import Decision
 from kvrouter.routing.route import route
 from kvrouter.sim.past_fleet import PastFleet, leg_called

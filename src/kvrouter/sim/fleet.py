@@ -41,6 +41,9 @@ VOCABULARY = 16
 class NoListener:
     """What circuits and slow ranks cost is in the outcomes of requests."""
 
+    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
+        """A leg failed through its worker's fault."""
+
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A worker failed too often in a row."""
 

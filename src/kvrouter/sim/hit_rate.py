@@ -21,8 +21,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn
 from kvrouter.index import PrefixSet
 from kvrouter.recording.records import AttemptRecord, LegRecord, Worker
-from kvrouter.routing.eligibility import mask_of, ready, screen
-from kvrouter.routing.pair import prefill_mask, screens_of
+from kvrouter.routing.masks import mask_of, prefill_mask, ready, screen, screens_of
 from kvrouter.sim.fleet_history import Move
 from kvrouter.sim.hit_ladder import (
     Cause,

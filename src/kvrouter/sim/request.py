@@ -17,7 +17,6 @@ from kvrouter.core.requests import (
     TokenBuffer,
 )
 from kvrouter.core.workers import WorkerCard
-from kvrouter.fleet import Fault
 from kvrouter.journey import (
     Abandon,
     ClientLeft,
@@ -25,15 +24,10 @@ from kvrouter.journey import (
     End,
     Fail,
     Finished,
-    FirstTokens,
-    Journey,
-    KvLost,
     LegLost,
     LegRefused,
-    NoteFirstToken,
     NotPlaced,
     Place,
-    Placed,
     PrefillDone,
     SendDecode,
     SendPrefill,
@@ -44,6 +38,7 @@ from kvrouter.mock import Content, EngineFull, Party
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request, last_leg, prefill_leg
 from kvrouter.placement.waiting_line import Ticket
+from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.sim.outcome import Move, Outcome
 
 NO_TOKENS = TokenBuffer("I")
@@ -89,17 +84,13 @@ class SimRequest:
         "_content",
         "_decode",
         "_host",
-        "_placement",
         "_prefill",
         "_prompt",
-        "_sent_s",
         "_sink",
         "_source",
-        "_tail_tokens",
         "_ticket",
-        "_unnoted_tokens",
         "_wait",
-        "journey",
+        "driver",
         "outcome",
         "request",
         "session",
@@ -119,36 +110,34 @@ class SimRequest:
         self.request = request
         self.outcome = outcome
         self.session = session
-        self.journey = Journey(request.sampling, redispatches_max=retries_max)
+        self.driver: RequestDriver[Attempt] = RequestDriver(
+            request.sampling, host.placer, redispatches_max=retries_max
+        )
         self._host = host
         self._prompt = prompt
         self._content = content
-        self._placement: Placement | None = None
         self._prefill: Party | None = None
         self._decode: Party | None = None
         self._source: WorkerCard | None = None
         self._sink: WorkerCard | None = None
-        self._sent_s = 0.0
-        self._tail_tokens = 0
-        self._unnoted_tokens = 0
         self._ticket: Ticket | None = None
         self._wait: Place | None = None
 
     @property
     def has_ended(self) -> bool:
         """Whether its outcome is whole."""
-        return self.journey.state is State.DONE
+        return self.driver.journey.state is State.DONE
 
     def begin(self) -> None:
         """It arrives."""
-        self._perform(self.journey.begin())
+        self._perform(self.driver.journey.begin())
 
     def time_is_up(self, limit_s: float) -> None:
         """Its deadline passed; nothing when it has ended."""
-        if self.journey.state is not State.DONE:
+        if not self.has_ended:
             error = DeadlineExceeded(f"the request took longer than {limit_s:g} s")
             self._stop_waiting()
-            self._perform(self.journey.handle(ClientLeft(error.code)))
+            self._perform(self.driver.journey.handle(ClientLeft(error.code)))
             self._end(error)
 
     # What engines say
@@ -162,50 +151,41 @@ class SimRequest:
 
     def worker_died(self, worker_id: WorkerId) -> None:
         """A worker is gone, and the leg that it had with it."""
-        placement = self._placement
-        if placement is None:
+        attempt = self.driver.attempt
+        if attempt is None:
             return
-        decode = placement.decision.decode
+        decode = attempt.placement.decision.decode
         if self._decode is not None and decode.rank.worker_id == worker_id:
             self._decode = None
-            self._lose(LegLost(decode.leg, worker_id, "the worker died"), blame=False)
+            self._lose(attempt, LegLost(decode.leg, worker_id, "the worker died", blameless=True))
         elif self._prefill is not None and self._prefill.worker_id == worker_id:
             self._prefill = None
-            if self.journey.state in (State.PREFILLING, State.DECODING):
-                self._lose(LegLost(Leg.PREFILL, worker_id, "the worker died"), blame=False)
+            if self.driver.journey.state in (State.PREFILLING, State.DECODING):
+                self._lose(attempt, LegLost(Leg.PREFILL, worker_id, "the worker died", blameless=True))
 
     def _take_decode(self, chunk: EngineChunk) -> None:
-        outcome, host, placement = self.outcome, self._host, self._held()
-        if chunk.kv_lost is not None:
-            self._decode = None
-            self._lose_kv(placement, chunk)
-            return
+        outcome, now_s, driver, attempt = self.outcome, self._host.now_s, self.driver, self.driver.held
+        placement = attempt.placement
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
             self._decode = None
-            decode = placement.decision.decode
-            self._lose(LegLost(decode.leg, decode.rank.worker_id, chunk.error or "cancelled"), blame=True)
+            self._lose_decode(attempt, chunk)
             return
         if chunk.cached_tokens is not None:
             if placement.decision.prefill is not None:
                 self._note_move(placement.prompt.isl_tokens - chunk.cached_tokens)
             elif not outcome.first_s:
                 outcome.cached_tokens = chunk.cached_tokens
-        n_tokens = len(chunk.token_ids)
-        if n_tokens:
-            if self.journey.state is State.DECODING:
+        if chunk.token_ids:
+            if driver.journey.state is State.DECODING:
                 if outcome.first_s is None:
-                    outcome.first_s = host.now_s
-                self._perform(self.journey.handle(FirstTokens()))
-            outcome.last_s = host.now_s
-            outcome.generated_tokens += n_tokens
-            self._unnoted_tokens += n_tokens
-            self._tail_tokens += n_tokens
-            if self._tail_tokens >= placement.block_size:
-                blocks, self._tail_tokens = divmod(self._tail_tokens, placement.block_size)
-                host.placer.output_blocks(placement, blocks, now_s=host.now_s)
+                    outcome.first_s = now_s
+                driver.first_tokens(now_s)
+            outcome.last_s = now_s
+            outcome.generated_tokens += len(chunk.token_ids)
+            driver.tokens(chunk.token_ids, now_s)
         if chunk.finish is not None:
             self._decode = None
-            self._perform(self.journey.handle(Finished(chunk.finish)))
+            self._perform(driver.journey.handle(Finished(chunk.finish)))
 
     def _note_move(self, tokens: int) -> None:
         """The KV of so many tokens came from the prefill worker."""
@@ -218,7 +198,8 @@ class SimRequest:
             )
 
     def _take_prefill(self, chunk: EngineChunk) -> None:
-        placement = self._held()
+        driver, attempt, now_s = self.driver, self.driver.held, self._host.now_s
+        placement = attempt.placement
         if chunk.cached_tokens is not None and self.outcome.first_s is None:
             self.outcome.cached_tokens = chunk.cached_tokens
         if chunk.finish is None:
@@ -226,46 +207,25 @@ class SimRequest:
         worker_id = placement.prefill_pick.rank.worker_id
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
             self._prefill = None
-            self._lose(LegLost(Leg.PREFILL, worker_id, chunk.error or "cancelled"), blame=True)
+            self._lose(attempt, LegLost(Leg.PREFILL, worker_id, chunk.error or "cancelled", taken=True))
             return
-        self._host.placer.prefill_done(placement, now_s=self._host.now_s)
+        driver.prefilled(attempt, now_s)
         if placement.shape is Shape.SYNCHRONOUS:
-            self._perform(self.journey.handle(PrefillDone(worker_id, chunk.kv_transfer_params)))
+            done = PrefillDone(worker_id, chunk.kv_transfer_params)
+            self._perform(driver.prefill_ended(attempt, done, now_s))
 
-    def _lose(self, lost: LegLost, *, blame: bool) -> None:
-        """A leg is lost; what was generated is context for the next attempt."""
-        placement, host = self._held(), self._host
-        is_prefill = lost.leg is Leg.PREFILL
-        if blame and not (lost.full or lost.blameless):
-            has_begun = not is_prefill and self.journey.state is State.STREAMING
-            host.placer.circuits.failed(
-                placement,
-                lost.leg,
-                Fault.LOST,
-                since_s=self._sent_s,
-                now_s=host.now_s,
-                has_begun=has_begun,
-            )
-        self._note_tokens()
-        self._perform(self.journey.handle(lost))
+    def _lose(self, attempt: Attempt, lost: LegLost) -> None:
+        self._perform(self.driver.lost(attempt, lost, self._host.now_s))
 
-    def _lose_kv(self, placement: Placement, chunk: EngineChunk) -> None:
-        prefill, decode = placement.decision.prefill, placement.decision.decode
+    def _lose_decode(self, attempt: Attempt, chunk: EngineChunk) -> None:
+        driver, now_s, decode = self.driver, self._host.now_s, attempt.placement.decision.decode
         why = chunk.error or "it did not say why"
-        if prefill is None or chunk.kv_lost is None or self.journey.state is not State.DECODING:
-            self._lose(LegLost(decode.leg, decode.rank.worker_id, why), blame=True)
-            return
-        host = self._host
-        if not host.placer.prefill_worker_left(placement):
-            host.placer.circuits.kv_lost(placement, since_s=self._sent_s, now_s=host.now_s)
-        self._perform(
-            self.journey.handle(KvLost(prefill.rank.worker_id, decode.rank.worker_id, chunk.kv_lost, why))
-        )
-
-    def _note_tokens(self) -> None:
-        if self._unnoted_tokens:
-            self.journey.tokens((0,) * self._unnoted_tokens)
-            self._unnoted_tokens = 0
+        lost = LegLost(decode.leg, decode.rank.worker_id, why, taken=True)
+        event = None if chunk.kv_lost is None else driver.kv_loss(attempt, chunk.kv_lost, why)
+        if event is None:
+            self._perform(driver.last_leg_lost(attempt, lost, now_s))
+        else:
+            self._perform(driver.kv_lost(attempt, event, lost, now_s))
 
     # What the journey says
 
@@ -280,8 +240,6 @@ class SimRequest:
                     todo.extend(self._send_prefill())
                 case SendDecode(params):
                     todo.extend(self._send_decode(params))
-                case NoteFirstToken():
-                    self._host.placer.first_token(self._held(), now_s=self._host.now_s)
                 case Abandon(reason):
                     self._abandon(reason)
                 case End():
@@ -290,8 +248,8 @@ class SimRequest:
                     self._end(error)
 
     def _place(self, command: Place) -> Sequence[Command]:
-        host = self._host
-        prompt = self._prompt(len(self.journey.generated))
+        host, driver = self._host, self.driver
+        prompt = self._prompt(len(driver.journey.generated))
         asked = attempt_request(
             self.request,
             prompt,
@@ -306,10 +264,6 @@ class SimRequest:
         except RoutingRefused as refused:
             return self._wait_or_fail(command, refused)
         self._stop_waiting()
-        self._placement = placement
-        placement.resumed_tokens = len(self.journey.generated)
-        self._sent_s = host.now_s
-        self._tail_tokens = prompt.isl_tokens % placement.block_size
         outcome, decision = self.outcome, placement.decision
         outcome.attempts += 1
         if outcome.placed_s is None:
@@ -319,7 +273,7 @@ class SimRequest:
         prefill = decision.prefill
         self._source = None if prefill is None else host.placer.fleet.card(prefill.rank.worker_id)
         host.booked(placement)
-        return self.journey.handle(Placed(placement.shape))
+        return driver.placed(Attempt(placement))
 
     def _wait_or_fail(self, command: Place, refused: RoutingRefused) -> Sequence[Command]:
         """Stand in the line for such a refusal, up to its limit; keep the place between tries."""
@@ -329,7 +283,7 @@ class SimRequest:
             return []
         line, wait_s = host.placer.waiting.line_for(refused)
         if wait_s <= 0.0 or line.is_full:
-            return self.journey.handle(NotPlaced(refused))
+            return self.driver.journey.handle(NotPlaced(refused))
         ticket = self._ticket = line.enter(self._called)
         self._wait = command
         host.call_at(host.now_s + wait_s, lambda: self._waited(ticket, refused))
@@ -343,7 +297,7 @@ class SimRequest:
     def _waited(self, ticket: Ticket, refused: RoutingRefused) -> None:
         if self._ticket is ticket:
             self._stop_waiting()
-            self._perform(self.journey.handle(NotPlaced(refused)))
+            self._perform(self.driver.journey.handle(NotPlaced(refused)))
 
     def _stop_waiting(self) -> None:
         ticket, self._ticket, self._wait = self._ticket, None, None
@@ -351,57 +305,56 @@ class SimRequest:
             ticket.leave()
 
     def _send_prefill(self) -> Sequence[Command]:
-        placement = self._held()
-        leg = prefill_leg(
-            self.request, placement, resumed_tokens=len(self.journey.generated), time_left_s=None
-        )
+        """Send the prefill leg. What a bootstrap handoff's is refused for counts once decode is sent too."""
+        host, attempt = self._host, self.driver.held
+        placement = attempt.placement
+        worker_id = placement.prefill_pick.rank.worker_id
+        leg = prefill_leg(self.request, placement, time_left_s=None)
+        attempt.prefill_sent_s = host.now_s
         try:
-            self._prefill = self._submit(placement.prefill_pick.rank.worker_id, leg)
+            self._prefill = self._submit(worker_id, leg)
         except (InvalidRequest, Unavailable) as error:
-            return self._not_sent(Leg.PREFILL, placement.prefill_pick.rank.worker_id, error)
-        return []
+            outcome = _not_sent(Leg.PREFILL, worker_id, error)
+            if placement.shape is Shape.SYNCHRONOUS:
+                return self.driver.prefill_ended(attempt, outcome, host.now_s)
+            if isinstance(outcome, LegLost):
+                attempt.prefill_lost = outcome
+            else:
+                attempt.prefill_refused = outcome.error
+        return ()
 
     def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
-        placement = self._held()
+        host, driver, attempt = self._host, self.driver, self.driver.held
+        placement = attempt.placement
         try:
             if params is not None:
-                host = self._host
                 host.released(placement)
                 try:
                     host.placer.pick_decode_again(placement, now_s=host.now_s)
                 finally:
                     host.booked(placement)
-            leg = last_leg(
-                self.request,
-                placement,
-                resumed_tokens=len(self.journey.generated),
-                kv_transfer_params=params,
-                time_left_s=None,
-            )
+            leg = last_leg(self.request, placement, kv_transfer_params=params, time_left_s=None)
             worker_id = placement.decision.decode.rank.worker_id
-            self._sink = self._host.placer.fleet.card(worker_id)
+            self._sink = host.placer.fleet.card(worker_id)
+            attempt.last_sent_s = host.now_s
             self._decode = self._submit(worker_id, leg)
         except (InvalidRequest, Unavailable) as error:
-            return self._not_sent(
-                placement.decision.decode.leg, placement.decision.decode.rank.worker_id, error
-            )
-        return []
+            decode = placement.decision.decode
+            outcome = _not_sent(decode.leg, decode.rank.worker_id, error)
+            if isinstance(outcome, LegLost):
+                return driver.lost(attempt, outcome, host.now_s)
+            return driver.journey.handle(outcome)
+        return driver.decode_sent(attempt, host.now_s)
 
     def _submit(self, worker_id: WorkerId, leg: EngineRequest) -> Party:
-        return self._host.submit(self, worker_id, leg, self._content(self._held().prompt))
-
-    def _not_sent(self, leg: Leg, worker_id: WorkerId, error: KvrouterError) -> Sequence[Command]:
-        if isinstance(error, InvalidRequest):
-            return self.journey.handle(LegRefused(error))
-        full = isinstance(error, EngineFull)
-        self._note_tokens()
-        return self.journey.handle(LegLost(leg, worker_id, error.message, full=full, blameless=not full))
+        return self._host.submit(self, worker_id, leg, self._content(self.driver.held.placement.prompt))
 
     def _abandon(self, reason: str) -> None:
         """Cancel what runs and close the leases of the current attempt."""
-        placement, self._placement = self._placement, None
-        if placement is None:
+        attempt = self.driver.attempt
+        if attempt is None:
             return
+        placement = attempt.placement
         host, outcome, decision = self._host, self.outcome, placement.decision
         prefill, self._prefill = self._prefill, None
         decode, self._decode = self._decode, None
@@ -413,8 +366,7 @@ class SimRequest:
         outcome.decode = decision.decode.rank.worker_id
         outcome.crosses = decision.cross_domain
         host.released(placement)
-        tokens = len(self.journey.generated) + self._unnoted_tokens - placement.resumed_tokens
-        host.placer.release(placement, now_s=host.now_s, tokens=tokens)
+        self.driver.release(host.now_s)
 
     def _end(self, error: KvrouterError | None) -> None:
         if error is not None:
@@ -422,9 +374,13 @@ class SimRequest:
             if isinstance(error, RoutingRefused):
                 refusals = error.refusals
                 self.outcome.reason = str(max(refusals, key=lambda reason: refusals[reason], default=""))
+        self.driver.end(self._host.now_s)
         self._host.ended(self)
 
-    def _held(self) -> Placement:
-        if self._placement is None:
-            raise RuntimeError("a leg of a request that has no place")
-        return self._placement
+
+def _not_sent(leg: Leg, worker_id: WorkerId, error: InvalidRequest | Unavailable) -> LegLost | LegRefused:
+    """Return what it means that an engine did not accept a leg."""
+    if isinstance(error, InvalidRequest):
+        return LegRefused(error)
+    full = isinstance(error, EngineFull)
+    return LegLost(leg, worker_id, error.message, full=full, blameless=not full)

@@ -594,7 +594,7 @@ class EventLine:
     fields: Mapping[str, LogValue]
 
     def __str__(self) -> str:
-        return self.event + "".join(f" {key}={_quoted(value)}" for key, value in self.fields.items())
+        return self.event + "".join([f" {key}={_quoted(value)}" for key, value in self.fields.items()])
 
 
 def cut(value: LogValue) -> LogValue:

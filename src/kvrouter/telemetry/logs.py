@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TextIO
 
 import msgspec
@@ -135,9 +136,17 @@ def fields_of(record: logging.LogRecord) -> Mapping[str, LogValue]:
 
 
 def _time(record: logging.LogRecord) -> str:
-    return (
-        datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    )
+    second = int(record.created)
+    microseconds = round((record.created - second) * 1e6)
+    if microseconds == 1_000_000:
+        second, microseconds = second + 1, 0
+    return f"{_second(second)}.{microseconds // 1000:03d}Z"
+
+
+@lru_cache(maxsize=1)
+def _second(second: int) -> str:
+    """Return a second since 1970 as text, which the lines of that second share."""
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 AGAIN_AFTER_S = 60.0

@@ -54,7 +54,7 @@ def with_other_clusters(planes: PlaneSettings, own: Discovery, telemetry: Teleme
 
 
 def cordons_of_clusters(
-    planes: PlaneSettings, own: KubernetesCordons, telemetry: Telemetry
+    planes: PlaneSettings, own: CordonStore, telemetry: Telemetry
 ) -> tuple[CordonStore, list[KubernetesCordons]]:
     """Return the cordons of all clusters as one store, and the stores to be closed besides ``own``.
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nats.aio.client import Client
 
@@ -18,11 +19,13 @@ from kvrouter.core.ids import EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.transports.discovery.card_tracker import TroubleSink
 from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
 from kvrouter.transports.discovery.kubernetes import KubernetesCordons, KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.memory import MemoryCordons, StaticDiscovery
 from kvrouter.transports.discovery.nats import NatsCordons, NatsDiscovery
 from kvrouter.transports.discovery.port import CordonStore, Discovery, GoneSink
+from kvrouter.transports.discovery.stored import StoredCordons
 from kvrouter.transports.events.jetstream import JetStreamSubscriber, StreamLimits
 from kvrouter.transports.events.nats import NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
@@ -40,6 +43,7 @@ from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from kvrouter.transports.requests.http import HttpRequestPlane
 from kvrouter.transports.requests.nats import NatsRequestPlane
 from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestPlane
 from kvrouter.transports.sync.nats import NatsSyncPlane
 from kvrouter.transports.sync.port import SyncPlane
@@ -238,29 +242,12 @@ def _cordons(
     planes: PlaneSettings, nats: Client | None, telemetry: Telemetry, stack: AsyncExitStack
 ) -> CordonStore:
     """Where the cordons are kept: with the cards."""
-    refuse = refusals_on("discovery", telemetry)
-
-    def on_refused(what: str, why: str) -> None:
-        refuse(f"{what}: {why}")
-
-    if planes.discovery is DiscoveryBackend.FILE:
-        return FileCordons(planes.discovery_path, namespace=planes.namespace, on_refused=on_refused)
-    if planes.discovery is DiscoveryBackend.KUBERNETES:
-        own = KubernetesCordons(own_account(planes), namespace=planes.namespace, on_refused=on_refused)
-        stack.push_async_callback(own.close)
-        if not planes.clusters:
-            return own
-        store, others = cordons_of_clusters(planes, own, telemetry)
-        for other in others:
-            stack.push_async_callback(other.close)
-        return store
-    return NatsCordons(
-        wanted(nats),
-        namespace=planes.namespace,
-        token=token_of(planes),
-        replicas=planes.nats_replicas,
-        on_refused=on_refused,
-    )
+    _, cordons = _STORES[planes.discovery](planes, nats)
+    own = cordons(namespace=planes.namespace, on_refused=_refusals(telemetry))
+    store, others = cordons_of_clusters(planes, own, telemetry) if planes.clusters else (own, [])
+    for each in (own, *others):
+        stack.push_async_callback(each.close)
+    return store
 
 
 def make_discovery(
@@ -271,43 +258,48 @@ def make_discovery(
     on_lost: GoneSink | None = None,
 ) -> Discovery:
     """Discovery as the settings choose it; ``on_lost`` hears of own cards that lost their place."""
-    on_trouble, refuse = troubles_on("discovery"), refusals_on("discovery", telemetry)
-
-    def on_refused(what: str, why: str) -> None:
-        refuse(f"{what}: {why}")
-
-    if planes.discovery is DiscoveryBackend.FILE:
-        return FileDiscovery(
-            planes.discovery_path,
-            namespace=planes.namespace,
-            lease_s=planes.card_lease_s,
-            on_lost=on_lost,
-            on_trouble=on_trouble,
-            on_refused=on_refused,
-        )
-    if planes.discovery is DiscoveryBackend.KUBERNETES:
-        pod = None
-        if planes.pod_name and planes.pod_uid:
-            pod = OwnerPod(planes.pod_name, planes.pod_uid)
-        return KubernetesDiscovery(
-            own_account(planes),
-            namespace=planes.namespace,
-            lease_s=planes.card_lease_s,
-            pod=pod,
-            on_lost=on_lost,
-            on_trouble=on_trouble,
-            on_refused=on_refused,
-        )
-    return NatsDiscovery(
-        wanted(nats),
+    discovery, _ = _STORES[planes.discovery](planes, nats)
+    return discovery(
         namespace=planes.namespace,
-        token=token_of(planes),
         lease_s=planes.card_lease_s,
-        replicas=planes.nats_replicas,
         on_lost=on_lost,
-        on_trouble=on_trouble,
-        on_refused=on_refused,
+        on_trouble=troubles_on("discovery"),
+        on_refused=_refusals(telemetry),
     )
+
+
+def _refusals(telemetry: Telemetry | None) -> TroubleSink:
+    refuse = refusals_on("discovery", telemetry)
+    return lambda what, why: refuse(f"{what}: {why}")
+
+
+_Stores = tuple[Callable[..., Discovery], Callable[..., StoredCordons[Any]]]
+"""What makes discovery, and the store of cordons, of one backend."""
+
+
+def _of_files(planes: PlaneSettings, _: Client | None) -> _Stores:
+    directory = planes.discovery_path
+    return partial(FileDiscovery, directory), partial(FileCordons, directory)
+
+
+def _of_kubernetes(planes: PlaneSettings, _: Client | None) -> _Stores:
+    user, pod = own_account(planes), None
+    if planes.pod_name and planes.pod_uid:
+        pod = OwnerPod(planes.pod_name, planes.pod_uid)
+    return partial(KubernetesDiscovery, user, pod=pod), partial(KubernetesCordons, user)
+
+
+def _of_nats(planes: PlaneSettings, nats: Client | None) -> _Stores:
+    client, token, replicas = wanted(nats), token_of(planes), planes.nats_replicas
+    discovery = partial(NatsDiscovery, client, token=token, replicas=replicas)
+    return discovery, partial(NatsCordons, client, token=token, replicas=replicas)
+
+
+_STORES: dict[DiscoveryBackend, Callable[[PlaneSettings, Client | None], _Stores]] = {
+    DiscoveryBackend.FILE: _of_files,
+    DiscoveryBackend.KUBERNETES: _of_kubernetes,
+    DiscoveryBackend.NATS: _of_nats,
+}
 
 
 def stream_limits(planes: PlaneSettings) -> StreamLimits:
@@ -330,29 +322,20 @@ def wanted(nats: Client | None) -> Client:
 def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: Telemetry) -> RequestPlane:
     token = revealed(planes.plane_token)
     on_refused = refusals_on(planes.request_plane.value, telemetry)
+    limits = RouterLimits(
+        open_timeout_s=planes.open_timeout_s,
+        dead_after_s=planes.dead_after_s,
+        heartbeat_s=planes.dead_after_s / (6 if planes.request_plane is RequestPlaneKind.NATS else 3),
+    )
     if planes.request_plane is RequestPlaneKind.TCP:
-        return TcpRequestPlane(
-            token=token,
-            ssl=tls.client,
-            open_timeout_s=planes.open_timeout_s,
-            heartbeat_s=planes.dead_after_s / 3,
-            dead_after_s=planes.dead_after_s,
-            on_refused=on_refused,
-        )
+        return TcpRequestPlane(token=token, ssl=tls.client, limits=limits, on_refused=on_refused)
     if planes.request_plane is RequestPlaneKind.HTTP:
-        return HttpRequestPlane(
-            token=token or "",
-            ssl=tls.client,
-            open_timeout_s=planes.open_timeout_s,
-            dead_after_s=planes.dead_after_s,
-            on_refused=on_refused,
-        )
+        return HttpRequestPlane(token=token or "", ssl=tls.client, limits=limits, on_refused=on_refused)
     return NatsRequestPlane(
         wanted(nats),
         namespace=planes.namespace,
         token=token_of(planes),
-        open_timeout_s=planes.open_timeout_s,
-        dead_after_s=planes.dead_after_s,
+        limits=limits,
         on_refused=on_refused,
     )
 

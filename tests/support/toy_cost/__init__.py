@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrouter.core.requests import Leg
-from kvrouter.routing.request import CostRule, Costs, LegInput, Needs, RouteRequest, View
+from kvrouter.routing.request import Columns, CostRule, LegInput, Needs, RouteRequest, View
 
 
 class ToyCost(CostRule):
@@ -11,10 +11,10 @@ class ToyCost(CostRule):
 
     needs = Needs(requests=True)
 
-    def columns(self, given: LegInput) -> Costs:
+    def columns(self, given: LegInput) -> Columns:
         known = given.view.cost_input
         requests = np.zeros(given.view.fleet.n_slots) if known is None else known.requests
-        return given.costs(np.square(requests, dtype=np.float64))
+        return Columns(np.square(requests, dtype=np.float64))
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:
         return 1.0

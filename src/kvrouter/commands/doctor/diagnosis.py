@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from importlib import import_module
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 import msgspec
 
+from kvrouter.api.client import RouterClient
+from kvrouter.api.fleet import Fleet, Worker
+from kvrouter.api.pages import ModelList
 from kvrouter.commands.doctor import engines, kv_events, links, load, places, routers, workers
 from kvrouter.commands.doctor.findings import (
     CacheShares,
@@ -29,11 +32,9 @@ from kvrouter.commands.doctor.reading import (
     GAUGES,
     Counts,
     EngineReading,
-    Fleet,
     OtherRouter,
     Reading,
     TokenProbe,
-    Worker,
 )
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.hosts import bracketed
@@ -74,20 +75,6 @@ PROBE = "The quick brown fox: naïve façade, 12345 + 6.789e-3\n\n\tif (x != y) 
 """A text on which tokenizers differ: words, numbers, blanks, code, other scripts."""
 
 
-class RouterClient(Protocol):
-    """A running router. Calls block; a router that does not answer raises KvrouterError."""
-
-    @property
-    def url(self) -> str:
-        """Where it is."""
-
-    def read(self, path: str) -> bytes:
-        """Return what it answers to a GET."""
-
-    def post(self, path: str, body: Mapping[str, object]) -> bytes:
-        """Return what it answers to a POST."""
-
-
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
     """``over_s``: counts are taken over this time; None for all since the router began. An engine may take
@@ -97,14 +84,6 @@ class DoctorOptions:
     over_s: float | None = None
     asks_engines: bool = True
     timeout_s: float = 10.0
-
-
-class _ModelEntry(msgspec.Struct, frozen=True):
-    id: str
-
-
-class _ModelList(msgspec.Struct, frozen=True):
-    data: Sequence[_ModelEntry]
 
 
 class _QueryNvext(msgspec.Struct, frozen=True):
@@ -166,7 +145,7 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
     reading = Reading(
         url=router.url,
         fleet=fleet,
-        served=frozenset(model.id for model in _decoded(router.url, models, _ModelList).data),
+        served=frozenset(model.id for model in _decoded(router.url, models, ModelList).data),
         counts=Counts(_samples(router.url, page, COUNTERS), before),
         gauges=Counts(_samples(router.url, page, GAUGES)),
         over_s=options.over_s,

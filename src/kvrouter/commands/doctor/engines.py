@@ -2,15 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvrouter.api.fleet import Model, Worker
 from kvrouter.commands.doctor.findings import Check, NotMade, Outcome, Problem, Severity
-from kvrouter.commands.doctor.reading import (
-    EngineReading,
-    Model,
-    Reading,
-    TokenProbe,
-    Worker,
-    first_of,
-)
+from kvrouter.commands.doctor.reading import EngineReading, Reading, TokenProbe, first_of
 
 CLOCK_APART_S = 2.0
 """Clocks that differ by less are alike: an engine says the time in whole seconds."""

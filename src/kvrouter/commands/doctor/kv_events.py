@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvrouter.api.fleet import Feed, Model, Rank, Worker
 from kvrouter.commands.doctor.findings import (
     CacheShares,
     Check,
@@ -11,7 +12,7 @@ from kvrouter.commands.doctor.findings import (
     Severity,
     severity_of_strangers,
 )
-from kvrouter.commands.doctor.reading import Feed, Model, Rank, Reading, Worker, first_of
+from kvrouter.commands.doctor.reading import Reading, first_of
 
 RECOVERY_S = 5.0
 """A feed that has been recovering for less is at work."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from kvrouter.api.fleet import Model
 from kvrouter.commands.doctor.findings import Check, NotMade, Outcome, Problem, Severity
-from kvrouter.commands.doctor.reading import Model, Reading
+from kvrouter.commands.doctor.reading import Reading
 from kvrouter.core.workers import Role
 
 FAILED_SHARE = 0.01

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
+from kvrouter.api.fleet import Model, Rank
 from kvrouter.commands.doctor.findings import Check, Outcome, Problem, Severity
-from kvrouter.commands.doctor.reading import Model, Rank, Reading, counted, first_of
+from kvrouter.commands.doctor.reading import Reading, counted, first_of
 
 REFUSED_SHARE = 0.01
 """Fewer refusals among all requests are noted, and are no warning."""

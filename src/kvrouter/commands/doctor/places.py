@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from kvrouter.api.fleet import Model, Policy, Worker
 from kvrouter.commands.doctor.findings import Check, Outcome, Problem, Severity
-from kvrouter.commands.doctor.reading import Model, Policy, Reading, Worker, first_of, policies_of
+from kvrouter.commands.doctor.reading import Reading, first_of, policies_of
 from kvrouter.core.workers import Enforcement, Role
 
 CROSSED_SHARE = 0.01

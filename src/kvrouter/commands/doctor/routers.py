@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvrouter.api.fleet import Fleet
 from kvrouter.commands.doctor.findings import (
     Check,
     NotMade,
@@ -10,7 +11,7 @@ from kvrouter.commands.doctor.findings import (
     Severity,
     severity_of_strangers,
 )
-from kvrouter.commands.doctor.reading import Fleet, OtherRouter, Reading, counted, first_of
+from kvrouter.commands.doctor.reading import OtherRouter, Reading, counted, first_of
 
 
 def router(reading: Reading) -> Iterator[Outcome]:

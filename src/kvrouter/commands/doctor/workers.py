@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from kvrouter.api.fleet import Model, Worker
 from kvrouter.commands.doctor.findings import Check, NotMade, Outcome, Problem, Severity
-from kvrouter.commands.doctor.reading import Model, Reading, Worker, counted, first_of
+from kvrouter.commands.doctor.reading import Reading, counted, first_of
 from kvrouter.core.workers import Role
 
 NO_CAPACITY_WHY = (

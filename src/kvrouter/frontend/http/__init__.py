@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server for streams: a sans-I/O connection, an asyncio driver, an ASGI bridge.
+"""An HTTP/1.1 server for streams: a sans-I/O connection, an asyncio driver.
 
 It knows nothing of routing or OpenAI beyond the shape of an error. A handler gets a :class:`Request` and a
 :class:`Responder`.
@@ -18,17 +18,15 @@ from kvrouter.frontend.http.response import (
     Request,
     Responder,
     Stream,
-    error_body,
     sse_event,
 )
-from kvrouter.frontend.http.server import AsgiBridge, HttpServer, Observer
+from kvrouter.frontend.http.server import HttpServer, Observer
 
 __all__ = [
     "SSE_DONE",
     "SSE_FILLER",
     "UPLOADS_FULL",
     "UPLOAD_TOO_SLOW",
-    "AsgiBridge",
     "BadRequest",
     "BodyLimit",
     "Disconnect",
@@ -42,6 +40,5 @@ __all__ = [
     "Request",
     "Responder",
     "Stream",
-    "error_body",
     "sse_event",
 ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import StrEnum
@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
+from kvrouter.api.errors import ApiError, ErrorBody
 from kvrouter.core.errors import InvalidRequest, KvrouterError, Unavailable
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "ResponseHeaders",
     "chunk",
     "error_answer",
-    "error_body",
     "refusal_bytes",
     "response_head",
     "sse_event",
@@ -250,19 +250,6 @@ def sse_event(data: bytes) -> bytes:
     return b"".join((b"data: ", data, b"\n\n"))
 
 
-def error_body(
-    message: str,
-    *,
-    error_type: str,
-    code: str,
-    param: str | None = None,
-    more: Mapping[str, object] | None = None,
-) -> bytes:
-    """An error in OpenAI's JSON shape; ``more`` fields are added to OpenAI's own."""
-    error = {"message": message, "type": error_type, "param": param, "code": code, **(more or {})}
-    return msgspec.json.encode({"error": error})
-
-
 class ErrorAnswer(NamedTuple):
     """The answer to what the server refuses or failed to answer, apart from its status."""
 
@@ -277,7 +264,8 @@ def error_answer(fault: BadRequest) -> ErrorAnswer:
     if fault.status == Unavailable.status_hint:
         error = Unavailable
         headers = (*headers, (b"retry-after", b"1"))
-    return ErrorAnswer(headers, error_body(fault.reason, error_type=error.type, code=fault.code))
+    said = ApiError(message=fault.reason, type=error.type, code=fault.code)
+    return ErrorAnswer(headers, msgspec.json.encode(ErrorBody(said)))
 
 
 def refusal_bytes(status: int, answer: ErrorAnswer, date_line: bytes) -> bytes:

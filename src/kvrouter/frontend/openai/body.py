@@ -21,6 +21,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from kvrouter.api.cordons import NAME_CHARS_MAX, Name
+from kvrouter.api.pages import NonNegativeInt
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, UnknownModel
 from kvrouter.core.json import Unreadable, parsed_counted
@@ -34,9 +36,6 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 WorkerNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1, lt=2**31)]
-NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
-NAME_CHARS_MAX = 256
-Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 SALT_CHARS_MAX = 1024
 CacheSalt = Annotated[str, Meta(max_length=SALT_CHARS_MAX)]
 

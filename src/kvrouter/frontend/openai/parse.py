@@ -29,7 +29,7 @@ from kvrouter.frontend.openai.body import (
     refuse_fields,
     shown,
 )
-from kvrouter.routing.eligibility import required_taints
+from kvrouter.routing.masks import required_taints
 from kvrouter.topology.policy import named_domain
 
 TAINTS_MAX = 32

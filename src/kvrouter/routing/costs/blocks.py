@@ -12,14 +12,14 @@ transfer_blocks.
 import numpy as np
 
 from kvrouter.core.requests import Leg
-from kvrouter.routing.costs.columns import decode_blocks, prefill_tokens
-from kvrouter.routing.request import CostRule, Costs, LegInput, RouteRequest, View
+from kvrouter.routing.costs.leg import decode_blocks, prefill_tokens
+from kvrouter.routing.request import Columns, CostRule, LegInput, RouteRequest, View
 
 
 class BlocksCost(CostRule):
     """Blocks to prefill and blocks that are decoded."""
 
-    def columns(self, given: LegInput) -> Costs:
+    def columns(self, given: LegInput) -> Columns:
         """Add up the blocks of each slot."""
         view, weight, transfer = given.view, given.overlap_score_weight, given.transfer_blocks
         prefill, decode = prefill_tokens(given), decode_blocks(given)
@@ -36,7 +36,7 @@ class BlocksCost(CostRule):
                     cost += decode
         if transfer is not None:
             cost += transfer
-        return given.costs(cost, prefill, decode)
+        return Columns(cost, prefill, decode)
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:
         """Return the request's own blocks."""

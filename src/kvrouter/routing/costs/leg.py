@@ -16,8 +16,8 @@ import numpy as np
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, FloatColumn, IntColumn
-from kvrouter.routing.eligibility import fitted
 from kvrouter.routing.links import transfer_seconds
+from kvrouter.routing.masks import fitted
 from kvrouter.routing.request import Costs, LegInput, RouteRequest, View, cost_rule
 from kvrouter.topology import Preferred, TransferConstraint
 
@@ -48,22 +48,26 @@ def leg_costs(
         if weight > 0.0:
             with np.errstate(over="ignore"):
                 transfer = transfer_s * weight
-    multiplier = multiplier_of(view.fleet, preferred_taints(request, leg, constraint))
-    return rule.columns(
+    columns = rule.columns(
         LegInput(
-            request=request,
-            view=view,
-            leg=leg,
-            overlap_score_weight=overlap_score_weight,
-            overlap_blocks=overlap,
-            transfer_s=transfer_s,
-            transfer_blocks=transfer,
-            multiplier=multiplier,
-            among=among,
-            prefill_slot=prefill_slot,
-            stalls=stalls,
+            request,
+            view,
+            leg,
+            overlap_score_weight,
+            overlap,
+            transfer_s,
+            transfer,
+            among,
+            prefill_slot,
+            stalls,
         )
     )
+    multiplier = None
+    if view.rule is None:
+        multiplier = multiplier_of(view.fleet, preferred_taints(request, leg, constraint))
+    if multiplier is not None:
+        np.multiply(columns.cost, multiplier, out=columns.cost)
+    return Costs(overlap, transfer, multiplier, columns)
 
 
 def overlap_of(view: View) -> IntColumn | None:
@@ -106,3 +110,35 @@ def multiplier_of(
     for weight in distinct - {0.0}:
         multiplier[sums == weight] = exp(-tanh(weight))
     return multiplier
+
+
+def prefill_tokens(given: LegInput) -> FloatColumn | None:
+    """Return the prompt tokens that each slot would have to compute, those that are queued there included;
+    None where the leg prefills nothing, or nobody counts them.
+    """
+    view = given.view
+    if given.leg is _DECODE or not view.settings.track_prefill_tokens:
+        return None
+    isl_tokens, overlap = float(given.request.isl_tokens), given.overlap_blocks
+    active = fitted(view.prefill_tokens, view.fleet.n_slots)
+    if overlap is None:
+        return np.add(active, isl_tokens)
+    tokens: FloatColumn = np.multiply(overlap, -float(view.fleet.block_size))
+    tokens += isl_tokens
+    np.maximum(tokens, 0.0, out=tokens)
+    tokens += active
+    return tokens
+
+
+def decode_blocks(given: LegInput) -> FloatColumn | None:
+    """Return the blocks that each slot would hold for answers; None where the leg decodes nothing, or nobody
+    counts them.
+    """
+    view = given.view
+    if given.leg is _PREFILL or not view.settings.track_active_blocks:
+        return None
+    n_slots = view.fleet.n_slots
+    active = fitted(view.active_blocks, n_slots)
+    if view.not_active is None:
+        return np.add(active, float(given.request.total_blocks))
+    return np.add(active, fitted(view.not_active, n_slots), dtype=np.float64)

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import FloatColumn, IntColumn
-from kvrouter.routing.costs.columns import decode_blocks, prefill_tokens
-from kvrouter.routing.eligibility import fitted
-from kvrouter.routing.request import CostRule, Costs, LegInput, Needs, RouteRequest, View
+from kvrouter.routing.costs.leg import decode_blocks, prefill_tokens
+from kvrouter.routing.masks import fitted
+from kvrouter.routing.request import Columns, CostRule, LegInput, Needs, RouteRequest, View
 
 
 def product(tokens: FloatColumn | None, requests: IntColumn) -> FloatColumn:
@@ -28,7 +28,7 @@ class LMetricCost(CostRule):
 
     needs = Needs(requests=True)
 
-    def columns(self, given: LegInput) -> Costs:
+    def columns(self, given: LegInput) -> Columns:
         """Multiply; at least one token, so that requests count where nothing of a prompt is known, or all of
         it is cached.
         """
@@ -41,7 +41,7 @@ class LMetricCost(CostRule):
         if tokens is not None:
             prefill = tokens / float(view.fleet.block_size)
             tokens = np.maximum(tokens, 1.0)
-        return given.costs(product(tokens, requests), prefill, decode_blocks(given))
+        return Columns(product(tokens, requests), prefill, decode_blocks(given))
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
         """Return the request's own tokens."""

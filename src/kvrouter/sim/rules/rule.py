@@ -11,7 +11,7 @@ from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.fleet import FloatColumn, SlotColumn
-from kvrouter.routing.request import Costs, LegInput, PickingRule, PickInput, RouteRequest, View
+from kvrouter.routing.request import Columns, LegInput, PickingRule, PickInput, RouteRequest, View
 
 Scores = npt.NDArray[Any]
 
@@ -48,14 +48,14 @@ class PublishedRule(PickingRule):
     def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
         """Return what the leg costs at the ``allowed`` slots: at least one, in the order of ranks."""
 
-    def columns(self, given: LegInput) -> Costs:
+    def columns(self, given: LegInput) -> Columns:
         """Return the scores; infinity at slots that may not take the leg."""
         fleet = given.view.fleet
         order = fleet.rank_order
         allowed = order if given.among is None else order[given.among[order]]
         cost: FloatColumn = np.full(fleet.n_slots, np.inf)
         cost[allowed] = self.scores(given, allowed)
-        return Costs(given.overlap_blocks, None, None, None, None, cost, is_masked=True)
+        return Columns(cost, is_masked=True)
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
         """Return nothing: a replay has no other routers, whose requests would be spread by it."""

@@ -14,7 +14,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.discovery.card_tracker import TroubleSink, claim, lost_why, still_claims
 from kvrouter.transports.discovery.port import Gone, GoneSink
-from kvrouter.transports.discovery.records import OtherWrote, VersionedRecords
+from kvrouter.transports.discovery.records import OtherWrote, RecordStore
 from kvrouter.transports.discovery.wire import CARDS, CardRecord, encode_record
 
 WRITES_AT_ONCE = 64
@@ -47,7 +47,7 @@ class HeldCards(Generic[Version]):
 
     def __init__(
         self,
-        store: VersionedRecords[CardRecord, Version],
+        store: RecordStore[CardRecord, Version],
         *,
         lease_s: float,
         on_trouble: TroubleSink,

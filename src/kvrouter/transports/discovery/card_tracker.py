@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, Protocol, TypeVar
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
@@ -245,48 +244,6 @@ class WatcherSinks:
 
 REFUSALS_MAX = 1024
 """How many places that hold no card are reported; of as many that hold one again it is known since when."""
-
-
-class StoreWatch(Protocol):
-    """A watch of a store, for one watcher."""
-
-    async def start(self) -> None:
-        """Deliver what is there and go on watching."""
-
-    def end(self) -> None:
-        """Watch no more; idempotent."""
-
-
-W = TypeVar("W", bound=StoreWatch)
-
-
-class OpenWatches(Generic[W]):
-    """The watches of one discovery that have not ended."""
-
-    def __init__(self) -> None:
-        self._watches: set[W] = set()
-
-    async def start(self, watch: W) -> Callable[[], None]:
-        """Start ``watch``; return the function that ends it. One whose start fails, or is cancelled, ends."""
-        self._watches.add(watch)
-
-        def end() -> None:
-            self._watches.discard(watch)
-            watch.end()
-
-        try:
-            await watch.start()
-        except BaseException:
-            end()
-            raise
-        return end
-
-    def end(self) -> set[W]:
-        """End all; return them."""
-        ended, self._watches = self._watches, set()
-        for watch in ended:
-            watch.end()
-        return ended
 
 
 class StoreRefusals:

@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import WorkerId
 from kvrouter.transports.discovery.card_tracker import CardLeases, TroubleSink, WatcherSinks
-from kvrouter.transports.discovery.records import OtherWrote, Record, RecordStore
+from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, Record, RecordStore
 from kvrouter.transports.discovery.wire import WORKERS_MAX, CardRecord
 
 REMOVALS_AT_ONCE = 64
@@ -27,8 +27,21 @@ class _Seen(Generic[V]):
     remove_after_s: float
 
 
+class CardStore(RecordStore[CardRecord, V], Protocol):
+    """A store of cards, whose changes are followed, and which are renewed."""
+
+    def changes(self, watch: "LeasedWatch[V]") -> ChangeFeed:
+        """Return what brings ``watch`` the records that are there, and every change."""
+
+    async def until_renewal(self, lease_s: float, failures: list[Exception]) -> None:
+        """Return when records whose lease is ``lease_s`` seconds are to be written again; ``failures`` are
+        those of the last time.
+        """
+
+
 class LeasedWatch(Generic[V]):
-    """Follows the cards of a store, and takes away those whose lease ran out.
+    """Follows the cards of a store, and takes away those whose lease ran out. Its feed reports what the store
+    says; times are seconds of the monotonic clock.
 
     A record that does not change for ``remove_after_s``, or for ten of its leases if that is more, is
     removed, where the store is tidied; ``on_trouble`` hears of one that cannot be.
@@ -36,7 +49,7 @@ class LeasedWatch(Generic[V]):
 
     def __init__(
         self,
-        store: RecordStore[CardRecord, V],
+        store: CardStore[V],
         sinks: WatcherSinks,
         *,
         remove_after_s: float,
@@ -50,10 +63,6 @@ class LeasedWatch(Generic[V]):
         self._seen: dict[str, _Seen[V]] = {}
         self._removes_at = 0.0
         self.feed = store.changes(self)
-
-    async def start(self) -> None:
-        """Deliver what is there and go on watching."""
-        await self.feed.start()
 
     def end(self) -> None:
         """Watch no more; idempotent."""
@@ -96,7 +105,9 @@ class LeasedWatch(Generic[V]):
             self._leases.forget(self._present())
 
     def settle(self, asked_at: float, present: Container[str] | None = None) -> None:
-        """Believe the leases that had run out at ``asked_at``."""
+        """Believe the leases that had run out at ``asked_at``. ``present`` are the keys of all records, where
+        all were read.
+        """
         if present is not None:
             self._seen = {key: seen for key, seen in self._seen.items() if key in present}
             self._leases.forget(self._present())

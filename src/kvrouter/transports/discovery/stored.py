@@ -11,11 +11,11 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.card_publisher import HeldCards
-from kvrouter.transports.discovery.card_tracker import OpenWatches, TroubleSink, WatcherSinks
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
+from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
+from kvrouter.transports.discovery.leased_watch import CardStore, LeasedWatch
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.discovery.records import RecordStore
-from kvrouter.transports.discovery.wire import CORDONS, CardRecord
+from kvrouter.transports.discovery.wire import CORDONS
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -32,7 +32,7 @@ class StoredDiscovery(Generic[V]):
 
     def __init__(
         self,
-        store: RecordStore[CardRecord, V],
+        store: CardStore[V],
         cards: HeldCards[V],
         *,
         lease_s: float,
@@ -44,7 +44,7 @@ class StoredDiscovery(Generic[V]):
         self._lease_s = lease_s
         self._remove_after_s = remove_after_s
         self._on_trouble = on_trouble
-        self._watches: OpenWatches[LeasedWatch[V]] = OpenWatches()
+        self._watches: set[LeasedWatch[V]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -75,12 +75,25 @@ class StoredDiscovery(Generic[V]):
             remove_after_s=self._remove_after_s,
             on_trouble=self._on_trouble,
         )
-        return await self._watches.start(watch)
+        self._watches.add(watch)
+
+        def end() -> None:
+            self._watches.discard(watch)
+            watch.end()
+
+        try:
+            await watch.feed.start()
+        except BaseException:
+            end()
+            raise
+        return end
 
     async def close(self) -> None:
         """Renew nothing and watch nothing any more; idempotent. Cards that were not withdrawn run out."""
         self._is_closed = True
-        watches = self._watches.end()
+        watches, self._watches = self._watches, set()
+        for watch in watches:
+            watch.end()
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})

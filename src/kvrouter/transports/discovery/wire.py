@@ -80,11 +80,6 @@ def decode_record(text: bytes) -> CardRecord:
     return record
 
 
-def encode_cordon(cordon: Cordon) -> bytes:
-    """Return ``cordon`` as JSON."""
-    return _encoder.encode(cordon)
-
-
 def decode_cordon(text: bytes) -> Cordon:
     """Return the cordon in ``text``; raise ProtocolError that names the field."""
     if len(text) > CORDON_MAX_BYTES:
@@ -152,7 +147,7 @@ CORDONS = RecordKind(
     key_of=lambda cordon: cordon_digest(cordon.level, cordon.name, cordon.source),
     place_of=lambda cordon: f"cordon of {cordon.place}",
     param="name",
-    encode=encode_cordon,
+    encode=_encoder.encode,
     decode=decode_cordon,
     goes_on=operator.eq,
     bytes_max=CORDON_MAX_BYTES,

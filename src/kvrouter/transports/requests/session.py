@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from kvrouter.core.byte_budget import ByteBudget
-from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.transports.requests.messages import (
@@ -286,15 +286,32 @@ class RouterStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """What a router's end keeps to; the constructor of the plane says what each means."""
+    """What a router's end keeps to. Raises ConfigError for a stream without credit.
 
-    heartbeat_s: float
-    dead_after_s: float
-    slow_stream_limit_s: float
-    idle_close_s: float
-    stream_credit_tokens: int
-    streams_max: int
-    write_max_bytes: int
+    A worker must have taken a leg within ``open_timeout_s``. A peer that was not heard for ``dead_after_s``
+    is lost; one that has nothing to say is asked every ``heartbeat_s``. A stream holds
+    ``stream_credit_tokens`` at most, and is cancelled when its reader took nothing for
+    ``slow_stream_limit_s``. A connection has ``streams_max`` streams; while requests wait there that fill
+    half of ``write_max_bytes``, the worker counts as full. A connection that nobody watches or uses is closed
+    after ``idle_close_s``.
+    """
+
+    open_timeout_s: float = 5.0
+    heartbeat_s: float = 2.0
+    dead_after_s: float = 6.0
+    slow_stream_limit_s: float = 60.0
+    idle_close_s: float = 60.0
+    stream_credit_tokens: int = 1024
+    streams_max: int = STREAMS_MAX
+    write_max_bytes: int = UNREAD_MAX_BYTES
+
+    def __post_init__(self) -> None:
+        if self.stream_credit_tokens < 1:
+            raise ConfigError("stream_credit_tokens: must be at least 1", param="stream_credit_tokens")
+
+
+ROUTER_LIMITS = RouterLimits()
+"""What a router's end keeps to where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE, TroubleSink
+from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE, StoreRefusals, TroubleSink
 from kvrouter.transports.discovery.file.folder import Folder, Stamp, read_own_file, stamp_of, touch
-from kvrouter.transports.discovery.records import (
-    ChangeFeed,
-    Follower,
-    ListFeed,
-    OtherWrote,
-    Record,
-    RecordKind,
-)
-from kvrouter.transports.discovery.wire import CORDONS
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
+from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, PolledFeed, Record, RecordKind
+from kvrouter.transports.discovery.wire import CORDONS, CardRecord
+
+LOOK_LEAST_S = 0.005
+"""The shortest pause between two scans."""
 
 POLL_S = 0.5
 """How often a watcher scans; with short leases, four times in one."""
@@ -114,7 +111,7 @@ class FileRecords(Generic[T]):
         self._kind = kind
         self.folder = folder
         self._is_host = is_host
-        self._on_refused = on_refused
+        self._refusals = StoreRefusals(on_refused)
         self.poll_s = poll_s
         self._half_stays_s = half_stays_s
         self._name = re.compile(rf"{kind.name}-({kind.key.pattern})\.json")
@@ -135,15 +132,26 @@ class FileRecords(Generic[T]):
         """Return every record, in the order of their keys."""
         found = await self._reading.run(self._scan)
         troubles = {name: seen.trouble for name, seen in found.items() if seen.trouble}
-        for name in troubles.keys() - self._reported:
-            self._on_refused(str(self.folder.path / name), troubles[name])
+        for name in self._reported - troubles.keys():
+            self._refusals.forget(name)
+        for name, why in troubles.items():
+            self._refusals.tell(name, str(self.folder.path / name), why)
         self._reported = set(troubles)
         records = [seen.record for seen in found.values() if seen.record is not None]
         return sorted(records, key=lambda record: (len(record.key), record.key))
 
-    def changes(self, follower: Follower[T, Stamp]) -> ChangeFeed:
-        """Return what scans for ``follower``."""
-        return _Scans(self, follower)
+    def changes(self: "FileRecords[CardRecord]", watch: LeasedWatch[Stamp]) -> ChangeFeed:
+        """Return what scans for ``watch``."""
+        return _Scans(self, watch)
+
+    def hand_on(self, record: Record[T, Stamp], take: Callable[[Record[T, Stamp]], None]) -> None:
+        """Have a record taken. One that is not followed, because there are too many, is reported."""
+        try:
+            take(record)
+        except ProtocolError as error:
+            self._refusals.tell(record.key, str(self._path(record.key)), error.message)
+        else:
+            self._refusals.forget(record.key)
 
     async def read(self, key: str) -> tuple[T | None, Stamp | None]:
         """Return what is there. A file of that name that is no record is as good as none."""
@@ -284,14 +292,41 @@ class FileRecords(Generic[T]):
         return _Seen(stamp, now, record)
 
 
-class _Scans(ListFeed[T, Stamp]):
-    """Scans a folder, which is made where it is missing."""
+class _Scans(PolledFeed):
+    """Scans every ``poll_s`` seconds of its store, and once more when a lease is about to run out."""
 
-    def __init__(self, store: FileRecords[T], follower: Follower[T, Stamp]) -> None:
-        super().__init__(store, follower, every_s=store.poll_s, name="discovery: watch a folder")
-        self._open = store.open
+    name = "discovery: watch a folder"
+
+    def __init__(self, store: FileRecords[CardRecord], watch: LeasedWatch[Stamp]) -> None:
+        self._store = store
+        self._watch = watch
+        self._is_lost = False
 
     async def start(self) -> None:
         """Scan once, and go on scanning. Raises ConfigError for a folder that is not ours."""
-        await self._open()
+        await self._store.open()
         await super().start()
+
+    def pause_s(self) -> float:
+        """Until a lease runs out, at most ``poll_s``."""
+        end = self._watch.next_end()
+        pause_s = self._store.poll_s if end is None else min(self._store.poll_s, end - time.monotonic())
+        return max(pause_s, LOOK_LEAST_S)
+
+    async def ask(self) -> None:
+        """Scan, and hand on what was found."""
+        watch, now = self._watch, time.monotonic()
+        try:
+            records = await self._store.list_all()
+        except self._store.errors as error:
+            self._is_lost = True
+            watch.lose(self._store.reason(error))
+            return
+        if self._is_lost:
+            self._is_lost = False
+            watch.regain()
+        watch.look(now)
+        for record in records:
+            self._store.hand_on(record, watch.take)
+        watch.settle(now, {record.key for record in records})
+        await watch.tidy(now)

@@ -31,14 +31,9 @@ from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE, StoreRefusals, TroubleSink
-from kvrouter.transports.discovery.records import (
-    ChangeFeed,
-    Follower,
-    OtherWrote,
-    PolledFeed,
-    Record,
-    RecordKind,
-)
+from kvrouter.transports.discovery.leased_watch import LeasedWatch
+from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, PolledFeed, Record, RecordKind
+from kvrouter.transports.discovery.wire import CardRecord, checked_namespace
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth
 from kvrouter.transports.nats_client import reason
 
@@ -111,12 +106,12 @@ class Kept(NamedTuple):
 
 
 class BucketRecords(Generic[T]):
-    """Keeps the records of ``kind`` in the bucket ``name``, which is made with the first one. A version is
-    the revision of a key.
+    """Keeps the records of ``kind`` in a bucket of ``namespace``, which is made with the first one. A version
+    is the revision of a key.
 
     Records are sealed with ``token`` for their keys and ``purpose``. With a lease of ``lease_s`` seconds they
-    end with it, are numbered, and are repeated on ``live``. ``replicas`` is how many servers keep the bucket.
-    ``on_refused`` hears of keys that hold no record, once however many watch.
+    end with it, are numbered, and are repeated on a subject. ``replicas`` is how many servers keep the
+    bucket. ``on_refused`` hears of keys that hold no record, once however many watch.
     """
 
     unit = "key"
@@ -127,32 +122,30 @@ class BucketRecords(Generic[T]):
         client: Client,
         kind: RecordKind[T],
         *,
-        name: str,
+        namespace: str,
         purpose: str,
-        description: str,
         token: str,
         replicas: int,
         answer_s: float,
         on_refused: TroubleSink,
         lease_s: float | None = None,
-        live: str = "",
     ) -> None:
         self.client = client
-        self.name = name
+        self.name = f"kvrouter-{checked_namespace(namespace)}-{kind.name}s"
+        self.live = f"kvrouter.{namespace}.{purpose}.card"
         self.lease_s = lease_s or 0.0
         self.tick_s = min(self.lease_s / TICKS_PER_LEASE, TICK_MAX_S)
-        self.live = live
         self.refusals = StoreRefusals(on_refused)
         self._kind = kind
-        self._seal = MessageAuth(token, purpose)
+        self._seal = MessageAuth(token, f"{purpose} 1 {namespace}")
         self._js = client.jetstream(timeout=answer_s)
         self._config = KeyValueConfig(
-            bucket=name,
-            description=description,
+            bucket=self.name,
+            description=f"kvrouter: the {kind.name}s of a namespace",
             ttl=lease_s,
             replicas=replicas,
             max_value_size=MESSAGE_AUTH_BYTES + kind.bytes_max,
-            republish=RePublish(src=f"$KV.{name}.>", dest=f"{live}.>") if live else None,
+            republish=RePublish(src=f"$KV.{self.name}.>", dest=f"{self.live}.>") if lease_s else None,
         )
         self._kv: KeyValue | None = None
         self._listed_at: tuple[object, int] | None = None
@@ -185,9 +178,9 @@ class BucketRecords(Generic[T]):
         self._listed_at = None if self.lease_s else listed_at
         return self._listed
 
-    def changes(self, follower: Follower[T, int]) -> ChangeFeed:
-        """Return what listens for ``follower``."""
-        return BucketFeed(self, follower)
+    def changes(self: "BucketRecords[CardRecord]", watch: LeasedWatch[int]) -> ChangeFeed:
+        """Return what listens for ``watch``."""
+        return BucketFeed(self, watch)
 
     async def read(self, key: str) -> tuple[T | None, int | None]:
         """Return what is there, and its revision."""
@@ -257,7 +250,7 @@ class BucketRecords(Generic[T]):
         info = (await self._kv.status()).stream_info
         check_majority(self.name, info.cluster)
         repeats = info.config.republish
-        if self.live and (repeats is None or repeats.dest != f"{self.live}.>"):
+        if self.lease_s and (repeats is None or repeats.dest != f"{self.live}.>"):
             raise ProtocolError(
                 f"the bucket {self.name} was made by something else: it does not repeat on {self.live}",
                 param="bucket",
@@ -374,7 +367,7 @@ class BucketRecords(Generic[T]):
         return self._kv
 
 
-class BucketFeed(PolledFeed, Generic[T]):
+class BucketFeed(PolledFeed):
     """Hears of writes as they happen; checks the leases now and then.
 
     When a lease has run out, or nothing was heard for a part of one, the store is asked. One that does not
@@ -382,10 +375,11 @@ class BucketFeed(PolledFeed, Generic[T]):
     before, gives every lease its whole length.
     """
 
-    def __init__(self, store: BucketRecords[T], follower: Follower[T, int]) -> None:
-        super().__init__(name="discovery: watch a bucket")
+    name = "discovery: watch a bucket"
+
+    def __init__(self, store: BucketRecords[CardRecord], watch: LeasedWatch[int]) -> None:
         self._store = store
-        self._follower = follower
+        self._watch = watch
         self._made_at: datetime.datetime | None = None
         self._numbers: dict[str, int] = {}
         self._numbers_max = 64
@@ -411,19 +405,19 @@ class BucketFeed(PolledFeed, Generic[T]):
     async def ask(self) -> None:
         """Check the leases, and ask the store where they alone do not decide."""
         now = time.monotonic()
-        self._follower.look(now)
+        self._watch.look(now)
         try:
             await self._ask(now)
         except self._store.errors as error:
             self._is_lost = True
-            self._follower.lose(self._store.reason(error))
-        self._follower.drop_before(now - REMEMBERED_LEASES * self._store.lease_s)
+            self._watch.lose(self._store.reason(error))
+        self._watch.drop_before(now - REMEMBERED_LEASES * self._store.lease_s)
         if len(self._numbers) > self._numbers_max:
-            self._numbers = {key: number for key, number in self._numbers.items() if key in self._follower}
+            self._numbers = {key: number for key, number in self._numbers.items() if key in self._watch}
             self._numbers_max = 2 * len(self._numbers) + 64
 
     async def _ask(self, now: float) -> None:
-        store, follower = self._store, self._follower
+        store, watch = self._store, self._watch
         store.check_connected()
         reconnects = store.client.stats["reconnects"]
         if self._is_lost or reconnects != self._reconnects:
@@ -433,7 +427,7 @@ class BucketFeed(PolledFeed, Generic[T]):
             await self._restart(made_at)
             self._reconnects = reconnects
             return
-        overdue = follower.overdue(now)
+        overdue = watch.overdue(now)
         if not overdue and now - self._heard_at <= QUIET_LEASES * store.lease_s:
             return
         await self._read(overdue)
@@ -441,10 +435,10 @@ class BucketFeed(PolledFeed, Generic[T]):
         if made_at != self._made_at:
             await self._restart(made_at)
             return
-        if follower.overdue(now):
+        if watch.overdue(now):
             await store.check_writes()  # else nobody could have renewed
         self._heard_at = time.monotonic()
-        follower.settle(now)
+        watch.settle(now)
 
     async def _restart(self, made_at: datetime.datetime) -> None:
         """Read everything, and give every lease its whole length."""
@@ -452,7 +446,7 @@ class BucketFeed(PolledFeed, Generic[T]):
             self._numbers.clear()
             self._made_at = made_at
         self._is_lost = False
-        self._follower.regain()
+        self._watch.regain()
         if self._listening is None:
             self._listening = await self._store.listen(self._take)
         await self._read(await self._store.keys())
@@ -479,7 +473,7 @@ class BucketFeed(PolledFeed, Generic[T]):
     def _take_checked(self, key: str, value: bytes, revision: int) -> None:
         number, record = self._store.opened(key, value)
         self._heard_at = time.monotonic()
-        if key not in self._follower:
+        if key not in self._watch:
             self._numbers.pop(key, None)
         known = self._numbers.get(key, -1)
         if number <= known:
@@ -487,6 +481,6 @@ class BucketFeed(PolledFeed, Generic[T]):
                 # Late, or said again, or from a bucket that was made again: the next check asks which it is.
                 self._heard_at = 0.0
             return
-        self._follower.take(Record(key, record, number))
+        self._watch.take(Record(key, record, number))
         self._numbers[key] = number
         self._store.refusals.forget(key, version=revision)

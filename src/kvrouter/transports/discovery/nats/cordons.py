@@ -5,7 +5,7 @@ from nats.aio.client import Client
 from kvrouter.transports.discovery.card_tracker import TroubleSink
 from kvrouter.transports.discovery.nats.bucket import BucketRecords
 from kvrouter.transports.discovery.stored import StoredCordons
-from kvrouter.transports.discovery.wire import CORDONS, checked_namespace
+from kvrouter.transports.discovery.wire import CORDONS
 from kvrouter.transports.nats_client import reason
 
 ANSWER_S = 5.0
@@ -22,16 +22,14 @@ class NatsCordons(StoredCordons[int]):
     def __init__(
         self, client: Client, *, namespace: str, token: str, on_refused: TroubleSink, replicas: int = 1
     ) -> None:
-        name = f"kvrouter-{checked_namespace(namespace)}-cordons"
         store = BucketRecords(
             client,
             CORDONS,
-            name=name,
-            purpose=f"cordons 1 {namespace}",
-            description="kvrouter: the cordons of a namespace",
+            namespace=namespace,
+            purpose="cordons",
             token=token,
             replicas=replicas,
             answer_s=ANSWER_S,
             on_refused=on_refused,
         )
-        super().__init__(store, why=lambda error: f"the bucket {name} cannot be used: {reason(error)}")
+        super().__init__(store, why=lambda error: f"the bucket {store.name} cannot be used: {reason(error)}")

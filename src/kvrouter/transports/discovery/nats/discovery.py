@@ -8,7 +8,7 @@ from kvrouter.transports.discovery.card_tracker import TroubleSink
 from kvrouter.transports.discovery.nats.bucket import BucketRecords
 from kvrouter.transports.discovery.port import GoneSink
 from kvrouter.transports.discovery.stored import StoredDiscovery
-from kvrouter.transports.discovery.wire import CARDS, checked_lease, checked_namespace
+from kvrouter.transports.discovery.wire import CARDS, checked_lease
 
 LEASE_S = 10.0
 
@@ -45,15 +45,13 @@ class NatsDiscovery(StoredDiscovery[int]):
         store = BucketRecords(
             client,
             CARDS,
-            name=f"kvrouter-{checked_namespace(namespace)}-workers",
-            purpose=f"discovery 1 {namespace}",
-            description="kvrouter: the workers of a namespace",
+            namespace=namespace,
+            purpose="discovery",
             token=token,
             replicas=replicas,
             answer_s=max(checked_lease(lease_s) / 2, ANSWER_LEAST_S),
             on_refused=on_refused,
             lease_s=lease_s,
-            live=f"kvrouter.{namespace}.discovery.card",
         )
         cards = HeldCards(store, lease_s=lease_s, on_trouble=on_trouble, on_lost=on_lost)
         super().__init__(store, cards, lease_s=lease_s, on_trouble=on_trouble)

@@ -33,6 +33,7 @@ from kvrouter.transports.requests.port import (
     StreamBroken,
     WorkerUnreachable,
 )
+from kvrouter.transports.requests.session import ROUTER_LIMITS, RouterLimits
 from kvrouter.transports.requests.stream import (
     REQUEST_MAX_BYTES,
     LegStream,
@@ -101,7 +102,7 @@ class _HttpLeg:
                     self._room.clear()
                     await self._room.wait()
             if not self._plane.is_cancelling(self):
-                async with asyncio.timeout(self._plane.heartbeat_s):
+                async with asyncio.timeout(self._plane.limits.heartbeat_s):
                     await response.content.readany()
         except ProtocolError as error:
             self.stream.break_off(f"{self.address}: {error.message}")
@@ -169,9 +170,8 @@ class _Watch:
 class HttpRequestPlane:
     """Opens streams to workers at ``http://host:port/<worker id>/<incarnation>``, ``https`` with ``ssl``.
 
-    A worker has ``open_timeout_s`` to accept a leg. One from which nothing, not even a sign of life, comes
-    for ``dead_after_s`` is lost; workers give such signs more often than that. A reader that takes nothing
-    for ``slow_stream_limit_s`` while chunks wait loses its leg.
+    Of ``limits`` those of credit and of one connection say nothing here: a leg has a connection of its own,
+    and ``legs_max`` of them run at once. Workers give signs of life more often than they have to be heard.
     """
 
     def __init__(
@@ -179,18 +179,12 @@ class HttpRequestPlane:
         *,
         token: str,
         ssl: tls.SSLContext | None = None,
-        open_timeout_s: float = 5.0,
-        heartbeat_s: float | None = None,
-        dead_after_s: float = 5.0,
-        slow_stream_limit_s: float = 60.0,
+        limits: RouterLimits = ROUTER_LIMITS,
         legs_max: int = LEGS_MAX,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
-        self.heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
+        self.limits = limits
         self._ssl = ssl
-        self._open_timeout_s = open_timeout_s
-        self._dead_after_s = dead_after_s
-        self._slow_stream_limit_s = slow_stream_limit_s
         self._legs_max = legs_max
         self._on_refused = on_refused
         self._headers = {"authorization": f"Bearer {token}".strip(), ROUTER_HEADER: secrets.token_hex(8)}
@@ -199,7 +193,7 @@ class HttpRequestPlane:
         self._cancels: dict[int, asyncio.Task[None]] = {}
         self._watches: dict[str, _Watch] = {}
         self._sessions: _Sessions | None = None
-        self.clock = AwakeClock(self.heartbeat_s / 2)
+        self.clock = AwakeClock(self.limits.heartbeat_s / 2)
         self._checking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -214,11 +208,11 @@ class HttpRequestPlane:
         leg = _HttpLeg(self, next(self._numbers), address, request)
         self._hold(address)
         try:
-            async with asyncio.timeout(self._open_timeout_s):
+            async with asyncio.timeout(self.limits.open_timeout_s):
                 response = await self._post(url, leg.number, body)
         except TimeoutError:
             self._let_go(address)
-            raise WorkerUnreachable(f"{address} did not answer in {self._open_timeout_s} s") from None
+            raise WorkerUnreachable(f"{address} did not answer in {self.limits.open_timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             self._let_go(address)
             raise WorkerUnreachable(f"{address}: {connection_failure(error)}") from error
@@ -289,7 +283,7 @@ class HttpRequestPlane:
         url = self._url(leg.address, "/v1/legs") + f"/{leg.number}"
         body = reason.encode()[:REASON_MAX_BYTES]
         try:
-            async with asyncio.timeout(self._open_timeout_s):
+            async with asyncio.timeout(self.limits.open_timeout_s):
                 async with await self._session().control.request("DELETE", url, data=body):
                     pass
         except (aiohttp.ClientError, OSError):
@@ -321,13 +315,13 @@ class HttpRequestPlane:
         while True:
             try:
                 url = self._url(address, "/health")
-                async with asyncio.timeout(self._dead_after_s):
+                async with asyncio.timeout(self.limits.dead_after_s):
                     async with await self._session().control.request("GET", url) as response:
                         if response.status == 401:
                             self._on_refused(f"{address}: has another token")
                         return response.status == 204
             except TimeoutError:
-                if self.clock.now_s - began_s > self._dead_after_s / 2:
+                if self.clock.now_s - began_s > self.limits.dead_after_s / 2:
                     return False  # else it was this loop that stood still: ask again
             except aiohttp.ClientSSLError as error:
                 self._on_refused(f"{address}: {connection_failure(error)}")
@@ -348,7 +342,7 @@ class HttpRequestPlane:
         """Watch ``address`` for one user more."""
         watch = self._watches.get(address)
         if watch is None:
-            watch = self._watches[address] = _Watch(partial(self._is_well, address), self.heartbeat_s)
+            watch = self._watches[address] = _Watch(partial(self._is_well, address), self.limits.heartbeat_s)
         watch.n_users += 1
         return watch
 
@@ -386,7 +380,7 @@ class HttpRequestPlane:
         while True:
             await tick(self.clock)
             for leg in tuple(self._legs.values()):
-                leg.check(self.clock.now_s, self._dead_after_s, self._slow_stream_limit_s)
+                leg.check(self.clock.now_s, self.limits.dead_after_s, self.limits.slow_stream_limit_s)
 
 
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 from nats.aio.client import Client
@@ -26,8 +27,7 @@ from kvrouter.transports.requests.legs import CONNECTION_CLOSED
 from kvrouter.transports.requests.messages import FrameKind, frame
 from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
-    STREAMS_MAX,
-    UNREAD_MAX_BYTES,
+    ROUTER_LIMITS,
     RouterLimits,
     RouterSession,
     Session,
@@ -209,9 +209,6 @@ NOBODY_BEATS = 3
 
 NATS_DOWN = "the connection to NATS is down"
 
-LINK_IDLE_S = 60.0
-"""How long a session that nobody uses, and the name of its worker, are kept."""
-
 
 class RouterPipe(NatsPipe):
     """The pipe of one session with one worker."""
@@ -275,11 +272,9 @@ class NatsRequestPlane:
     """Opens streams to workers at ``nats://<namespace>/<worker id>/<incarnation>``, over a connection that
     its caller made and closes.
 
-    A worker has ``open_timeout_s`` to accept a leg; while the client is not connected, none is opened: what
-    the client would keep until it is connected again would come too late. A worker that is not heard for
-    ``dead_after_s`` is lost, also when it is the connection to NATS that is; a shorter outage in which
-    nothing was lost harms no stream. A reader that takes nothing for ``slow_stream_limit_s`` while chunks
-    wait loses its leg.
+    While the client is not connected, no leg is opened: what the client would keep until it is connected
+    again would come too late. A worker that is not heard is lost also when it is the connection to NATS that
+    is; a shorter outage in which nothing was lost harms no stream.
     """
 
     def __init__(
@@ -288,28 +283,14 @@ class NatsRequestPlane:
         *,
         namespace: str,
         token: str,
-        open_timeout_s: float = 5.0,
-        heartbeat_s: float | None = None,
-        dead_after_s: float = 5.0,
-        slow_stream_limit_s: float = 60.0,
+        limits: RouterLimits = ROUTER_LIMITS,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
         self._seal = message_auth_of(token, self._namespace)
         self._newest = Newest()
-        self._open_timeout_s = open_timeout_s
-        self._heartbeat_s = dead_after_s / 6 if heartbeat_s is None else heartbeat_s
-        self._dead_after_s = dead_after_s
-        self._limits = RouterLimits(
-            heartbeat_s=self._heartbeat_s,
-            dead_after_s=dead_after_s,
-            slow_stream_limit_s=slow_stream_limit_s,
-            idle_close_s=LINK_IDLE_S,
-            stream_credit_tokens=WINDOW_TOKENS,
-            streams_max=STREAMS_MAX,
-            write_max_bytes=UNREAD_MAX_BYTES,
-        )
+        self._limits = replace(limits, stream_credit_tokens=WINDOW_TOKENS)
         self._on_refused = on_refused
         self._router = secrets.token_hex(8)
         self._post = PipePublisher(client, self._seal)
@@ -317,7 +298,7 @@ class NatsRequestPlane:
         self._links: dict[str, NatsLink] = {}
         self._by_number: dict[int, tuple[NatsLink, RouterPipe]] = {}
         self._listening: asyncio.Task[Subscription] | None = None
-        self._clock = AwakeClock(self._heartbeat_s)
+        self._clock = AwakeClock(self._limits.heartbeat_s)
         self._beating: asyncio.Task[None] | None = None
         self._deaf_s = -math.inf
         self._reconnects = client.stats["reconnects"]
@@ -332,14 +313,14 @@ class NatsRequestPlane:
         link = self._link(address)
         stream: SessionStream | None = None
         try:
-            async with asyncio.timeout(self._open_timeout_s):
+            async with asyncio.timeout(self._limits.open_timeout_s):
                 await self._listen()
                 if self._closed:
                     raise WorkerUnreachable("the plane was closed")
                 stream = self._pipe(link).session.open(request, 0)
                 await stream.accepted
         except TimeoutError:
-            why = f"{address} did not answer in {self._open_timeout_s} s"
+            why = f"{address} did not answer in {self._limits.open_timeout_s} s"
             if stream is not None:
                 stream.cancel(why)
             raise WorkerUnreachable(why) from None
@@ -431,7 +412,7 @@ class NatsRequestPlane:
         link, pipe = known
         if message.headers is not None and message.headers.get("Status") == "503":
             self._note_deafness()
-            link.hear_nobody(was_deaf=self._clock.now_s - self._deaf_s <= self._dead_after_s)
+            link.hear_nobody(was_deaf=self._clock.now_s - self._deaf_s <= self._limits.dead_after_s)
             return
         try:
             sent, said = from_worker(self._seal, message.subject, message.data)
@@ -458,8 +439,8 @@ class NatsRequestPlane:
                     pipe.session.refuse_unaccepted(NATS_DOWN)
             for address, link in tuple(self._links.items()):
                 if link.is_used:
-                    link.beat(self._clock.now_s, self._deaf_s, self._dead_after_s)
-                elif self._clock.now_s - link.used_s > LINK_IDLE_S:
+                    link.beat(self._clock.now_s, self._deaf_s, self._limits.dead_after_s)
+                elif self._clock.now_s - link.used_s > self._limits.idle_close_s:
                     del self._links[address]
                 if link.followers and link.pipe is None and self._client.is_connected:
                     self._pipe(link).session.send(FrameKind.PING)

@@ -21,8 +21,7 @@ from kvrouter.transports.requests.messages import NONCE_BYTES, Secret
 from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
     LEFT,
-    STREAMS_MAX,
-    UNREAD_MAX_BYTES,
+    ROUTER_LIMITS,
     RouterHello,
     RouterLimits,
     RouterSession,
@@ -353,14 +352,9 @@ HUNG_UP = "the router closed its connection"
 class TcpRequestPlane:
     """Reaches workers over tcp: one connection each, however many streams.
 
-    ``token`` is shared with the workers, ``ssl`` a client's context; ``open_timeout_s`` is the time in which
-    a worker must have taken a leg, ``connect_timeout_s`` that of one try to connect, hello included. A peer
-    that was not heard for ``dead_after_s`` is lost; one that has nothing to say is asked every
-    ``heartbeat_s``. A stream holds ``stream_credit_tokens`` at most, and is cancelled when its reader took
-    nothing for ``slow_stream_limit_s``. A connection has ``streams_max`` streams; while requests wait there
-    that fill half of ``write_max_bytes``, the worker counts as full. A connection that nobody watches or uses
-    is closed after ``idle_close_s``. ``on_refused`` is given a text for every peer that could not be talked
-    to though it answers.
+    ``token`` is shared with the workers, ``ssl`` a client's context; ``connect_timeout_s`` is the time of one
+    try to connect, hello included. ``on_refused`` is given a text for every peer that could not be talked to
+    though it answers.
     """
 
     def __init__(
@@ -368,35 +362,17 @@ class TcpRequestPlane:
         *,
         token: str | None,
         ssl: SSLContext | None = None,
-        open_timeout_s: float = 5.0,
+        limits: RouterLimits = ROUTER_LIMITS,
         connect_timeout_s: float = 2.0,
-        heartbeat_s: float = 2.0,
-        dead_after_s: float = 6.0,
-        slow_stream_limit_s: float = 60.0,
-        idle_close_s: float = 60.0,
         retry_first_s: float = 0.1,
         retry_most_s: float = 5.0,
-        stream_credit_tokens: int = 1024,
-        streams_max: int = STREAMS_MAX,
-        write_max_bytes: int = UNREAD_MAX_BYTES,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
-        if stream_credit_tokens < 1:
-            raise ConfigError("stream_credit_tokens: must be at least 1", param="stream_credit_tokens")
         self._secret = Secret(token)
         self._ssl = ssl
-        self._open_timeout_s = open_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._backoff = Backoff(retry_first_s, retry_most_s)
-        self._limits = RouterLimits(
-            heartbeat_s=heartbeat_s,
-            dead_after_s=dead_after_s,
-            slow_stream_limit_s=slow_stream_limit_s,
-            idle_close_s=idle_close_s,
-            stream_credit_tokens=stream_credit_tokens,
-            streams_max=streams_max,
-            write_max_bytes=write_max_bytes,
-        )
+        self._limits = limits
         self._on_refused = on_refused
         self._links: dict[str, TcpLink] = {}
         self._is_closed = False
@@ -409,14 +385,14 @@ class TcpRequestPlane:
         """
         stream: SessionStream | None = None
         try:
-            async with asyncio.timeout(self._open_timeout_s):
+            async with asyncio.timeout(self._limits.open_timeout_s):
                 end = await self._link(address).connected()
                 stream = end.session.open(request, end.written_bytes)
                 await stream.accepted
         except TimeoutError:
             if stream is not None:
                 stream.cancel("the request was not acknowledged in time")
-            raise WorkerUnreachable(f"{address} did not answer in {self._open_timeout_s} s") from None
+            raise WorkerUnreachable(f"{address} did not answer in {self._limits.open_timeout_s} s") from None
         except asyncio.CancelledError:
             if stream is not None:
                 stream.cancel("the request was given up while it was sent")

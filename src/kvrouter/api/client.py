@@ -8,6 +8,8 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from kvrouter.api.cordons import CordonBody
+from kvrouter.api.pages import ModelList
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
@@ -26,20 +28,14 @@ class AskFailed(KvrouterError):
 
 
 class _ApiError(msgspec.Struct):
+    """What is read of an error: one of an engine, which a router passes on, may have anything else."""
+
     message: str
     code: str = ""
 
 
 class _ErrorBody(msgspec.Struct):
     error: _ApiError
-
-
-class _ModelEntry(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelEntry]
 
 
 class RouterClient:
@@ -62,7 +58,7 @@ class RouterClient:
 
     def only_model(self) -> str:
         """Return the one model that is served; raise AskFailed when there are more, or none."""
-        models = decode_answer(self._ask("GET", "/v1/models", None), _ModelList).data
+        models = decode_answer(self._ask("GET", "/v1/models", None), ModelList).data
         if len(models) != 1:
             names = ", ".join(model.id for model in models) or "none"
             raise AskFailed(f"--model: is required: the router serves {names}")
@@ -92,9 +88,10 @@ class RouterClient:
         """Return what a path of the router answers, as JSON."""
         return self._ask("GET", path, None)
 
-    def cordon(self, body: Mapping[str, object]) -> bytes:
+    def cordon(self, body: CordonBody) -> bytes:
         """Cordon what ``body`` names; return what that changed, as JSON."""
-        for name, text in body.items():
+        for name in body.__struct_fields__:
+            text = getattr(body, name)
             if isinstance(text, str):
                 _check_utf8(name, text)
         return self._ask("POST", "/v1/cordons", body)
@@ -109,7 +106,7 @@ class RouterClient:
         """Return what a path of the router answers to a call."""
         return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
+    def _ask(self, method: str, path: str, body: Mapping[str, object] | CordonBody | None) -> bytes:
         connection = self._connect()
         headers = {"content-type": "application/json"} if body is not None else {}
         if self._token:

@@ -1,0 +1,159 @@
+"""``POST /v1/route/explain`` and ``GET /v1/decisions``: where requests would go, and went, and why."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from kvrouter.api.fleet import Policy
+
+
+class Times(Struct, frozen=True, kw_only=True):
+    """The parts of a predicted time, in milliseconds, and what the leg itself is expected to take."""
+
+    expected_ms: float
+    queue_ms: float
+    prefill_ms: float
+    memory_ms: float
+    decode_ms: float
+    others_ms: float
+    turnover_ms: float
+    transfer_ms: float
+    price_ms: float = 0.0
+
+
+class RankId(Struct, frozen=True, kw_only=True):
+    """A worker rank: one that was picked, or the other one of a pair."""
+
+    worker_id: int
+    dp_rank: int
+
+
+class Candidate(RankId, frozen=True, kw_only=True):
+    """One worker rank, as the decision saw it, with the parts of its cost in blocks."""
+
+    eligible: bool
+    reason: str | None
+    domains: Mapping[str, str]
+    overlap_blocks: int
+    prefill_blocks: float
+    decode_blocks: float
+    transfer_blocks: float
+    multiplier: float
+    cost: float | None
+    times: Times | None = None
+    pair_cost: float | None = None
+    partner: RankId | None = None
+    chosen: bool
+
+
+class Leg(Struct, frozen=True, kw_only=True):
+    """One leg: every candidate, and which one was picked."""
+
+    chosen: RankId | None
+    candidates: Sequence[Candidate]
+
+
+class Legs(Struct, frozen=True, kw_only=True):
+    """The candidates of each leg."""
+
+    prefill: Leg | None
+    decode: Leg | None
+    local_prefill: Leg | None = None
+
+
+class Constraint(Policy, frozen=True, kw_only=True, omit_defaults=True):
+    """What the prefill worker's transfer policy asks of the decode worker."""
+
+    value: str | None
+
+
+class Refusal(Struct, frozen=True, kw_only=True):
+    """Why no worker may take the request; ``refusals`` counts worker ranks by reason."""
+
+    code: str
+    message: str
+    refusals: Mapping[str, int] = {}
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """``POST /v1/route/explain``. A refusal is an answer like any other."""
+
+    request_id: str
+    model: str
+    mode: str
+    isl_tokens: int
+    blocks: int
+    prefill: Leg | None
+    decode: Leg | None
+    local_prefill: Leg | None = None
+    constraint: Constraint | None
+    fallback_used: bool
+    last_resort: bool = False
+    error: Refusal | None
+
+
+class Pick(RankId, frozen=True, kw_only=True):
+    """The worker rank that took one leg, with the parts of its cost in blocks; ``candidates`` could have."""
+
+    overlap_blocks: int
+    prefill_blocks: float = 0.0
+    decode_blocks: float = 0.0
+    transfer_blocks: float = 0.0
+    multiplier: float = 1.0
+    cost: float = 0.0
+    times: Times | None = None
+    candidates: int
+    unseen: int = 0
+
+
+class Attempt(Struct, frozen=True, kw_only=True):
+    """One decision. ``decided_at`` is in seconds since 1970; ``trace_id`` is None where the request belongs
+    to no trace, ``table`` where no candidates were kept; without ``decode`` prefill alone was decided.
+    """
+
+    attempt: int
+    decided_at: float
+    trace_id: str | None = None
+    mode: str
+    prefill: Pick | None
+    decode: Pick | None
+    pair_cost: float | None = None
+    constraint: Constraint | None
+    fallback_used: bool
+    cross_domain: bool
+    last_resort: bool = False
+    table: Legs | None = None
+
+
+class Decisions(Struct, frozen=True, kw_only=True):
+    """``GET /v1/decisions/{request_id}``: every kept decision of a request, in order."""
+
+    request_id: str
+    attempts: Sequence[Attempt]
+
+
+class LastDecision(Struct, frozen=True, kw_only=True):
+    """The last decision of a request, as :class:`Attempt` has it, without its candidates; ``has_table`` says
+    whether they are kept.
+    """
+
+    request_id: str
+    model: str
+    attempt: int
+    decided_at: float
+    trace_id: str | None = None
+    mode: str = ""
+    prefill: Pick | None
+    decode: Pick | None
+    pair_cost: float | None = None
+    constraint: Constraint | None = None
+    fallback_used: bool
+    cross_domain: bool
+    last_resort: bool = False
+    has_table: bool = False
+
+
+class LastDecisions(Struct, frozen=True, kw_only=True):
+    """``GET /v1/decisions``: the last decision of each request, newest first."""
+
+    decisions: Sequence[LastDecision]

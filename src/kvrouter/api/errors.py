@@ -1,0 +1,23 @@
+"""Errors in OpenAI's form."""
+
+from collections.abc import Mapping
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class ApiError(Struct, frozen=True, kw_only=True):
+    """What is wrong; ``param`` is the field at fault. A refusal adds its role, its domain and its counts."""
+
+    message: str
+    type: str = ""
+    param: str | None = None
+    code: str = ""
+    refusals: Mapping[str, int] | UnsetType = UNSET
+    role: str | UnsetType | None = UNSET
+    domain: str | UnsetType | None = UNSET
+
+
+class ErrorBody(Struct, frozen=True):
+    """The body of an answer that is an error."""
+
+    error: ApiError

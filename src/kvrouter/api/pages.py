@@ -1,0 +1,95 @@
+"""Health, readiness, models, busy thresholds."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from kvrouter.api.cordons import Name
+
+NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Health(Struct, frozen=True):
+    """``GET /health``."""
+
+    status: str
+    running_requests: int
+
+
+class Ready(Struct, frozen=True, omit_defaults=True):
+    """``GET /ready`` and ``/accepting``; ``awaited`` has a line for each engine that is to come."""
+
+    status: str
+    awaited: Sequence[str] = ()
+
+
+class ServerLoad(Struct, frozen=True):
+    """``GET /load``."""
+
+    server_load: int
+
+
+class Version(Struct, frozen=True):
+    """``GET /version``."""
+
+    version: str
+
+
+class ModelPermission(Struct, frozen=True, kw_only=True):
+    """What clients of OpenAI's API expect of a model."""
+
+    id: str
+    object: str = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """``GET /v1/models/{model}``; ``created`` is in seconds since 1970."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = ""
+    root: str = ""
+    parent: str | None = None
+    max_model_len: int | None = None
+    permission: Sequence[ModelPermission] = ()
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    """``GET /v1/models``."""
+
+    object: str = "list"
+    data: Sequence[ModelCard]
+
+
+class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """``POST /busy_threshold``: what is absent stays as it is, null unsets."""
+
+    model: Name
+    active_decode_blocks_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType | None = UNSET
+    active_prefill_tokens_threshold: NonNegativeInt | UnsetType | None = UNSET
+
+
+class Thresholds(Struct, frozen=True):
+    """From when on a model's workers count as busy; None: never."""
+
+    model: str
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+
+
+class ThresholdList(Struct, frozen=True):
+    """``GET /busy_threshold``."""
+
+    thresholds: Sequence[Thresholds]

@@ -1,0 +1,214 @@
+"""Decisions as the HTTP API has them: an explanation with its candidates, and the kept ones of a request."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvrouter.api import decisions as api
+from kvrouter.api.fleet import Policy
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.ids import WorkerRank
+from kvrouter.core.requests import GenerateRequest, Leg
+from kvrouter.core.workers import Enforcement
+from kvrouter.fleet import Fleet
+from kvrouter.frontend.errors import refusal_counts
+from kvrouter.routing.request import Candidate, Decision, Pick, Times
+from kvrouter.service.model_router import KeptDecision
+from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
+from kvrouter.topology.policy import TransferPolicy
+
+
+def decided(request: GenerateRequest, fleet: Fleet, decision: Decision) -> api.Explanation:
+    """An explanation that ends with a choice."""
+    return _explanation(request, fleet, decision.mode, decision.rows, decision=decision, error=None)
+
+
+def refused(
+    request: GenerateRequest, fleet: Fleet, mode: RouterMode, error: RoutingRefused
+) -> api.Explanation:
+    """An explanation that ends with a refusal: it is an answer like any other."""
+    rows = [row for row in error.rows if isinstance(row, Candidate)]
+    refusal = api.Refusal(code=error.code, message=error.message, refusals=refusal_counts(error))
+    return _explanation(request, fleet, mode, rows, decision=None, error=refusal)
+
+
+FleetOf = Callable[[str], Fleet | None]
+"""Finds the fleet of a model, by its name; None where it is not served any more."""
+
+
+def attempt_of(kept: KeptDecision, fleet_of: FleetOf) -> api.Attempt:
+    """One kept decision, with its candidates where they were kept."""
+    decision = kept.decision
+    prefill, decode = _picks(decision)
+    return api.Attempt(
+        attempt=decision.attempt,
+        decided_at=round(kept.decided_at_s, 6),
+        trace_id=kept.trace_id or None,
+        mode=decision.mode,
+        prefill=prefill,
+        decode=decode,
+        pair_cost=_pair_cost(decision),
+        constraint=constraint_of(decision.constraint),
+        fallback_used=decision.fallback_used,
+        cross_domain=decision.cross_domain,
+        last_resort=decision.last_resort,
+        table=_table(kept, fleet_of),
+    )
+
+
+def latest_of(kept: KeptDecision) -> api.LastDecision:
+    """The last decision of a request, without its candidates."""
+    decision = kept.decision
+    prefill, decode = _picks(decision)
+    return api.LastDecision(
+        request_id=decision.request_id,
+        model=kept.model,
+        attempt=decision.attempt,
+        decided_at=round(kept.decided_at_s, 6),
+        trace_id=kept.trace_id or None,
+        mode=decision.mode,
+        prefill=prefill,
+        decode=decode,
+        pair_cost=_pair_cost(decision),
+        constraint=constraint_of(decision.constraint),
+        fallback_used=decision.fallback_used,
+        cross_domain=decision.cross_domain,
+        last_resort=decision.last_resort,
+        has_table=bool(kept.rows),
+    )
+
+
+def _table(kept: KeptDecision, fleet_of: FleetOf) -> api.Legs | None:
+    """The candidates of each leg, as an explanation has them."""
+    fleet = fleet_of(kept.model) if kept.rows else None
+    return None if fleet is None else _legs(kept.rows, fleet)
+
+
+def _pair_cost(decision: Decision) -> float | None:
+    """What the pair costs together; None where there is none, or prefill was picked first."""
+    prefill, decode = decision.prefill, decision.decode
+    return None if prefill is None or not decision.together else prefill.cost + decode.cost
+
+
+def _picks(decision: Decision) -> tuple[api.Pick | None, api.Pick | None]:
+    """Who was picked for prefill and for decode; a router of prefill alone picks nobody for decode."""
+    if decision.decode.leg is Leg.PREFILL:
+        return _pick(decision.decode), None
+    return None if decision.prefill is None else _pick(decision.prefill), _pick(decision.decode)
+
+
+def constraint_of(constraint: TransferConstraint | None) -> api.Constraint | None:
+    """What a prefill worker asks of its decode worker."""
+    if constraint is None:
+        return None
+    policy = policy_state(constraint.policy)
+    return api.Constraint(
+        enforcement=policy.enforcement, domain=policy.domain, weight=policy.weight, value=constraint.value
+    )
+
+
+def policy_state(policy: TransferPolicy) -> Policy:
+    """How strictly KV keeps to its domain."""
+    match policy:
+        case Required(domain):
+            return Policy(enforcement=Enforcement.REQUIRED, domain=domain)
+        case Fallback(domain):
+            return Policy(enforcement=Enforcement.FALLBACK, domain=domain)
+        case Preferred(domain, weight):
+            return Policy(enforcement=Enforcement.PREFERRED, domain=domain, weight=weight)
+
+
+def _explanation(
+    request: GenerateRequest,
+    fleet: Fleet,
+    mode: RouterMode,
+    rows: Sequence[Candidate],
+    *,
+    decision: Decision | None,
+    error: api.Refusal | None,
+) -> api.Explanation:
+    legs, isl_tokens = _legs(rows, fleet), request.isl_tokens
+    return api.Explanation(
+        request_id=request.request_id,
+        model=request.model,
+        mode=mode,
+        isl_tokens=isl_tokens,
+        blocks=-(-isl_tokens // fleet.block_size),
+        prefill=legs.prefill,
+        decode=legs.decode,
+        local_prefill=legs.local_prefill,
+        constraint=None if decision is None else constraint_of(decision.constraint),
+        fallback_used=decision is not None and decision.fallback_used,
+        last_resort=decision is not None and decision.last_resort,
+        error=error,
+    )
+
+
+def _legs(rows: Sequence[Candidate], fleet: Fleet) -> api.Legs:
+    prefill_rows = [row for row in rows if row.leg is Leg.PREFILL]
+    together = any(row.pair_cost is not None for row in rows)
+    local_rows = [row for row in rows if together and row.leg is Leg.AGGREGATED]
+    decode_rows = [
+        row for row in rows if row.leg is Leg.DECODE or (row.leg is Leg.AGGREGATED and not together)
+    ]
+    return api.Legs(
+        prefill=_leg(prefill_rows, fleet) if prefill_rows else None,
+        decode=_leg(decode_rows, fleet) if decode_rows else None,
+        local_prefill=_leg(local_rows, fleet) if local_rows else None,
+    )
+
+
+def _leg(rows: Iterable[Candidate], fleet: Fleet) -> api.Leg:
+    chosen: api.RankId | None = None
+    candidates: list[api.Candidate] = []
+    for row in rows:
+        if row.picked:
+            chosen = _rank(row.rank)
+        candidates.append(_candidate(row, fleet))
+    return api.Leg(chosen=chosen, candidates=candidates)
+
+
+def _candidate(row: Candidate, fleet: Fleet) -> api.Candidate:
+    card = fleet.card(row.rank.worker_id)
+    return api.Candidate(
+        worker_id=row.rank.worker_id,
+        dp_rank=row.rank.dp_rank,
+        eligible=row.refused is None,
+        reason=row.refused,
+        domains={} if card is None else card.runtime_config.topology_domains,
+        overlap_blocks=row.overlap_blocks,
+        prefill_blocks=row.prefill_blocks,
+        decode_blocks=row.decode_blocks,
+        transfer_blocks=row.transfer_blocks,
+        multiplier=row.multiplier,
+        cost=row.cost,
+        times=None if row.times is None else _times(row.times),
+        pair_cost=row.pair_cost,
+        partner=None if row.partner is None else _rank(row.partner),
+        chosen=row.picked,
+    )
+
+
+def _pick(pick: Pick) -> api.Pick:
+    return api.Pick(
+        worker_id=pick.rank.worker_id,
+        dp_rank=pick.rank.dp_rank,
+        overlap_blocks=pick.overlap_blocks,
+        prefill_blocks=pick.prefill_blocks,
+        decode_blocks=pick.decode_blocks,
+        transfer_blocks=pick.transfer_blocks,
+        multiplier=pick.multiplier,
+        cost=pick.cost,
+        times=None if pick.times is None else _times(pick.times),
+        candidates=pick.candidates,
+        unseen=pick.unseen,
+    )
+
+
+def _rank(rank: WorkerRank) -> api.RankId:
+    return api.RankId(worker_id=rank.worker_id, dp_rank=rank.dp_rank)
+
+
+def _times(times: Times) -> api.Times:
+    """The parts in milliseconds, and what the leg itself is expected to take."""
+    parts = {name.removesuffix("_s") + "_ms": round(1e3 * part, 3) for name, part in times._asdict().items()}
+    return api.Times(expected_ms=round(1e3 * times.expected_s, 3), **parts)

@@ -1,0 +1,92 @@
+"""Routes of pages: which of them is at a path, and the request and the answer that its handler works with."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from kvrouter.frontend.errors import JSON_HEADERS
+from kvrouter.frontend.http import Request
+from kvrouter.frontend.http.response import ResponseHeaders
+
+NO_CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""The policy of an answer that is no page for people: a browser loads and runs nothing of it."""
+
+_PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
+
+
+class Page(NamedTuple):
+    """An answer: it is sent whole."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: ResponseHeaders = ()
+
+
+def json_page(value: msgspec.Struct) -> Page:
+    """An answer in JSON."""
+    return Page(msgspec.json.encode(value), headers=JSON_HEADERS)
+
+
+class PageRequest:
+    """A request for a page, with the ``parameters`` of its path. ``model`` is set once it is known, for the
+    count of errors.
+    """
+
+    def __init__(self, request: Request, parameters: Mapping[str, str]) -> None:
+        self.method, self.path, self.headers = request.method, request.path, request.headers
+        self.parameters = parameters
+        self.model: str | None = None
+        self.header = request.header
+        self.take_body = request.take_body
+        self._query = request.query
+
+    @cached_property
+    def query(self) -> dict[str, str]:
+        """The parameters of the query; of one that comes twice the last."""
+        return dict(parse_qsl(self._query, keep_blank_values=True))
+
+
+Endpoint = Callable[[PageRequest], Awaitable[Page]]
+
+
+class Route:
+    """A page at the paths of a template: ``{name}`` is one part of a path, ``{name:path}`` any number."""
+
+    policy = NO_CONTENT_POLICY
+    """The Content-Security-Policy of its answers."""
+
+    def __init__(self, path: str, endpoint: Endpoint, *, methods: Sequence[str] = ("GET",)) -> None:
+        self.path, self.endpoint = path, endpoint
+        self.methods = frozenset((*methods, "HEAD") if "GET" in methods else methods)
+        self.parameters = [name for name, _ in _PARAMETER.findall(path)]
+        literals = _PARAMETER.split(path)
+        pattern = re.escape(literals[0])
+        for name, many, literal in zip(literals[1::3], literals[2::3], literals[3::3], strict=True):
+            pattern += f"(?P<{name}>{'.*' if many else '[^/]+'}){re.escape(literal)}"
+        self._pattern = re.compile(pattern)
+
+    def match(self, path: str) -> Mapping[str, str] | None:
+        """Return the parameters of a path; None where the page is not there."""
+        found = self._pattern.fullmatch(path)
+        return None if found is None else found.groupdict()
+
+
+class PublicRoute(Route):
+    """A route that changes nothing and shows nothing of the fleet: a page of any origin may ask it. Every
+    other route is guarded by :class:`~kvrouter.frontend.origins.FleetGuard`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        *,
+        methods: Sequence[str] = ("GET",),
+        policy: str = NO_CONTENT_POLICY,
+    ) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self.policy = policy
