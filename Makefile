@@ -94,7 +94,7 @@ test-hostile: setup ## Hostile clients, strangers and liars against real process
 	$(BIN)/python -m pytest -m "not timed" -o faulthandler_timeout=600 tests/hostile
 
 test-timed: setup ## The tests that measure in real time what other work would spoil: run nothing beside them
-	$(BIN)/python -m pytest -n $(JOBS) -m timed -o faulthandler_timeout=600 tests/e2e tests/hostile
+	$(BIN)/python -m pytest -m timed -o faulthandler_timeout=600 tests/e2e tests/hostile
 
 test-differential: setup ## Make each call twice, directly and through kvrouter, and count what differs
 	$(BIN)/python -m pytest -q -s --show-capture=no tests/differential
