@@ -9,7 +9,8 @@ import pytest
 from kvrouter.core.requests import EngineChunk
 from kvrouter.engines.openai.metrics import PAGE_MAX_BYTES, read_metrics
 from kvrouter.engines.openai.server import ANSWER_MAX_BYTES, EngineServer
-from kvrouter.engines.openai.streams import AnswerReading, SseStream, WholeStream
+from kvrouter.engines.openai.sse import AnswerReading
+from kvrouter.engines.openai.streams import SseStream, WholeStream
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, ScriptedEngine
 

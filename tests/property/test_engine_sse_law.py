@@ -13,9 +13,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvrouter.core.requests import EngineChunk, FinishReason, merge_chunks
-from kvrouter.engines.openai import streams
+from kvrouter.engines.openai import sse
 from kvrouter.engines.openai.events import Unasked, without_token_ids
-from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, AnswerReading, CutEvent, EventCutter, SseStream
+from kvrouter.engines.openai.sse import AnswerReading, CutEvent, EventCutter
+from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, SseStream
 from kvrouter.transports.requests.port import StreamBroken
 from tests.support.engine_server import event_of, page
 
@@ -206,7 +207,7 @@ def test_comments_are_events_without_data_and_lines_of_data_are_joined() -> None
 def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> None:
     limit_bytes, held = 64, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "EVENT_MAX_BYTES", limit_bytes)
+        patch.setattr(sse, "EVENT_MAX_BYTES", limit_bytes)
         cutter = EventCutter()
         for piece in pieces:
             held += len(piece) - sum(len(raw) for raw, _ in cutter.push(piece))
@@ -216,7 +217,7 @@ def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> No
 @given(st.integers(0, 3), st.integers(0, 200), CUTS)
 def test_an_event_that_is_too_long_to_be_read_passes(n_before: int, n_bytes: int, at: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "EVENT_MAX_BYTES", 64)
+        patch.setattr(sse, "EVENT_MAX_BYTES", 64)
         short = event_of("a")
         wire = short * n_before + b"data: " + b"x" * n_bytes + b"\n\n" + short
         got, broken = read(cut(wire, at), PLAIN)

@@ -28,8 +28,9 @@ from kvrouter.journey import (
     State,
 )
 from kvrouter.ledger.port import NativeLedger
+from kvrouter.placement.attempt_request import attempt_request, prompt_of
 from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.placement.placer import Placer, attempt_request, prompt_of
+from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.routing.request import RoutingSettings

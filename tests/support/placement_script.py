@@ -25,9 +25,10 @@ from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.journal import Journal, SharedLedger
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import Replicas, Replication
+from kvrouter.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.placement.placement import Draw, Placement
-from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
+from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import Ticket, WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card

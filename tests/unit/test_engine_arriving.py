@@ -10,8 +10,8 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
+from kvrouter.engines.openai.fetching import FetchingStream
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import FetchingStream
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import ask_info

@@ -22,7 +22,8 @@ from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import Unasked
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import AnswerReading, SseStream
+from kvrouter.engines.openai.sse import AnswerReading
+from kvrouter.engines.openai.streams import SseStream
 from kvrouter.engines.sglang.attach import SglangClient
 from kvrouter.engines.sglang.calls import GenerateReader, call_of
 from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads

@@ -13,13 +13,8 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.engines.openai import streams
 from kvrouter.engines.openai.events import read_event
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import (
-    BEHIND_MAX_BYTES,
-    PIECE_BYTES,
-    AnswerReading,
-    SseStream,
-    WholeStream,
-)
+from kvrouter.engines.openai.sse import BEHIND_MAX_BYTES, AnswerReading
+from kvrouter.engines.openai.streams import PIECE_BYTES, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.stream import decode_chunk, encode_chunk

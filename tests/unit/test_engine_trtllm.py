@@ -14,7 +14,7 @@ from kvrouter.core.requests import EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import finish_of, read_event
 from kvrouter.engines.openai.failures import failure_of
-from kvrouter.engines.openai.streams import DONE, AnswerReading, EventCutter
+from kvrouter.engines.openai.sse import DONE, AnswerReading, EventCutter
 from kvrouter.engines.trtllm.calls import LOST_KV, call_of
 from kvrouter.engines.trtllm.handoff import PrefillReader
 from kvrouter.transports.requests.port import EngineFailed

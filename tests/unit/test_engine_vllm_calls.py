@@ -18,7 +18,7 @@ from kvrouter.core.requests import (
     Sampling,
 )
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.streams import AnswerReading
+from kvrouter.engines.openai.sse import AnswerReading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
 from tests.support.engine_legs import client_call as client
 from tests.support.engine_legs import full_leg as leg

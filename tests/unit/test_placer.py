@@ -16,9 +16,10 @@ from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import NativeLedger
+from kvrouter.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Draw, Placement
-from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
+from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from kvrouter.topology import Link, LinkTable

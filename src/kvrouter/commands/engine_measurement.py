@@ -23,7 +23,7 @@ from kvrouter.engines.openai.request_times import (
     times_between,
 )
 from kvrouter.engines.openai.server import EngineServer, let_end
-from kvrouter.engines.openai.streams import DONE, EventCutter
+from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.http_client import connection_failure
 from kvrouter.sim.client_run import ClientRequest
 from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest

@@ -1,11 +1,8 @@
-"""The placer of one model: takes one reading, decides once and books; later moves and releases. And the legs
-of a placement, as engines receive them.
+"""The placer of one model: takes one reading, decides once and books; later moves and releases.
 
 No step waits between the reading and the booking. ``now_s`` is a moment of one monotonic clock, in seconds.
 """
 
-from array import array
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,22 +12,19 @@ from msgspec import structs
 
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
-from kvrouter.core.hashing import Prompt, hash_seed
-from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId, WorkerRank
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerRank
 from kvrouter.core.requests import (
     Bootstrap,
-    EngineRequest,
     GenerateRequest,
-    KvTransferParams,
     Leg,
-    Sampling,
-    TokenBuffer,
 )
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.port import Ledger, LedgerColumns
 from kvrouter.ledger.replicas import Replication
+from kvrouter.placement.attempt_request import prompt_of, route_request
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.circuits import CircuitListener, Circuits
 from kvrouter.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
@@ -66,101 +60,6 @@ class DecisionSink(Protocol):
 
 ROOM_LIMIT = 2**63 - 1
 """A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
-
-
-def hash_prompt(
-    token_ids: TokenBuffer,
-    *,
-    block_size: int,
-    lora_name: str | None = None,
-    cache_namespace: str | None = None,
-) -> Prompt:
-    """Hash a prompt's blocks, once; the result travels with the request."""
-    seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
-    # An empty array has no buffer. Nothing may be known of a prompt that an engine tokenizes itself.
-    return Prompt(token_ids or (), block_size=block_size, seed=seed)
-
-
-def attempt_request(
-    request: GenerateRequest,
-    prompt: Prompt,
-    token_ids: TokenBuffer,
-    *,
-    attempt: int,
-    excluded: frozenset[WorkerId],
-    kv_lost_from: frozenset[WorkerId],
-    plans: Sequence[RetryPlan],
-) -> AttemptRequest:
-    """Return what one attempt of ``request`` asks for under each of ``plans``."""
-    usual = route_request(request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from))
-    return AttemptRequest(
-        prompt,
-        token_ids,
-        {plan: _under(plan, usual, kv_lost_from) for plan in plans},
-        shows_first_token=request.call is None or request.call.stream,
-        teaches=request.pin is None and request.prefill_pin is None,
-        client=request.client,
-    )
-
-
-def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
-    match plan:
-        case RetryPlan.USUAL:
-            return usual
-        case RetryPlan.OTHER_PREFILL:
-            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
-        case RetryPlan.WHOLE:
-            return structs.replace(usual, whole=True)
-
-
-def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: int) -> Prompt:
-    """Hash the blocks of a request's prompt, which is ``token_ids``. One whose tokens are not known has as
-    many blocks as it may have, and shares none with another request.
-    """
-    if request.is_prompt_unknown:
-        return hash_prompt(
-            array("I", bytes(4 * request.isl_tokens_estimate)),
-            block_size=block_size,
-            cache_namespace=f"{request.intake} {request.request_id}",
-        )
-    return hash_prompt(
-        token_ids,
-        block_size=block_size,
-        lora_name=request.lora_name,
-        cache_namespace=request.cache_namespace,
-    )
-
-
-def route_request(
-    request: GenerateRequest,
-    prompt: Prompt,
-    *,
-    attempt: int,
-    excluded: frozenset[WorkerId],
-    has_lost_kv: bool = False,
-) -> RouteRequest:
-    """Return what routing needs to know of one attempt of ``request``.
-
-    One that has lost no KV itself begins with what worked for others; after that its journey says what to
-    try next.
-    """
-    return RouteRequest(
-        request_id=request.request_id,
-        isl_tokens=prompt.isl_tokens,
-        total_blocks=prompt.total_blocks,
-        constraints=request.constraints,
-        override=request.override,
-        pin=request.pin,
-        prefill_pin=request.prefill_pin,
-        excluded=excluded,
-        attempt=attempt,
-        whole=request.whole,
-        whole_if_broken=not has_lost_kv,
-        has_media=request.has_media,
-        shape=request.shape,
-        is_prompt_unknown=request.is_prompt_unknown,
-        context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
-    )
 
 
 class Placer:
@@ -609,81 +508,3 @@ def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:
     rank = prefill.rank.dp_rank - card.dp_start
     room = draw.room % ((ROOM_LIMIT - rank) // card.dp_size) * card.dp_size + rank
     return Bootstrap(host, port, room)
-
-
-def prefill_leg(
-    request: GenerateRequest, placement: Placement, *, time_left_s: float | None
-) -> EngineRequest:
-    """The prefill of a pair: one token, which the decode leg will give again."""
-    sampling = structs.replace(request.sampling, max_tokens=1, min_tokens=0)
-    return _leg(
-        request,
-        placement,
-        Leg.PREFILL,
-        sampling,
-        kv_transfer_params=None,
-        time_left_s=time_left_s,
-    )
-
-
-def last_leg(
-    request: GenerateRequest,
-    placement: Placement,
-    *,
-    kv_transfer_params: KvTransferParams | None,
-    time_left_s: float | None,
-) -> EngineRequest:
-    """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted, and what the
-    worker's context has room for.
-    """
-    sampling, resumed_tokens = request.sampling, placement.resumed_tokens
-    if resumed_tokens:
-        sampling = structs.replace(
-            sampling,
-            max_tokens=sampling.max_tokens - resumed_tokens,
-            min_tokens=max(0, sampling.min_tokens - resumed_tokens),
-        )
-    room_tokens = placement.decode_context_tokens - len(placement.token_ids)
-    if request.context_tokens and 0 < room_tokens < sampling.max_tokens:  # its client leaves the length open
-        sampling = structs.replace(
-            sampling, max_tokens=room_tokens, min_tokens=min(sampling.min_tokens, room_tokens)
-        )
-    return _leg(
-        request,
-        placement,
-        placement.decision.decode.leg,
-        sampling,
-        kv_transfer_params=kv_transfer_params,
-        time_left_s=time_left_s,
-    )
-
-
-def _leg(
-    request: GenerateRequest,
-    placement: Placement,
-    leg: Leg,
-    sampling: Sampling,
-    *,
-    kv_transfer_params: KvTransferParams | None,
-    time_left_s: float | None,
-) -> EngineRequest:
-    pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
-    return EngineRequest(
-        request_id=request.request_id,
-        attempt=placement.decision.attempt,
-        leg=leg,
-        model=request.model,
-        token_ids=placement.token_ids,
-        sampling=sampling,
-        dp_rank=pick.rank.dp_rank,
-        resumed_tokens=placement.resumed_tokens,
-        bootstrap=placement.bootstrap,
-        kv_transfer_params=kv_transfer_params,
-        prefill_worker_id=placement.prefill_pick.rank.worker_id if leg is Leg.DECODE else None,
-        lora_name=request.lora_name,
-        cache_namespace=request.cache_namespace,
-        time_left_s=time_left_s,
-        intake=request.intake,
-        call=None if request.call is None else structs.replace(request.call),  # the router may empty its own
-        trace=request.trace,
-    )

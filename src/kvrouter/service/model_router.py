@@ -24,9 +24,10 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.fleet import CircuitState, Fleet, Pair
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
+from kvrouter.placement.attempt_request import attempt_request, hash_prompt, prompt_of
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.placement.placer import Placer, attempt_request, hash_prompt, prompt_of
+from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import Candidate, Decision, RouteRequest, RoutingSettings, View
 from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports

@@ -18,8 +18,8 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams
 from kvrouter.journey import Abandon, Command, Fail, NotPlaced, Place, SendDecode, SendPrefill
+from kvrouter.placement.legs import prefill_leg
 from kvrouter.placement.placement import Placement
-from kvrouter.placement.placer import prefill_leg
 from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation

@@ -44,8 +44,8 @@ from kvrouter.journey import (
     Shape,
     State,
 )
+from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Placement
-from kvrouter.placement.placer import last_leg, prefill_leg
 from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.legs import lost_leg, open_decode, prefill_outcome, read_prefill

@@ -35,8 +35,10 @@ from kvrouter.journey import (
     State,
 )
 from kvrouter.mock import Content, EngineFull, Party
+from kvrouter.placement.attempt_request import attempt_request
+from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Draw, Placement
-from kvrouter.placement.placer import Placer, attempt_request, last_leg, prefill_leg
+from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import Ticket
 from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.sim.outcome import Move, Outcome

@@ -22,6 +22,7 @@ from kvrouter.engines.kv_events.listener import (
 )
 from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
+from kvrouter.engines.openai.fetching import KV_FAILURES, READ_WITHIN_S, FetchingStream
 from kvrouter.engines.openai.server import (
     JSON_TYPE,
     PROBE_LIMIT_S,
@@ -29,14 +30,8 @@ from kvrouter.engines.openai.server import (
     EngineRefuses,
     EngineServer,
 )
-from kvrouter.engines.openai.streams import (
-    KV_FAILURES,
-    READ_WITHIN_S,
-    AnswerReading,
-    FetchingStream,
-    SseStream,
-    WholeStream,
-)
+from kvrouter.engines.openai.sse import AnswerReading
+from kvrouter.engines.openai.streams import SseStream, WholeStream
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
 from kvrouter.transports.requests.port import EngineStream
 

@@ -10,7 +10,7 @@ from kvrouter.core.requests import ClientCall, ClientForm
 from kvrouter.engines.openai.bodies import Body, bytes_of
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice, ReadEvent
-from kvrouter.engines.openai.streams import AnswerReading
+from kvrouter.engines.openai.sse import AnswerReading
 
 _ENDS = frozenset(
     {

@@ -5,11 +5,9 @@ connection broke, or where an error stands in its place.
 """
 
 import asyncio
-import re
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import aiohttp
@@ -18,18 +16,14 @@ from msgspec.structs import replace
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.json import OFF_LOOP_BYTES
-from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, KvTransferParams
+from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
 from kvrouter.engines.openai.events import (
     AnswerEvent,
     AnswerUsage,
     Failure,
     ReadEvent,
-    Unasked,
     UnreadEvent,
-    exists_for_tokens,
     read_event,
-    with_fingerprint,
-    without_token_ids,
 )
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.server import (
@@ -37,142 +31,9 @@ from kvrouter.engines.openai.server import (
     EVENTS_TYPE,
     AnswerHeaders,
 )
+from kvrouter.engines.openai.sse import DONE, EVENT_MAX_BYTES, AnswerReading, EventCutter, RawEvents
 from kvrouter.http_client import connection_failure
-from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream, StreamBroken
-
-BEHIND_MAX_BYTES = 4096
-"""So many bytes of comments wait behind an answer's last event for the usage, and no more."""
-
-
-class RawEvents:
-    """Takes out of the events of one stream what was asked for the router's sake.
-
-    An engine that is asked for the usage writes its fingerprint next to that, and else into the last event of
-    the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back. One
-    that writes a usage into every event does so for everybody: then the last one is the client's too.
-    """
-
-    def __init__(self, reading: "AnswerReading") -> None:
-        self._reading = reading
-        self._takes_usage = reading.added_usage
-        self._last = b""
-        self._behind: list[bytes] = []
-        self._behind_bytes = 0
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether bytes wait here: the tokens that belong to them wait too."""
-        return bool(self._last)
-
-    def take(self, event: AnswerEvent, raw: bytes) -> bytes:
-        """Return what of ``raw``, and of what waits, goes to the client now."""
-        if event.choices and event.usage is not None and not isinstance(event, UnreadEvent):
-            self._takes_usage = False
-        if self._takes_usage and (event.is_usage_alone or self._is_empty_usage(event, raw)):
-            return self._released(event.system_fingerprint)
-        if self._reading.added_token_ids:
-            if exists_for_tokens(event, raw):
-                return self._released(None)
-            raw = without_token_ids(raw, self._reading.unasked)
-        if self._takes_usage and event.finish is not None and len(event.choices) == 1:
-            released, self._last = self._released(None), raw
-            return released
-        return self._released(None) + raw
-
-    def _is_empty_usage(self, event: AnswerEvent, raw: bytes) -> bool:
-        """Whether it is where the usage was asked for, without one: it has choices, and none in them."""
-        is_read = not isinstance(event, UnreadEvent) and b'"choices"' in raw
-        return is_read and self.is_waiting and not event.choices and event.error is None
-
-    def hold(self, comment: bytes) -> bytes:
-        """A comment came behind bytes that wait; return what waits no longer, as there are many."""
-        self._behind.append(comment)
-        self._behind_bytes += len(comment)
-        return self._released(None) if self._behind_bytes > BEHIND_MAX_BYTES else b""
-
-    def end(self) -> bytes:
-        """Return what still waits: no usage comes any more."""
-        return self._released(None)
-
-    def _released(self, fingerprint: str | None) -> bytes:
-        raw, self._last = self._last, b""
-        if raw and fingerprint is not None:
-            raw = with_fingerprint(raw, fingerprint)
-        if self._behind:
-            raw += b"".join(self._behind)
-            self._behind.clear()
-            self._behind_bytes = 0
-        return raw
-
-
-EVENT_MAX_BYTES = 4 * 1024 * 1024
-"""The longest event that is read; a chunk with log probabilities of a long answer is far below."""
-
-DONE = b"[DONE]"
-
-_BLANK_LINE = re.compile(rb"\n(?:\n|\r\n?)|\r\r\n?")
-"""The end of a line and a blank one behind it: lines end in ``\\r\\n``, ``\\n`` or ``\\r``."""
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-CutEvent = tuple[bytes, bytes | None]
-"""The bytes of an event, and its data: empty of comments alone, None of a piece of one that is not read."""
-
-
-class EventCutter:
-    """Cuts a stream of bytes into events, as WHATWG's HTML standard does, section 9.2.6. All bytes come out
-    again, in order; an event is there as soon as its blank line is, so that a ``\\n`` that comes later than
-    the ``\\r`` before it begins the next one.
-    """
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-        self._is_first = True
-        self._is_long = False
-
-    def push(self, piece: bytes) -> Iterator[CutEvent]:
-        """Yield the events that ``piece`` completes; of one that is longer than :data:`EVENT_MAX_BYTES`
-        all that there is of it.
-        """
-        rest = self._rest
-        if rest:
-            scan_at = len(rest) - 1
-            rest += piece
-            found = _BLANK_LINE.search(rest, scan_at)
-            data = b"" if found is None else bytes(rest)
-            if found is not None:
-                rest.clear()
-        else:
-            data, found = piece, _BLANK_LINE.search(piece)
-        begin = 0
-        while found is not None:
-            end = found.end()
-            yield self._event(data[begin:end])
-            begin = end
-            found = _BLANK_LINE.search(data, begin)
-        rest += data[begin:]
-        if len(rest) > EVENT_MAX_BYTES or (self._is_long and len(rest) > 1):
-            self._is_long = True
-            yield bytes(rest[:-1]), None
-            del rest[:-1]
-
-    def end(self) -> CutEvent:
-        """Return what came behind the last blank line."""
-        rest = bytes(self._rest)
-        self._rest.clear()
-        return self._event(rest)
-
-    def _event(self, raw: bytes) -> CutEvent:
-        if self._is_long:
-            self._is_long = False
-            return raw, None
-        written = raw
-        if self._is_first:
-            self._is_first = False
-            written = raw.removeprefix(_BYTE_ORDER_MARK)
-        lines = [line[5:].strip() for line in written.splitlines() if line.startswith(b"data:")]
-        return raw, lines[0] if len(lines) == 1 else b"\n".join(lines)
-
+from kvrouter.transports.requests.port import StreamBroken
 
 RAW_CHUNK_BYTES = 2048
 """From so many bytes of events on a chunk is sent: on the request plane it takes one token of credit."""
@@ -183,33 +44,6 @@ PIECE_BYTES = 256 * 1024
 
 ABORTED = "the engine aborted the answer"
 """No client asked for it: the engine was stopped, as in a rolling restart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerReading:
-    """How an answer is read.
-
-    ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
-    ``added_usage``: asked for the router's sake, so cut out again; ``unasked`` is what the engine writes in
-    place of the tokens when nobody asks, and ``cleaned`` returns a whole answer without what else was.
-    ``shows_aborts``: the last event of an aborted stream tells its client so. Where it does not, the stream
-    ends with an error.
-    """
-
-    passes_raw: bool
-    added_token_ids: bool = False
-    unasked: Unasked = Unasked.NULL
-    added_usage: bool = False
-    cleaned: Callable[[bytes], bytes] = bytes
-    shows_aborts: bool = True
-
-    def finish_of(self, said: FinishReason | None) -> FinishReason | None:
-        """Return how an answer that came to its end ended. A client that gets the engine's bytes has them
-        whole, whatever reason stands in them, or none.
-        """
-        if not self.passes_raw:
-            return said
-        return said if said is FinishReason.LENGTH else FinishReason.STOP
 
 
 class SseStream:
@@ -646,90 +480,6 @@ class _Gathered:
             completion_tokens=self._completion_tokens,
             unread=self._unread,
         )
-
-
-READ_WITHIN_S = 1.0
-"""How long an engine's server may take to read a call. A connection that is closed before that may take its
-call with it, unread."""
-
-
-KV_FAILURES = (EngineFailed, EngineFailedLater)
-
-
-class FetchingStream:
-    """The answer of a decode leg that fetches KV which waits at a prefill engine.
-
-    An engine that fails such a leg before its first token is taken to have got no KV: it does not say why it
-    failed, and that is why most do. The leg is then prefilled again, and nobody is blamed. ``failures`` are
-    how it may say so.
-
-    With ``read_within_s`` only the decode engine can notify the prefill engine that nobody comes any more: it
-    does so when it aborts the call, with or without having fetched anything. Of a call that it never read it
-    notifies nobody, and the KV keeps its blocks until its lease ends. So a call that is cancelled is taken
-    back once it was surely read; the reader of its answer gets the end at once.
-    """
-
-    def __init__(
-        self,
-        inner: EngineStream,
-        failures: tuple[type[KvrouterError], ...] = KV_FAILURES,
-        *,
-        read_within_s: float | None = None,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self._inner = inner
-        self._failures = failures
-        self._loop = loop
-        self._read_at_s = loop.time() + (read_within_s or 0.0)
-        self._left: asyncio.Future[EngineChunk] | None = (
-            None if read_within_s is None else loop.create_future()
-        )
-        """The end that a reader gets of a call that is taken back later; None once the engine answers."""
-        self._has_begun = False
-        self._is_over = False
-
-    def __aiter__(self) -> "FetchingStream":
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        if self._is_over:
-            raise StopAsyncIteration
-        try:
-            chunk = await (self._inner.__anext__() if self._left is None else self._first(self._left))
-        except self._failures as error:
-            if self._has_begun:
-                raise
-            return EngineChunk(
-                finish=FinishReason.ERROR,
-                error=error.message,
-                kv_lost=KvLoss.BROKEN,
-                failure=error.answer,
-            )
-        self._has_begun = self._has_begun or not chunk.is_comment
-        return chunk
-
-    async def _first(self, left: asyncio.Future[EngineChunk]) -> EngineChunk:
-        """Return the engine's first chunk, or the end where the call is cancelled before."""
-        reading = asyncio.ensure_future(self._inner.__anext__())
-        try:
-            await asyncio.wait({reading, left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not reading.cancel() and not reading.cancelled():
-                reading.exception()  # where the client left meanwhile, nobody else reads it
-        if left.done():
-            self._is_over = True
-            return left.result()
-        chunk = reading.result()
-        self._left = None
-        return chunk
-
-    def cancel(self, reason: str) -> None:
-        """Ask the engine to stop, once it knows of the call. Idempotent."""
-        if self._left is None:
-            self._inner.cancel(reason)
-        elif not self._left.done():
-            self._left.set_result(EngineChunk(finish=FinishReason.CANCELLED, error=reason))
-            self._loop.call_at(max(self._read_at_s, self._loop.time()), self._inner.cancel, reason)
 
 
 class Awaiting(Protocol):

@@ -22,7 +22,7 @@ from kvrouter.engines.openai.events import (
     Unasked,
 )
 from kvrouter.engines.openai.passed import passed_call, passed_form
-from kvrouter.engines.openai.streams import AnswerReading
+from kvrouter.engines.openai.sse import AnswerReading
 
 GENERATE = "/generate"
 

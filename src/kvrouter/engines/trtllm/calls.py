@@ -24,7 +24,7 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.passed import passed_call, passed_form
-from kvrouter.engines.openai.streams import AnswerReading
+from kvrouter.engines.openai.sse import AnswerReading
 from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 

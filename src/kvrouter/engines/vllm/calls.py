@@ -23,7 +23,7 @@ from kvrouter.engines.openai.bodies import (
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.passed import passed_call, passed_form
-from kvrouter.engines.openai.streams import AnswerReading
+from kvrouter.engines.openai.sse import AnswerReading
 
 KvParams = Mapping[str, object]
 
