@@ -22,8 +22,9 @@ from kvrouter.config.static_endpoint import STATIC_INCARNATION
 from kvrouter.config.worker_options import MockFileOptions, MockRunOptions
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
-from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, WorkerCard
 from kvrouter.engines.mock import MockCluster, TransferSettings
+from kvrouter.mock import Peer
 from kvrouter.processes.standby import until_free
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.source import settled_source
@@ -34,7 +35,7 @@ from kvrouter.wiring.mock_fleet import tell_mock_account
 from kvrouter.wiring.nats import revealed
 from kvrouter.wiring.router_transports import settled
 from kvrouter.wiring.tls import advertised, tls_of
-from kvrouter.wiring.worker_transports import open_worker_transports
+from kvrouter.wiring.worker_transports import NetworkWorkerTransports, open_worker_transports
 from kvrouter.worker import EngineDoor, Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
@@ -117,11 +118,10 @@ async def mock_worker(
     fleet, group = spec.fleet, spec.group
     if not spec.run.is_static:
         settings = settled(settings, kv_events=mock_engine(group).kv_events)
-    model = fleet.model_of(group)
     topology = _topology(group, environ)
     domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
     pool = EncodePool()
-    text = load_texts(fleet, pool)[ModelName(model.name)]
+    text = load_texts(fleet, pool)[ModelName(fleet.model_of(group).name)]
     cluster = _cluster(settings, fleet)
     component = "prefill" if bootstraps(group) or group.role.value == "prefill" else "backend"
     try:
@@ -143,29 +143,9 @@ async def mock_worker(
         ) as wires:
             if spec.run.is_standby:
                 await until_free(wires.discovery, spec.worker_id)
-            incarnation = STATIC_INCARNATION if spec.run.is_static else new_incarnation()
-            card = worker_card(
-                fleet,
-                group,
-                spec.worker_id,
-                incarnation=incarnation,
-                address=wires.requests.address_of(spec.worker_id, incarnation),
-                bootstrap=bootstrap,
-            )
             worker = Worker(
                 engine,
-                replace(
-                    card,
-                    namespace=planes.namespace,
-                    pod=planes.pod_name or "",
-                    node=planes.node,
-                    event_source=wires.events.source,
-                    publishes_kv_events=card.publishes_kv_events and not spec.run.is_static,
-                    tokenizer=settled_source(model.mock_tokenizer),
-                    runtime_config=replace(
-                        card.runtime_config, enable_local_indexer=spec.run.enable_local_indexer
-                    ),
-                ),
+                _card_of(settings, spec, wires, bootstrap),
                 discovery=wires.discovery,
                 events=wires.events,
                 requests=wires.requests,
@@ -183,6 +163,32 @@ async def mock_worker(
         await cluster.close()
         tell_mock_account(cluster)
         pool.close()
+
+
+def _card_of(
+    settings: Settings, spec: MockWorkerSpec, wires: NetworkWorkerTransports, bootstrap: Peer | None
+) -> WorkerCard:
+    """Return the card that the worker publishes."""
+    fleet, group, run, planes = spec.fleet, spec.group, spec.run, settings.planes
+    incarnation = STATIC_INCARNATION if run.is_static else new_incarnation()
+    card = worker_card(
+        fleet,
+        group,
+        spec.worker_id,
+        incarnation=incarnation,
+        address=wires.requests.address_of(spec.worker_id, incarnation),
+        bootstrap=bootstrap,
+    )
+    return replace(
+        card,
+        namespace=planes.namespace,
+        pod=planes.pod_name or "",
+        node=planes.node,
+        event_source=wires.events.source,
+        publishes_kv_events=card.publishes_kv_events and not run.is_static,
+        tokenizer=settled_source(fleet.model_of(group).mock_tokenizer),
+        runtime_config=replace(card.runtime_config, enable_local_indexer=run.enable_local_indexer),
+    )
 
 
 @asynccontextmanager

@@ -94,6 +94,41 @@ def _why_lost(error: Exception) -> str:
     return reason(error)
 
 
+class _ConnectionWatch:
+    """Logs what becomes of a connection. ``needed_for`` ends each line before it is open."""
+
+    def __init__(self, client: _StayingClient, servers: str, needed_for: str) -> None:
+        self.servers = servers
+        self.needed_for = needed_for
+        self.is_open = False
+        self.reasons: dict[str, None] = {}
+        """Why no server let us in, in the order in which it was noticed."""
+        self._client = client
+        self._throttle = LogThrottle()
+
+    async def lost(self) -> None:
+        """The connection is lost; it is tried again."""
+        if not self._client.is_closed:
+            log_event(_log, Event.PLANE_LOST, plane="nats", reason=f"{self.servers}: {self._client.why_lost}")
+
+    async def back(self) -> None:
+        """The connection is there again."""
+        log_event(_log, Event.PLANE_BACK, plane="nats", reason=self.servers)
+
+    async def trouble(self, error: Exception) -> None:
+        """Errors of one message are raised where it is awaited; others are logged here, at a limited rate."""
+        if isinstance(error, UnexpectedEOF):
+            return  # a lost connection is logged as that
+        why = reason(error)
+        text = f"{self.servers}: {why}"
+        if not self.is_open:
+            if why not in self.reasons:
+                log_event(_log, Event.PLANE_AWAITED, plane="nats", reason=f"{text}{self.needed_for}")
+            self.reasons[why] = None
+        elif self._throttle.allows(why[:KIND_CHARS]):
+            log_event(_log, Event.PLANE_DISTURBED, plane="nats", reason=text)
+
+
 @asynccontextmanager
 async def nats_connection(
     settings: PlaneSettings, *, name: str, tls: ssl.SSLContext | None, needs: Sequence[str] = ()
@@ -107,31 +142,9 @@ async def nats_connection(
     """
     _check_credentials(settings.nats_credentials)
     client = _StayingClient()
-    servers = nameable(settings.nats_server)
-    needed_for = f"; needed for {', '.join(needs)}" if needs else ""
-    throttle = LogThrottle()
-    reasons: dict[str, None] = {}  # why no server let us in, in the order in which it was noticed
-
-    async def lost() -> None:
-        if not client.is_closed:
-            log_event(_log, Event.PLANE_LOST, plane="nats", reason=f"{servers}: {client.why_lost}")
-
-    async def back() -> None:
-        log_event(_log, Event.PLANE_BACK, plane="nats", reason=servers)
-
-    async def trouble(error: Exception) -> None:
-        """Errors of one message are raised where it is awaited; others are logged here, at a limited rate."""
-        if isinstance(error, UnexpectedEOF):
-            return  # a lost connection is logged as that
-        why = reason(error)
-        if not is_open:
-            if why not in reasons:
-                log_event(_log, Event.PLANE_AWAITED, plane="nats", reason=f"{servers}: {why}{needed_for}")
-            reasons[why] = None
-        elif throttle.allows(why[:KIND_CHARS]):
-            log_event(_log, Event.PLANE_DISTURBED, plane="nats", reason=f"{servers}: {why}")
-
-    is_open = False
+    watch = _ConnectionWatch(
+        client, nameable(settings.nats_server), f"; needed for {', '.join(needs)}" if needs else ""
+    )
     try:
         async with asyncio.timeout(CONNECT_LIMIT_S):
             await client.connect(
@@ -142,9 +155,9 @@ async def nats_connection(
                 token=revealed(settings.nats_token),
                 user_credentials=settings.nats_credentials,
                 tls=tls,
-                error_cb=trouble,
-                disconnected_cb=lost,
-                reconnected_cb=back,
+                error_cb=watch.trouble,
+                disconnected_cb=watch.lost,
+                reconnected_cb=watch.back,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=RECONNECT_WAIT_S,
                 ping_interval=PING_S,
@@ -153,12 +166,12 @@ async def nats_connection(
     except (NatsError, OSError, TimeoutError) as error:
         if isinstance(error, TimeoutError):  # else it never began
             await client.close()
-        why = "; ".join(reasons) or reason(error)
+        why = "; ".join(watch.reasons) or reason(error)
         raise NatsUnreachable(
-            f"no NATS server lets us in at {servers} ({why}){needed_for}: start one, set NATS_SERVER and "
-            "NATS_AUTH_*, or choose --discovery file"
+            f"no NATS server lets us in at {watch.servers} ({why}){watch.needed_for}: start one, set "
+            "NATS_SERVER and NATS_AUTH_*, or choose --discovery file"
         ) from error
-    is_open = True
+    watch.is_open = True
     try:
         yield client
     finally:

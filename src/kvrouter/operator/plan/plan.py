@@ -1,7 +1,7 @@
 """The plan: every manifest of one deployment, in one order, from arguments alone."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
@@ -24,6 +24,7 @@ from kvrouter.operator.plan.manifest import Manifest, labels_of
 from kvrouter.operator.plan.network import network_policy
 from kvrouter.operator.plan.packing import (
     PACKING_ANNOTATION,
+    Packing,
     pack,
     packed_labels,
     read_packings,
@@ -31,8 +32,9 @@ from kvrouter.operator.plan.packing import (
 from kvrouter.operator.plan.pod import PodDraft, overruled_sources, read_pod_template
 from kvrouter.operator.plan.programs import unregistered
 from kvrouter.operator.plan.serving import complete, http_port
-from kvrouter.operator.plan.shared import OWN_LABEL, give_shared, read_env, shared_problems
+from kvrouter.operator.plan.shared import OWN_LABEL, SharedEnv, give_shared, read_env, shared_problems
 from kvrouter.operator.plan.wiring import (
+    FrontendPlace,
     frontend_place,
     names_of_policy,
     place_frontend,
@@ -99,31 +101,56 @@ def plan(
     problems += shared_problems(deployment.spec, labels_of_nodes)
     env = read_env(deployment.spec, names_of_policy(policy, links, place))
     warnings += env.warnings
-    assumes = False
-    drafts: list[tuple[ComponentSpec, PodDraft, Manifest]] = []
+    drafting = _Drafting(deployment, defaults, policy, resolution, links, place, of_topology, env, packings)
     for index, component in enumerate(deployment.spec.components):
-        at: Path = ("spec", "components", index)
-        problems += rollout_problems(component, at)
+        problems += drafting.add(component, ("spec", "components", index))
+    drafts = drafting.drafts
+    problems += pack(deployment, {component.name: draft for component, draft, _ in drafts}, packings)
+    for component, draft, annotations in drafts:
+        manifests += _of_component(deployment, component, draft, annotations, policy)
+        if defaults.network_policies:
+            manifests.append(network_policy(deployment, component, draft, defaults))
+        warnings += draft.warnings
+    if drafting.assumes:
+        warnings.append(Problem(reading.settings.weight_at, ASSUMED))
+    if problems:
+        return Plan((), tuple(warnings), tuple(problems), policy, resolution)
+    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution, place is not None)
+
+
+@dataclass
+class _Drafting:
+    """The pod templates of a deployment's components, one after the other."""
+
+    deployment: DynamoGraphDeployment
+    defaults: PlanDefaults
+    policy: DeploymentPolicy | None
+    resolution: Resolution | None
+    links: FrontendLinks
+    place: FrontendPlace | None
+    of_topology: NetworkQoS | None
+    env: SharedEnv
+    packings: Mapping[str, Packing]
+    drafts: list[tuple[ComponentSpec, PodDraft, Manifest]] = field(default_factory=list)
+    """Each component that can be read, its template, and the annotations of what is made of it."""
+    assumes: bool = False
+    """Whether a frontend weighs links that nobody named."""
+
+    def add(self, component: ComponentSpec, at: Path) -> list[Problem]:
+        """Draft the next component; return what is wrong with it."""
+        deployment, defaults = self.deployment, self.defaults
+        problems = [*rollout_problems(component, at)]
         draft = read_pod_template(component, at)
         if isinstance(draft, list):
-            problems += draft
-            continue
+            return problems + draft
         written = replace(draft, containers=[*draft.containers], init_containers=[*draft.init_containers])
         draft.warnings += unregistered(draft, component.type)
-        problems += complete(draft, deployment, component, defaults, env.entries)
+        problems += complete(draft, deployment, component, defaults, self.env.entries)
         give_account(draft, deployment, component.type, defaults)
-        annotations: Manifest = {}
-        if policy is not None and resolution is not None and component.type is ComponentType.FRONTEND:
-            if place is not None:
-                place_frontend(draft, place, resolution.copies, defaults)
-            assumes |= wire_frontend(draft, policy, links)
-            annotations = {} if of_topology is None else {QOS_ANNOTATION: qos_text(of_topology)}
-        elif policy is not None and resolution is not None:
-            wire_worker(draft, component.type, policy, resolution.copies, defaults)
-            annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
-        give_shared(draft, deployment.spec, env)
+        annotations = self._wire(draft, component)
+        give_shared(draft, deployment.spec, self.env)
         draft.warnings += overruled_sources(written, draft)
-        packed_labels(draft, packing := packings.get(component.name))
+        packed_labels(draft, packing := self.packings.get(component.name))
         if packing is not None:
             annotations[PACKING_ANNOTATION] = packing.annotation
         labels = labels_of(deployment, component)
@@ -133,18 +160,21 @@ def plan(
             if draft.labels.get(key, value) != value
         ]
         draft.labels = {**deployment.spec.labels, **draft.labels, **labels}
-        drafts.append((component, draft, annotations))
-    problems += pack(deployment, {component.name: draft for component, draft, _ in drafts}, packings)
-    for component, draft, annotations in drafts:
-        manifests += _of_component(deployment, component, draft, annotations, policy)
-        if defaults.network_policies:
-            manifests.append(network_policy(deployment, component, draft, defaults))
-        warnings += draft.warnings
-    if assumes:
-        warnings.append(Problem(reading.settings.weight_at, ASSUMED))
-    if problems:
-        return Plan((), tuple(warnings), tuple(problems), policy, resolution)
-    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution, place is not None)
+        self.drafts.append((component, draft, annotations))
+        return problems
+
+    def _wire(self, draft: PodDraft, component: ComponentSpec) -> Manifest:
+        """Give a template what the transfer policy asks of it; return its annotations."""
+        policy, resolution = self.policy, self.resolution
+        if policy is None or resolution is None:
+            return {}
+        if component.type is not ComponentType.FRONTEND:
+            wire_worker(draft, component.type, policy, resolution.copies, self.defaults)
+            return {LEVELS_ANNOTATION: _levels(resolution.copies)}
+        if self.place is not None:
+            place_frontend(draft, self.place, resolution.copies, self.defaults)
+        self.assumes |= wire_frontend(draft, policy, self.links)
+        return {} if self.of_topology is None else {QOS_ANNOTATION: qos_text(self.of_topology)}
 
 
 def read_levels(annotation: str | None) -> tuple[Level, ...]:
