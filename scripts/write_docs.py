@@ -21,7 +21,7 @@ from kvrouter.config.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, F
 from kvrouter.config.setting import choices_of, limits_of, model_in, models_in
 from kvrouter.config.setting_spec import SettingGroup, SettingKind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
-from kvrouter.telemetry import EVENTS, GenAiMetrics, OperatorTelemetry, Telemetry
+from kvrouter.telemetry import Event, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
 from kvrouter.telemetry.gen_ai import GEN_AI_OPT_IN, GEN_AI_SWITCH
 from tests.differential.differences import DIFFERENCES
@@ -284,9 +284,7 @@ def metrics_page() -> str:
         (f"`{spec.name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels), spec.meaning)
         for spec in (*Telemetry.SPECS, *OperatorTelemetry.SPECS, *GenAiMetrics.SPECS)
     ]
-    events = [
-        (f"`{event.value}`", getLevelName(spec.level).lower(), spec.meaning) for event, spec in EVENTS.items()
-    ]
+    events = [(f"`{event.value}`", getLevelName(event.level).lower(), event.meaning) for event in Event]
     fields = ", ".join(f"`{name}`" for name in sorted(FIELD_NAMES))
     return (
         f"{METRICS_HEAD}\n{table(('metric', 'kind', 'labels', 'meaning'), metrics)}"

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.config.setting_spec import SETTINGS_FILE, written_settings
 from kvrouter.config.tree import SETTINGS
-from kvrouter.telemetry import EVENTS, Telemetry
+from kvrouter.telemetry import Event, Telemetry
 from scripts import write_flags
 from scripts.write_docs import DOCS, PAGES, main
 
@@ -88,7 +88,7 @@ def test_every_setting_metric_and_event_is_on_its_page() -> None:
         assert f"`{spec.variable}` | `{spec.yaml_key}` | {spec.default_text} |" in settings
     for metric in Telemetry.SPECS:
         assert f"`{metric.name}`" in metrics
-    for event in EVENTS:
+    for event in Event:
         assert f"`{event.value}`" in metrics
 
 

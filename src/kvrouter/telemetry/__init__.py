@@ -1,6 +1,6 @@
 """Telemetry: every metric and every log event, each in one table."""
 
-from kvrouter.telemetry.events import EVENTS, Event, Fields, log_event
+from kvrouter.telemetry.events import Event, Fields, log_event
 from kvrouter.telemetry.families import (
     CounterFamily,
     GaugeFamily,
@@ -13,7 +13,6 @@ from kvrouter.telemetry.logs import configure_logging
 from kvrouter.telemetry.metrics import OperatorTelemetry, Telemetry
 
 __all__ = [
-    "EVENTS",
     "CounterFamily",
     "Event",
     "Fields",
