@@ -104,6 +104,15 @@ async def test_files_that_hold_no_cordon_are_said_once_and_the_others_count(tmp_
         store = FileCordons(tmp_path / "cards", namespace="space", on_refused=refused)
 
 
+async def test_a_cordon_is_removed_also_where_its_file_holds_none_any_more(tmp_path: Path) -> None:
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    await store.put(ZONE)
+    (bad,) = (tmp_path / "cards" / "space").glob("cordon-*.json")
+    bad.write_bytes(b"{")
+    await store.remove(ZONE)
+    assert not bad.exists()
+
+
 async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
     troubles = Refusals()
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)

@@ -212,6 +212,17 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
     assert await ids(files) == [1, 2]
 
 
+async def test_a_folder_whose_files_cannot_be_looked_at_is_a_lost_store(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.end().publish(card())
+    ear = await listen(store.end())
+    with monkeypatch.context() as folder:
+        folder.setattr(Path, "lstat", raises(errno.EACCES))
+        await ear.until_heard(card(), False)
+    await ear.until_heard(card(), False, True)
+
+
 # Who keeps the place
 
 

@@ -14,7 +14,7 @@ from kvrouter.transports.discovery.card_publisher import HeldCards
 from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
 from kvrouter.transports.discovery.leased_watch import CardStore, LeasedWatch
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
-from kvrouter.transports.discovery.records import RecordStore
+from kvrouter.transports.discovery.records import OtherWrote, RecordStore
 from kvrouter.transports.discovery.wire import CORDONS
 
 T = TypeVar("T")
@@ -120,6 +120,7 @@ class StoredCordons(Generic[V]):
 
     def __init__(self, store: RecordStore[Cordon, V], *, why: Callable[[Exception], str]) -> None:
         self._store = store
+        self._errors: tuple[type[Exception], ...] = (*store.errors, OtherWrote)
         self._why = why
 
     async def read(self) -> tuple[Cordon, ...]:
@@ -131,10 +132,8 @@ class StoredCordons(Generic[V]):
         await self._asked(self._store.put(cordon))
 
     async def remove(self, cordon: Cordon) -> None:
-        """Remove every record of a cordon of this level, name and source; idempotent."""
-        for record in await self._asked(self._store.list_all()):
-            if CORDONS.key_of(record.value) == CORDONS.key_of(cordon):
-                await self._asked(self._store.delete(record.key))
+        """Remove the cordon of this level, name and source; idempotent."""
+        await self._asked(self._store.delete(CORDONS.key_of(cordon)))
 
     async def close(self) -> None:
         """Hold nothing any more; idempotent."""
@@ -143,5 +142,5 @@ class StoredCordons(Generic[V]):
     async def _asked(self, work: Awaitable[T]) -> T:
         try:
             return await work
-        except self._store.errors as error:
+        except self._errors as error:
             raise CordonsUnavailable(self._why(error)) from error

@@ -266,6 +266,9 @@ class FileRecords(Generic[T]):
         path, before = self.folder.path / name, self._seen.get(name)
         try:
             stamp = stamp_of(path.lstat())
+        except FileNotFoundError:
+            return None
+        try:
             if before is None or before.stamp != stamp:
                 before = self._looked_at(name, stamp, now)
             is_half = before.record is None and not before.trouble

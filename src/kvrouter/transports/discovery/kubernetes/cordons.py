@@ -59,3 +59,9 @@ class KubernetesCordons(StoredCordons[Stood]):
     def __init__(self, user: ClusterUser, *, namespace: str, on_refused: TroubleSink) -> None:
         store = CordonObjects(user, fleet=namespace, on_refused=on_refused)
         super().__init__(store, why=lambda error: f"cordons cannot be read or written: {store.reason(error)}")
+
+    async def remove(self, cordon: Cordon) -> None:
+        """Remove every object of a cordon of this level, name and source, as it is read; idempotent."""
+        for record in await self._asked(self._store.list_all()):
+            if CORDONS.key_of(record.value) == CORDONS.key_of(cordon):
+                await self._asked(self._store.delete(record.key, record.version))

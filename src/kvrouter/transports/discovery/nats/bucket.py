@@ -11,7 +11,7 @@ consumer in the server, which could die without a word; what it misses, the next
 import asyncio
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from nats.aio.client import Client
@@ -168,7 +168,7 @@ class BucketRecords(Generic[T]):
             if listed_at == self._listed_at:
                 return self._listed
             found = []
-            for key, kept in await self.read_all(sorted(self._keys_in(info))):
+            async for key, kept in self.read_all(sorted(self._keys_in(info))):
                 if kept.value is not None and (record := self._record(key, kept.value, kept.revision)):
                     found.append(record)
         except NotFoundError:
@@ -302,12 +302,12 @@ class BucketRecords(Generic[T]):
         """Every key."""
         return self._keys_in(await self._js.stream_info(f"KV_{self.name}", subjects_filter=">"))
 
-    async def read_all(self, keys: list[str]) -> list[tuple[str, Kept]]:
-        """Return what is kept under each of these keys."""
-        found: list[Kept] = []
+    async def read_all(self, keys: list[str]) -> AsyncIterator[tuple[str, Kept]]:
+        """Yield what is kept under each of these keys."""
         for first in range(0, len(keys), READS_AT_ONCE):
-            found += await asyncio.gather(*map(self._read, keys[first : first + READS_AT_ONCE]))
-        return list(zip(keys, found, strict=True))
+            some = keys[first : first + READS_AT_ONCE]
+            for each in zip(some, await asyncio.gather(*map(self._read, some)), strict=True):
+                yield each
 
     def refuse(self, key: str, error: ProtocolError, *, revision: int) -> None:
         """Report that ``key`` holds no record."""
@@ -453,7 +453,7 @@ class BucketFeed(PolledFeed):
         self._heard_at = time.monotonic()
 
     async def _read(self, keys: list[str]) -> None:
-        for key, kept in await self._store.read_all(keys):
+        async for key, kept in self._store.read_all(keys):
             if kept.revision:
                 self._take(key, kept.value, kept.revision)
 
