@@ -31,7 +31,7 @@ class _ApiError(msgspec.Struct):
     """What is read of an error: one of an engine, which a router passes on, may have anything else."""
 
     message: str
-    code: str = ""
+    code: object = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -127,7 +127,8 @@ class RouterClient:
         if response.status != http.client.OK:
             said = _error(answer)
             raise AskFailed(
-                f"{self._url}: {response.status} {said.message or response.reason}", said=said.code
+                f"{self._url}: {response.status} {said.message or response.reason}",
+                said=said.code if isinstance(said.code, str) else "",
             )
         return answer
 

@@ -5,8 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvrouter.api.fleet import Cordoned, Discovery
-from kvrouter.core.workers import Role
+from kvrouter.api.fleet import Cordoned, Discovery, RoleName
 
 NAME_CHARS_MAX = 256
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -27,7 +26,7 @@ class CordonedWorker(Struct, frozen=True, kw_only=True):
 
     worker_id: int
     model: str
-    role: Role
+    role: RoleName
     alive: bool
     running_requests: int
 
@@ -36,7 +35,7 @@ class Remaining(Struct, frozen=True, kw_only=True):
     """How many of a model's workers of one role take new requests."""
 
     model: str
-    role: Role
+    role: RoleName
     workers: int
     left: int
 

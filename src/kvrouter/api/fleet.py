@@ -1,16 +1,21 @@
 """``GET /v1/fleet``, ``/v1/flows`` and ``/v1/refusals``: workers and models, as a router sees them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvrouter.core.workers import Enforcement, Role
+
+RoleName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in Role]})]
+EnforcementName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in Enforcement]})]
+"""A text that equals a member of the enumeration: a newer router may have more of them than its reader."""
 
 
 class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How strictly KV keeps to a domain; ``weight`` is there where the domain is only preferred."""
 
-    enforcement: Enforcement
+    enforcement: EnforcementName
     domain: str
     weight: float | None = None
 
@@ -104,7 +109,7 @@ class Model(Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    block_size: int = 0
+    block_size: int
     router_mode: str = ""
     cache_view: str | None = None
     routing: str | None = None
@@ -228,7 +233,7 @@ class Worker(Struct, frozen=True, kw_only=True):
 
     worker_id: int
     model: str
-    role: Role
+    role: RoleName
     alive: bool = True
     draining: bool = False
     cordons: Sequence[Cordoned] = ()
@@ -262,12 +267,12 @@ class Worker(Struct, frozen=True, kw_only=True):
     @property
     def prefills(self) -> bool:
         """Whether prompts are prefilled there as a rule."""
-        return self.role is not Role.DECODE
+        return self.role != Role.DECODE
 
     @property
     def decodes(self) -> bool:
         """Whether answers are decoded there."""
-        return self.role is not Role.PREFILL
+        return self.role != Role.PREFILL
 
     def __str__(self) -> str:
         """Its number, and where an operator finds it."""
@@ -282,7 +287,7 @@ class RefusedWorker(Struct, frozen=True, kw_only=True):
 
     worker_id: int
     model: str
-    role: Role
+    role: RoleName
     address: str
     engine: str | None = None
     pod: str | None

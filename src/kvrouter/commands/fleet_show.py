@@ -178,7 +178,7 @@ def running_shown(source: str, state: Fleet) -> FleetShown:
     sizes = {model.model: model.block_size for model in state.models}
     alike: list[tuple[GroupShown, list[int]]] = []
     for worker in state.workers:
-        row = _row_of(worker, sizes[worker.model])
+        row = _row_of(worker, sizes.get(worker.model))
         ids = next((ids for other, ids in alike if other == row), None)
         if ids is None:
             alike.append((row, [worker.worker_id]))
@@ -192,7 +192,7 @@ def running_shown(source: str, state: Fleet) -> FleetShown:
     return FleetShown(source, models, groups, places_of(groups, levels), None, (), {})
 
 
-def _row_of(worker: Worker, block_size: int) -> GroupShown:
+def _row_of(worker: Worker, block_size: int | None) -> GroupShown:
     """Return a worker without its id: workers that are alike are equal."""
     policy = worker.kv_transfer
     total_blocks = worker.ranks[0].total_blocks if worker.ranks else None
@@ -205,7 +205,7 @@ def _row_of(worker: Worker, block_size: int) -> GroupShown:
         engine=worker.engine or "–",
         urls=(),
         ranks=len(worker.ranks),
-        kv_tokens=None if total_blocks is None else total_blocks * block_size,
+        kv_tokens=None if total_blocks is None or block_size is None else total_blocks * block_size,
         taints=tuple(worker.taints),
         kv_transfer=None if policy is None else _policy(policy.enforcement, policy.domain, policy.weight),
     )

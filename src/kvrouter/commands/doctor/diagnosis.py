@@ -215,11 +215,11 @@ async def _described(worker: Worker, url: str, reading: EngineReading) -> Engine
     their pages would take from the worker what it reads there.
     """
     kind = (worker.engine or "").partition(" ")[0]
-    if kind not in ENGINES:
+    if kind not in ENGINES or worker.role not in list(Role):
         return reading
     attach = cast("AttachEngine", import_module(f"{ENGINES[kind]}.attach").attach)
     attached = await attach(
-        AttachSpec(kind=kind, url=url, worker_id=WorkerId(worker.worker_id), role=worker.role)
+        AttachSpec(kind=kind, url=url, worker_id=WorkerId(worker.worker_id), role=Role(worker.role))
     )
     await attached.engine.stop()
     return replace(
@@ -333,7 +333,7 @@ async def _probed(
             answer = await _asked_directly(
                 url, _text(engine.model, is_chat=probe.is_chat), timeout_s=timeout_s
             )
-        elif worker.role is not Role.PREFILL:
+        elif worker.role != Role.PREFILL:
             body = {**_text(worker.model, is_chat=probe.is_chat), "nvext": {"worker_id": worker.worker_id}}
             answer = await asyncio.to_thread(router.post, "/tokenize", body)
         else:

@@ -21,7 +21,7 @@ def links(reading: Reading) -> Iterator[Outcome]:
     """Links that are slower than their table or than others of their kind."""
     for model in reading.fleet.models:
         if model.links is None:
-            if any(worker.role is Role.PREFILL for worker in reading.fleet.workers_of(model)):
+            if any(worker.role == Role.PREFILL for worker in reading.fleet.workers_of(model)):
                 yield NotMade(
                     f"model {model.model}",
                     f"links are learned under --router-cost time alone, and it is {model.router_cost}",

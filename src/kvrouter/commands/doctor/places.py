@@ -10,7 +10,7 @@ from kvrouter.core.workers import Enforcement, Role
 CROSSED_SHARE = 0.01
 """What happens to a smaller share of all is noted, and is no warning."""
 
-BY_ENFORCEMENT = {
+BY_ENFORCEMENT: dict[str, Severity] = {
     Enforcement.REQUIRED: Severity.CRITICAL,
     Enforcement.FALLBACK: Severity.WARNING,
     Enforcement.PREFERRED: Severity.NOTE,
@@ -32,7 +32,7 @@ def labels(reading: Reading) -> Iterator[Outcome]:
         for worker in workers:
             lacking = [policy for policy in needed if not worker.domains.get(policy.domain)]
             if lacking:
-                is_required = any(policy.enforcement is Enforcement.REQUIRED for policy in lacking)
+                is_required = any(policy.enforcement == Enforcement.REQUIRED for policy in lacking)
                 yield Problem(
                     Severity.CRITICAL if is_required else Severity.WARNING,
                     str(worker),
@@ -64,15 +64,15 @@ def zones(reading: Reading) -> Iterator[Outcome]:
 
 def _has_pairs(workers: list[Worker]) -> bool:
     """Whether KV goes from one worker to another at all."""
-    return any(worker.role is Role.PREFILL for worker in workers)
+    return any(worker.role == Role.PREFILL for worker in workers)
 
 
 def _zones_of(model: Model, policy: Policy, workers: list[Worker]) -> Iterator[Outcome]:
     domain = policy.domain
     able = [worker for worker in workers if worker.takes_requests and domain in worker.domains]
-    prefill = {worker.domains[domain] for worker in able if worker.role is Role.PREFILL}
+    prefill = {worker.domains[domain] for worker in able if worker.role == Role.PREFILL}
     decode = {worker.domains[domain] for worker in able if worker.decodes}
-    consequences = {
+    consequences: dict[str, str] = {
         Enforcement.REQUIRED: "a prompt that is prefilled there cannot be decoded anywhere: its workers are "
         "passed over, and where they are all that is left requests get 503",
         Enforcement.FALLBACK: "KV from there crosses the domain: later first tokens, and paid bytes",
@@ -80,18 +80,18 @@ def _zones_of(model: Model, policy: Policy, workers: list[Worker]) -> Iterator[O
     }
     for value in sorted(prefill - decode):
         yield Problem(
-            BY_ENFORCEMENT[policy.enforcement],
+            BY_ENFORCEMENT.get(policy.enforcement, Severity.NOTE),
             f"{domain}={value} ({model.model})",
             f"prefill workers take requests there and no decode worker does; the transfer policy is "
-            f"{policy.enforcement.value} on {domain}",
-            consequences[policy.enforcement],
+            f"{policy.enforcement} on {domain}",
+            consequences.get(policy.enforcement, "this kvrouter does not know such a policy"),
             f"start decode workers in {value}, or mend those that are there; kvrouter worth says what "
             "another "
             "policy would change",
         )
-    if policy.enforcement is not Enforcement.REQUIRED:
+    if policy.enforcement != Enforcement.REQUIRED:
         return
-    for value in sorted({worker.domains[domain] for worker in able if worker.role is Role.DECODE} - prefill):
+    for value in sorted({worker.domains[domain] for worker in able if worker.role == Role.DECODE} - prefill):
         yield Problem(
             Severity.WARNING,
             f"{domain}={value} ({model.model})",

@@ -171,7 +171,7 @@ def roles(reading: Reading) -> Iterator[Outcome]:
                 "start decode workers (role: decode, or both), or look at why those that are there take none",
             )
         elif not any(worker.prefills for worker in able):
-            were = [worker for worker in workers if worker.role is Role.PREFILL]
+            were = [worker for worker in workers if worker.role == Role.PREFILL]
             yield Problem(
                 Severity.CRITICAL if were else Severity.WARNING,
                 f"model {model.model}",
