@@ -20,6 +20,7 @@ from kvrouter.transports.discovery.file import FileDiscovery
 from kvrouter.transports.events.zmq import ZmqEventPublisher
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
+from kvrouter.transports.requests.worker_session import WorkerLimits
 
 MODEL = ModelName("mock")
 EPOCH = Epoch(1)
@@ -66,7 +67,10 @@ async def serve(
 ) -> WorkerCard:
     """Serve one worker until the stack ends; return its card."""
     acceptor = TcpRequestAcceptor(
-        "127.0.0.1", token=None, heartbeat_s=heartbeat_s, dead_after_s=3 * heartbeat_s, on_refused=fail
+        "127.0.0.1",
+        token=None,
+        limits=WorkerLimits(heartbeat_s=heartbeat_s, dead_after_s=3 * heartbeat_s),
+        on_refused=fail,
     )
     await acceptor.start()
     stack.push_async_callback(acceptor.close)

@@ -8,6 +8,7 @@ from nats.aio.client import Client
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
 from kvrouter.transports.requests.session import RouterLimits
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.nats_server import NatsServer
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker
 
@@ -104,7 +105,11 @@ async def both_ends(
         ),
     )
     acceptor = NatsRequestAcceptor(
-        clients[1], namespace=NAMESPACE, token=TOKEN, dead_after_s=dead_after_s, on_refused=refused.append
+        clients[1],
+        namespace=NAMESPACE,
+        token=TOKEN,
+        limits=WorkerLimits(heartbeat_s=dead_after_s / 6, dead_after_s=dead_after_s),
+        on_refused=refused.append,
     )
     await acceptor.start()
     ends = Ends(plane, acceptor, clients, refused)

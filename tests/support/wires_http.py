@@ -6,6 +6,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 
@@ -19,7 +20,7 @@ async def http_wire() -> Wire:
     places: dict[str, Registration] = {}
 
     async def listen(port: int) -> HttpRequestAcceptor:
-        acceptor = HttpRequestAcceptor("127.0.0.1", port, token=TOKEN, heartbeat_s=0.05)
+        acceptor = HttpRequestAcceptor("127.0.0.1", port, token=TOKEN, limits=WorkerLimits(heartbeat_s=0.05))
         await acceptor.start()
         acceptors.append(acceptor)
         return acceptor
@@ -44,7 +45,9 @@ async def http_wire() -> Wire:
 
 async def http_wire_with_network() -> Wire:
     """Every worker behind one listener, and a proxy before it."""
-    acceptor = HttpRequestAcceptor("127.0.0.1", 0, token=TOKEN, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
+    acceptor = HttpRequestAcceptor(
+        "127.0.0.1", 0, token=TOKEN, limits=WorkerLimits(heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
+    )
     await acceptor.start()
     network = Proxy("127.0.0.1", urlsplit(acceptor.address_of(WorkerId(1), Epoch(1))).port or 0)
     await network.start()

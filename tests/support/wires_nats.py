@@ -9,6 +9,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
@@ -79,7 +80,12 @@ def _wire(server: NatsServer, plane: NatsRequestPlane, stack: AsyncExitStack, *,
     async def _serve(address: str, worker: RequestServer) -> tuple[str, Die]:
         client = await connected(server)
         stack.push_async_callback(client.close)
-        acceptor = NatsRequestAcceptor(client, namespace=NAMESPACE, token=TOKEN, dead_after_s=dead_after_s)
+        acceptor = NatsRequestAcceptor(
+            client,
+            namespace=NAMESPACE,
+            token=TOKEN,
+            limits=WorkerLimits(heartbeat_s=dead_after_s / 6, dead_after_s=dead_after_s),
+        )
         await acceptor.start()
         stack.push_async_callback(acceptor.close)
         worker_id, incarnation = address.split("/")[3:]

@@ -7,6 +7,7 @@ from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.transports.requests.tcp.plane import TcpAddress
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 
@@ -24,7 +25,9 @@ async def tcp_wire() -> Wire:
 
 
 async def tcp_wire_with_network() -> Wire:
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
+    acceptor = TcpRequestAcceptor(
+        "127.0.0.1", token=TOKEN, limits=WorkerLimits(heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
+    )
     await acceptor.start()
     network = Proxy("127.0.0.1", acceptor.port)
     await network.start()

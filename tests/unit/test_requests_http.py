@@ -17,6 +17,7 @@ from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import REQUEST_MAX_BYTES
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.waits import until
@@ -56,8 +57,9 @@ async def both_ends(
         token=worker_token,
         ssl=server,
         advertise_host="localhost",
-        connections_max=connections_max,
-        dead_after_s=dead_after_s,
+        limits=WorkerLimits(
+            connections_max=connections_max, heartbeat_s=dead_after_s / 3, dead_after_s=dead_after_s
+        ),
         on_refused=refused.append,
     )
     await acceptor.start()
@@ -222,12 +224,12 @@ async def test_a_connection_that_has_not_shown_the_token_in_time_is_closed_and_a
         clock.now_s += 10.0
         young = await asyncio.open_connection("127.0.0.1", ends.port)
         await until(lambda: len(connections.connections) == 2)
-        connections.close_unauthenticated(clock.now_s - 5.0)
+        connections.close_unauthenticated()
         async with asyncio.timeout(IN_TIME_S):
             assert await old[0].read() == b""
         assert not young[0].at_eof()
         assert len(connections.connections) == 1
-        assert connections._unauthenticated.older_than(clock.now_s) == []
+        assert connections.open.older_than(clock.now_s) == []
         for _, writer in (old, young):
             writer.close()
 

@@ -209,7 +209,7 @@ WHERE = {
     "values of taints": "fleet.columns frontend.response_writer",
     "a key, token": "core.secret",
     "connections to a worker": "transports.listener",
-    "routers at one listener": "transports.requests.tcp.acceptor transports.requests.session.STREAMS",
+    "routers at one listener": "transports.listener.ROUTERS transports.requests.session.STREAMS",
     "blocks of a rank": "service.event_ingest.RANK",
     "bytes of a rank's snapshot": "transports.events.wire.SNAPSHOT",
     "bytes of missed events": "transports.events.wire.RANGE",

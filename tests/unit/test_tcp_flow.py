@@ -23,6 +23,7 @@ from kvrouter.transports.requests.port import EngineStream, StreamBroken, Worker
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import SessionStream
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
 from tests.support.wires_tcp import TOKEN
@@ -181,7 +182,7 @@ async def test_requests_that_a_worker_does_not_read_do_not_pile_up() -> None:
 
 async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
     refused = KvrouterError("x" * 8000)
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, write_max_bytes=100_000)
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, limits=WorkerLimits(write_max_bytes=100_000))
     await acceptor.start()
     worker = ScriptedWorker()
     worker.refusal = refused
@@ -328,7 +329,7 @@ async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acc
 
 
 async def test_engines_wait_while_a_router_does_not_read() -> None:
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, write_max_bytes=2_000_000)
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, limits=WorkerLimits(write_max_bytes=2_000_000))
     await acceptor.start()
     worker = ScriptedWorker()
     acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), worker)

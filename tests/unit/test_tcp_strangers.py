@@ -23,6 +23,7 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUn
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.transports.requests.tcp.plane import new_nonce
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
 from tests.support.wires_tcp import TOKEN
@@ -43,7 +44,10 @@ class Behind:
 async def behind() -> AsyncIterator[Behind]:
     refusals: list[str] = []
     acceptor = TcpRequestAcceptor(
-        "127.0.0.1", token=TOKEN, streams_max=4, connections_max=3, on_refused=refusals.append
+        "127.0.0.1",
+        token=TOKEN,
+        limits=WorkerLimits(streams_max=4, connections_max=3),
+        on_refused=refusals.append,
     )
     await acceptor.start()
     worker = ScriptedWorker()
@@ -105,7 +109,9 @@ async def test_a_port_that_another_worker_took_over_refuses(
 
 async def test_who_says_nothing_is_sent_away() -> None:
     refusals: list[str] = []
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, hello_within_s=0.05, on_refused=refusals.append)
+    acceptor = TcpRequestAcceptor(
+        "127.0.0.1", token=TOKEN, limits=WorkerLimits(hello_within_s=0.05), on_refused=refusals.append
+    )
     await acceptor.start()
     peer = await RawRouter.connect(acceptor.port)
     await peer.reader.readexactly(GREETING_BYTES)
@@ -118,7 +124,10 @@ async def test_who_says_nothing_is_sent_away() -> None:
 async def test_of_too_many_that_say_nothing_the_oldest_goes_and_routers_are_let_in() -> None:
     refusals: list[str] = []
     acceptor = TcpRequestAcceptor(
-        "127.0.0.1", token=TOKEN, connections_max=2, unauthenticated_max=3, on_refused=refusals.append
+        "127.0.0.1",
+        token=TOKEN,
+        limits=WorkerLimits(connections_max=2, unauthenticated_max=3),
+        on_refused=refusals.append,
     )
     await acceptor.start()
     worker = acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), ScriptedWorker())

@@ -18,6 +18,7 @@ from kvrouter.transports.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, L
 from kvrouter.transports.requests.http import HttpRequestAcceptor
 from kvrouter.transports.requests.messages import GREETING_BYTES
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.descriptors import no_descriptor_left
 from tests.support.http_serving import LOOPS, Run, runner
 from tests.support.processes import free_ports
@@ -29,7 +30,10 @@ Refused = list[str]
 @asynccontextmanager
 async def tcp(refused: Refused, descriptors_max: int) -> AsyncIterator[int]:
     acceptor = TcpRequestAcceptor(
-        "127.0.0.1", token="t", descriptors_max=descriptors_max, on_refused=refused.append
+        "127.0.0.1",
+        token="t",
+        limits=WorkerLimits(descriptors_max=descriptors_max),
+        on_refused=refused.append,
     )
     await acceptor.start()
     yield acceptor.port
@@ -39,7 +43,11 @@ async def tcp(refused: Refused, descriptors_max: int) -> AsyncIterator[int]:
 @asynccontextmanager
 async def http(refused: Refused, descriptors_max: int) -> AsyncIterator[int]:
     acceptor = HttpRequestAcceptor(
-        "127.0.0.1", 0, token="t", descriptors_max=descriptors_max, on_refused=refused.append
+        "127.0.0.1",
+        0,
+        token="t",
+        limits=WorkerLimits(descriptors_max=descriptors_max),
+        on_refused=refused.append,
     )
     await acceptor.start()
     yield int(acceptor.address_of(WorkerId(1), Epoch(1)).split(":")[2].split("/")[0])
@@ -154,7 +162,9 @@ def test_under_tls_such_a_peer_is_closed_without_an_answer(run: Run) -> None:
     authority.issue_cert("localhost").configure_cert(context)
 
     async def scenario() -> None:
-        acceptor = TcpRequestAcceptor("127.0.0.1", token="t", ssl=context, descriptors_max=1)
+        acceptor = TcpRequestAcceptor(
+            "127.0.0.1", token="t", ssl=context, limits=WorkerLimits(descriptors_max=1)
+        )
         await acceptor.start()
         (caller,) = callers_at(acceptor.port, 1)
         assert await read_all(caller) == b""
@@ -168,7 +178,9 @@ def test_an_open_handshake_does_not_hold_up_the_end(run: Run) -> None:
     trustme.CA().issue_cert("localhost").configure_cert(context)
 
     async def scenario() -> None:
-        acceptor = TcpRequestAcceptor("127.0.0.1", token="t", ssl=context, hello_within_s=1000.0)
+        acceptor = TcpRequestAcceptor(
+            "127.0.0.1", token="t", ssl=context, limits=WorkerLimits(hello_within_s=1000.0)
+        )
         await acceptor.start()
         (caller,) = callers_at(acceptor.port, 1)
         await asyncio.sleep(0.05)  # it is accepted, and says nothing

@@ -28,7 +28,7 @@ from kvrouter.processes.lifetime import (
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.card_tracker import lost_why
 from kvrouter.transports.discovery.port import Gone, GoneSink
-from kvrouter.transports.listener import TcpServer
+from kvrouter.transports.listener import ListenerLimits, TcpServer
 from kvrouter.transports.requests.http.connections import HttpConnections, last_answer, service_unavailable
 from kvrouter.wiring.telemetry_hooks import refusals_on
 from kvrouter.wiring.tls import doubts
@@ -76,17 +76,15 @@ async def health_pages(planes: PlaneSettings, health: Callable[[], WorkerHealth]
 
     # Clients are not authenticated here: so many connections at once, and each for one answer.
     on_refused = refusals_on("health")
+    limits = ListenerLimits(connections_max=0, unauthenticated_max=planes.hello_connections_max)
     connections = HttpConnections(
-        answer,
-        connections_max=0,
-        unauthenticated_max=planes.hello_connections_max,
-        on_dropped=on_refused,
-        clock=AwakeClock(planes.hello_within_s),
+        answer, limits=limits, on_dropped=on_refused, clock=AwakeClock(planes.hello_within_s)
     )
     server = TcpServer(
         connections,
         answer=lambda: service_unavailable("application/json", b'{"status":"unknown"}'),
         on_refused=on_refused,
+        limits=limits,
     )
     try:
         try:

@@ -12,12 +12,10 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from ssl import SSLContext
 from typing import Generic, TypeVar
-
-__all__ = ["NO_DESCRIPTOR", "Listener", "TcpServer"]
-
 
 NO_DESCRIPTOR = "no file descriptor is left for another connection"
 
@@ -129,12 +127,42 @@ class Listener:
             self._kept = None
 
 
+HELLO_WITHIN_S = 5.0
+"""How long a connection has to show the token."""
+
+ROUTERS_MAX = 1024
+"""Routers that may be connected to one listener."""
+
+UNAUTHENTICATED_MAX = 128
+"""How many connections of a listener may not have shown the token yet: with it that takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerLimits:
+    """What a listener keeps to.
+
+    Of connections that showed the token there are ``connections_max``. One that did not has
+    ``hello_within_s`` for it; of these there are ``unauthenticated_max``: where one more comes the oldest is
+    dropped, so that nobody without the token keeps others out. File descriptors from the number
+    ``descriptors_max`` on are not for connections.
+    """
+
+    connections_max: int = ROUTERS_MAX
+    unauthenticated_max: int = UNAUTHENTICATED_MAX
+    hello_within_s: float = HELLO_WITHIN_S
+    descriptors_max: int = sys.maxsize
+
+
+LISTENER_LIMITS = ListenerLimits()
+"""What a listener keeps to where nothing else is said."""
+
+
 class TcpServer:
     """Listens on a port and makes a protocol for each connection, as a server of ``loop.create_server`` does.
 
-    A connection whose descriptor has the number ``descriptors_max`` or a higher one, or that comes when none
-    is left, gets ``answer()`` and is closed, and ``on_refused`` is given the reason. Under ``ssl`` it is
-    closed without an answer: nothing can be said before a handshake.
+    A connection for which ``limits`` have no descriptor, or that comes when none is left, gets ``answer()``
+    and is closed, and ``on_refused`` is given the reason. Under ``ssl`` it is closed without an answer:
+    nothing can be said before a handshake, which has ``hello_within_s``.
     """
 
     def __init__(
@@ -144,15 +172,14 @@ class TcpServer:
         answer: Callable[[], bytes],
         on_refused: Callable[[str], None],
         ssl: SSLContext | None = None,
-        handshake_timeout_s: float | None = None,
-        descriptors_max: int = sys.maxsize,
+        limits: ListenerLimits = LISTENER_LIMITS,
     ) -> None:
         self._factory = factory
         self._answer = answer
         self._on_refused = on_refused
         self._ssl = ssl
-        self._handshake_timeout_s = None if ssl is None else handshake_timeout_s
-        self._descriptors_max = descriptors_max
+        self._handshake_timeout_s = None if ssl is None else limits.hello_within_s
+        self._descriptors_max = limits.descriptors_max
         self._listeners: list[Listener] = []
         self._arriving: set[asyncio.Task[object]] = set()
 
@@ -220,39 +247,48 @@ class TcpServer:
             sock.recv(REQUEST_READ_BYTES)
 
 
-HELLO_WITHIN_S = 5.0
-"""How long a connection has to show the token."""
-
 T = TypeVar("T")
 
-UNAUTHENTICATED_MAX = 128
-"""How many connections of a listener may not have shown the token yet: with it that takes milliseconds."""
 
+class Connections(Generic[T]):
+    """The connections of a listener. Those that did not show the token yet are kept in the order of their
+    arrival; ``drop`` ends one, ``on_dropped`` gets the reason.
+    """
 
-class UnauthenticatedConnections(Generic[T]):
-    """The connections in the order of their arrival; ``drop`` ends one, ``on_dropped`` gets the reason."""
-
-    def __init__(self, drop: Callable[[T], None], *, at_most: int, on_dropped: Callable[[str], None]) -> None:
+    def __init__(
+        self, drop: Callable[[T], None], *, limits: ListenerLimits, on_dropped: Callable[[str], None]
+    ) -> None:
         self._drop = drop
-        self._at_most = at_most
+        self._limits = limits
         self._on_dropped = on_dropped
         self._since_s: dict[T, float] = {}
+        self._known: set[T] = set()
 
     def add(self, connection: T, *, now_s: float) -> None:
         """Add a connection; where it is one too many, the oldest is dropped."""
         self._since_s[connection] = now_s
-        if len(self._since_s) > self._at_most:
+        if len(self._since_s) > self._limits.unauthenticated_max:
             oldest = next(iter(self._since_s))
             del self._since_s[oldest]
             self._on_dropped(
-                f"{self._at_most} connections have not said who they are: the oldest are dropped"
+                f"{self._limits.unauthenticated_max} connections have not said who they are: "
+                "the oldest are dropped"
             )
             self._drop(oldest)
 
-    def discard(self, connection: T) -> None:
-        """The connection is authenticated now, or closed."""
+    def admit(self, connection: T) -> bool:
+        """The connection showed the token; return whether there is a place for it. Idempotent."""
         self._since_s.pop(connection, None)
+        if connection not in self._known and len(self._known) >= self._limits.connections_max:
+            return False
+        self._known.add(connection)
+        return True
+
+    def discard(self, connection: T) -> None:
+        """The connection is closed."""
+        self._since_s.pop(connection, None)
+        self._known.discard(connection)
 
     def older_than(self, then_s: float) -> list[T]:
-        """The connections that were added before ``then_s``."""
+        """The connections that were added before ``then_s`` and did not show the token."""
         return [connection for connection, since_s in self._since_s.items() if since_s < then_s]

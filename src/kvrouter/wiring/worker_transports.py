@@ -22,10 +22,12 @@ from kvrouter.transports.events.nats import NatsEventPublisher
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, RecoveryServer
 from kvrouter.transports.events.zmq import ZmqEventPublisher
+from kvrouter.transports.listener import ROUTERS_MAX
 from kvrouter.transports.requests.http import CONNECTIONS_MAX, HttpRequestAcceptor
 from kvrouter.transports.requests.nats import NatsRequestAcceptor
 from kvrouter.transports.requests.port import RequestAcceptor
-from kvrouter.transports.requests.tcp import ROUTERS_MAX, TcpRequestAcceptor
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor
+from kvrouter.transports.requests.worker_session import WorkerLimits
 from kvrouter.wiring.nats import nats_connection, revealed
 from kvrouter.wiring.router_transports import make_discovery, settled, stream_limits, token_of, wanted
 from kvrouter.wiring.telemetry_hooks import StreamHooks, drops_on, refusals_on
@@ -165,44 +167,32 @@ def _explained(planes: PlaneSettings, ports: str) -> Iterator[None]:
 
 def _listener(settings: Settings, nats: Client | None, tls: Tls) -> ListeningAcceptor:
     planes = settings.planes
-    token = revealed(planes.plane_token)
     on_refused = refusals_on(planes.request_plane.value)
-    if planes.request_plane is RequestPlaneKind.TCP:
-        limits = share_descriptors(ROUTERS_MAX)
-        return TcpRequestAcceptor(
-            planes.listen_host,
-            planes.listen_port,
-            token=token,
-            ssl=tls.server,
-            advertise_host=advertised(settings),
-            connections_max=limits.connections_max,
-            descriptors_max=limits.numbers_max,
-            hello_within_s=planes.hello_within_s,
+    if planes.request_plane is RequestPlaneKind.NATS:
+        return NatsRequestAcceptor(
+            wanted(nats),
+            namespace=planes.namespace,
+            token=token_of(planes),
+            limits=WorkerLimits(heartbeat_s=planes.dead_after_s / 6, dead_after_s=planes.dead_after_s),
+            on_refused=on_refused,
+        )
+    is_tcp = planes.request_plane is RequestPlaneKind.TCP
+    shared = share_descriptors(ROUTERS_MAX if is_tcp else CONNECTIONS_MAX)
+    listening = TcpRequestAcceptor if is_tcp else HttpRequestAcceptor
+    return listening(
+        planes.listen_host,
+        planes.listen_port,
+        token=revealed(planes.plane_token),
+        ssl=tls.server,
+        advertise_host=advertised(settings),
+        limits=WorkerLimits(
+            connections_max=shared.connections_max,
             unauthenticated_max=planes.hello_connections_max,
+            hello_within_s=planes.hello_within_s,
+            descriptors_max=shared.numbers_max,
             heartbeat_s=planes.dead_after_s / 3,
             dead_after_s=planes.dead_after_s,
-            on_refused=on_refused,
-        )
-    if planes.request_plane is RequestPlaneKind.HTTP:
-        limits = share_descriptors(CONNECTIONS_MAX)
-        return HttpRequestAcceptor(
-            planes.listen_host,
-            planes.listen_port,
-            token=token or "",
-            ssl=tls.server,
-            advertise_host=advertised(settings),
-            connections_max=limits.connections_max,
-            descriptors_max=limits.numbers_max,
-            dead_after_s=planes.dead_after_s,
-            hello_within_s=planes.hello_within_s,
-            unauthenticated_max=planes.hello_connections_max,
-            on_refused=on_refused,
-        )
-    return NatsRequestAcceptor(
-        wanted(nats),
-        namespace=planes.namespace,
-        token=token_of(planes),
-        dead_after_s=planes.dead_after_s,
+        ),
         on_refused=on_refused,
     )
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.transports.listener import ListenerLimits
 from kvrouter.transports.requests.messages import (
     CHUNKS_FLUSH_TOKENS,
     HELLO_BYTES,
@@ -32,7 +33,7 @@ from kvrouter.transports.requests.messages import (
     whole_chunk,
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull
-from kvrouter.transports.requests.session import Session
+from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES, Session
 from kvrouter.transports.requests.stream import credit_of, decode_request, is_bare
 
 
@@ -89,12 +90,21 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    """What a worker's end keeps to; the constructor of the acceptor says what each means."""
+class WorkerLimits(ListenerLimits):
+    """What a worker's end keeps to.
 
-    heartbeat_s: float
-    dead_after_s: float
-    streams_max: int
+    A router that was not heard for ``dead_after_s`` is lost; one to which nothing else is said is asked every
+    ``heartbeat_s``. It has ``streams_max`` legs, and ``write_max_bytes`` that it has not read.
+    """
+
+    heartbeat_s: float = 2.0
+    dead_after_s: float = 6.0
+    streams_max: int = STREAMS_MAX
+    write_max_bytes: int = UNREAD_MAX_BYTES
+
+
+WORKER_LIMITS = WorkerLimits()
+"""What a worker's end keeps to where nothing else is said."""
 
 
 class WorkerSide(Protocol):

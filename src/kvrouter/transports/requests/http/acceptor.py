@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import socket
 import ssl as tls
-import sys
 from collections.abc import Callable
 
 from aiohttp import ClientError, web
@@ -15,9 +14,8 @@ from kvrouter.core.hosts import advertised_host, bracketed
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.transports.background import go_on, tick
-from kvrouter.transports.listener import HELLO_WITHIN_S, NO_DESCRIPTOR, UNAUTHENTICATED_MAX, TcpServer
+from kvrouter.transports.listener import NO_DESCRIPTOR, TcpServer
 from kvrouter.transports.requests.http.connections import (
-    CONNECTIONS_MAX,
     HttpConnections,
     last_answer,
     service_unavailable,
@@ -40,9 +38,13 @@ from kvrouter.transports.requests.stream import (
     encode_refusal,
     refusal_of,
 )
+from kvrouter.transports.requests.worker_session import WORKER_LIMITS, WorkerLimits
 
 BODIES_MAX_BYTES = 512 * 1024 * 1024
 """Requests that are being read, over all connections; one more is refused as WorkerFull."""
+
+BODY_WITHIN_S = 30.0
+"""How long the body of a request may take to arrive."""
 
 CUT_OFF_S = 0.05
 """How long idle connections are waited for when the listener closes."""
@@ -152,10 +154,8 @@ class HttpRequestAcceptor:
     """A listener that serves any number of workers of this process.
 
     ``advertise_host`` is what routers connect to: by default ``host``. Port 0 takes a free one.
-    ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. A
-    connection has ``hello_within_s`` to show the token in a request; of those that have not yet there are
-    ``unauthenticated_max``: where one more comes the oldest is dropped. File descriptors from the number
-    ``descriptors_max`` on are not for connections.
+    ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. Of
+    ``limits`` those of one router say nothing here: a leg has a connection of its own.
     """
 
     def __init__(
@@ -163,38 +163,25 @@ class HttpRequestAcceptor:
         host: str,
         port: int,
         *,
-        token: str,
+        token: str | None,
         ssl: tls.SSLContext | None = None,
         advertise_host: str | None = None,
-        heartbeat_s: float | None = None,
-        dead_after_s: float = 5.0,
-        request_timeout_s: float = 30.0,
-        connections_max: int = CONNECTIONS_MAX,
-        descriptors_max: int = sys.maxsize,
-        unauthenticated_max: int = UNAUTHENTICATED_MAX,
-        hello_within_s: float = HELLO_WITHIN_S,
+        limits: WorkerLimits = WORKER_LIMITS,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._host = host
         self._port = port
-        self._credentials = f"Bearer {token}".strip().encode()
+        self._credentials = f"Bearer {token or ''}".strip().encode()
         self._ssl = ssl
         self._advertise_host = advertised_host(host, advertise_host)
-        self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
-        self._dead_after_s = dead_after_s
-        self._request_timeout_s = request_timeout_s
+        self._limits = limits
         self._on_refused = on_refused
         self._places: dict[str, LegServer] = {}
         self._answers: set[_Answer] = set()
         self._reading_bytes = 0
-        self._clock = AwakeClock(self._heartbeat_s / 2)
-        self._hello_within_s = hello_within_s
+        self._clock = AwakeClock(limits.heartbeat_s / 2)
         self._connections = HttpConnections(
-            self._handle,
-            connections_max=connections_max,
-            unauthenticated_max=unauthenticated_max,
-            on_dropped=on_refused,
-            clock=self._clock,
+            self._handle, limits=limits, on_dropped=on_refused, clock=self._clock
         )
         self._server = TcpServer(
             self._connections,
@@ -203,8 +190,7 @@ class HttpRequestAcceptor:
             ),
             on_refused=on_refused,
             ssl=ssl,
-            handshake_timeout_s=hello_within_s,
-            descriptors_max=descriptors_max,
+            limits=limits,
         )
         self._beating: asyncio.Task[None] | None = None
 
@@ -252,10 +238,10 @@ class HttpRequestAcceptor:
         while True:
             await tick(self._clock)
             for answer in tuple(self._answers):
-                await answer.beat(self._heartbeat_s)
+                await answer.beat(self._limits.heartbeat_s)
             for place in tuple(self._places.values()):
-                place.cancel_silent(self._dead_after_s)
-            self._connections.close_unauthenticated(self._clock.now_s - self._hello_within_s)
+                place.cancel_silent(self._limits.dead_after_s)
+            self._connections.close_unauthenticated()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "GET" and request.path == "/health":
@@ -272,7 +258,7 @@ class HttpRequestAcceptor:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._credentials):
             raise _Refused(401, WorkerUnreachable("the worker's token is another one"))
-        if not self._connections.admit(request.protocol):
+        if not self._connections.open.admit(request.protocol):
             raise _Refused(503, WorkerFull("as many connections are open as may be"))
         root, *rest = request.path.removeprefix("/").split("/")
         router = request.headers.get(ROUTER_HEADER, "")
@@ -331,10 +317,10 @@ class HttpRequestAcceptor:
             raise _Refused(503, WorkerFull(f"{BODIES_MAX_BYTES} bytes of requests are being read"))
         self._reading_bytes += n_bytes
         try:
-            async with asyncio.timeout(self._request_timeout_s):
+            async with asyncio.timeout(BODY_WITHIN_S):
                 return await request.content.readexactly(n_bytes)
         except TimeoutError:
-            late = WorkerUnreachable(f"the request did not arrive in {self._request_timeout_s} s")
+            late = WorkerUnreachable(f"the request did not arrive in {BODY_WITHIN_S} s")
             raise _Refused(408, late) from None
         except (asyncio.IncompleteReadError, ClientError) as error:
             raise _Refused(400, ProtocolError("the request was cut off", param=param)) from error

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvrouter.core.clock import AwakeClock
-from kvrouter.transports.listener import UnauthenticatedConnections
+from kvrouter.transports.listener import Connections, ListenerLimits
 
 CONNECTIONS_MAX = 20_000
 """Connections of one listener that showed the token."""
@@ -16,28 +16,22 @@ IDLE_S = 75.0
 
 
 class HttpConnections(web.Server):
-    """Every connection of a listener. One is unauthenticated until :meth:`admit`: of those there are
-    ``unauthenticated_max``, and the oldest is dropped for a new one.
-    """
+    """Every connection of a listener. One is unauthenticated until a request on it showed the token."""
 
     def __init__(
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         *,
-        connections_max: int,
-        unauthenticated_max: int,
+        limits: ListenerLimits,
         on_dropped: Callable[[str], None],
         clock: AwakeClock,
     ) -> None:
         super().__init__(
             handler, handler_cancellation=True, access_log=None, lingering_time=0.0, keepalive_timeout=IDLE_S
         )
-        self._connections_max = connections_max
         self._clock = clock
-        self._unauthenticated: UnauthenticatedConnections[web.RequestHandler] = UnauthenticatedConnections(
-            _abort, at_most=unauthenticated_max, on_dropped=on_dropped
-        )
-        self._known: set[web.RequestHandler] = set()
+        self._hello_within_s = limits.hello_within_s
+        self.open: Connections[web.RequestHandler] = Connections(_abort, limits=limits, on_dropped=on_dropped)
         self._is_closed = False
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
@@ -46,27 +40,16 @@ class HttpConnections(web.Server):
         if self._is_closed:
             transport.abort()
             return
-        self._unauthenticated.add(handler, now_s=self._clock.now_s)
+        self.open.add(handler, now_s=self._clock.now_s)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget it."""
         super().connection_lost(handler, exc)
-        self._unauthenticated.discard(handler)
-        self._known.discard(handler)
+        self.open.discard(handler)
 
-    def admit(self, handler: web.RequestHandler) -> bool:
-        """A request on the connection showed the token; return whether there is a place for it."""
-        if handler in self._known:
-            return True
-        if len(self._known) >= self._connections_max:
-            return False
-        self._unauthenticated.discard(handler)
-        self._known.add(handler)
-        return True
-
-    def close_unauthenticated(self, since_s: float) -> None:
-        """Close the unauthenticated connections that were made before ``since_s``."""
-        for connection in self._unauthenticated.older_than(since_s):
+    def close_unauthenticated(self) -> None:
+        """Close the connections that took too long to show the token."""
+        for connection in self.open.older_than(self._clock.now_s - self._hello_within_s):
             connection.force_close()
 
     def take_no_more(self) -> None:

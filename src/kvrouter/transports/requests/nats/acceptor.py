@@ -26,8 +26,8 @@ from kvrouter.transports.requests.nats.plane import (
     requests_subject,
 )
 from kvrouter.transports.requests.port import RequestServer
-from kvrouter.transports.requests.session import READING_MAX_BYTES, STREAMS_MAX
-from kvrouter.transports.requests.worker_session import WorkerLimits, WorkerSession
+from kvrouter.transports.requests.session import READING_MAX_BYTES
+from kvrouter.transports.requests.worker_session import WORKER_LIMITS, WorkerLimits, WorkerSession
 
 ROUTERS_MAX = 4096
 """Sessions that one worker has with routers; those beyond are not answered."""
@@ -132,8 +132,7 @@ class _NatsLegServer(LegServer):
 class NatsRequestAcceptor:
     """Serves any number of workers of this process over a NATS connection that its caller made and closes.
 
-    A router that is not heard for ``dead_after_s`` is lost, and its legs are cancelled. ``on_refused`` hears
-    why a message was not taken.
+    Of ``limits`` those of connections say nothing here. ``on_refused`` hears why a message was not taken.
     """
 
     def __init__(
@@ -142,22 +141,19 @@ class NatsRequestAcceptor:
         *,
         namespace: str,
         token: str,
-        dead_after_s: float = 5.0,
+        limits: WorkerLimits = WORKER_LIMITS,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
         self._seal = message_auth_of(token, self._namespace)
-        heartbeat_s = dead_after_s / 6
-        self._limits = WorkerLimits(
-            heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, streams_max=STREAMS_MAX
-        )
+        self._limits = limits
         self._on_refused = on_refused
         self._post = PipePublisher(client, self._seal)
         self._reading = ByteBudget(READING_MAX_BYTES)
         self._endpoints: dict[str, _WorkerEndpoint] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._clock = AwakeClock(heartbeat_s)
+        self._clock = AwakeClock(limits.heartbeat_s)
         self._checking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -4,7 +4,7 @@ A connection carries a session (:mod:`kvrouter.transports.requests.session`); ``
 router's side and ``acceptor`` the workers'. The bytes are written down in ``docs/wire.md``.
 """
 
-from kvrouter.transports.requests.tcp.acceptor import ROUTERS_MAX, TcpRequestAcceptor
+from kvrouter.transports.requests.tcp.acceptor import TcpRequestAcceptor
 from kvrouter.transports.requests.tcp.plane import TcpRequestPlane
 
-__all__ = ["ROUTERS_MAX", "TcpRequestAcceptor", "TcpRequestPlane"]
+__all__ = ["TcpRequestAcceptor", "TcpRequestPlane"]

@@ -1,7 +1,6 @@
 """The workers' listener over tcp; several workers of a process share it."""
 
 import asyncio
-import sys
 from collections.abc import Callable
 from ssl import SSLContext
 from typing import NamedTuple
@@ -11,17 +10,11 @@ from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import advertised_host
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.listener import (
-    HELLO_WITHIN_S,
-    NO_DESCRIPTOR,
-    UNAUTHENTICATED_MAX,
-    TcpServer,
-    UnauthenticatedConnections,
-)
+from kvrouter.transports.listener import NO_DESCRIPTOR, Connections, TcpServer
 from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
-from kvrouter.transports.requests.session import READING_MAX_BYTES, STREAMS_MAX, UNREAD_MAX_BYTES
+from kvrouter.transports.requests.session import READING_MAX_BYTES
 from kvrouter.transports.requests.tcp.plane import (
     CLOSE_WITHIN_S,
     TcpAddress,
@@ -29,10 +22,12 @@ from kvrouter.transports.requests.tcp.plane import (
     new_nonce,
     read_address,
 )
-from kvrouter.transports.requests.worker_session import WorkerHello, WorkerLimits, WorkerSession
-
-ROUTERS_MAX = 1024
-"""Routers that may be connected to one listener."""
+from kvrouter.transports.requests.worker_session import (
+    WORKER_LIMITS,
+    WorkerHello,
+    WorkerLimits,
+    WorkerSession,
+)
 
 
 class Served(NamedTuple):
@@ -45,8 +40,9 @@ class Served(NamedTuple):
 class WorkerPipe(TcpPipe):
     """A connection from one router to one worker."""
 
-    def __init__(self, acceptor: "TcpRequestAcceptor", secret: Secret, limits: WorkerLimits) -> None:
-        super().__init__(heartbeat_s=limits.heartbeat_s, write_max_bytes=acceptor.write_max_bytes)
+    def __init__(self, acceptor: "TcpRequestAcceptor", secret: Secret) -> None:
+        limits = acceptor.limits
+        super().__init__(heartbeat_s=limits.heartbeat_s, write_max_bytes=limits.write_max_bytes)
         self._acceptor = acceptor
         self._hello_timer: asyncio.TimerHandle | None = None
         self.session: WorkerSession = WorkerSession(
@@ -61,7 +57,7 @@ class WorkerPipe(TcpPipe):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet, and wait for a hello."""
         super().connection_made(transport)
-        within_s = self._acceptor.hello_within_s
+        within_s = self._acceptor.limits.hello_within_s
         late = f"no hello within {within_s:g} s"
         self._hello_timer = self.loop.call_later(within_s, self.session.refuse, late)
         self._acceptor.arrived(self)
@@ -82,8 +78,8 @@ class WorkerPipe(TcpPipe):
     def _admit(self, said: Hello) -> SessionLegs | str:
         self._end_hello_timer()
         served = self._acceptor.served_by(said.worker_id, said.incarnation)
-        refusal = self._acceptor.admit(self)
-        if refusal is not None:
+        if not self._acceptor.connections.admit(self):
+            refusal = f"{self._acceptor.limits.connections_max} connections are open"
             self._refused(refusal)
             return refusal
         if served is None:
@@ -107,14 +103,8 @@ class WorkerPipe(TcpPipe):
 class TcpRequestAcceptor:
     """Listens on ``host:port`` (0: any) for routers that know ``token``; ``ssl`` is a server's context.
 
-    ``advertise_host`` is the host that goes into addresses, where it is not ``host``. A router must say hello
-    within ``hello_within_s``; of connections that have not there are ``unauthenticated_max``: where one more
-    comes the oldest is dropped, so that nobody without the token keeps routers out. A router is lost when
-    nothing was heard of it for ``dead_after_s``, and asked every ``heartbeat_s`` when nothing else is said.
-    ``connections_max`` routers may be connected, each with ``streams_max`` legs and ``write_max_bytes`` that
-    it has not read; file descriptors from the number ``descriptors_max`` on are not for connections.
-    ``on_refused`` is given a text for every connection that was turned away or did what the protocol does
-    not allow.
+    ``advertise_host`` is the host that goes into addresses, where it is not ``host``. ``on_refused`` is given
+    a text for every connection that was turned away or did what the protocol does not allow.
     """
 
     def __init__(
@@ -125,48 +115,30 @@ class TcpRequestAcceptor:
         token: str | None,
         ssl: SSLContext | None = None,
         advertise_host: str | None = None,
-        hello_within_s: float = HELLO_WITHIN_S,
-        heartbeat_s: float = 2.0,
-        dead_after_s: float = 6.0,
-        connections_max: int = ROUTERS_MAX,
-        descriptors_max: int = sys.maxsize,
-        unauthenticated_max: int = UNAUTHENTICATED_MAX,
-        streams_max: int = STREAMS_MAX,
-        write_max_bytes: int = UNREAD_MAX_BYTES,
+        limits: WorkerLimits = WORKER_LIMITS,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._advertised = advertised_host(host, advertise_host)
         self._host = host
         self._port = port
         self._secret = Secret(token)
-        self._limits = WorkerLimits(
-            heartbeat_s=heartbeat_s,
-            dead_after_s=dead_after_s,
-            streams_max=streams_max,
-        )
-        self.hello_within_s = hello_within_s
-        self.write_max_bytes = write_max_bytes
+        self.limits = limits
         self.reading = ByteBudget(READING_MAX_BYTES)
         """What arrived in part of requests, of all routers."""
-        self._connections_max = connections_max
         self.on_refused = on_refused
         self._server = TcpServer(
-            lambda: WorkerPipe(self, self._secret, self._limits),
+            lambda: WorkerPipe(self, self._secret),
             answer=lambda: greeting(new_nonce()) + goodbye(NO_DESCRIPTOR),
             on_refused=on_refused,
             ssl=ssl,
-            handshake_timeout_s=hello_within_s,
-            descriptors_max=descriptors_max,
+            limits=limits,
         )
         self._pipes: set[WorkerPipe] = set()
-        self._known: set[WorkerPipe] = set()
-        self._unauthenticated: UnauthenticatedConnections[WorkerPipe] = UnauthenticatedConnections(
-            lambda pipe: pipe.abort("no hello, and others came"),
-            at_most=unauthenticated_max,
-            on_dropped=on_refused,
+        self.connections: Connections[WorkerPipe] = Connections(
+            lambda pipe: pipe.abort("no hello, and others came"), limits=limits, on_dropped=on_refused
         )
         self._served: dict[tuple[WorkerId, Epoch], Served] = {}
-        self._clock = AwakeClock(heartbeat_s)
+        self._clock = AwakeClock(limits.heartbeat_s)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
@@ -223,17 +195,8 @@ class TcpRequestAcceptor:
         """A connection was made; nobody knows whose."""
         self._pipes.add(pipe)
         pipe.lost.add_done_callback(lambda _: self._forget(pipe))
-        self._unauthenticated.add(pipe, now_s=self._clock.now_s)
-
-    def admit(self, pipe: WorkerPipe) -> str | None:
-        """Count a connection from a router; return why there is no place for it."""
-        self._unauthenticated.discard(pipe)
-        if len(self._known) >= self._connections_max:
-            return f"{self._connections_max} connections are open"
-        self._known.add(pipe)
-        return None
+        self.connections.add(pipe, now_s=self._clock.now_s)
 
     def _forget(self, pipe: WorkerPipe) -> None:
         self._pipes.discard(pipe)
-        self._known.discard(pipe)
-        self._unauthenticated.discard(pipe)
+        self.connections.discard(pipe)
