@@ -68,7 +68,9 @@ def test_times_of_tests_tell_who_waits(tmp_path: Path) -> None:
         "def test_works(): subprocess.run([sys.executable, '-c', WORK], check=True)\n"
         "def test_waits(): time.sleep(0.4)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.test_times", str(tmp_path)]
+    # Modules by their path alone: what lies in the folders above is imported with none of them.
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", f"--rootdir={tmp_path}"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "-p", "tests.support.test_times", str(tmp_path)]
     environ = {**os.environ, FOLDER_VARIABLE: str(tmp_path)}
     subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
     [written] = tmp_path.glob("*.jsonl")
