@@ -1,7 +1,7 @@
 """The parts of the JetStream transport that need no server."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -126,10 +126,14 @@ class Bench:
             observer=Notes(),
             heartbeat_s=1.0,
             hand=lambda _subject, payload, _epoch: self.handed.append(payload),
-            ended=self.ended.append,
+            check=self.check,
         )
         replays.begin(RANK, Epoch(1), after=4)
         self.replay = replays.running[RANK]
+
+    def check(self, replay: Replay) -> Coroutine[None, None, None]:
+        self.ended.append(replay)
+        return asyncio.sleep(0)
 
     async def delivery(self) -> FakeDelivery:
         await until(lambda: bool(FakeDelivery.made))

@@ -12,7 +12,7 @@ replay of its own messages from there on; a rank that asks again can't be truste
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from nats.aio.client import Client
@@ -67,9 +67,10 @@ class Replays:
     hand: Callable[[str, bytes, Epoch], None]
     """Hands a message's batch to the router, if it is of the epoch: (subject, payload, epoch)."""
 
-    ended: Callable[["Replay"], None]
-    """Called in the moment in which the replay has met the live delivery: that one goes on."""
+    check: Callable[["Replay"], Coroutine[None, None, None]]
+    """Runs once a replay has met the live delivery: that one goes on."""
 
+    checks: set[asyncio.Task[None]] = field(default_factory=set)
     running: "dict[WorkerRank, Replay]" = field(default_factory=dict)
     limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REPLAYS_MAX))
     """How many read at the same time."""
@@ -89,7 +90,9 @@ class Replays:
         """A replay has met the live delivery."""
         if self.running.get(replay.rank) is replay:
             del self.running[replay.rank]
-            self.ended(replay)
+            check = go_on(self.check(replay), name="events: check a replay")
+            self.checks.add(check)
+            check.add_done_callback(self.checks.discard)
 
     async def until_over(self, rank: WorkerRank) -> bool:
         """Return once the rank is not replayed, and whether it was."""
@@ -246,9 +249,8 @@ class ComponentLane:
             observer=observer,
             heartbeat_s=parts.heartbeat_s,
             hand=self._hand_replayed,
-            ended=self._replayed,
+            check=self._check_replayed,
         )
-        self._checks: set[asyncio.Task[None]] = set()
         self._is_heard = asyncio.Event()
         self._must_reset = parts.resets
         self._live: PushConsumer | None = None
@@ -291,7 +293,7 @@ class ComponentLane:
         for rank in list(self._replays.running):
             self._replays.cancel(rank)
         self._stored.close()
-        tasks = [self._task, *self._checks]
+        tasks = [self._task, *self._replays.checks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -385,11 +387,6 @@ class ComponentLane:
         # Messages of an earlier start of the worker say nothing of this one.
         if batch is not None and batch.epoch == epoch:
             self._on_batch(batch)
-
-    def _replayed(self, replay: Replay) -> None:
-        check = go_on(self._check_replayed(replay), name="events: check a replay")
-        self._checks.add(check)
-        check.add_done_callback(self._checks.discard)
 
     async def _check_replayed(self, replay: Replay) -> None:
         """If the stream was purged while it was replayed, report to the rank how far its ids have come.
