@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvrouter.commands.doctor.diagnosis import DoctorOptions
 from kvrouter.commands.doctor.findings import Severity
+from kvrouter.commands.options import DoctorOptions
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport

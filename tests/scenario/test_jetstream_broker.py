@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvrouter.transports.events.jetstream.publisher import PublisherLimits
 from kvrouter.transports.events.jetstream.stream import LaneNames
 from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
@@ -38,7 +39,7 @@ async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_fu
     worker, (replica,) = await fleet.known("only", serves=5)
     own_nats.kill()
     await until(lambda: not fleet.client.is_connected)
-    fleet.publisher("backend")._queue_batches_max = 10
+    fleet.publisher("backend")._limits = PublisherLimits(queue_batches_max=10)
     worker.serve(30)
     assert fleet.notes.dropped_batches > 0
     own_nats.start()

@@ -148,11 +148,11 @@ async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet
 
     starting = await fleet.replica("starting", refused=True)
     starting.subscriber.follow(worker.card)
-    limit = lane_of(starting)._replay_parts.limit
+    limit = lane_of(starting)._replays.limit
     for _ in range(limit._value):
         await limit.acquire()
     starting.join(worker)
-    await until(lambda: len(lane_of(starting)._replays) == len(worker.card.ranks()))
+    await until(lambda: len(lane_of(starting)._replays.running) == len(worker.card.ranks()))
     await take(taker, worker)  # what the waiting replays want is gone now
     limit.release()
     await starting.until_right(worker)

@@ -10,6 +10,7 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.transports.events.jetstream.publisher import PublisherLimits
 from kvrouter.transports.events.jetstream.stream import LaneNames
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
@@ -59,7 +60,7 @@ class JetStreamEnds:
             component="backend",
             token=TOKEN,
             observer=self.notes,
-            merged_events_max=1,  # every batch arrives as it was published
+            limits=PublisherLimits(merged_events_max=1),  # every batch arrives as it was published
         )
         refused = self.notes.refused
         self.server = NatsRecovery(worker, namespace=namespace, token=TOKEN, on_malformed=refused)

@@ -23,6 +23,7 @@ from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.transports.events.jetstream.publisher import PublisherLimits
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import Blocks, blocks, blocks_of_cache
@@ -229,7 +230,7 @@ class Fleet:
                 component=component,
                 token=self.token,
                 observer=self.notes,
-                ack_timeout_s=0.5,
+                limits=PublisherLimits(ack_timeout_s=0.5),
             )
         return self._publishers[component]
 

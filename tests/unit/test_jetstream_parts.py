@@ -1,7 +1,7 @@
 """The parts of the JetStream transport that need no server."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -11,7 +11,7 @@ from kvrouter.transports.events.jetstream import stream_subscriber as replay_mod
 from kvrouter.transports.events.jetstream.consumer import _place
 from kvrouter.transports.events.jetstream.publisher import merged
 from kvrouter.transports.events.jetstream.stream import LaneNames
-from kvrouter.transports.events.jetstream.stream_subscriber import Replay, ReplayParts
+from kvrouter.transports.events.jetstream.stream_subscriber import Replay, Replays
 from kvrouter.transports.events.loads import Drops
 from tests.support.event_ends_jetstream import Notes
 from tests.support.waits import until
@@ -119,17 +119,21 @@ class Bench:
         monkeypatch.setattr(replay_module, "PushConsumer", FakeDelivery)
         self.handed: list[bytes] = []
         self.ended: list[Replay] = []
-        parts = ReplayParts(
+        replays = Replays(
             client=None,  # type: ignore[arg-type]
             jetstream=None,  # type: ignore[arg-type]
             names=LaneNames("n", "c"),
             observer=Notes(),
-            limit=asyncio.Semaphore(1),
             heartbeat_s=1.0,
             hand=lambda _subject, payload, _epoch: self.handed.append(payload),
-            ended=self.ended.append,
+            check=self.check,
         )
-        self.replay = Replay(RANK, Epoch(1), after=4, parts=parts)
+        replays.begin(RANK, Epoch(1), after=4)
+        self.replay = replays.running[RANK]
+
+    def check(self, replay: Replay) -> Coroutine[None, None, None]:
+        self.ended.append(replay)
+        return asyncio.sleep(0)
 
     async def delivery(self) -> FakeDelivery:
         await until(lambda: bool(FakeDelivery.made))

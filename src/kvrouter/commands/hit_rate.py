@@ -1,7 +1,6 @@
 """``kvrouter hit-rate``: the ladder of a recording's hit rate, from what is possible to what was had."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import name_shown
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.options import HitRateOptions
+from kvrouter.commands.output import json_text
 from kvrouter.commands.recorded_inputs import open_past
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet
@@ -35,16 +35,6 @@ _RUNGS = {
     Rung.EXPECTED: "ours: what the router expected there",
     Rung.ENGINES: "the engines' own count",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HitRateOptions:
-    """What the command was given."""
-
-    recording: Path
-    model: str | None
-    fleet: Path | None
-    output: Output
 
 
 class HitRateReport(msgspec.Struct, frozen=True):

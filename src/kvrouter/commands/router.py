@@ -6,12 +6,12 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 
 import uvloop
 
 from kvrouter.commands.frontend import saving, syncing
 from kvrouter.commands.learned_file import keeping
+from kvrouter.commands.options import StandaloneOptions
 from kvrouter.commands.up import serve_until
 from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
@@ -35,24 +35,6 @@ from kvrouter.wiring.tracing import tracing
 logger = logging.getLogger("kvrouter.standalone")
 
 
-class RouterComponent(StrEnum):
-    """Whose requests a standalone router decides: all of a request, or the leg of one kind of worker."""
-
-    ALL = "all"
-    PREFILL = "prefill"
-    BACKEND = "backend"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandaloneSpec:
-    """What a standalone router has in addition to a router's settings."""
-
-    component: RouterComponent
-    lease_ttl_s: float
-    bookings_max: int
-    prefills_max: int
-
-
 @dataclass(frozen=True, slots=True)
 class Standalone(ServingApp):
     """A standalone router that serves HTTP."""
@@ -74,7 +56,7 @@ class Standalone(ServingApp):
 @asynccontextmanager
 async def standalone(
     settings: Settings,
-    spec: StandaloneSpec,
+    options: StandaloneOptions,
     sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
 ) -> AsyncIterator[Standalone]:
@@ -93,7 +75,7 @@ async def standalone(
             tracing(os.environ, version=installed_version()) as spans,
             router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1]) as wires,
         ):
-            discovery = OfComponent(wires.discovery, spec.component)
+            discovery = OfComponent(wires.discovery, options.component)
             router_id = new_router_id()
             sync = wires.replica_sync(router_id)
             service = build_service(
@@ -106,12 +88,12 @@ async def standalone(
                 links=links,
                 router_id=router_id,
                 sync=sync,
-                prefill_alone=spec.component is RouterComponent.PREFILL,
+                prefill_alone=options.component == "prefill",
             )
             observed = ServiceInstrumentation(telemetry)
             bookings = Bookings(
-                bookings_max=spec.bookings_max,
-                lease_ttl_s=spec.lease_ttl_s,
+                bookings_max=options.bookings_max,
+                lease_ttl_s=options.lease_ttl_s,
                 on_lapsed=observed.booking_lapsed,
             )
             prefills = PrefillDispatch(
@@ -120,7 +102,7 @@ async def standalone(
                 observed,
                 redispatches_max=router.retries_max,
                 limit_s=router.request_timeout_s,
-                prefills_max=spec.prefills_max,
+                prefills_max=options.prefills_max,
             )
             app = RouterApp(
                 service,
@@ -129,8 +111,8 @@ async def standalone(
                 prefills,
                 settings=front,
                 telemetry=telemetry,
-                lease_ttl_s=spec.lease_ttl_s,
-                takes_prefills=spec.component is RouterComponent.PREFILL,
+                lease_ttl_s=options.lease_ttl_s,
+                takes_prefills=options.component == "prefill",
                 tracing=spans,
                 unread=loader.unread,
                 by_engine=loader.by_engine,
@@ -158,7 +140,7 @@ async def standalone(
 class OfComponent:
     """Discovery narrowed to the workers of one component: prefill workers, or all others."""
 
-    def __init__(self, discovery: Discovery, component: RouterComponent) -> None:
+    def __init__(self, discovery: Discovery, component: str) -> None:
         self._discovery = discovery
         self._component = component
 
@@ -176,7 +158,7 @@ class OfComponent:
         """Deliver only the component's cards."""
 
         def on_any_card(card: WorkerCard) -> None:
-            if self._component is RouterComponent.ALL or self._component is _component_of(card):
+            if self._component in ("all", "prefill" if card.role is Role.PREFILL else "backend"):
                 on_card(card)
 
         return await self._discovery.watch(on_any_card, on_gone, on_store)
@@ -185,26 +167,22 @@ class OfComponent:
         """Discovery is closed by its maker."""
 
 
-def _component_of(card: WorkerCard) -> RouterComponent:
-    return RouterComponent.PREFILL if card.role is Role.PREFILL else RouterComponent.BACKEND
-
-
 def serve_standalone(
     settings: Settings,
-    spec: StandaloneSpec,
+    options: StandaloneOptions,
     sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
-    return uvloop.run(_serve(settings, spec, sources, links))
+    return uvloop.run(_serve(settings, options, sources, links))
 
 
 async def _serve(
-    settings: Settings, spec: StandaloneSpec, sources: Mapping[ModelName, str], links: LinkTable | None
+    settings: Settings, options: StandaloneOptions, sources: Mapping[ModelName, str], links: LinkTable | None
 ) -> int:
     allow_many_files()
-    log_event(logger, Event.START, version=installed_version(), role=spec.component.value)
+    log_event(logger, Event.START, version=installed_version(), role=options.component)
     with stop_on_signals() as stopping:
-        async with standalone(settings, spec, sources, links) as router:
+        async with standalone(settings, options, sources, links) as router:
             await serve_until(stopping, router, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

@@ -234,7 +234,7 @@ async def _events(
         namespace=namespace,
         component=component,
         token=token,
-        limits=stream_limits(planes),
+        stream_limits=stream_limits(planes),
         observer=StreamHooks(),
     )
     stack.push_async_callback(stream.close)

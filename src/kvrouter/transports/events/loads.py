@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.transports.events.port import DropSink, foreign
-from kvrouter.transports.events.subjects import is_said_by, loads_subject
-from kvrouter.transports.events.wire import decode_load, encode_load
-from kvrouter.transports.message_auth import MessageAuth, Newest
+from kvrouter.transports.events.port import DropSink
+from kvrouter.transports.events.subjects import loads_subject
+from kvrouter.transports.events.wire import encode_load
+from kvrouter.transports.message_auth import MessageAuth
 
 LOADS_INTERVAL_S = 0.1
 """The least time between two sendings: engines report at every step, and only the newest report matters."""
@@ -65,26 +65,6 @@ class SealedLoads:
         self._number = max(self._number + 1, time.time_ns())
         subject = loads_subject(self._namespace, self._component, report.rank)
         return subject, self._seal.seal(subject, encode_load(report), number=self._number)
-
-
-class OpenedLoads:
-    """The router's side."""
-
-    def __init__(self, seal: MessageAuth) -> None:
-        self._seal = seal
-        self._newest = Newest()
-
-    def opened(self, subject: str, message: bytes) -> LoadReport | None:
-        """Return what came on ``subject``; None when a newer report came before. Raises ProtocolError, or
-        ForeignRank for the load of a rank whose subject is another one.
-        """
-        number, body = self._seal.numbered(subject, message)
-        if not self._newest.takes(subject, number):
-            return None
-        report = decode_load(body)
-        if not is_said_by(subject, report.rank):
-            raise foreign(report.rank, subject)
-        return report
 
 
 TELL_EVERY_S = 60.0

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
-from kvrouter.transports.events.port import BLOCKS_MAX, BatchSink, LoadSink, RecoverySource
+from kvrouter.transports.events.port import BLOCKS_MAX, RecoverySource
 from kvrouter.transports.events.recovery import answer_for
+from kvrouter.transports.events.sinks import EventSinks
 
 
-class MemoryEventPlane:
+class MemoryEventPlane(EventSinks):
     """Both ends of the event plane for one process. Use it from one event loop.
 
     Delivery is a plain call per subscriber, so there is no queue here that could fill: the limit is the
@@ -17,7 +18,7 @@ class MemoryEventPlane:
     """
 
     def __init__(self) -> None:
-        self._subscribers: dict[object, tuple[BatchSink, LoadSink]] = {}
+        super().__init__()
         self._sources: dict[WorkerId, RecoverySource] = {}
 
     @property
@@ -31,13 +32,11 @@ class MemoryEventPlane:
 
     def publish(self, batch: KvBatch) -> None:
         """Hand a batch to every subscriber."""
-        for on_batch, _ in tuple(self._subscribers.values()):
-            on_batch(batch)
+        self._hand(batch)
 
     def publish_load(self, report: LoadReport) -> None:
         """Hand a load report to every subscriber."""
-        for _, on_load in tuple(self._subscribers.values()):
-            on_load(report)
+        self._hand_load(report)
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         """Let ``source`` answer for the worker; return the function that ends it.
@@ -49,16 +48,6 @@ class MemoryEventPlane:
         def end() -> None:
             if self._sources.get(worker_id) is source:
                 del self._sources[worker_id]
-
-        return end
-
-    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
-        """Begin to deliver; return the function that ends it."""
-        key = object()
-        self._subscribers[key] = (on_batch, on_load)
-
-        def end() -> None:
-            self._subscribers.pop(key, None)
 
         return end
 

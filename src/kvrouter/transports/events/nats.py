@@ -9,40 +9,29 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.transports.background import go_on
-from kvrouter.transports.events.loads import (
-    LOADS_INTERVAL_S,
-    TELL_EVERY_S,
-    Drops,
-    LatestLoads,
-    OpenedLoads,
-    SealedLoads,
-)
+from kvrouter.transports.events.loads import TELL_EVERY_S, Drops, LatestLoads, SealedLoads
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
-    BatchSink,
     DropReason,
     DropSink,
-    ForeignRank,
     ForeignSink,
-    LoadSink,
     MalformedSink,
     RecoveryClient,
     foreign,
 )
+from kvrouter.transports.events.sinks import EventSinks, OpenedMessages
 from kvrouter.transports.events.subjects import (
     all_events,
     all_loads,
     events_subject,
     is_of_component,
-    is_said_by,
     message_auth_of,
 )
-from kvrouter.transports.events.wire import decode_batch, encode_parts
+from kvrouter.transports.events.wire import encode_parts
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
 from kvrouter.transports.nats_client import reason
 
@@ -70,7 +59,6 @@ class NatsEventPublisher:
         token: str,
         on_dropped: DropSink = lambda _n_batches, _why: None,
         queue_max_bytes: int = QUEUE_MAX_BYTES,
-        loads_interval_s: float = LOADS_INTERVAL_S,
         drops_reported_every_s: float = TELL_EVERY_S,
     ) -> None:
         self._client = client
@@ -83,7 +71,7 @@ class NatsEventPublisher:
         self._queue: deque[tuple[str, bytes, bool]] = deque()
         self._queued_bytes = 0
         self._more = asyncio.Event()
-        self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
+        self._loads = LatestLoads(self._send_load)
         self._sender = go_on(self._send(), name="events: send")
 
     @property
@@ -146,7 +134,7 @@ class NatsEventPublisher:
             self._drops.add(1, why)
 
 
-class NatsEventSubscriber:
+class NatsEventSubscriber(EventSinks):
     """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
 
     ``on_malformed`` hears of strangers' messages too, which are not read; ``on_foreign`` of those that speak
@@ -165,14 +153,13 @@ class NatsEventSubscriber:
         on_malformed: MalformedSink,
         on_foreign: ForeignSink,
     ) -> None:
+        super().__init__()
         self._client = client
         self._recovery = recovery
         self._namespace = namespace
-        self._seal = message_auth_of(token, namespace)
-        self._opened_loads = OpenedLoads(self._seal)
-        self._on_malformed = on_malformed
+        seal = message_auth_of(token, namespace)
+        self._opened = OpenedMessages(seal, on_malformed=on_malformed, on_foreign=on_foreign)
         self._on_foreign = on_foreign
-        self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._subscriptions: list[Subscription] = []
         self._followed: dict[WorkerId, WorkerCard] = {}
 
@@ -201,16 +188,6 @@ class NatsEventSubscriber:
         self._subscriptions.clear()
         self._sinks.clear()
 
-    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
-        """Begin to deliver; return the function that ends it."""
-        key = object()
-        self._sinks[key] = (on_batch, on_load)
-
-        def end() -> None:
-            self._sinks.pop(key, None)
-
-        return end
-
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Every worker of the namespace is heard; of this one only what its component's subjects bring."""
         worker_id = card.worker_id
@@ -230,39 +207,20 @@ class NatsEventSubscriber:
         """The rank's whole state, or None when its worker does not answer."""
         return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
 
-    def _check_component(self, subject: str, rank: WorkerRank) -> None:
-        """Raise ForeignRank where the rank's worker is followed, and is of another component."""
+    def _is_of_its_component(self, subject: str, rank: WorkerRank) -> bool:
+        """Whether the rank's worker, if it is followed, is of the subject's component; report it if not."""
         card = self._followed.get(rank.worker_id)
-        if card is not None and not is_of_component(subject, card.component):
-            raise foreign(rank, subject, DropReason.OTHER_COMPONENT)
+        if card is None or is_of_component(subject, card.component):
+            return True
+        self._on_foreign(foreign(rank, subject, DropReason.OTHER_COMPONENT))
+        return False
 
     async def _on_events(self, message: Msg) -> None:
-        try:
-            batch = decode_batch(self._seal.opened(message.subject, message.data))
-            if not is_said_by(message.subject, batch.rank):
-                raise foreign(batch.rank, message.subject)
-            self._check_component(message.subject, batch.rank)
-        except ForeignRank as error:
-            self._on_foreign(error)
-            return
-        except ProtocolError as error:
-            self._on_malformed(error.message)
-            return
-        for on_batch, _ in tuple(self._sinks.values()):
-            on_batch(batch)
+        batch = self._opened.batch(message.subject, message.data)
+        if batch is not None and self._is_of_its_component(message.subject, batch.rank):
+            self._hand(batch)
 
     async def _on_load(self, message: Msg) -> None:
-        try:
-            report = self._opened_loads.opened(message.subject, message.data)
-            if report is not None:
-                self._check_component(message.subject, report.rank)
-        except ForeignRank as error:
-            self._on_foreign(error)
-            return
-        except ProtocolError as error:
-            self._on_malformed(error.message)
-            return
-        if report is None:
-            return
-        for _, on_load in tuple(self._sinks.values()):
-            on_load(report)
+        report = self._opened.load(message.subject, message.data)
+        if report is not None and self._is_of_its_component(message.subject, report.rank):
+            self._hand_load(report)

@@ -172,17 +172,6 @@ def _answer_place(subject: str, nonce: bytes) -> str:
     return f"{subject} {nonce.hex()}"
 
 
-async def _drain(subscribing: "asyncio.Task[Subscription | None]") -> None:
-    """End a subscription; questions that come before the server hears of its end are still answered."""
-    subscription = await subscribing
-    if subscription is None:
-        return
-    try:
-        await subscription.drain()  # type: ignore[no-untyped-call]
-    except NatsError:
-        return  # the connection broke or was closed: no question is under way
-
-
 async def _unsubscribe(subscribing: "asyncio.Task[Subscription | None]") -> None:
     subscription = await subscribing
     if subscription is None:

@@ -52,6 +52,20 @@ ENVELOPE_BYTES = 512
 """What NATS needs of a message's largest size besides the payload."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherLimits:
+    """What a publisher keeps to; the constants that are the defaults say what each means."""
+
+    queue_batches_max: int = QUEUE_BATCHES_MAX
+    in_flight_max: int = IN_FLIGHT_MAX
+    merged_events_max: int = MERGED_EVENTS_MAX
+    ack_timeout_s: float = ACK_TIMEOUT_S
+
+
+PUBLISHER_LIMITS = PublisherLimits()
+"""What a publisher keeps to where nothing else is said."""
+
+
 @dataclass(slots=True)
 class _Sent:
     """A message whose acknowledgement is awaited."""
@@ -62,13 +76,97 @@ class _Sent:
     tries: int = 1
 
 
+class UnackedMessages:
+    """Messages whose acknowledgement is awaited, in the order in which they were sent.
+
+    ``wake`` is set when one was acknowledged, and when none will be: the stream is gone.
+    """
+
+    def __init__(self, client: Client, wake: asyncio.Event, drops: Drops, observer: LaneObserver) -> None:
+        self.has_stream = False
+        """Whether a stream takes them, as far as is known."""
+        self._client = client
+        self._wake = wake
+        self._drops = drops
+        self._observer = observer
+        self._messages: dict[int, _Sent] = {}
+        self._n_sent = 0
+        self._inbox = client.new_inbox()
+        self._acks: Subscription | None = None
+        self._reconnects = 0
+        self._refusal = ""
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    async def listen(self) -> None:
+        """Have an inbox for the acknowledgements."""
+        if self._acks is None:
+            self._acks = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
+
+    async def close(self) -> None:
+        """Hear of no acknowledgement any more."""
+        if self._acks is not None and not self._client.is_closed:
+            acks, self._acks = self._acks, None
+            await acks.unsubscribe()
+
+    async def send(self, messages: Sequence[_Sent]) -> None:
+        """Send in order. All of them await their acknowledgement from now on, so that none is lost when
+        sending fails.
+        """
+        numbered = {self._n_sent + at: sent for at, sent in enumerate(messages, start=1)}
+        self._n_sent += len(numbered)
+        self._messages |= numbered
+        for number, sent in numbered.items():
+            await self._send(number, sent)
+
+    def is_overdue(self, now_s: float, timeout_s: float) -> bool:
+        """Whether the oldest message waits for too long, or was sent over a connection that is gone."""
+        oldest = next(iter(self._messages.values()), None)
+        if oldest is None:
+            return False
+        is_elsewhere = self._client.stats["reconnects"] != self._reconnects
+        return is_elsewhere or now_s - oldest.sent_s > timeout_s
+
+    async def send_again(self, now_s: float) -> None:
+        """Send everything once more, in order; give up what was sent too often."""
+        self._reconnects = self._client.stats["reconnects"]
+        for number, sent in list(self._messages.items()):
+            if sent.tries >= TRIES_MAX:
+                del self._messages[number]
+                self._drops.add(1, self._refusal or "NATS did not acknowledge it")
+                continue
+            sent.tries += 1
+            sent.sent_s = now_s
+            await self._send(number, sent)
+
+    async def _send(self, number: int, sent: _Sent) -> None:
+        await self._client.publish(sent.subject, sent.payload, reply=f"{self._inbox}.{number}")
+
+    async def _on_ack(self, message: Msg) -> None:
+        number = message.subject.rpartition(".")[2]
+        if message.headers is not None and message.headers.get(api.Header.STATUS) is not None:
+            self.has_stream = False  # nobody took it
+            self._wake.set()
+            return
+        try:
+            ack = decoded(_ack, message.data, "acknowledgement")
+        except ProtocolError as error:
+            self._observer.refused(error.message)
+            return
+        if ack.error is not None:
+            self._refusal = ack.error.description
+            return  # it is sent again
+        if self._messages.pop(int(number), None) is not None:
+            self._wake.set()
+
+
 class JetStreamPublisher:
     """Publishes for every worker of one component in this process; use it from one event loop.
 
-    Waiting batches of a rank are merged. Up to ``in_flight_max`` messages are under way without an
-    acknowledgement; what stays without one is sent again, in order, so a broker that comes back soon misses
-    nothing, and routers drop what they had already. A full queue drops the batch and counts it: routers see
-    the gap. Loads do not go through the stream: only the newest matters.
+    Waiting batches of a rank are merged. What stays without an acknowledgement is sent again, in order, so a
+    broker that comes back soon misses nothing, and routers drop what they had already. A full queue drops the
+    batch and counts it: routers see the gap. Loads do not go through the stream: only the newest matters.
     """
 
     def __init__(
@@ -78,36 +176,24 @@ class JetStreamPublisher:
         namespace: str,
         component: str,
         token: str,
-        limits: StreamLimits | None = None,
+        stream_limits: StreamLimits | None = None,
         observer: LaneObserver | None = None,
-        queue_batches_max: int = QUEUE_BATCHES_MAX,
-        in_flight_max: int = IN_FLIGHT_MAX,
-        merged_events_max: int = MERGED_EVENTS_MAX,
-        ack_timeout_s: float = ACK_TIMEOUT_S,
+        limits: PublisherLimits = PUBLISHER_LIMITS,
     ) -> None:
         self._client = client
         self._names = LaneNames(namespace, component)
         self._seal = message_auth_of(token, namespace)
         self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
-        self._stream = EventStream(client.jetstream(), self._names, limits or StreamLimits())
+        self._stream = EventStream(client.jetstream(), self._names, stream_limits or StreamLimits())
         self._observer = observer or Unobserved()
         self._drops = Drops(self._observer.dropped)
-        self._refusal = ""
-        self._queue_batches_max = queue_batches_max
-        self._in_flight_max = in_flight_max
-        self._merged_events_max = merged_events_max
-        self._ack_timeout_s = ack_timeout_s
+        self._limits = limits
         self._waiting: dict[WorkerRank, list[KvBatch]] = {}
         self._n_waiting = 0
-        self._window: dict[int, _Sent] = {}
-        self._n_sent = 0
         self._loads: dict[WorkerRank, LoadReport] = {}
         self._latest_loads = LatestLoads(self._queue_load)
-        self._inbox = client.new_inbox()
-        self._acks: Subscription | None = None
-        self._has_stream = False
-        self._reconnects = 0
         self._wake = asyncio.Event()
+        self._unacked = UnackedMessages(client, self._wake, self._drops, self._observer)
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
@@ -128,7 +214,7 @@ class JetStreamPublisher:
         """Queue a batch; never waits."""
         if self._is_closed:
             return
-        if self._n_waiting >= self._queue_batches_max:
+        if self._n_waiting >= self._limits.queue_batches_max:
             self._drops.add(1, "the queue to NATS is full")
             return
         self._waiting.setdefault(batch.rank, []).append(batch)
@@ -148,7 +234,7 @@ class JetStreamPublisher:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            n_left = self._n_waiting + len(self._window)
+            n_left = self._n_waiting + len(self._unacked)
             self._drops.add(n_left, "the worker ends before NATS took them")
         self._drops.close()
         if self._task is not None:
@@ -157,9 +243,7 @@ class JetStreamPublisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        if self._acks is not None and not self._client.is_closed:
-            acks, self._acks = self._acks, None
-            await acks.unsubscribe()
+        await self._unacked.close()
 
     # What waits
 
@@ -173,25 +257,20 @@ class JetStreamPublisher:
         if self._task is None:
             self._task = go_on(self._run(), name="events: publish to the stream")
 
-    def _take(self, now_s: float) -> list[tuple[int, _Sent]]:
-        """Take out the batches of the rank that waits for longest; return the messages that they make.
-
-        Each of them awaits its acknowledgement from now on, so that none is lost when sending it fails.
-        """
+    def _take(self, now_s: float) -> list[_Sent]:
+        """Take out the batches of the rank that waits for longest; return the messages that they make."""
         rank = next(iter(self._waiting))
         batches = self._waiting.pop(rank)
         self._n_waiting -= len(batches)
         subject = self._names.events(rank)
         max_bytes = self._client.max_payload - ENVELOPE_BYTES - MESSAGE_AUTH_BYTES
         taken = []
-        for batch in merged(batches, events_max=self._merged_events_max):
+        for batch in merged(batches, events_max=self._limits.merged_events_max):
             for body, _ in encode_parts(batch, max_bytes=max_bytes):
                 if len(body) > max_bytes:
                     self._drops.add(1, f"an event of {len(body)} bytes is too large for NATS")
                     continue
-                self._n_sent += 1
-                taken.append((self._n_sent, _Sent(subject, self._seal.seal(subject, body), now_s)))
-        self._window.update(taken)
+                taken.append(_Sent(subject, self._seal.seal(subject, body), now_s))
         return taken
 
     # What is sent
@@ -209,28 +288,26 @@ class JetStreamPublisher:
 
     async def _prepare(self) -> None:
         """Have a stream, and an inbox for its acknowledgements."""
-        if self._acks is None:
-            self._acks = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
-        if not self._has_stream:
+        await self._unacked.listen()
+        if not self._unacked.has_stream:
             await self._stream.ensure()
-            self._has_stream = True
+            self._unacked.has_stream = True
 
     async def _send(self) -> None:
         """Send until the connection is lost or the stream is gone."""
-        loop = asyncio.get_running_loop()
-        if self._window:
-            await self._send_again(loop.time())
-        while self._has_stream and self._client.is_connected and not self._is_over:
+        loop, unacked = asyncio.get_running_loop(), self._unacked
+        if unacked:
+            await unacked.send_again(loop.time())
+        while unacked.has_stream and self._client.is_connected and not self._is_over:
             self._wake.clear()
             await self._send_loads()
-            while self._waiting and len(self._window) < self._in_flight_max:
-                for number, sent in self._take(loop.time()):
-                    await self._client.publish(sent.subject, sent.payload, reply=f"{self._inbox}.{number}")
-            if not (self._waiting or self._window or self._loads):
+            while self._waiting and len(unacked) < self._limits.in_flight_max:
+                await unacked.send(self._take(loop.time()))
+            if not (self._waiting or unacked or self._loads):
                 self._idle.set()
             await self._wait()
-            if self._is_overdue(loop.time()):
-                await self._send_again(loop.time())
+            if unacked.is_overdue(loop.time(), self._limits.ack_timeout_s):
+                await unacked.send_again(loop.time())
 
     async def _send_loads(self) -> None:
         while self._loads:
@@ -243,47 +320,10 @@ class JetStreamPublisher:
             await asyncio.sleep(0)
             return
         try:
-            async with asyncio.timeout(RETRY_S if self._window else None):
+            async with asyncio.timeout(RETRY_S if self._unacked else None):
                 await self._wake.wait()
         except TimeoutError:
             return
-
-    def _is_overdue(self, now_s: float) -> bool:
-        """Whether the oldest message waits for too long, or was sent over a connection that is gone."""
-        oldest = next(iter(self._window.values()), None)
-        if oldest is None:
-            return False
-        is_elsewhere = self._client.stats["reconnects"] != self._reconnects
-        return is_elsewhere or now_s - oldest.sent_s > self._ack_timeout_s
-
-    async def _send_again(self, now_s: float) -> None:
-        """Send everything that was not acknowledged once more, in order; give up what was sent too often."""
-        self._reconnects = self._client.stats["reconnects"]
-        for number, sent in list(self._window.items()):
-            if sent.tries >= TRIES_MAX:
-                del self._window[number]
-                self._drops.add(1, self._refusal or "NATS did not acknowledge it")
-                continue
-            sent.tries += 1
-            sent.sent_s = now_s
-            await self._client.publish(sent.subject, sent.payload, reply=f"{self._inbox}.{number}")
-
-    async def _on_ack(self, message: Msg) -> None:
-        number = message.subject.rpartition(".")[2]
-        if message.headers is not None and message.headers.get(api.Header.STATUS) is not None:
-            self._has_stream = False  # nobody took it: the stream is gone
-            self._wake.set()
-            return
-        try:
-            ack = decoded(_ack, message.data, "acknowledgement")
-        except ProtocolError as error:
-            self._observer.refused(error.message)
-            return
-        if ack.error is not None:
-            self._refusal = ack.error.description
-            return  # it is sent again
-        if self._window.pop(int(number), None) is not None:
-            self._wake.set()
 
 
 class _AckError(msgspec.Struct):

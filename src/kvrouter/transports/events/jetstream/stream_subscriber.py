@@ -12,8 +12,8 @@ replay of its own messages from there on; a rank that asks again can't be truste
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -40,16 +40,8 @@ from kvrouter.transports.events.jetstream.stream import (
     LaneObserver,
     StreamLimits,
 )
-from kvrouter.transports.events.loads import OpenedLoads
-from kvrouter.transports.events.port import (
-    BLOCKS_MAX,
-    BatchSink,
-    ForeignRank,
-    LoadSink,
-    RecoveryClient,
-    foreign,
-)
-from kvrouter.transports.events.wire import decode_batch
+from kvrouter.transports.events.port import BLOCKS_MAX, BatchSink, LoadSink, RecoveryClient
+from kvrouter.transports.events.sinks import OpenedMessages
 from kvrouter.transports.message_auth import MessageAuth
 from kvrouter.transports.nats_client import reason, subject_name
 
@@ -59,23 +51,55 @@ IDLES_TO_END = 2
 """So many heartbeats without a message: what was skipped is not in the stream any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayParts:
-    """What every replay of a component's events works with."""
+REPLAYS_MAX = 8
+"""Ranks that are replayed at the same time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Replays:
+    """The replays of one component's events, at most one of each rank, and what all of them work with."""
 
     client: Client
     jetstream: JetStreamContext
     names: LaneNames
     observer: LaneObserver
-    limit: asyncio.Semaphore
-    """How many read at the same time."""
-
     heartbeat_s: float
     hand: Callable[[str, bytes, Epoch], None]
     """Hands a message's batch to the router, if it is of the epoch: (subject, payload, epoch)."""
 
-    ended: Callable[["Replay"], None]
-    """Called in the moment in which the replay has met the live delivery: that one goes on."""
+    check: Callable[["Replay"], Coroutine[None, None, None]]
+    """Runs once a replay has met the live delivery: that one goes on."""
+
+    checks: set[asyncio.Task[None]] = field(default_factory=set)
+    running: "dict[WorkerRank, Replay]" = field(default_factory=dict)
+    limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REPLAYS_MAX))
+    """How many read at the same time."""
+
+    def begin(self, rank: WorkerRank, epoch: Epoch, *, after: int) -> None:
+        """Replay the rank's messages after the sequence ``after``, and nothing that was replayed before."""
+        self.cancel(rank)
+        self.running[rank] = Replay(rank, epoch, after=after, replays=self)
+
+    def cancel(self, rank: WorkerRank) -> None:
+        """Replay nothing of the rank any more."""
+        replay = self.running.pop(rank, None)
+        if replay is not None:
+            replay.cancel()
+
+    def end(self, replay: "Replay") -> None:
+        """A replay has met the live delivery."""
+        if self.running.get(replay.rank) is replay:
+            del self.running[replay.rank]
+            check = go_on(self.check(replay), name="events: check a replay")
+            self.checks.add(check)
+            check.add_done_callback(self.checks.discard)
+
+    async def until_over(self, rank: WorkerRank) -> bool:
+        """Return once the rank is not replayed, and whether it was."""
+        replay = self.running.get(rank)
+        if replay is not None:
+            await replay.over.wait()
+        return replay is not None
 
 
 class Replay:
@@ -85,11 +109,11 @@ class Replay:
     was skipped too, and ends when it has handed over the last message that was.
     """
 
-    def __init__(self, rank: WorkerRank, epoch: Epoch, *, after: int, parts: ReplayParts) -> None:
+    def __init__(self, rank: WorkerRank, epoch: Epoch, *, after: int, replays: Replays) -> None:
         self.rank = rank
         self.epoch = epoch
         self.after = after
-        self._parts = parts
+        self._replays = replays
         self._position = after
         self._skipped_to = 0
         self._idles = 0
@@ -111,16 +135,18 @@ class Replay:
         self._task.cancel()
 
     async def _run(self) -> None:
-        async with self._parts.limit:
+        async with self._replays.limit:
             while not self.over.is_set():
                 try:
                     await self._read()
                 except CLIENT_ERRORS as error:
-                    self._parts.observer.disturbed(self._parts.names.component, f"replay: {reason(error)}")
+                    self._replays.observer.disturbed(
+                        self._replays.names.component, f"replay: {reason(error)}"
+                    )
                     await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:
-        parts = self._parts
+        parts = self._replays
         delivery = self._delivery = PushConsumer(
             parts.client,
             parts.jetstream,
@@ -143,7 +169,7 @@ class Replay:
             return
         self._position = sequence
         self._idles = 0
-        self._parts.hand(subject, payload, self.epoch)
+        self._replays.hand(subject, payload, self.epoch)
         if pending == 0 and sequence >= self._skipped_to:
             self._end()
 
@@ -157,15 +183,12 @@ class Replay:
             self.over.set()
             if self._delivery is not None:
                 self._delivery.stop("it has ended")
-            self._parts.ended(self)
+            self._replays.end(self)
 
 
 STORED_ANSWER_MAX_S = 3.0
 """A snapshot that takes longer to read is no answer: the worker is asked."""
 
-
-REPLAYS_MAX = 8
-"""Ranks that are replayed at the same time."""
 
 READS_MAX = 3
 """Snapshots that are tried for one rank, each one replaced while it was read."""
@@ -176,17 +199,15 @@ NO_SNAPSHOT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneParts:
-    """The parts of a component's event transport."""
+    """What the event transports of all components work with."""
 
     client: Client
     recovery: RecoveryClient
-    names: LaneNames
+    namespace: str
     seal: MessageAuth
     replica_name: str
     limits: StreamLimits
     observer: LaneObserver
-    on_batch: BatchSink
-    on_load: LoadSink
     heartbeat_s: float
     resets: bool
     """Clear the stream and its snapshots before anything is heard."""
@@ -195,40 +216,41 @@ class LaneParts:
 class ComponentLane:
     """Follows the workers of one component. Make it on the event loop: it begins at once."""
 
-    def __init__(self, parts: LaneParts) -> None:
-        self.names = parts.names
+    def __init__(self, parts: LaneParts, component: str, *, on_batch: BatchSink, on_load: LoadSink) -> None:
+        self.names = LaneNames(parts.namespace, component)
         self.position = 0
         """The stream sequence up to which everything was handed over, but for ranks that replay."""
         self.made = ""
         """Which stream the position is in; "" before the first was heard."""
         jetstream = parts.client.jetstream()
-        self.stream = EventStream(jetstream, parts.names, parts.limits)
+        self.stream = EventStream(jetstream, self.names, parts.limits)
         self.snapshots = ComponentSnapshots(
             jetstream,
-            parts.names,
+            self.names,
             seal=parts.seal,
             on_refused=parts.observer.refused,
             replicas=parts.limits.replicas,
         )
         self._parts = parts
-        self._jetstream = jetstream
-        self._opened_loads = OpenedLoads(parts.seal)
+        self._on_batch = on_batch
+        self._on_load = on_load
+        observer = parts.observer
+        self._opened = OpenedMessages(
+            parts.seal, on_malformed=observer.refused, on_foreign=observer.spoke_for_another
+        )
         self._stored = StoredIndex(self.snapshots, self.stream)
         self._followed: dict[WorkerId, Epoch] = {}
         self._began: dict[WorkerRank, str | None] = {}
         self._undecided: set[WorkerRank] = set()
-        self._replays: dict[WorkerRank, Replay] = {}
-        self._replay_parts = ReplayParts(
+        self._replays = Replays(
             client=parts.client,
             jetstream=jetstream,
-            names=parts.names,
-            observer=parts.observer,
-            limit=asyncio.Semaphore(REPLAYS_MAX),
+            names=self.names,
+            observer=observer,
             heartbeat_s=parts.heartbeat_s,
             hand=self._hand_replayed,
-            ended=self._replayed,
+            check=self._check_replayed,
         )
-        self._checks: set[asyncio.Task[None]] = set()
         self._is_heard = asyncio.Event()
         self._must_reset = parts.resets
         self._live: PushConsumer | None = None
@@ -256,12 +278,11 @@ class ComponentLane:
         self._followed.pop(worker_id, None)
         for rank in [rank for rank in self._began if rank.worker_id == worker_id]:
             del self._began[rank]
-        for rank in [rank for rank in self._replays if rank.worker_id == worker_id]:
-            self._replays.pop(rank).cancel()
+            self._replays.cancel(rank)
 
     def covers(self, rank: WorkerRank) -> bool:
         """Whether all of the rank up to ``position`` was handed over."""
-        is_heard = rank not in self._replays and rank not in self._undecided
+        is_heard = rank not in self._replays.running and rank not in self._undecided
         return is_heard and rank.worker_id in self._followed
 
     async def close(self) -> None:
@@ -269,11 +290,10 @@ class ComponentLane:
         self._is_closed = True
         if self._live is not None:
             self._live.stop("closed")  # a task's cancellation can get lost in the client's own waiting
-        for replay in list(self._replays.values()):
-            replay.cancel()
-        self._replays.clear()
+        for rank in list(self._replays.running):
+            self._replays.cancel(rank)
         self._stored.close()
-        tasks = [self._task, *self._checks]
+        tasks = [self._task, *self._replays.checks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -302,20 +322,14 @@ class ComponentLane:
         if snapshot is None and trouble is not None:
             raise trouble
         if snapshot is None:
-            await self._until_replayed(rank)
+            await self._replays.until_over(rank)
         return snapshot
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last``, of its worker; None once a replay has brought it."""
-        if rank in self._replays:
-            await self._until_replayed(rank)
+        if await self._replays.until_over(rank):
             return None
         return await self._parts.recovery.recover_range(rank, first, last)
-
-    async def _until_replayed(self, rank: WorkerRank) -> None:
-        replay = self._replays.get(rank)
-        if replay is not None:
-            await replay.over.wait()
 
     async def _stored_answer(self, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
         """What the snapshot, or the stream alone, says of the rank; None when they don't say all."""
@@ -347,7 +361,7 @@ class ComponentLane:
         first = await self.stream.first_of(rank)
         if first is None or self._began.get(rank) is not None:
             return None
-        batch = self._decode(self.names.events(rank), first.payload)
+        batch = self._opened.batch(self.names.events(rank), first.payload)
         if batch is None or (batch.epoch == epoch and batch.first_event_id > 0):
             return None
         self._begin(rank, epoch, NO_SNAPSHOT, after=first.sequence - 1)
@@ -364,25 +378,15 @@ class ComponentLane:
     def _begin(self, rank: WorkerRank, epoch: Epoch, began: str, *, after: int) -> None:
         """Replay the rank's messages after the sequence ``after``; its state before that is the answer."""
         self._began[rank] = began
-        old = self._replays.pop(rank, None)
-        if old is not None:
-            old.cancel()
-        self._replays[rank] = Replay(rank, epoch, after=after, parts=self._replay_parts)
+        self._replays.begin(rank, epoch, after=after)
 
     # Replays
 
     def _hand_replayed(self, subject: str, payload: bytes, epoch: Epoch) -> None:
-        batch = self._decode(subject, payload)
+        batch = self._opened.batch(subject, payload)
         # Messages of an earlier start of the worker say nothing of this one.
         if batch is not None and batch.epoch == epoch:
-            self._parts.on_batch(batch)
-
-    def _replayed(self, replay: Replay) -> None:
-        if self._replays.get(replay.rank) is replay:
-            del self._replays[replay.rank]
-            check = go_on(self._check_replayed(replay), name="events: check a replay")
-            self._checks.add(check)
-            check.add_done_callback(self._checks.discard)
+            self._on_batch(batch)
 
     async def _check_replayed(self, replay: Replay) -> None:
         """If the stream was purged while it was replayed, report to the rank how far its ids have come.
@@ -402,7 +406,7 @@ class ComponentLane:
             return
         held = stage.ranks.get(replay.rank)
         if held is not None and held.epoch == replay.epoch == self._followed.get(replay.rank.worker_id):
-            self._parts.on_batch(KvBatch(replay.rank, held.epoch, held.next_event_id, ()))
+            self._on_batch(KvBatch(replay.rank, held.epoch, held.next_event_id, ()))
 
     # Live
 
@@ -427,7 +431,7 @@ class ComponentLane:
     async def _hear(self) -> str:
         """Hear the stream until that breaks; return why."""
         if self._loads is None:
-            self._loads = await self._parts.client.subscribe(self.names.all_loads, cb=self._on_load)
+            self._loads = await self._parts.client.subscribe(self.names.all_loads, cb=self._load_came)
         reading = await self.stream.ensure()
         if self._must_reset:
             await self._reset()
@@ -440,7 +444,7 @@ class ComponentLane:
             return "closed"
         live = self._live = PushConsumer(
             self._parts.client,
-            self._jetstream,
+            self._replays.jetstream,
             self._on_message,
             stream=self.names.stream,
             subjects=self.names.all_events,
@@ -464,39 +468,16 @@ class ComponentLane:
 
     def _on_message(self, subject: str, payload: bytes, sequence: int, _pending: int) -> None:
         self.position = sequence
-        batch = self._decode(subject, payload)
+        batch = self._opened.batch(subject, payload)
         if batch is None:
             return
-        replay = self._replays.get(batch.rank)
+        replay = self._replays.running.get(batch.rank)
         if replay is not None:
             replay.skipped(sequence)
         elif batch.rank not in self._undecided:  # else a replay brings it, or the worker's answer has it
-            self._parts.on_batch(batch)
+            self._on_batch(batch)
 
-    async def _on_load(self, message: Msg) -> None:
-        try:
-            report = self._opened_loads.opened(message.subject, message.data)
-        except ForeignRank as error:
-            self._parts.observer.spoke_for_another(error)
-            return
-        except ProtocolError as error:
-            self._parts.observer.refused(error.message)
-            return
+    async def _load_came(self, message: Msg) -> None:
+        report = self._opened.load(message.subject, message.data)
         if report is not None:
-            self._parts.on_load(report)
-
-    def _decode(self, subject: str, payload: bytes) -> KvBatch | None:
-        """Return a message's batch; None for a stranger's, for one that cannot be read, and for one that
-        speaks for a rank on the subject of another.
-        """
-        try:
-            batch = decode_batch(self._parts.seal.opened(subject, payload))
-            if subject != self.names.events(batch.rank):
-                raise foreign(batch.rank, subject)
-            return batch
-        except ForeignRank as error:
-            self._parts.observer.spoke_for_another(error)
-            return None
-        except ProtocolError as error:
-            self._parts.observer.refused(error.message)
-            return None
+            self._on_load(report)

@@ -12,7 +12,6 @@ from kvrouter.transports.events.jetstream.consumer import HEARTBEAT_S
 from kvrouter.transports.events.jetstream.snapshot_writer import LEASE_S, SnapshotWriter
 from kvrouter.transports.events.jetstream.stream import (
     CLIENT_ERRORS,
-    LaneNames,
     LaneObserver,
     StreamLimits,
     Unobserved,
@@ -20,14 +19,13 @@ from kvrouter.transports.events.jetstream.stream import (
 from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane, LaneParts
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
-    BatchSink,
     DropReason,
-    LoadSink,
     PendingSnapshot,
     RecoveryClient,
     SnapshotFailed,
     foreign,
 )
+from kvrouter.transports.events.sinks import EventSinks
 from kvrouter.transports.events.subjects import message_auth_of
 from kvrouter.transports.nats_client import reason
 
@@ -35,7 +33,7 @@ COMPONENTS_MAX = 64
 """How many components' streams one router hears."""
 
 
-class JetStreamSubscriber:
+class JetStreamSubscriber(EventSinks):
     """Hears the streams of the components whose workers are followed; use it from one event loop.
 
     ``replica_name`` must be this router's alone: its consumers on the server carry it. ``recovery`` asks a
@@ -58,39 +56,36 @@ class JetStreamSubscriber:
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
     ) -> None:
-        self._client = client
-        self._recovery = recovery
-        self._namespace = namespace
-        self._seal = message_auth_of(token, namespace)
-        self._replica_name = replica_name
-        self._limits = limits or StreamLimits()
-        self._observer = observer or Unobserved()
-        self._resets_states = resets_states
-        self._heartbeat_s = heartbeat_s
+        super().__init__()
+        self._parts = LaneParts(
+            client=client,
+            recovery=recovery,
+            namespace=namespace,
+            seal=message_auth_of(token, namespace),
+            replica_name=replica_name,
+            limits=limits or StreamLimits(),
+            observer=observer or Unobserved(),
+            heartbeat_s=heartbeat_s,
+            resets=resets_states,
+        )
         self._lease_s = lease_s
-        self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._lanes: dict[str, ComponentLane] = {}
         self._takers: dict[str, SnapshotWriter] = {}
         self._lane_of: dict[WorkerId, ComponentLane] = {}
-
-    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
-        """Begin to deliver; return the function that ends it."""
-        key = object()
-        self._sinks[key] = (on_batch, on_load)
-
-        def end() -> None:
-            self._sinks.pop(key, None)
-
-        return end
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Listen to the worker's component. Follow a card before its ranks' state is asked for."""
         lane = self._lanes.get(card.component)
         if lane is None:
             if len(self._lanes) >= COMPONENTS_MAX:
-                self._observer.disturbed(card.component, f"not heard: {COMPONENTS_MAX} components are")
+                self._parts.observer.disturbed(card.component, f"not heard: {COMPONENTS_MAX} components are")
                 return lambda: None
-            lane = self._lanes[card.component] = self._open(card.component)
+            lane = self._lanes[card.component] = ComponentLane(
+                self._parts,
+                card.component,
+                on_batch=partial(self._batch_came, card.component),
+                on_load=partial(self._load_came, card.component),
+            )
         worker_id, epoch = card.worker_id, card.incarnation
         old = self._lane_of.get(worker_id)
         if old is not None and old is not lane:
@@ -108,14 +103,14 @@ class JetStreamSubscriber:
         """The batch of ids ``first`` to ``last``, of the worker; None once the stream has brought it."""
         lane = self._lane_of.get(rank.worker_id)
         if lane is None:
-            return await self._recovery.recover_range(rank, first, last)
+            return await self._parts.recovery.recover_range(rank, first, last)
         return await lane.recover_range(rank, first, last)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's state: at its first ask what was stored, at any other what its worker says."""
         lane = self._lane_of.get(rank.worker_id)
         if lane is None:
-            return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
+            return await self._parts.recovery.recover_snapshot(rank, blocks_max=blocks_max)
         return await lane.recover_snapshot(rank, blocks_max=blocks_max)
 
     async def close(self) -> None:
@@ -149,47 +144,28 @@ class JetStreamSubscriber:
                 return None
             taker = self._takers[component] = SnapshotWriter(
                 lane,
-                replica_name=self._replica_name,
-                name=lambda: self._client.new_inbox().rpartition(".")[2],
+                replica_name=self._parts.replica_name,
+                name=lambda: self._parts.client.new_inbox().rpartition(".")[2],
                 lease_s=self._lease_s,
             )
         return await taker.take()
 
     # The sinks
 
-    def _open(self, component: str) -> ComponentLane:
-        return ComponentLane(
-            LaneParts(
-                client=self._client,
-                recovery=self._recovery,
-                names=LaneNames(self._namespace, component),
-                seal=self._seal,
-                replica_name=self._replica_name,
-                limits=self._limits,
-                observer=self._observer,
-                on_batch=partial(self._hand, component),
-                on_load=partial(self._hand_load, component),
-                heartbeat_s=self._heartbeat_s,
-                resets=self._resets_states,
-            )
-        )
-
     def _drops(self, component: str, rank: WorkerRank) -> bool:
         """Whether a message is dropped and reported because its rank's worker is of another component."""
         lane = self._lane_of.get(rank.worker_id)
         if lane is None or lane.names.component == component:
             return False
-        self._observer.spoke_for_another(foreign(rank, f"component {component}", DropReason.OTHER_COMPONENT))
+        self._parts.observer.spoke_for_another(
+            foreign(rank, f"component {component}", DropReason.OTHER_COMPONENT)
+        )
         return True
 
-    def _hand(self, component: str, batch: KvBatch) -> None:
-        if self._drops(component, batch.rank):
-            return
-        for on_batch, _ in tuple(self._sinks.values()):
-            on_batch(batch)
+    def _batch_came(self, component: str, batch: KvBatch) -> None:
+        if not self._drops(component, batch.rank):
+            self._hand(batch)
 
-    def _hand_load(self, component: str, report: LoadReport) -> None:
-        if self._drops(component, report.rank):
-            return
-        for _, on_load in tuple(self._sinks.values()):
-            on_load(report)
+    def _load_came(self, component: str, report: LoadReport) -> None:
+        if not self._drops(component, report.rank):
+            self._hand_load(report)

@@ -10,7 +10,7 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.hosts import advertised_host, bracketed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
-from kvrouter.transports.events.loads import LOADS_INTERVAL_S, Drops, LatestLoads
+from kvrouter.transports.events.loads import Drops, LatestLoads
 from kvrouter.transports.events.port import DropSink, MalformedSink, RecoverySource
 from kvrouter.transports.events.recovery import QUESTION_MAX_BYTES, RecoveryAnswers
 from kvrouter.transports.events.wire import BATCH_MAX_BYTES, encode_load, encode_parts
@@ -49,15 +49,12 @@ class ZmqEventPublisher:
         recovery_port: int = 0,
         advertise_host: str | None = None,
         token: str | None = None,
-        batch_max_bytes: int = BATCH_MAX_BYTES,
-        loads_interval_s: float = LOADS_INTERVAL_S,
     ) -> None:
         at = advertised_host(host, advertise_host)
         self._drops = Drops(on_dropped)
         self._on_malformed = on_malformed
-        self._batch_max_bytes = batch_max_bytes - TOPIC_BYTES
         self._recovery_answers = RecoveryAnswers()
-        self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
+        self._loads = LatestLoads(self._send_load)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out = new_socket(self._context, zmq.PUB, message_max_bytes=QUESTION_MAX_BYTES)
         self._answers = new_socket(self._context, zmq.ROUTER, message_max_bytes=QUESTION_MAX_BYTES)
@@ -81,8 +78,9 @@ class ZmqEventPublisher:
     def publish(self, batch: KvBatch) -> None:
         """Send a batch; one that is too large for a router to read goes in parts."""
         topic = worker_topic(batch.rank.worker_id) + BATCH
-        for frame, _ in encode_parts(batch, max_bytes=self._batch_max_bytes):
-            if len(frame) > self._batch_max_bytes:
+        max_bytes = BATCH_MAX_BYTES - TOPIC_BYTES
+        for frame, _ in encode_parts(batch, max_bytes=max_bytes):
+            if len(frame) > max_bytes:
                 self._drops.add(1, f"an event of {len(frame)} bytes is too large for routers to read")
             elif not self._send(topic + frame):
                 self._drops.add(1, "ZeroMQ did not take it")

@@ -16,14 +16,13 @@ from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, WorkerCard
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
-    BatchSink,
     ForeignRank,
     ForeignSink,
-    LoadSink,
     MalformedSink,
     foreign,
 )
 from kvrouter.transports.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
+from kvrouter.transports.events.sinks import EventSinks
 from kvrouter.transports.events.wire import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.transports.events.zmq.sockets import (
     BATCH,
@@ -117,7 +116,7 @@ class _Heard:
         self._inlet.close()
 
 
-class ZmqEventSubscriber:
+class ZmqEventSubscriber(EventSinks):
     """Hears the workers that it follows, and asks them. Make it on the event loop.
 
     ``token`` must be that of the workers. A connection that breaks is made again by itself; what was missed
@@ -131,32 +130,20 @@ class ZmqEventSubscriber:
         on_foreign: ForeignSink,
         token: str | None = None,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
-        batch_max_bytes: int = BATCH_MAX_BYTES,
         sockets_max: int = SOCKETS_MAX,
     ) -> None:
+        super().__init__()
         self._on_malformed = on_malformed
         self._on_foreign = on_foreign
-        self._batch_max_bytes = batch_max_bytes
         self._answer_timeout_s = answer_timeout_s
         self._keys = None if token is None else TokenKeys(token)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, sockets_max)
         self._turns = Turns()
-        self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._heard: dict[str, _Heard] = {}
         self._is_closed = False
         self._questions: dict[str, _Questions] = {}
         self._asked_at: dict[WorkerId, str] = {}
-
-    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
-        """Begin to deliver; return the function that ends it."""
-        key = object()
-        self._sinks[key] = (on_batch, on_load)
-
-        def end() -> None:
-            self._sinks.pop(key, None)
-
-        return end
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Connect to the worker; return the function that ends it.
@@ -239,7 +226,7 @@ class ZmqEventSubscriber:
     def _begin_hearing(self, endpoint: str, topic: bytes) -> None:
         heard = self._heard.get(endpoint)
         if heard is None:
-            socket = self._connected(zmq.SUB, endpoint, self._batch_max_bytes)
+            socket = self._connected(zmq.SUB, endpoint, BATCH_MAX_BYTES)
             heard = self._heard[endpoint] = _Heard(socket, self._arrived, self._turns)
         heard.follow(topic)
 
@@ -280,13 +267,11 @@ class ZmqEventSubscriber:
             if kind == BATCH:
                 batch = decode_batch(body)
                 _check_speaker(batch.rank, worker_id)
-                for on_batch, _ in tuple(self._sinks.values()):
-                    on_batch(batch)
+                self._hand(batch)
             elif kind == LOAD:
                 report = decode_load(body)
                 _check_speaker(report.rank, worker_id)
-                for _, on_load in tuple(self._sinks.values()):
-                    on_load(report)
+                self._hand_load(report)
             else:
                 raise ProtocolError(f"topic: unknown kind {kind!r}", param="topic")
         except ForeignRank as error:
