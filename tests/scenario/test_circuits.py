@@ -52,7 +52,7 @@ async def send(bench: Bench, times: int = 1, *, pinned: int | None = None) -> li
 
 
 def state(bench: Bench, worker_id: int = 1) -> CircuitState:
-    return bench.model.circuit_state(WorkerId(worker_id))
+    return bench.circuit_state(WorkerId(worker_id))
 
 
 def sent_to(plane: ScriptedPlane, worker_id: int) -> int:
@@ -326,7 +326,7 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
     assert events_of(caplog.records).count("circuit_opened") == 1
     assert bench.telemetry.kv_lost.value("mock", "1", "3", "unreachable") == 1
     assert state(bench, 1) is state(bench, 3) is CircuitState.CLOSED, "both serve others"
-    assert [(tuple(pair), each) for pair, each in bench.model.broken_pairs()] == [((1, 3), CircuitState.OPEN)]
+    assert [(tuple(pair), each) for pair, each in bench.broken_pairs()] == [((1, 3), CircuitState.OPEN)]
     explained = bench.service.explain(generate_request())
     assert {row.refused for row in explained.rows} <= {None, "kv_lost"}
 
@@ -345,7 +345,7 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
         while pairs(plane).count((1, address_of(3))) == before:
             await send(bench)
             await asyncio.sleep(0.005)
-    assert list(bench.model.broken_pairs()) == []
+    assert bench.broken_pairs() == []
     assert not bench.model.fleet.broken_pairs
 
 
@@ -393,7 +393,7 @@ async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
     assert bench.model.fleet.broken_pairs
     bench.discovery.put(card(3, Role.DECODE, zone="a", incarnation=2))
     assert not bench.model.fleet.broken_pairs
-    assert list(bench.model.broken_pairs()) == []
+    assert bench.broken_pairs() == []
 
 
 async def test_decode_that_is_picked_again_may_keep_the_worker_that_is_tried() -> None:

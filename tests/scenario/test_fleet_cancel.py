@@ -113,11 +113,11 @@ async def test_a_client_leaves_the_wait_for_its_domain() -> None:
         for worker_id in bench.workers(Role.DECODE):
             await bench.fleet.kill(worker_id)
         reading = asyncio.create_task(bench.read(bench.request()))
-        await until(lambda: bench.model.waiting == 1)
+        await until(lambda: len(bench.model.placer.waiting) == 1)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await until(lambda: bench.model.waiting == 0)
+        await until(lambda: len(bench.model.placer.waiting) == 0)
         assert bench.telemetry.cancellations.value(MOCK, "queued") == 1
         assert bench.plane.opened == []
 

@@ -68,7 +68,7 @@ async def test_required_waits_for_a_decode_worker_to_join(handoff: str) -> None:
         old = bench.fleet.workers[DECODE_A[0]]
         await empty_zone_a_of_decode(bench)
         reading = asyncio.create_task(bench.read(bench.request(prefill_worker_id=PREFILL_A)))
-        await until(lambda: bench.model.waiting == 1)
+        await until(lambda: len(bench.model.placer.waiting) == 1)
         assert bench.plane.opened == []
         await bench.revive(old)
         tokens, _ = await reading
@@ -83,7 +83,7 @@ async def test_one_worker_that_joins_ends_the_wait_of_all() -> None:
         await empty_zone_a_of_decode(bench)
         requests = [bench.request(prompt(first=n), prefill_worker_id=PREFILL_A) for n in range(60)]
         reading = [asyncio.create_task(bench.read(request)) for request in requests]
-        await until(lambda: bench.model.waiting == 60)
+        await until(lambda: len(bench.model.placer.waiting) == 60)
         await bench.revive(old)
         answers = await asyncio.gather(*reading)
         assert all(len(tokens) == 8 for tokens, _ in answers)

@@ -111,28 +111,28 @@ async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
     bench = await bench_of(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
     bench.load(BUSY)
     parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: bench.model.waiting == 3)
+    await until(lambda: len(bench.model.placer.waiting) == 3)
     for _ in range(5):  # a change that helps nobody costs nobody its place
         bench.load(BUSY)
         with pytest.raises(AllWorkersBusy):
             await read_all(bench, request_id="late")
-    assert bench.model.waiting == 3
+    assert len(bench.model.placer.waiting) == 3
     bench.load(QUIET)
     assert await asyncio.gather(*parked) == [[1]] * 3
     assert [stream.request.request_id for stream in plane.opened] == ["r0", "r1", "r2"]
-    assert bench.model.waiting == 0
+    assert len(bench.model.placer.waiting) == 0
 
 
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
     config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
     bench = await bench_of(ScriptedPlane(), PREFILL, ELSEWHERE, config=config)
     waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: bench.model.waiting == 3)
-    assert bench.model.waiting_for_load == 0
+    await until(lambda: len(bench.model.placer.waiting) == 3)
+    assert len(bench.model.placer.waiting.admission) == 0
     for each in waits:
         each.cancel()
     await asyncio.gather(*waits, return_exceptions=True)
-    assert bench.model.waiting == 0
+    assert len(bench.model.placer.waiting) == 0
 
 
 async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
@@ -153,7 +153,7 @@ async def test_waiting_never_outlasts_the_request() -> None:
     bench.load(BUSY)
     with pytest.raises(AllWorkersBusy):
         await asyncio.wait_for(read_all(bench), 30)
-    assert bench.model.waiting == 0
+    assert len(bench.model.placer.waiting) == 0
 
 
 async def test_a_model_may_come_back_with_another_block_size() -> None:

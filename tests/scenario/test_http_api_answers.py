@@ -238,7 +238,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
             report = LoadReport(rank(1), 7, 1000, kv_transfers=fetched, kv_events_skipped=skipped)
             house.bench.events.load(report)
         for _ in range(10):
-            model.placer.transfers.engine_sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model._clock())
+            model.placer.transfers.engine_sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
         for _ in range(prompt_shapes.ANSWERS_MIN):
             model.accounts.shapes.note(
                 "chat user",
@@ -246,7 +246,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
                 cached_tokens=320,
                 isl_tokens=400,
                 prompt_tokens=400,
-                now_s=model._clock(),
+                now_s=model.clock(),
             )
         g = Golden(house.address, TIMED)
         answers = [

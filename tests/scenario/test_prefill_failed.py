@@ -50,7 +50,7 @@ def legs_of(plane: ScriptedPlane, request_id: str) -> list[Leg]:
 
 
 def open_circuits(bench: Bench, *workers: int) -> set[int]:
-    states = {worker: bench.model.circuit_state(WorkerId(worker)) for worker in workers}
+    states = {worker: bench.circuit_state(WorkerId(worker)) for worker in workers}
     return {worker for worker, state in states.items() if state is not CircuitState.CLOSED}
 
 

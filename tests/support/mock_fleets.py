@@ -366,7 +366,7 @@ class MockBench:
         assert self.booked() == 0
         for model in self.service.models():
             assert len(model.ledger) == 0
-            assert model.waiting == 0
+            assert len(model.placer.waiting) == 0
 
 
 @asynccontextmanager

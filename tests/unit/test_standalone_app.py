@@ -327,7 +327,7 @@ async def test_a_caller_that_leaves_while_it_waits_books_nothing() -> None:
         here.bench.load(LoadReport(rank, 0, 1024, active_prefill_tokens=11))
         with pytest.raises(httpx.ReadTimeout):
             await here.http.post("/v1/route", json=TOKENS, timeout=0.2)
-        await until(lambda: not here.bench.model.waiting)
+        await until(lambda: not here.bench.model.placer.waiting)
         here.bench.load(LoadReport(rank, 0, 1024))
         assert here.is_clean
 

@@ -87,7 +87,7 @@ class AdminRoutes:
 
     def _set_thresholds(self, body: BusyBody) -> Thresholds:
         model = self._service.model(ModelName(body.model))
-        settings = model.settings
+        settings = model.placer.settings
         decode_blocks, prefill_tokens = (
             body.active_decode_blocks_threshold,
             body.active_prefill_tokens_threshold,
@@ -98,7 +98,9 @@ class AdminRoutes:
             decode_blocks = settings.active_decode_blocks_threshold
         if prefill_tokens is UNSET:
             prefill_tokens = settings.active_prefill_tokens_threshold
-        model.set_busy_thresholds(decode_blocks=decode_blocks, prefill_tokens=prefill_tokens)
+        model.placer.set_busy_thresholds(
+            decode_blocks=decode_blocks, prefill_tokens=prefill_tokens, now_s=model.clock()
+        )
         self._observed.thresholds_set(
             model=body.model, decode_blocks=decode_blocks, prefill_tokens=prefill_tokens
         )
@@ -119,7 +121,7 @@ class AdminRoutes:
         try:
             explained = decided(wanted, model.fleet, self._service.explain(wanted))
         except RoutingRefused as error:
-            mode = wanted.override.router_mode or model.settings.mode
+            mode = wanted.override.router_mode or model.placer.settings.mode
             explained = refused(wanted, model.fleet, mode, error)
         return json_page(explained)
 
@@ -203,7 +205,7 @@ def _limit_of(given: str | None) -> int:
 
 
 def _thresholds(model: ModelRouter) -> Thresholds:
-    settings = model.settings
+    settings = model.placer.settings
     return Thresholds(
         model.fleet.model, settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
     )

@@ -318,7 +318,7 @@ class KvRouter:
         )
         pin = pin_of(hints.worker_id, hints.dp_rank)
         prefill_pin = pin_of(hints.prefill_worker_id, hints.prefill_dp_rank)
-        if model_router.settings.prefill_alone and pin is not None:
+        if model_router.placer.settings.prefill_alone and pin is not None:
             if prefill_pin is not None:
                 raise InvalidRequest(
                     "prefill_worker_id: worker_id says it already, because this endpoint's workers prefill",
@@ -339,7 +339,7 @@ class KvRouter:
         )
         _check_length(model_router, request)
         self._bookings.refuse_when_in_use(request.request_id)
-        run = self._prefill if model_router.settings.prefill_alone else self._generate
+        run = self._prefill if model_router.placer.settings.prefill_alone else self._generate
         return AnswerPieces(run(request))
 
     async def _prefill(self, request: GenerateRequest) -> AsyncGenerator[AnswerPiece, None]:
@@ -487,7 +487,7 @@ class KvRouter:
         """The endpoint's own workers of a model all prefill, or not."""
         model_router = self._service.find(model)
         if model_router is not None:
-            model_router.set_prefill_alone(is_alone)
+            model_router.placer.set_prefill_alone(is_alone)
 
     def _refuse_when_closed(self) -> None:
         if self._is_closed:
@@ -541,7 +541,8 @@ class KvIndexer:
         if not self._is_open:
             raise ShuttingDown("this KvIndexer follows no workers: use it inside its `async with`")
         model_router = model_of(self._service, model)
-        overlap = model_router.overlap(model_router.hash_prompt(token_buffer(token_ids)))
+        prompt, now_s = model_router.hash_prompt(token_buffer(token_ids)), model_router.clock()
+        overlap = model_router.cache.overlap(prompt, model_router.fleet.n_slots, now_s=now_s)
         if overlap is None:
             return {}
         matches: dict[int, int] = {}

@@ -199,7 +199,7 @@ class RouterService:
             for card in turned:
                 self._parts.observed.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
             if turned:
-                model.fleet_changed()
+                model.placer.fleet_changed(now_s=model.clock())
 
     def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
         """Let models learn from what was known of their links so long ago; those whose workers did not come
@@ -211,14 +211,14 @@ class RouterService:
             if model is None:
                 self._recalled.setdefault(each.model, []).append(each)
             else:
-                model.recall(each, aged_s=aged_s)
+                model.placer.transfers.on_news(each, now_s=model.clock(), aged_s=aged_s)
 
     def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
         """Yield what is known of every model's links now, also of models whose workers did not come yet: of
         those for :data:`RECALLED_S`.
         """
         for model in self._models.values():
-            yield from model.known_links(router_id)
+            yield from model.placer.transfers.all_news(router_id, now_s=model.clock())
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
             for news in recalled:
@@ -369,7 +369,8 @@ class RouterService:
         if card.role is Role.PREFILL:  # from now on transfers may be timed
             self._pauses.start()
         for news in self._recalled.pop(card.model, ()):
-            model.recall(news, aged_s=time.monotonic() - self._recalled_s)
+            aged_s = time.monotonic() - self._recalled_s
+            model.placer.transfers.on_news(news, now_s=model.clock(), aged_s=aged_s)
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
@@ -385,7 +386,7 @@ class RouterService:
         cordons = model.fleet.cordons_on(card.worker_id)
         if cordons:
             observed.worker_cordoned(card, cordons)
-        model.fleet_changed()
+        model.placer.fleet_changed(now_s=model.clock())
 
     def _model_for(self, card: WorkerCard) -> ModelRouter:
         """The card's model; a new one where there was none, or where all its workers left.
@@ -406,10 +407,11 @@ class RouterService:
         if self._links is not None:
             made.links_changed(self._links)
         if model is not None:
-            settings = model.settings
-            made.set_busy_thresholds(
+            settings = model.placer.settings
+            made.placer.set_busy_thresholds(
                 decode_blocks=settings.active_decode_blocks_threshold,
                 prefill_tokens=settings.active_prefill_tokens_threshold,
+                now_s=made.clock(),
             )
         return made
 
@@ -446,7 +448,9 @@ class RouterService:
         """Remove one model: of the models whose workers all left, the one that has been known the longest is
         forgotten; one whose busy thresholds were set only where there is no other.
         """
-        empty = [model for model in self._models.values() if not len(model.fleet) and not model.waiting]
+        empty = [
+            model for model in self._models.values() if not len(model.fleet) and not model.placer.waiting
+        ]
         if not empty:
             raise ConfigError(f"model: {MODELS_MAX} models have workers here already", param="model")
         forgotten = min(empty, key=self._has_set_thresholds)
@@ -454,7 +458,7 @@ class RouterService:
         del self._models[forgotten.fleet.model]
 
     def _has_set_thresholds(self, model: ModelRouter) -> bool:
-        config, settings = self._parts.config, model.settings
+        config, settings = self._parts.config, model.placer.settings
         return (
             settings.active_decode_blocks_threshold != config.active_decode_blocks_threshold
             or settings.active_prefill_tokens_threshold != config.active_prefill_tokens_threshold
@@ -507,7 +511,7 @@ class RouterService:
         if model is not None and model.fleet.set_alive(card.worker_id, is_alive):
             is_cordoned = bool(model.fleet.cordons_on(card.worker_id))
             self._parts.observed.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
-            model.fleet_changed()
+            model.placer.fleet_changed(now_s=model.clock())
 
     def _on_lapsed_and_dead(self, card: WorkerCard) -> None:
         model = self._model_with(card)
@@ -538,7 +542,7 @@ class RouterService:
         self.engine_tokenizer.gone(card)
         self._parts.observed.worker_gone(card)
         model.observed.circuits.gone(worker_id)
-        model.fleet_changed()
+        model.placer.fleet_changed(now_s=model.clock())
 
     def _on_batch(self, batch: KvBatch) -> None:
         model = self._model_of_rank(batch.rank)
