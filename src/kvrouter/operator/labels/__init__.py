@@ -1,7 +1,6 @@
 """Node labels on pods: copied in the write that binds a pod."""
 
 from kvrouter.operator.labels.binding import (
-    BackfilledLabels,
     BindingTarget,
     backfill_labels,
     binding_patch,
@@ -32,7 +31,6 @@ __all__ = [
     "PLACES_KIND",
     "PLACES_PLURAL",
     "PLACES_VERSION",
-    "BackfilledLabels",
     "BindingTarget",
     "Copy",
     "Node",

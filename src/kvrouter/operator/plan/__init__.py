@@ -14,7 +14,6 @@ from kvrouter.operator.plan.manifest import (
     fleet_name,
     object_name,
     selector,
-    template_hash,
 )
 from kvrouter.operator.plan.packing import PACKING_ANNOTATION
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
@@ -47,6 +46,5 @@ __all__ = [
     "read_qos",
     "registers_elsewhere",
     "selector",
-    "template_hash",
     "zone_budgets",
 ]

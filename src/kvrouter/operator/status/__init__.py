@@ -1,7 +1,7 @@
 """The status of a deployment: conditions, pods by domain, events."""
 
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes, serves
-from kvrouter.operator.status.domains import DomainCounts, balance_of, places_of
+from kvrouter.operator.status.domains import balance_of
 from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
 from kvrouter.operator.status.links import LINK_SERIES, Door, door_of, read_links, steadied
 from kvrouter.operator.status.resolved import NAME_TAKEN_FIX, RefusedObjects, component_status, refused_pods
@@ -12,7 +12,6 @@ __all__ = [
     "LINK_SERIES",
     "NAME_TAKEN_FIX",
     "ConditionEvent",
-    "DomainCounts",
     "Door",
     "EventType",
     "RefusedObjects",
@@ -24,7 +23,6 @@ __all__ = [
     "deployment_status",
     "door_of",
     "events_of",
-    "places_of",
     "pull_ends_s",
     "read_links",
     "refused_pods",
