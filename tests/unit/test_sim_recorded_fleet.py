@@ -19,7 +19,7 @@ from kvrouter.sim.fleet_history import FleetHistory, FleetNote, Span, fleet_hist
 from kvrouter.sim.recorded_events import RecordedEvents, own_numbering, recorded_events
 from kvrouter.sim.recorded_fleet import recorded_fleet
 from kvrouter.sim.simulation import Simulation
-from kvrouter.sim.timetable_plan import check_timetable
+from kvrouter.sim.timetable_plan import plan_timetable
 from tests.support.replays import row
 
 FILE = Path("recording.jsonl.gz")
@@ -60,7 +60,7 @@ def joined(at_s: float, *workers: Worker) -> list[Change]:
 def events(of: FleetHistory, *, speedup: float = 1.0, policies: bool = True) -> RecordedEvents:
     made = recorded_fleet(of, "rec")
     found = recorded_events(of, own_numbering(made), speedup=speedup, policies=policies)
-    check_timetable(found.events, load_fleet(made.document).fleet)
+    plan_timetable(found.events, load_fleet(made.document).fleet)
     return found
 
 
@@ -290,7 +290,7 @@ def test_changes_happen_to_another_fleet_with_as_many_workers_of_each_role_and_p
         ("AddEvent", {"at_s": 3.0, "group": "d"}),
     ]
     assert found.notes == ("2 recorded changes of the fleet applied",)
-    check_timetable(found.events, named(PAIR_FILE))
+    plan_timetable(found.events, named(PAIR_FILE))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from kvrouter.sim.recorded_fleet import (
     place_of,
     policy_of,
 )
-from kvrouter.sim.timetable import KINDS, Standing, TimetableEvent
+from kvrouter.sim.timetable import KINDS, TimetableEvent
 
 _TIME_DIGITS = 6
 
@@ -91,7 +91,7 @@ def recorded_events(
             found = [problem_of(item, kind) for item in error.errors()]
             problems = [Problem((*at, *problem.path), problem.must) for problem in found]
             raise config_error(problems, document.place) from error
-        events.append(event.standing(Standing(document, at)))
+        events.append(event.standing(document, at))
         shown = yaml.safe_dump({"at_s": at_s} | said, default_flow_style=True, sort_keys=False, width=10_000)
         lines.append(f"- {shown.strip()}  # worker {move.seen.worker.worker}, {move.seen.place}")
     return RecordedEvents(tuple(events), translation.left_out, "\n".join(lines) + "\n")
