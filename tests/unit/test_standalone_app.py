@@ -399,7 +399,7 @@ async def test_a_draining_router_takes_nothing_new_and_waits_for_what_is_booked(
     async with open_router(card(1)) as here:
         await here.route(request_id="r")
         draining = asyncio.ensure_future(here.router.drain(60.0))
-        await until(lambda: here.bench.service.is_draining)
+        await until(lambda: here.bench.service.requests.is_draining)
         assert (await here.route())[1]["error"]["code"] == "shutting_down"
         assert (await here.http.get("/ready")).status_code == 503
         assert (await here.http.get("/health")).json()["status"] == "draining"

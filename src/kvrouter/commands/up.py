@@ -194,6 +194,6 @@ async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s
     await stopping.wait()
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    log_event(logger, Event.DRAIN, running_requests=app.service.running)
+    log_event(logger, Event.DRAIN, running_requests=app.service.requests.running)
     cut = await app.drain(drain_limit_s)
     log_event(logger, Event.STOP, duration_s=loop.time() - began_s, running_requests=cut)

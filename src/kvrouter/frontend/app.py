@@ -359,7 +359,7 @@ class FrontendApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
-            traffic=service.traffic,
+            traffic=service.requests.traffic,
         )
         gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauges)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]

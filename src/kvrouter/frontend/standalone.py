@@ -348,7 +348,7 @@ class Calls:
         failed: KvrouterError | None = None
         cancel_with(responder)
         try:
-            if self._service.is_draining:
+            if self._service.requests.is_draining:
                 raise ShuttingDown("this router is shutting down and takes no new requests")
             body = msgspec.json.encode(await work(call))
             status = 200
@@ -571,7 +571,7 @@ class RouterApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
-            traffic=service.traffic,
+            traffic=service.requests.traffic,
         )
         self._telemetry = telemetry
         self._bookings = bookings

@@ -371,7 +371,7 @@ class KvRouter:
         self._refuse_when_closed()
         self._bookings.claim(request.request_id)
         try:
-            async with self._service.generate(request) as generation:
+            async with self._service.requests.generate(request) as generation:
                 async for piece in pieces_of(generation):
                     yield piece
         finally:

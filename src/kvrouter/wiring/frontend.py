@@ -43,7 +43,7 @@ class ServingApp:
         Until they have finished the server keeps accepting: a new client gets the error that the router shuts
         down, and what is cut gets an error, not silence.
         """
-        cut = await self.service.drain(limit_s)
+        cut = await self.service.requests.drain(limit_s)
         await self.server.drain(GOODBYE_S)
         return cut
 
