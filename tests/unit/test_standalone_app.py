@@ -16,6 +16,7 @@ from kvrouter.config import FrontendSettings, KvRouterConfig, TokenizeFallback
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.standalone import RouterApp
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
@@ -77,7 +78,7 @@ async def open_router(
     legs = PrefillDispatch(plane, bookings, observed, redispatches_max=2, limit_s=60.0)
     door = RouterApp(
         bench.service,
-        {MODEL: mock_text()} if has_tokenizer else {},
+        ModelTexts({MODEL: mock_text()} if has_tokenizer else {}),
         bookings,
         legs,
         settings=settings or FrontendSettings(),

@@ -38,40 +38,20 @@ from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import go_on
+from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
 from kvrouter.wiring.router import build_service, new_router_id
 
 _log = logging.getLogger(__name__)
 
 
-class OfEndpoint:
+class OfEndpoint(NarrowedDiscovery):
     """Discovery narrowed to one endpoint's workers; one with another block size is refused, and logged."""
 
     def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+        super().__init__(endpoint.runtime.discovery, lambda card: endpoint.serves(card) and self._fits(card))
         self._endpoint = endpoint
         self._block_size = block_size
-
-    async def publish(self, card: WorkerCard) -> None:
-        """Pass on."""
-        await self._endpoint.runtime.discovery.publish(card)
-
-    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
-        """Pass on."""
-        await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
-
-    async def watch(
-        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
-    ) -> Callable[[], None]:
-        """Deliver only the cards that belong here."""
-
-        def on_any_card(card: WorkerCard) -> None:
-            if self._endpoint.serves(card) and self._fits(card):
-                on_card(card)
-
-        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone, on_store)
-
-    async def close(self) -> None:
-        """The runtime's discovery is closed by the caller that made it."""
 
     def _fits(self, card: WorkerCard) -> bool:
         if card.block_size == self._block_size:
@@ -134,7 +114,7 @@ class WithPrefillWorkers(OfEndpoint):
                 del others[worker_id]
             on_gone(worker_id, incarnation, why)
 
-        return await self._endpoint.runtime.discovery.watch(on_any_card, on_any_gone, on_store)
+        return await self._discovery.watch(on_any_card, on_any_gone, on_store)
 
 
 def model_of(service: RouterService, name: str | None) -> ModelRouter:
