@@ -383,7 +383,7 @@ async def test_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: object) -> None:
             raise RuntimeError("hello")
 
-        monkeypatch.setattr(house.bench.service, "explain", fail)
+        monkeypatch.setattr(house.bench.model, "explain", fail)
         answers = [await Golden(house.address).ask("POST", "/v1/route/explain", CHAT)]
     check("mistake", answers)
 

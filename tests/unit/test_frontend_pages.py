@@ -50,7 +50,7 @@ async def test_a_mistake_of_ours_does_not_tell_the_prompt(
         def fail(request: GenerateRequest) -> None:
             raise RuntimeError(f"a secret prompt: {request.token_ids}")
 
-        monkeypatch.setattr(house.bench.service, "explain", fail)
+        monkeypatch.setattr(house.bench.model, "explain", fail)
         response = await house.http.post("/v1/route/explain", json=SECRET)
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal_error"
