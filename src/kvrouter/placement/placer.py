@@ -26,11 +26,11 @@ from kvrouter.ledger.port import Ledger, LedgerColumns
 from kvrouter.ledger.replicas import Replication
 from kvrouter.placement.attempt_request import prompt_of, route_request
 from kvrouter.placement.cache_view import CacheView
-from kvrouter.placement.circuits import CircuitListener, Circuits
+from kvrouter.placement.circuits import Circuits
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
 from kvrouter.placement.load_at_report import LoadAtReport
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.placement.speeds import SpeedListener
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.routing.request import (
     CostInput,
@@ -66,8 +66,8 @@ class Placer:
     """Places the attempts of one model's requests, and keeps their leases true.
 
     With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` costs and picks
-    instead of the settings' cost and mode.
+    circuits draw their open times from; ``events`` is told what happens to workers and links;
+    ``call_soon`` calls those who wait. ``rule`` costs and picks instead of the settings' cost and mode.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class Placer:
         tracks_active_blocks: bool,
         circuits: CircuitSettings,
         circuit_seed: int,
-        circuit_listener: CircuitListener,
-        speed_listener: SpeedListener,
+        events: PlacementEvents,
         waiting: WaitingLimits,
         call_soon: CallSoon,
         now_s: float,
@@ -97,9 +96,7 @@ class Placer:
         self.settings = settings
         self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
-        self.circuits = Circuits(
-            fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
-        )
+        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_let_in=self.load_changed)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = self._begin_at_report(now_s)
         self._replication = replication
@@ -107,7 +104,7 @@ class Placer:
             self.ledger = replication.share(
                 fleet, ledger, on_less=self.load_changed, before_more=self._read_load, now_s=now_s
             )
-        self.learned = LearnedCosts(fleet, self.ledger, speed_listener, settings, router_id)
+        self.learned = LearnedCosts(fleet, self.ledger, events, settings, router_id)
         self.speeds, self.transfers = self.learned.speeds, self.learned.transfers
         if replication is not None:
             self.transfers.begin_sharing()
