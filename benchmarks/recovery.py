@@ -141,7 +141,7 @@ class Bench:
             namespace=NAMESPACE,
             token=TOKEN,
             replica_name=f"bench-{self._n_routers}",
-            observer=StreamHooks(),,
+            observer=StreamHooks(),
         )
         router = Router(subscriber, self._fleet)
         yield router, subscriber
