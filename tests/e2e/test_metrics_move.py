@@ -300,7 +300,7 @@ async def test_what_running_requests_hold() -> None:
             for n in range(2)
         ]
         waiting = asyncio.create_task(chat(here, n=8000, first=9))
-        await until(lambda: here.system.service.running == 3)
+        await until(lambda: here.system.service.requests.running == 3)
         running = await here.metrics()
         assert running.value("requests_active", model=MODEL) == 3
         assert running.value("ledger_leases", model=MODEL) == 3

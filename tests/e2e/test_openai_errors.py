@@ -46,7 +46,7 @@ async def test_a_mistake_of_the_clients_names_its_field() -> None:
             error = await raised(here, **fields)
             assert isinstance(error, BadRequestError), fields
             assert error.param == param
-        assert here.system.service.running == 0
+        assert here.system.service.requests.running == 0
 
 
 async def test_nobody_may_take_it() -> None:

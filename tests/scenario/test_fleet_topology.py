@@ -193,7 +193,7 @@ async def test_a_label_that_changes_during_prefill_holds_for_decode() -> None:
             await move(bench, worker_id, "c")
 
         bench.plane.hook = once(accepted(Leg.PREFILL), move_both)
-        async with bench.service.generate(bench.request()) as generation:
+        async with bench.service.requests.generate(bench.request()) as generation:
             async for _ in generation:
                 pass
         (decode,) = bench.legs(Leg.DECODE)
@@ -280,7 +280,7 @@ speedup: 1000
         _, generation = await bench.read(bench.request(prompt(first=1), model=large))
         assert generation.usage.cached_tokens == 96
         with pytest.raises(UnknownModel, match="large, small"):
-            bench.service.generate(bench.request(model=ModelName("medium")))
+            bench.service.requests.generate(bench.request(model=ModelName("medium")))
         with pytest.raises(NoEligibleWorker) as refused:
             await bench.read(bench.request(model=small, worker_id=4))
         assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 2}

@@ -130,13 +130,11 @@ async def pods_served(
         yield await stack.enter_async_context(
             open_door(
                 service,
-                loader.texts,
+                loader.of_models,
                 settings=front,
                 telemetry=telemetry,
                 sockets=sockets,
                 awaited=fleet.awaited,
-                unread=loader.unread,
-                by_engine=loader.by_engine,
             )
         )
 
