@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvrouter.sim.page.markup import Markup, element
+from markupsafe import Markup
+
+from kvrouter.sim.page.document import escaped
 from kvrouter.sim.variant import OURS
 
 WIDTH_PX = 940
@@ -55,10 +57,10 @@ def plot(title: str, groups: Sequence[Group]) -> str:
             parts += _bar(bar, y, longest)
     height = y + LINE_PX // 2
     return str(
-        element(
+        _element(
             "svg",
-            element("title", title),
-            element("rect", width=WIDTH_PX, height=height, fill="white"),
+            _element("title", title),
+            _element("rect", width=WIDTH_PX, height=height, fill="white"),
             *parts,
             xmlns="http://www.w3.org/2000/svg",
             viewBox=f"0 0 {WIDTH_PX} {height}",
@@ -77,7 +79,7 @@ def _bar(bar: Bar, y: float, longest: float) -> list[Markup]:
     colour = OUR_COLOUR if bar.is_ours else PEERS_COLOUR
     found = [
         _text(NAME_PX - 8, y, bar.name, anchor="end"),
-        element("rect", x=NAME_PX, y=y - BAR_PX + 3, width=width, height=BAR_PX, fill=colour),
+        _element("rect", x=NAME_PX, y=y - BAR_PX + 3, width=width, height=BAR_PX, fill=colour),
         _text(NAME_PX + width + 6, y, bar.shown),
     ]
     if bar.value > longest:
@@ -85,9 +87,18 @@ def _bar(bar: Bar, y: float, longest: float) -> list[Markup]:
         points = (
             f"{gap_x},{y + 3} {gap_x + 5},{y - BAR_PX + 3} {gap_x + 9},{y - BAR_PX + 3} {gap_x + 4},{y + 3}"
         )
-        found.insert(2, element("polygon", points=points, fill="white"))
+        found.insert(2, _element("polygon", points=points, fill="white"))
     return found
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> Markup:
-    return element("text", text, x=x, y=y, text_anchor=anchor, font_weight=weight, fill=TEXT_COLOUR)
+    return _element("text", text, x=x, y=y, text_anchor=anchor, font_weight=weight, fill=TEXT_COLOUR)
+
+
+def _element(tag: str, *children: str, **attributes: str | float) -> Markup:
+    """An element whose children are escaped unless they are markup; ``font_size`` is its font-size."""
+    name = Markup(tag)
+    given = Markup().join(
+        Markup(' {}="{}"').format(key.replace("_", "-"), escaped(value)) for key, value in attributes.items()
+    )
+    return Markup("<{}{}>{}</{}>").format(name, given, Markup().join(map(escaped, children)), name)

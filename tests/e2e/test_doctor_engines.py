@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.commands.doctor.diagnosis import PROBE, DoctorOptions, reached_at
+from kvrouter.commands.doctor.diagnosis import PROBE, reached_at
 from kvrouter.commands.doctor.findings import Severity
+from kvrouter.commands.options import DoctorOptions
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
@@ -248,10 +249,10 @@ async def test_an_engine_that_hangs_holds_nobody_up() -> None:
     assert not_made(report, "engines") == [f"the engine of worker 1: {engine.url}: no answer in 0.5 s"]
 
 
-async def test_nobody_asks_engines_where_that_is_not_wanted() -> None:
+async def test_nobody_engines_where_that_is_not_wanted() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         asked = engine.asked.copy()
-        report = await examined(here, options=DoctorOptions(asks_engines=False))
+        report = await examined(here, options=DoctorOptions(engines=False))
         assert engine.calls == []
         assert engine.asked["/version"] == asked["/version"]
     assert not_made(report, "engines") == ["engines: --no-engines: no engine was asked"]

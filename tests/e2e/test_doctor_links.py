@@ -48,7 +48,7 @@ async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
         slot = house.bench.model.fleet.slot_of(RANK)
         assert slot is not None
         for _ in range(10):
-            sums.saw(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model._clock())
+            sums.saw(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model.clock())
         report = await examined(house)
     finding = the_finding(report, "links", Severity.WARNING)
     assert finding.seen.startswith("they come 3 times as late as the engines' own transfers take")

@@ -30,7 +30,7 @@ async def test_discovery_that_cannot_be_reached() -> None:
 
 async def test_a_router_that_drains() -> None:
     async with open_house(card(1)) as house:
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         report = await examined(house)
     assert the_finding(report, "router", Severity.WARNING).seen == "this router drains"
 
@@ -53,7 +53,7 @@ async def test_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
         await chats(here, n=1)
         well = await examined(here)
         shutil.rmtree(folder)
-        traffic = here.system.service.traffic
+        traffic = here.system.service.requests.traffic
         assert traffic is not None
 
         async def has_ended() -> bool:

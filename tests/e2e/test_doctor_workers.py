@@ -108,7 +108,7 @@ async def test_an_engine_that_fails_again_and_again() -> None:
         await here.system.fleet.workers[WorkerId(1)].engine.stop()  # its worker answers, and takes nothing
         (model,) = here.system.service.models()
         await chats(here, n=8, backend_instance_id=1)
-        await until(lambda: model.circuit_state(WorkerId(1)).value == "open")
+        await until(lambda: model.placer.circuits.state_of(WorkerId(1), now_s=model.clock()).value == "open")
         report = await examined(here)
     finding = the_finding(report, "circuits", Severity.WARNING)
     assert finding.subject.startswith("worker 1 ")

@@ -150,7 +150,7 @@ async def test_a_queue_that_is_full(prometheus: Prometheus) -> None:
         await anext(stream)
         (model,) = here.system.service.models()
         waiting = asyncio.create_task(chat(here))
-        await until(lambda: model.waiting == 1)
+        await until(lambda: len(model.placer.waiting) == 1)
         async with sending(lambda: chat(here)):
             await fires(prometheus, "KvrouterQueueStanding", "queue")
             await fires(prometheus, "KvrouterQueueRefusing", "queue")

@@ -1,8 +1,9 @@
 """What ``kvrouter doctor`` says of the fleet of a test."""
 
 from kvrouter.api.client import RouterClient
-from kvrouter.commands.doctor.diagnosis import DoctorOptions, diagnose
+from kvrouter.commands.doctor.diagnosis import diagnose
 from kvrouter.commands.doctor.findings import Finding, Report, Severity
+from kvrouter.commands.options import DoctorOptions
 from kvrouter.config import KvRouterConfig
 from tests.support.front import House
 from tests.support.served import MODEL, Served, user, words

@@ -12,6 +12,7 @@ from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontendApp
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.pages import SETTLE_S
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.traffic import TrafficRecorder
@@ -87,7 +88,7 @@ async def open_house(
     await bench.start(*cards)
     door = FrontendApp(
         bench.service,
-        {MODEL: text or mock_text()},
+        ModelTexts({MODEL: text or mock_text()}),
         settings=settings or FrontendSettings(),
         telemetry=bench.telemetry,
         settle_s=settle_s,

@@ -64,12 +64,12 @@ class ReplicaRouter:
         change = self.model.fleet.join(card(worker, incarnation=incarnation))
         for slot in change.freed:
             self.model.ledger.drop_slot(slot)
-        self.model.fleet_changed()
+        self.model.placer.fleet_changed(now_s=self.model.clock())
 
     def leave(self, worker: int, *, incarnation: int = 1) -> None:
         for slot in self.model.fleet.leave(WorkerId(worker), Epoch(incarnation)):
             self.model.ledger.drop_slot(slot)
-        self.model.fleet_changed()
+        self.model.placer.fleet_changed(now_s=self.model.clock())
 
     async def place(self, *, n_blocks: int = 4) -> Placement:
         """Book a request with a prompt of its own."""

@@ -71,7 +71,7 @@ class Served:
     async def until_quiet(self) -> None:
         """Return once nothing runs; then nothing may be left over anywhere."""
         system = self.system
-        await until(lambda: system.fleet.cluster.idle and not system.service.running)
+        await until(lambda: system.fleet.cluster.idle and not system.service.requests.running)
         assert system.fleet.check_integrity() == []
         for model in system.service.models():
             assert len(model.ledger) == 0

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrouter.commands.calibrate_engine import CalibrateEngineOptions, calibrate_engine, fit_engine
+from kvrouter.commands.calibrate_engine import calibrate_engine, fit_engine
 from kvrouter.commands.engine_measurement import MeasurementFailed
+from kvrouter.commands.options import CalibrateOptions
 from kvrouter.config.timing_file import read_timing
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
@@ -26,9 +27,9 @@ from tests.support.measured_runs import META as META_FILE
 from tests.support.timed_engine import PREFILL_S, Fault, TimedEngine, timed_engine
 
 
-def options(engine: TimedEngine, path: Path, **others: object) -> CalibrateEngineOptions:
-    given: dict[str, object] = {"n_seen": 12, "limit_s": 60.0, **others}
-    return CalibrateEngineOptions(url=engine.url, write_timing=path, clock=engine.clock, **given)  # type: ignore[arg-type]
+def options(path: Path, **others: object) -> CalibrateOptions:
+    given: dict[str, object] = {"n_seen": 12, "request_limit_s": 60.0, **others}
+    return CalibrateOptions(write_timing=path, **given)  # type: ignore[arg-type]
 
 
 async def calibrated(engine: TimedEngine, path: Path, **others: object) -> str:
@@ -36,7 +37,9 @@ async def calibrated(engine: TimedEngine, path: Path, **others: object) -> str:
     output = io.StringIO()
     console = Console(file=output, width=200, no_color=True)
     async with timed_engine(engine):
-        await asyncio.to_thread(calibrate_engine, options(engine, path, **others), console)
+        await asyncio.to_thread(
+            calibrate_engine, engine.url, options(path, **others), console, clock=engine.clock
+        )
     return output.getvalue()
 
 
@@ -83,11 +86,10 @@ async def test_an_answer_that_came_at_once_is_left_out_and_said(tmp_path: Path) 
 async def test_a_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
         engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=401)
-        options = CalibrateEngineOptions(
-            url=engine.url, n_seen=12, write_timing=tmp_path / "t.yaml", limit_s=60.0
-        )
         with pytest.raises(ConfigError, match="answered 401: Unauthorized: give its key in KVROUTER_ENGINE"):
-            await asyncio.to_thread(calibrate_engine, options, Console(file=io.StringIO()))
+            await asyncio.to_thread(
+                calibrate_engine, engine.url, options(tmp_path / "t.yaml"), Console(file=io.StringIO())
+            )
 
 
 async def test_without_metrics_it_says_that_queue_and_service_are_one(tmp_path: Path) -> None:

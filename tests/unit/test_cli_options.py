@@ -22,6 +22,8 @@ class Toy:
     is_static: bool = option("It stays.", default=False)
     events: bool | None = option("It tells.")
     from_zero: int = option("A number.", default=0)
+    asks: bool = option("It asks.", default=True, hides_default=True)
+    pods: str | None = option("Whose.", alone="")
 
 
 @click.command()
@@ -53,6 +55,25 @@ def test_what_is_given_differs_from_the_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ((), {}),
+        (("--pods",), {"pods": ""}),
+        (("--pods", "a=b", "--asks"), {"pods": "a=b"}),
+        (("--no-asks",), {"asks": False}),
+    ],
+)
+def test_a_flag_may_stand_alone_and_one_that_is_on_may_be_put_off(
+    arguments: tuple[str, ...], given: dict[str, object]
+) -> None:
+    expected = {"trace": Path("t"), "name": "x", **given}
+    found = ran("t", "--name", "x", *arguments).splitlines()[1]
+    assert found == repr(
+        {name: expected[name] for name in ("trace", "name", "asks", "pods") if name in expected}
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "Missing option '--name'"),
@@ -71,3 +92,4 @@ def test_help_shows_defaults_that_say_something() -> None:
     assert "A number.  [default: 0]" in text
     assert "It stays.\n" in text
     assert "--events / --no-events" in text
+    assert "It asks.\n" in text

@@ -11,13 +11,14 @@ from kvrouter.attach.pod_fleet import (
     JOINED,
     MISTAKEN,
     REFUSED,
-    EnginePods,
     PodPolicy,
     policy_of,
+    whole_selector,
     worker_id_of,
 )
 from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config import KvTransferSpec
+from kvrouter.config.worker_options import EnginePods
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.wiring.nats import NatsUnreachable
@@ -340,8 +341,8 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
 
 
 def test_the_label_is_asked_for_with_the_owners_selector() -> None:
-    assert EnginePods().whole_selector == "kvrouter.dev/engine"
-    assert EnginePods(selector="team=a").whole_selector == "kvrouter.dev/engine,team=a"
+    assert whole_selector(EnginePods()) == "kvrouter.dev/engine"
+    assert whole_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
 
 
 async def test_the_end_of_all_waits_for_nobody() -> None:

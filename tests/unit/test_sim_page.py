@@ -1,18 +1,21 @@
 """The page of a replay: well-formed, escaped, and with every figure of every variant."""
 
 import re
+import subprocess
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 
+import kvrouter
 from kvrouter.sim.comparison import COLUMNS, COST
-from kvrouter.sim.page.document import render_page
-from kvrouter.sim.page.markup import Markup, element, escaped
-from kvrouter.sim.page.plot import HEIGHT, WIDTH, Line, Mark, Point, plot
+from kvrouter.sim.page.document import TEMPLATES, escaped, render_page
+from kvrouter.sim.page.plot import HEIGHT, WIDTH, Line, Mark, Plot, Point
 from kvrouter.sim.page.scale import (
     Scale,
     clock,
@@ -23,9 +26,8 @@ from kvrouter.sim.page.scale import (
     plain,
     shares,
 )
-from kvrouter.sim.page.style import BACKGROUNDS, PALETTES
 from kvrouter.sim.summary import Carriage, ReplayReport
-from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.sim.timetable import TimetableEntry
 from kvrouter.sim.variant import VARIANTS_MAX
 from tests.support.reports import NOTHING, empty_summary, part, report, spread, summary, variant
 
@@ -43,6 +45,10 @@ def parsed(of: ReplayReport) -> Element:
     text = render_page(of).decode()
     assert text.startswith("<!DOCTYPE html>\n")
     return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def drawn(plot: Plot) -> Element:
+    return ElementTree.fromstring(TEMPLATES.get_template("parts.html").make_module().plot(plot))  # type: ignore[attr-defined]
 
 
 def words(found: Element) -> str:
@@ -346,7 +352,7 @@ def test_events_are_numbered_lines_over_time_and_rows_of_a_table() -> None:
 def test_labels_of_marks_never_meet_and_leave_none_out(values: list[float]) -> None:
     marks = [Mark(value, str(number)) for number, value in enumerate(sorted(values), 1)]
     lines = [Line("a", "v0", [[Point(0.0, 0.5), Point(240.0, 0.5)]])]
-    made = ElementTree.fromstring(plot("a", clock(240.0), shares(), lines, marks))
+    made = drawn(Plot("a", clock(240.0), shares(), lines, marks))
     labels = [each for each in made.iter("text") if each.get("class") == "mark-label"]
     texts = [label.text or "" for label in labels]
     ends = [[int(end) for end in text.split("–")] for text in texts]
@@ -387,7 +393,7 @@ def test_names_are_text_and_never_markup(evil: str) -> None:
     )
     assert not list(page.iter("script"))
     assert not [name for each in page.iter() for name in each.attrib if name.startswith("on")]
-    shown = words(ElementTree.fromstring(element("p", evil)))
+    shown = words(ElementTree.fromstring(f"<p>{escaped(evil)}</p>"))
     assert words(section(page, "Where the policies are from")).count(shown) == 2
     assert rows(section(page, "KV between domains"))[0][:2] == [shown, shown]
 
@@ -408,21 +414,40 @@ def test_as_many_variants_as_a_command_takes_each_have_a_line_of_their_own() -> 
     assert len(set(own)) == len(own) == VARIANTS_MAX
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_stand_out_from_their_background(scheme: str) -> None:
-    behind = luminance(BACKGROUNDS[scheme])
-    for colour in PALETTES[scheme]:
-        low, high = sorted((behind, luminance(colour)))
-        assert (high + 0.05) / (low + 0.05) >= 3.0, colour
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_stand_out_from_their_background(scheme: int) -> None:
+    sheet = words(first(parsed(TWO), "style"))
+    root = re.findall(r":root\{([^}]*)\}", sheet)[scheme]
+    colours = dict(re.findall(r"--(\w+):(#\w{6});", root))
+    behind = luminance(colours["card"])
+    for number in range(8):
+        low, high = sorted((behind, luminance(colours[f"c{number}"])))
+        assert (high + 0.05) / (low + 0.05) >= 3.0, number
 
 
-def test_what_is_markup_is_not_escaped_again() -> None:
+def test_text_and_numbers_are_escaped_and_what_is_markup_is_not_escaped_again() -> None:
     assert escaped("<b>") == "&lt;b&gt;"
-    assert escaped(Markup("<b>")) == "<b>"
-    inner = element("b", "1 < 2", aria_label='"', class_="x", title=None)
-    assert inner == '<b aria-label="&quot;" class="x">1 &lt; 2</b>'
-    assert element("p", inner) == f"<p>{inner}</p>"
-    assert element("meta", charset="utf-8") == '<meta charset="utf-8"/>'
+    assert escaped(escaped('"')) == "&quot;"
+    assert escaped("\udcff\x00") == "\ufffd\ufffd"
+    assert [escaped(number) for number in (1_000, 0, 2.5, 1 / 3)] == ["1000", "0", "2.5", "0.33"]
+    assert (
+        TEMPLATES.from_string("<i>{{ a }}</i>{{ 'x' ~ a }}").render(a="<&'")
+        == "<i>&lt;&amp;&#x27;</i>x&lt;&amp;&#x27;"
+    )
+
+
+def test_templates_are_files_that_a_wheel_has_and_what_is_missing_is_an_error() -> None:
+    """A wheel has what is under src/kvrouter and is no file that git ignores."""
+    root = Path(kvrouter.__file__).parents[2]
+    names = TEMPLATES.list_templates(extensions=["html", "css"])
+    assert names == ["page.css", "page.html", "parts.html"]
+    files = [f"src/kvrouter/sim/page/{name}" for name in names]
+    tracked = subprocess.run(
+        ["git", "ls-files", "--", *files], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert tracked.stdout.split() == files
+    with pytest.raises(UndefinedError, match="nowhere"):
+        TEMPLATES.from_string("{{ nowhere }}").render()
 
 
 FINITE = st.floats(1e-3, 1e8)
@@ -471,7 +496,7 @@ def test_ticks_are_round_and_speak_the_readers_unit() -> None:
 )
 def test_lines_stay_within_the_plot(points: list[tuple[float, float]]) -> None:
     runs = [[Point(x, y) for x, y in points]]
-    made = ElementTree.fromstring(plot("a", clock(240.0), shares(), [Line("l", "v0", runs, runs)]))
+    made = drawn(Plot("a", clock(240.0), shares(), [Line("l", "v0", runs, runs)]))
     for shape in made.iter("path"):
         for x, y in places(shape):
             assert 0 <= x <= WIDTH

@@ -14,7 +14,14 @@ from kvrouter.commands.worker_process import WorkerHealth, health_pages
 from kvrouter.config import PlaneSettings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.processes.lifetime import share_descriptors
-from kvrouter.transports.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener, TcpServer
+from kvrouter.transports.listener import (
+    NO_DESCRIPTOR,
+    WITHOUT_DESCRIPTORS_S,
+    Connections,
+    Listener,
+    ListenerLimits,
+    TcpServer,
+)
 from kvrouter.transports.requests.http import HttpRequestAcceptor
 from kvrouter.transports.requests.messages import GREETING_BYTES
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
@@ -315,3 +322,18 @@ async def test_a_connection_that_was_given_up_before_it_was_accepted_is_passed_o
     listener.close()
     accepted.close()
     peer.close()
+
+
+def test_a_connection_that_showed_the_token_and_has_no_place_is_still_closed_in_time() -> None:
+    dropped: list[str] = []
+    connections = Connections(
+        dropped.append, limits=ListenerLimits(connections_max=1), on_dropped=dropped.append
+    )
+    for name, now_s in (("first", 1.0), ("second", 2.0)):
+        connections.add(name, now_s=now_s)
+    assert [connections.admit(name) for name in ("first", "second", "first")] == [True, False, True]
+    assert connections.older_than(3.0) == ["second"]
+    connections.discard("first")
+    assert connections.admit("second")
+    assert connections.older_than(3.0) == []
+    assert dropped == []

@@ -16,6 +16,7 @@ from kvrouter.attach.spec import attach_spec, with_key
 from kvrouter.config import KvTransferSpec, Settings
 from kvrouter.config.engine_pods import KIND_LABEL, PLACES, engine_of
 from kvrouter.config.variables import ENGINE_KEYS_PREFIX
+from kvrouter.config.worker_options import EnginePods
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
@@ -283,20 +284,9 @@ EVENTS_AT_ONCE = 256
 """How many events about pods may wait to be written; those beyond are in the log alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePods:
-    """Which pods are served: those with the label of an engine, narrowed by ``selector``.
-
-    ``namespace`` is this process's own where it is None.
-    """
-
-    selector: str = ""
-    namespace: str | None = None
-
-    @property
-    def whole_selector(self) -> str:
-        """What the API server is asked for."""
-        return f"{KIND_LABEL},{self.selector}" if self.selector else KIND_LABEL
+def whole_selector(pods: EnginePods) -> str:
+    """What the API server is asked for."""
+    return f"{KIND_LABEL},{pods.selector}" if pods.selector else KIND_LABEL
 
 
 class PodEvents:
@@ -375,7 +365,7 @@ async def pods_followed(
     api = PodsApi(
         account,
         namespace=pods.namespace or account.namespace,
-        selector=pods.whole_selector,
+        selector=whole_selector(pods),
         answer_s=ANSWER_S,
     )
     events = PodEvents(api)

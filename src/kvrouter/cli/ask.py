@@ -1,43 +1,50 @@
 """Commands that ask a running router."""
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from kvrouter.cli.flags import output_option
+from kvrouter.cli.options import takes
+from kvrouter.commands.options import RouterOptions
 from kvrouter.commands.output import TABLE, Output, json_text
+from kvrouter.config.option import option
 
 if TYPE_CHECKING:
     from kvrouter.api.client import RouterClient
     from kvrouter.commands.console import TextConsole
 
 
-url_option = click.option(
-    "--url",
-    envvar="KVROUTER_URL",
-    default="http://127.0.0.1:8000",
-    help="The running router.  [KVROUTER_URL; default: http://127.0.0.1:8000]",
-)
-"""The flag of every command that asks a running router."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Which request is explained."""
+
+    request_id: str | None = option("Show where this request went, instead of a prompt.", metavar="ID")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """What PROMPT is."""
+
+    model: str | None = option("The model; may be left out where one is served.")
+    completion: bool = option("Take PROMPT as a completion's, without the chat template.", default=False)
+    output: Output = TABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopOptions(RouterOptions):
+    """How the fleet is shown."""
+
+    interval_s: float = option("How often it is asked.", default=1.0, metavar="SECONDS", at_least=0.2)
+    once: bool = option("Print it once, and exit.", default=False)
+    output: Output = TABLE
 
 
 @click.command(short_help="Show where a prompt would go, or a request went, and why.")
 @click.argument("prompt", required=False)
-@click.option("--request-id", metavar="ID", help="Show where this request went, instead of a prompt.")
-@url_option
-@click.option("--model", help="The model; may be left out where one is served.")
-@click.option("--completion", is_flag=True, help="Take PROMPT as a completion's, without the chat template.")
-@output_option
-def explain(
-    prompt: str | None,
-    *,
-    request_id: str | None,
-    url: str,
-    model: str | None,
-    completion: bool,
-    output: Output,
-) -> None:
+@takes(RequestOptions, RouterOptions, PromptOptions)
+def explain(request: RequestOptions, router: RouterOptions, about: PromptOptions, prompt: str | None) -> None:
     """Show where PROMPT, sent as a chat, would go, and why: every worker, its cost, and why others may not
     take it. With --request-id: where one of the last requests went, attempt by attempt.
 
@@ -46,16 +53,17 @@ def explain(
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    if (prompt is None) == (request_id is None):
+    if (prompt is None) == (request.request_id is None):
         raise click.UsageError("give PROMPT, or --request-id ID, and not both")
-    client = router_at(url)
+    client = router_at(router.url)
     if prompt is not None:
-        answer = client.explain(prompt, model or client.only_model(), is_completion=completion)
-        _show_explanation(answer, output)
-    elif request_id is not None:
-        if model is not None or completion:
+        model = about.model or client.only_model()
+        answer = client.explain(prompt, model, is_completion=about.completion)
+        _show_explanation(answer, about.output)
+    elif request.request_id is not None:
+        if about.model is not None or about.completion:
             raise click.UsageError("--model and --completion are about PROMPT, not about --request-id")
-        _show_decisions(client.decisions(request_id), output)
+        _show_decisions(client.decisions(request.request_id), about.output)
 
 
 def _show_explanation(answer: bytes, output: Output) -> None:
@@ -77,34 +85,24 @@ def _show_decisions(answer: bytes, output: Output) -> None:
 
 
 @click.command(short_help="Show the fleet of a running router, live.")
-@url_option
-@click.option(
-    "--interval-s",
-    type=click.FloatRange(min=0.2),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often it is asked.",
-)
-@click.option("--once", is_flag=True, help="Print it once, and exit.")
-@output_option
-def top(url: str, *, interval_s: float, once: bool, output: Output) -> None:
+@takes(TopOptions)
+def top(options: TopOptions) -> None:
     """Show what a running router knows: workers with load, cache and feed, KV between domains, the latest
     decisions. Ctrl-C ends it. The page at /ui shows more of the same.
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    if not once and output != TABLE:
+    if not options.once and options.output != TABLE:
         raise click.UsageError("--output: only with --once")
     from kvrouter.cli.top import drawn, read_answers, show_live, shown_frame  # noqa: PLC0415
 
-    client, console = router_at(url), plain_console()
-    if once:
+    client, console = router_at(options.url), plain_console()
+    if options.once:
         answers = read_answers(client)
         frame = shown_frame(answers)
-        output.show(lambda: json_text(answers), lambda: console.print(drawn(frame, url)))
+        options.output.show(lambda: json_text(answers), lambda: console.print(drawn(frame, options.url)))
     else:
-        show_live(client, url, console, interval_s=interval_s)
+        show_live(client, options.url, console, interval_s=options.interval_s)
 
 
 def plain_console(*, line_chars: int = 140) -> "TextConsole":

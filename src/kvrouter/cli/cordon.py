@@ -1,33 +1,33 @@
 """``kvrouter cordon``, ``uncordon`` and ``drain``: no new requests to a worker, a node or a zone."""
 
+from dataclasses import dataclass
+
 import click
 
-from kvrouter.cli.ask import router_at, url_option
+from kvrouter.cli.ask import router_at
 from kvrouter.cli.flags import output_option
+from kvrouter.cli.options import takes
+from kvrouter.commands.options import RouterOptions
 from kvrouter.commands.output import TABLE, Output, echo
+from kvrouter.config.option import option
 
-_reason = click.option("--reason", default="", metavar="TEXT", help="Why: it is shown with the cordon.")
-_by = click.option("--by", metavar="WHO", help="Who asks for it.  [default: this user at this host]")
-_force = click.option("--force", is_flag=True, help="Even if a model has no worker of one of its roles left.")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CordonOptions:
+    """Why a place is cordoned, and who asks for it."""
+
+    reason: str = option("Why: it is shown with the cordon.", default="", metavar="TEXT")
+    by: str | None = option("Who asks for it.  [default: this user at this host]", metavar="WHO")
+    force: bool = option("Even if a model has no worker of one of its roles left.", default=False)
 
 
 @click.command(short_help="Keep new requests away from a worker, a node or a zone.")
 @click.argument("level", required=False)
 @click.argument("name", required=False)
-@_reason
-@_by
-@_force
-@url_option
+@takes(CordonOptions, RouterOptions)
 @output_option
 def cordon(
-    level: str | None,
-    name: str | None,
-    *,
-    reason: str,
-    by: str | None,
-    force: bool,
-    url: str,
-    output: Output,
+    options: CordonOptions, router: RouterOptions, level: str | None, name: str | None, output: Output
 ) -> None:
     """Keep new requests away from the workers of LEVEL NAME, at every router of the fleet. What runs there
     goes on. Workers that join there later are cordoned too, until `kvrouter uncordon LEVEL NAME`. Without
@@ -40,24 +40,24 @@ def cordon(
     """
     from kvrouter.cli.cordons import CORDONS, put_cordon, show_change, show_cordons  # noqa: PLC0415
 
-    client = router_at(url)
+    client = router_at(router.url)
     if level is None:
-        if reason or by or force:
+        if options.reason or options.by or options.force:
             raise click.UsageError("--reason, --by and --force are about LEVEL NAME")
         show_cordons(client.read(CORDONS), output)
         return
     if name is None:
         raise click.UsageError("give LEVEL and NAME: worker 7, node gpu-4, zone a")
-    answer = put_cordon(client, level, name, reason=reason, by=by, force=force)
+    answer = put_cordon(client, level, name, options)
     show_change(answer, "is cordoned", "was cordoned already", output)
 
 
 @click.command(short_help="Take a cordon back.")
 @click.argument("level")
 @click.argument("name")
-@url_option
+@takes(RouterOptions)
 @output_option
-def uncordon(level: str, name: str, *, url: str, output: Output) -> None:
+def uncordon(router: RouterOptions, level: str, name: str, output: Output) -> None:
     """Let new requests go to the workers of LEVEL NAME again, unless another cordon keeps them away.
 
     LEVEL is worker (NAME is its id), node (a node of Kubernetes, else a host), or a level of the fleet's
@@ -67,7 +67,7 @@ def uncordon(level: str, name: str, *, url: str, output: Output) -> None:
     """
     from kvrouter.cli.cordons import show_change  # noqa: PLC0415
 
-    answer = router_at(url).uncordon(level, name)
+    answer = router_at(router.url).uncordon(level, name)
     show_change(answer, "is uncordoned", "was not cordoned", output)
 
 
@@ -81,19 +81,9 @@ def uncordon(level: str, name: str, *, url: str, output: Output) -> None:
     metavar="SECONDS",
     help="How long to wait.  [default: for ever]",
 )
-@_reason
-@_by
-@_force
-@url_option
+@takes(CordonOptions, RouterOptions)
 def drain(
-    level: str,
-    name: str,
-    *,
-    timeout_s: float | None,
-    reason: str,
-    by: str | None,
-    force: bool,
-    url: str,
+    options: CordonOptions, router: RouterOptions, level: str, name: str, *, timeout_s: float | None
 ) -> None:
     """Cordon LEVEL NAME as `kvrouter cordon` does, and wait until no request runs on its workers. No request
     is cut; how many run where is said whenever it changes.
@@ -110,8 +100,8 @@ def drain(
     from kvrouter.api.cordons import CordonChange  # noqa: PLC0415
     from kvrouter.cli.cordons import put_cordon, show_change, wait_empty  # noqa: PLC0415
 
-    client = router_at(url)
-    answer = put_cordon(client, level, name, reason=reason, by=by, force=force)
+    client = router_at(router.url)
+    answer = put_cordon(client, level, name, options)
     show_change(answer, "is cordoned", "was cordoned already", TABLE)
     change = decode_answer(answer, CordonChange)
     wait_empty(client, change, timeout_s=timeout_s)

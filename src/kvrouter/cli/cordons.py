@@ -11,6 +11,7 @@ from rich.text import Text
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.cordons import CordonBody, CordonChange, CordonedWorker, CordonList, CordonState
 from kvrouter.cli.ask import plain_console
+from kvrouter.cli.cordon import CordonOptions
 from kvrouter.commands.output import Output, echo
 
 READ_AGAIN_S = 1.0
@@ -83,13 +84,12 @@ def _progress(running: Sequence[CordonedWorker]) -> str:
     return f"{requests} ({', '.join(named)})"
 
 
-def put_cordon(
-    client: RouterClient, level: str, name: str, *, reason: str, by: str | None, force: bool
-) -> bytes:
+def put_cordon(client: RouterClient, level: str, name: str, options: CordonOptions) -> bytes:
     """Cordon a place, and return the answer. Raises AskFailed."""
-    who = f"{_user()}@{socket.gethostname()}" if by is None else by
+    who = f"{_user()}@{socket.gethostname()}" if options.by is None else options.by
     try:
-        return client.cordon(CordonBody(level, name, reason=reason, by=who, force=force))
+        body = CordonBody(level, name, reason=options.reason, by=who, force=options.force)
+        return client.cordon(body)
     except AskFailed as error:
         if error.said != "nobody_left":
             raise

@@ -9,9 +9,10 @@ import click
 
 from kvrouter.cli.ask import plain_console, router_at
 from kvrouter.cli.flags import output_option
+from kvrouter.cli.options import takes
+from kvrouter.commands.options import FleetTemplate
 from kvrouter.commands.output import Output, echo, json_text
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
-from kvrouter.engines.registry import ENGINES
 
 if TYPE_CHECKING:
     from kvrouter.commands.fleet_check import FleetCheck
@@ -29,34 +30,9 @@ def fleet() -> None:
 
 @fleet.command("init", short_help="Write a fleet file to begin with.")
 @click.argument("file", type=FILE, default=Path("fleet.yaml"))
-@click.option(
-    "--engine",
-    type=click.Choice(["mock", *ENGINES]),
-    default="mock",
-    show_default=True,
-    help="What serves the requests: mock engines, or servers that run already.",
-)
-@click.option("--model", metavar="NAME", help="The model; required with other engines than mock.")
-@click.option(
-    "--url",
-    "urls",
-    multiple=True,
-    metavar="[ROLE[@ZONE]=]URL",
-    help="An engine's server, as http://10.0.1.1:8000, or prefill@a=http://10.0.1.1:8000 for one that "
-    "prefills in zone a. Give it once for each engine.",
-)
-@click.option(
-    "--zone",
-    "zones",
-    multiple=True,
-    metavar="NAME",
-    help="A zone with one prefill and two decode workers, with mock engines; KV stays in its zone. Give it "
-    "once for each zone. Without any, four workers do both.",
-)
+@takes(FleetTemplate)
 @click.option("--force", is_flag=True, help="Replace FILE where it is there already.")
-def fleet_init(
-    file: Path, *, engine: str, model: str | None, urls: tuple[str, ...], zones: tuple[str, ...], force: bool
-) -> None:
+def fleet_init(template: FleetTemplate, file: Path, *, force: bool) -> None:
     """Write FILE (fleet.yaml by default) with comments: a fleet that can be run as it is.
 
     \b
@@ -65,9 +41,8 @@ def fleet_init(
     kvrouter fleet init --engine vllm --model m --url http://10.0.1.1:8000
     """
     from kvrouter.commands.fleet_check import summary_of  # noqa: PLC0415
-    from kvrouter.commands.fleet_template import FleetTemplate, write_fleet  # noqa: PLC0415
+    from kvrouter.commands.fleet_template import write_fleet  # noqa: PLC0415
 
-    template = FleetTemplate(engine=engine, model=model, urls=urls, zones=zones)
     written = write_fleet(file, template, replace=force)
     echo(
         f"{file}: written: {summary_of(written)}\n"

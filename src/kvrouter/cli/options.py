@@ -55,13 +55,15 @@ def _click_option(field: Field[Any], hint: object) -> Callable[[Command], Comman
         attributes["show_default"] = not (
             option.hides_default or field.default is False or field.default in ("", ())
         )
-    if kind is bool and field.default is None:
+    if kind is bool and field.default is not False:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-        attributes["default"] = None
+        attributes["default"] = field.default
     elif kind is bool:
         attributes["is_flag"] = True
     else:
         attributes |= {"type": _click_type(kind, option), "multiple": is_list}
+    if option.alone is not None:
+        attributes |= {"is_flag": False, "flag_value": option.alone}
     return click.option(flag, field.name, **attributes)
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,69 +11,98 @@ import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.options import takes
+from kvrouter.commands.options import StandaloneOptions
 from kvrouter.commands.output import echo
-from kvrouter.config.option import given_of
-from kvrouter.config.setting_spec import SettingValue
+from kvrouter.config.option import given_of, option
 from kvrouter.config.worker_options import (
+    EnginePods,
     MockEngineOptions,
     MockFileOptions,
     MockModelOptions,
     MockRunOptions,
     PlaceOptions,
+    PodsRunOptions,
 )
 from kvrouter.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvrouter.config import Settings
     from kvrouter.config.problems import Document
     from kvrouter.config.sources import Loaded
     from kvrouter.core.ids import ModelName
+    from kvrouter.topology import LinkTable
+
+MODEL_PATH_HELP = (
+    "A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "
+    "workers name is read."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions:
+    """Which files a process that serves HTTP reads."""
+
+    config: Path | None = option(
+        "A fleet file whose router, frontend, planes and log sections, and links, are used.", metavar="FILE"
+    )
+    model_paths: tuple[str, ...] = option(
+        MODEL_PATH_HELP, default=(), flag="--model-path", metavar="MODEL=FOLDER"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFileOptions(FileOptions):
+    """The same for a standalone router."""
+
+    model_paths: tuple[str, ...] = option(
+        f"{MODEL_PATH_HELP} Who sends token ids needs none.",
+        default=(),
+        flag="--model-path",
+        metavar="MODEL=FOLDER",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticOptions:
+    """Which workers a frontend has without discovery."""
+
+    endpoints: tuple[str, ...] = option(
+        "A worker without discovery, started with --static, whose log says what to write here. With any, "
+        "nobody else is looked for. Not with --router-mode kv.",
+        default=(),
+        flag="--static-endpoint",
+        metavar="ADDRESS,model=NAME[,…]",
+    )
 
 
 @click.command(cls=SettingsCommand, short_help="Serve workers that run in other processes.")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A fleet file whose router, frontend, planes and log sections, and links, are used.",
-)
-@click.option(
-    "--model-path",
-    "model_paths",
-    multiple=True,
-    metavar="MODEL=FOLDER",
-    help="A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "
-    "workers name is read.",
-)
-@click.option(
-    "--static-endpoint",
-    "static_endpoints",
-    multiple=True,
-    metavar="ADDRESS,model=NAME[,…]",
-    help="A worker without discovery, started with --static, whose log says what to write here. With any, "
-    "nobody else is looked for. Not with --router-mode kv.",
-)
-def frontend(
-    config: Path | None,
-    model_paths: tuple[str, ...],
-    static_endpoints: tuple[str, ...],
-    **flags: SettingValue | None,
-) -> None:
+@takes(FileOptions, StaticOptions)
+def frontend(files: FileOptions, static: StaticOptions, **flags: object) -> None:
     """Serve: an OpenAI-compatible endpoint in front of the workers that discovery finds.
 
     Run as many as you like, on any host: they know nothing of each other, but what --router-replica-sync
     tells. Workers and frontends of one fleet share --namespace, --discovery and --request-plane.
     """
-    document, loaded = begun(flags, config)
-    sources = model_sources(model_paths)
+    settings, sources, links = _router_of(files, flags)
     from kvrouter.commands.frontend import serve_frontend  # noqa: PLC0415
-    from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
     from kvrouter.config.static_endpoint import static_cards  # noqa: PLC0415
+
+    cards = static_cards(static.endpoints, settings.planes.request_plane)
+    sys.exit(serve_frontend(settings, sources, links, cards))
+
+
+def _router_of(
+    files: FileOptions, flags: Mapping[str, object]
+) -> "tuple[Settings, dict[ModelName, str], LinkTable | None]":
+    """Return a router's settings, tokenizers and links; say what of the links is doubtful."""
+    document, loaded = begun(flags, files.config)
+    sources = model_sources(files.model_paths)
+    from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
     from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
 
     links = None if document is None else links_of(document)
     warn(link_warnings(loaded.settings.router, links))
-    static = static_cards(static_endpoints, loaded.settings.planes.request_plane)
-    sys.exit(serve_frontend(loaded.settings, sources, links, static))
+    return loaded.settings, sources, links
 
 
 frontend.params.extend(setting_options("router", "frontend", "planes", "recording", "log"))
@@ -181,89 +210,25 @@ def model_sources(pairs: tuple[str, ...]) -> "dict[ModelName, str]":
 @click.command(
     "pods", cls=SettingsCommand, short_help="Workers for the engines in labelled pods of Kubernetes."
 )
-@click.option(
-    "--selector", default="", metavar="LABELS", help="Only pods with these labels too, as team=a,tier!=test."
-)
-@click.option("--engine-namespace", metavar="NAME", help="Another namespace than this pod's own.")
-@click.option(
-    "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
-)
-def worker_pods(
-    selector: str, engine_namespace: str | None, drain_limit_s: float, **flags: SettingValue | None
-) -> None:
+@takes(EnginePods, PodsRunOptions)
+def worker_pods(pods: EnginePods, run: PodsRunOptions, **flags: object) -> None:
     """Make every pod with the label kvrouter.dev/engine part of a fleet; its image and command stay as they
     are. What the engine cannot be asked is said in the pod's annotations.
 
     Of several such processes one serves each engine, and another takes over when that one ends.
     """
     _, loaded = begun(flags)
-    from kvrouter.attach.pod_fleet import EnginePods  # noqa: PLC0415
     from kvrouter.commands.engine_pods import serve_pod_workers  # noqa: PLC0415
 
-    pods = EnginePods(selector=selector, namespace=engine_namespace)
-    sys.exit(serve_pod_workers(loaded.settings, pods, os.environ, drain_limit_s=drain_limit_s))
+    sys.exit(serve_pod_workers(loaded.settings, pods, os.environ, drain_limit_s=run.drain_limit_s))
 
 
 worker_pods.params.extend(setting_options("planes", "log"))
 
 
 @click.command(cls=SettingsCommand, short_help="Decide for engines that something else fronts.")
-@click.option(
-    "--component",
-    type=click.Choice(["all", "prefill", "backend"]),
-    default="all",
-    show_default=True,
-    help="prefill: the prefill leg alone, each prefill worker a target of its own. backend: workers that "
-    "decode, or serve whole requests. all: whole requests, pairs where prefill workers are.",
-)
-@click.option(
-    "--lease-ttl-s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A booking of which nobody says anything for this long ends. Every call about it renews it.",
-)
-@click.option(
-    "--bookings-max",
-    type=click.IntRange(min=1),
-    default=65_536,
-    show_default=True,
-    metavar="INT",
-    help="How many requests may be booked at a time; then 503.",
-)
-@click.option(
-    "--prefills-max",
-    type=click.IntRange(min=1),
-    default=4096,
-    show_default=True,
-    metavar="INT",
-    help="How many prefill legs may run at a time; then 503. With --component prefill.",
-)
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A fleet file whose router, frontend, planes and log sections, and links, are used.",
-)
-@click.option(
-    "--model-path",
-    "model_paths",
-    multiple=True,
-    metavar="MODEL=FOLDER",
-    help="A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "
-    "workers name is read. "
-    "Who sends token ids needs none.",
-)
-def router(
-    component: str,
-    lease_ttl_s: float,
-    bookings_max: int,
-    prefills_max: int,
-    config: Path | None,
-    model_paths: tuple[str, ...],
-    **flags: SettingValue | None,
-) -> None:
+@takes(StandaloneOptions, RouterFileOptions)
+def router(options: StandaloneOptions, files: RouterFileOptions, **flags: object) -> None:
     """Serve decisions over HTTP, for engines that something else fronts.
 
     POST /v1/route says which worker a request should go to, and books it there until its owner frees it.
@@ -272,21 +237,10 @@ def router(
 
     It finds workers as a frontend does: they share --namespace, --discovery and --request-plane.
     """
-    document, loaded = begun(flags, config)
-    sources = model_sources(model_paths)
-    from kvrouter.commands.router import RouterComponent, StandaloneSpec, serve_standalone  # noqa: PLC0415
-    from kvrouter.config.link_table import link_warnings  # noqa: PLC0415
-    from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
+    settings, sources, links = _router_of(files, flags)
+    from kvrouter.commands.router import serve_standalone  # noqa: PLC0415
 
-    spec = StandaloneSpec(
-        component=RouterComponent(component),
-        lease_ttl_s=lease_ttl_s,
-        bookings_max=bookings_max,
-        prefills_max=prefills_max,
-    )
-    links = None if document is None else links_of(document)
-    warn(link_warnings(loaded.settings.router, links))
-    sys.exit(serve_standalone(loaded.settings, spec, sources, links))
+    sys.exit(serve_standalone(settings, options, sources, links))
 
 
 router.params.extend(setting_options("router", "frontend", "planes", "log"))

@@ -1,8 +1,8 @@
 """``kvrouter calibrate``: the timing of a real engine from a measured run, and what it predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import yaml
@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.console import error_console
-from kvrouter.commands.output import TABLE, Output, json_text
+from kvrouter.commands.options import CalibrateOptions
+from kvrouter.commands.output import json_text
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.setting import installed_version
 from kvrouter.core.timing import Timing
@@ -25,29 +26,16 @@ DIGITS = 6
 """A fitted figure has no more digits that mean anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrateOptions:
-    """What the command was given: ``n_seen`` requests are fitted to; ``model_config`` is the model's
-    ``config.json`` from Hugging Face.
-    """
-
-    run: Path
-    n_seen: int
-    write_timing: Path | None
-    model_config: Path | None = None
-    output: Output = TABLE
-
-
-def calibrate(options: CalibrateOptions, console: Console) -> None:
-    """Fit, write the timing, and print predicted against measured.
+def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None:
+    """Fit to the run of a folder, write the timing, and print predicted against measured.
 
     Raises ConfigError for a run that cannot be read or fitted to, before anything is written.
     """
     if options.write_timing is not None:
         check_folder(options.write_timing)
     options.output.check()
-    run = read_run(options.run)
-    shape, source = model_shape(run.meta.model, options.run, options.model_config)
+    run = read_run(folder)
+    shape, source = model_shape(run.meta.model, folder, options.model_config)
     with error_console().status("reading") as status:
 
         def show(number: int) -> None:
@@ -61,16 +49,31 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         *run.notes,
         *(f"guessed: {guess}" for guess in calibrated.guesses),
     ]
-    source = options.run.resolve().name
+    deliver(Fitted(folder.resolve().name, run.meta.model, run, calibrated, rows, lines), options, console)
+
+
+class Fitted(NamedTuple):
+    """A fit of ``model`` to ``source``; ``lines`` say on what its figures rest."""
+
+    source: str
+    model: str
+    run: MeasuredRun
+    calibrated: Calibrated
+    rows: Sequence[Comparison]
+    lines: Sequence[str]
+
+
+def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None:
+    """Write the timing where that is asked for, and print predicted against measured."""
+    source, model, run, calibrated, rows, lines = fitted
     if options.write_timing is not None:
-        document = timing_document(source, run.meta.model, calibrated, lines)
-        write_whole(options.write_timing, document.encode())
+        write_whole(options.write_timing, timing_document(source, model, calibrated, lines).encode())
 
     def draw() -> None:
         show_comparison(source, run, calibrated, rows, console)
         show_notes(lines, options.write_timing, console)
 
-    report = calibration_report(source, run.meta.model, calibrated, rows, lines)
+    report = calibration_report(source, model, calibrated, rows, lines)
     options.output.show(lambda: json_text(report), draw)
 
 

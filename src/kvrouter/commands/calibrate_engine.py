@@ -3,17 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from kvrouter.commands.calibrate import calibration_report, show_comparison, show_notes, timing_document
+from kvrouter.commands.calibrate import Fitted, deliver
 from kvrouter.commands.console import error_console
 from kvrouter.commands.engine_description import EngineDescription, describe_engine
 from kvrouter.commands.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
-from kvrouter.commands.output import TABLE, Output, json_text
-from kvrouter.commands.whole_file import check_folder, write_whole
+from kvrouter.commands.options import CalibrateOptions
+from kvrouter.commands.whole_file import check_folder
 from kvrouter.config.fleet_engines import url_mistake
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
@@ -32,34 +30,23 @@ CACHED_SHARE = 0.02
 """With a larger share of prompts from the engine's cache the prefill that was measured is too short."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateEngineOptions:
-    """What the command was given: ``n_seen`` requests are fitted to, and each may take ``limit_s``.
-
-    ``folder`` has files of a run that say what the engine does not; ``api_key`` is what its server asks for.
-    """
-
-    url: str
-    n_seen: int
-    write_timing: Path | None
-    limit_s: float
-    model: str | None = None
-    folder: Path | None = None
-    model_config: Path | None = None
-    api_key: str | None = None
-    clock: Clock = time.monotonic
-    output: Output = TABLE
-
-
-def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
-    """Measure the engine, fit, write the timing, and print predicted against measured.
+def calibrate_engine(
+    url: str,
+    options: CalibrateOptions,
+    console: Console,
+    *,
+    api_key: str | None = None,
+    clock: Clock = time.monotonic,
+) -> None:
+    """Measure the engine at ``url``, whose server asks for ``api_key``; fit, write the timing, and print
+    predicted against measured.
 
     Nothing is written before all has been measured and fitted. Raises ConfigError for options and files,
     WorkerUnreachable and MeasurementFailed, with the URL, for what the engine answers.
     """
-    mistake = url_mistake(options.url)
+    mistake = url_mistake(url)
     if mistake is not None:
-        raise ConfigError(f"--url: {options.url}: {mistake}", param="url")
+        raise ConfigError(f"--url: {url}: {mistake}", param="url")
     if options.model_config is not None and not (
         options.folder is not None and (options.folder / "config.json").exists()
     ):
@@ -71,29 +58,22 @@ def calibrate_engine(options: CalibrateEngineOptions, console: Console) -> None:
         check_folder(options.write_timing)
     options.output.check()
     with error_console().status("asking the engine") as status:
-        engine, shape, measured = asyncio.run(_measured(options, status.update))
+        engine, shape, measured = asyncio.run(
+            _measured(EngineServer(url, api_key=api_key), options, clock, status.update)
+        )
         try:
             run = client_run(
                 engine.meta, engine.hardware, measured.requests, round_trip_s=measured.round_trip_s
             )
         except ConfigError as error:
-            raise MeasurementFailed(f"{options.url}: {error.message}") from error
+            raise MeasurementFailed(f"{url}: {error.message}") from error
         calibrated = fit_engine(
             run, shape, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
         )
         status.update("predicting")
         rows = compare(run, calibrated)
     lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
-    if options.write_timing is not None:
-        document = timing_document(options.url, engine.served_model, calibrated, lines)
-        write_whole(options.write_timing, document.encode())
-
-    def draw() -> None:
-        show_comparison(options.url, run, calibrated, rows, console)
-        show_notes(lines, options.write_timing, console)
-
-    report = calibration_report(options.url, engine.served_model, calibrated, rows, lines)
-    options.output.show(lambda: json_text(report), draw)
+    deliver(Fitted(url, engine.served_model, run, calibrated, rows, lines), options, console)
 
 
 def fit_engine(
@@ -112,9 +92,8 @@ def fit_engine(
 
 
 async def _measured(
-    options: CalibrateEngineOptions, show: Callable[[str], None]
+    server: EngineServer, options: CalibrateOptions, clock: Clock, show: Callable[[str], None]
 ) -> tuple[EngineDescription, ModelShape | None, Measurement]:
-    server = EngineServer(options.url, api_key=options.api_key)
     await server.open()
     try:
         try:
@@ -137,8 +116,8 @@ async def _measured(
             server,
             engine.served_model,
             load,
-            limit_s=options.limit_s,
-            clock=options.clock,
+            limit_s=options.request_limit_s,
+            clock=clock,
             on_request=lambda n: show(f"measuring, {n} of {load.n_requests} requests"),
         )
         return engine, shape, measured

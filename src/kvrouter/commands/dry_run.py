@@ -2,11 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from math import ceil, isfinite
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -14,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import name_shown
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.options import DryRunOptions
+from kvrouter.commands.output import json_text
 from kvrouter.commands.recorded_inputs import open_past
 from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
@@ -36,19 +35,6 @@ _WHAT = {
     Verdict.REFUSED_THEN: "placed nowhere then either: refused by this policy too",
     Verdict.NOT_PLACED_THEN: "placed nowhere then: not for want of a pair",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRunOptions:
-    """What the command was given; ``wait_s`` are seconds that a request waits for its domain."""
-
-    recording: Path
-    model: str | None
-    domain: str
-    enforcement: Enforcement
-    wait_s: float
-    output: Output
-    fails_if_refused: bool
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -93,7 +79,8 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
         )
     options.output.check()
     past = open_past(options.recording, options.model)
-    policy = Policy(options.domain, options.enforcement.value, None)
+    domain = options.domain.strip()
+    policy = Policy(domain, options.enforcement, None)
     done = dry_run(past, policy, wait_s=options.wait_s)
     patience = None
     if done.refused:
@@ -103,8 +90,8 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
         version=installed_version(),
         recording=name_shown(options.recording),
         model=past.fleet.model,
-        domain=options.domain,
-        enforcement=options.enforcement,
+        domain=domain,
+        enforcement=Enforcement(options.enforcement),
         wait_s=options.wait_s,
         from_s=past.from_s,
         requests=len(past.requests),
@@ -119,7 +106,7 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
         refused=done.refused[:REQUESTS_LISTED],
     )
     options.output.show(lambda: json_text(report), lambda: show_dry_run(report, console))
-    return 1 if options.fails_if_refused and report.counts[Verdict.REFUSED] else 0
+    return 1 if options.fail_if_refused and report.counts[Verdict.REFUSED] else 0
 
 
 def _counts(done: DryRun) -> dict[Verdict, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from kvrouter.commands.options import FleetTemplate
 from kvrouter.commands.whole_file import check_folder, write_whole
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet
@@ -16,18 +17,6 @@ from kvrouter.core.workers import Role
 
 _MOCK_WORKERS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 4}
 """How many mock workers of a role a group has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetTemplate:
-    """What the fleet is to have: mock engines, or the engines at ``urls``, each as ``http://HOST:PORT``,
-    ``ROLE=http://HOST:PORT`` or ``ROLE@ZONE=http://HOST:PORT``; with ``zones``, which KV does not leave.
-    """
-
-    engine: str = MOCK
-    model: str | None = None
-    urls: tuple[str, ...] = ()
-    zones: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

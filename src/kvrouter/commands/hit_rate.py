@@ -1,7 +1,6 @@
 """``kvrouter hit-rate``: the ladder of a recording's hit rate, from what is possible to what was had."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.commands.input_options import name_shown
-from kvrouter.commands.output import Output, json_text
+from kvrouter.commands.options import HitRateOptions
+from kvrouter.commands.output import json_text
 from kvrouter.commands.recorded_inputs import open_past
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet
@@ -23,7 +23,7 @@ from kvrouter.recording.records import Worker
 from kvrouter.sim.fleet_history import FleetHistory
 from kvrouter.sim.hit_ladder import CAUSES, HitFacts, HitLadder, Rung, RungFigure
 from kvrouter.sim.hit_rate import hit_ladder
-from kvrouter.sim.recorded_fleet import match, place_of
+from kvrouter.sim.recorded_fleet import group_place, match, place_of
 
 _RUNGS = {
     Rung.PROMPTS: "all prompt tokens",
@@ -35,16 +35,6 @@ _RUNGS = {
     Rung.EXPECTED: "ours: what the router expected there",
     Rung.ENGINES: "the engines' own count",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HitRateOptions:
-    """What the command was given."""
-
-    recording: Path
-    model: str | None
-    fleet: Path | None
-    output: Output
 
 
 class HitRateReport(msgspec.Struct, frozen=True):
@@ -89,19 +79,19 @@ def _sizes_in(file: FleetFile, history: FleetHistory, path: Path) -> Callable[[W
 
     Raises ConfigError where it has not. A worker that joined later has those of its role and domains.
     """
-    found = match(history, file)
-    if found.mismatch:
-        raise ConfigError(f"fleet: {path} has not the recorded workers: {found.mismatch}", param="fleet")
+    found, mismatch = match(history, file)
+    if found is None:
+        raise ConfigError(f"fleet: {path} has not the recorded workers: {mismatch}", param="fleet")
+    numbers = found.numbers
     by_id: dict[int, int] = {}
     by_place: dict[Hashable, int] = {}
     for worker_id, group in numbered_workers(file):
         if isinstance(group.engine, MockEngineSpec):
             by_id[worker_id] = group.engine.total_kv_blocks
-            place = (group.role.value, tuple(sorted(group.domains.items())))
-            by_place.setdefault(place, group.engine.total_kv_blocks)
+            by_place.setdefault(group_place(group), group.engine.total_kv_blocks)
 
     def kv_blocks_of(worker: Worker) -> int | None:
-        number = found.numbers.get(worker.worker)
+        number = numbers.get(worker.worker)
         known = None if number is None else by_id.get(number)
         return by_place.get(place_of(worker), worker.kv_blocks) if known is None else known
 

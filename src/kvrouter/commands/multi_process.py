@@ -106,21 +106,8 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                     worker.name, _command(*worker.arguments), environ, standby=("--standby",)
                 )
             for port in ports:
-                front = run.frontend.model_copy(update={"http_port": port})
-                recording = run.recording
-                if recording.folder is not None:  # each frontend needs a folder of its own
-                    own = str(Path(recording.folder) / f"frontend-{port}")
-                    recording = recording.model_copy(update={"folder": own})
-                of_front = environment_with(
-                    os.environ,
-                    run.model_copy(update={"frontend": front, "recording": recording}),
-                    *("planes", "log", "router", "frontend", "recording"),
-                )
-                await supervisor.start(
-                    f"frontend :{port}",
-                    _command("frontend", "--config", str(file)),
-                    of_front,
-                )
+                command = _command("frontend", "--config", str(file))
+                await supervisor.start(f"frontend :{port}", command, _frontend_environ(run, port))
             within_s = READY_WITHIN_S if _has_mocks_alone(fleet) else math.inf
             ready = asyncio.gather(
                 *(_until_ready(settings.frontend.http_host, port, within_s) for port in ports)
@@ -141,6 +128,17 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
             await supervisor.stop("worker", STOP_LIMIT_S)
     log_event(logger, Event.STOP)
     return 0
+
+
+def _frontend_environ(run: Settings, port: int) -> dict[str, str]:
+    """The variables of the frontend on a port."""
+    front = run.frontend.model_copy(update={"http_port": port})
+    recording = run.recording
+    if recording.folder is not None:  # each frontend needs a folder of its own
+        own = str(Path(recording.folder) / f"frontend-{port}")
+        recording = recording.model_copy(update={"folder": own})
+    settings = run.model_copy(update={"frontend": front, "recording": recording})
+    return environment_with(os.environ, settings, "planes", "log", "router", "frontend", "recording")
 
 
 async def free_ports(host: str, first: int, n: int) -> list[int]:

@@ -97,14 +97,12 @@ async def embedded(
                     keeping(settings.router, service),
                     open_door(
                         service,
-                        loader.texts,
+                        loader.of_models,
                         settings=front,
                         telemetry=telemetry,
                         sockets=sockets,
                         awaited=nobody_awaited if attached is None else attached.awaited,
                         tracing=spans,
-                        unread=loader.unread,
-                        by_engine=loader.by_engine,
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),
@@ -194,6 +192,6 @@ async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s
     await stopping.wait()
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    log_event(logger, Event.DRAIN, running_requests=app.service.running)
+    log_event(logger, Event.DRAIN, running_requests=app.service.requests.running)
     cut = await app.drain(drain_limit_s)
     log_event(logger, Event.STOP, duration_s=loop.time() - began_s, running_requests=cut)

@@ -27,6 +27,9 @@ class Option:
     above: float | None = None
     at_most: float | None = None
     variable: str | None = None
+    alone: str | None = None
+    """What the flag says where no value follows it; without, a value must."""
+
     hides_default: bool = False
     path: tuple[str | int, ...] = ()
     """Where in a fleet file the value stands, where the command writes it as one."""

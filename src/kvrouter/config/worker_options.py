@@ -188,6 +188,28 @@ class AttachRunOptions:
     drain_limit_s: float = option("Time for running legs at the end.", default=DRAIN_LIMIT_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePods:
+    """Which pods are served: those with the label of an engine, narrowed by ``selector``.
+
+    ``namespace`` is this process's own where it is None.
+    """
+
+    selector: str = option(
+        "Only pods with these labels too, as team=a,tier!=test.", default="", metavar="LABELS"
+    )
+    namespace: str | None = option(
+        "Another namespace than this pod's own.", flag="--engine-namespace", metavar="NAME"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodsRunOptions:
+    """How the process of such workers serves."""
+
+    drain_limit_s: float = option("Time for running legs at the end.", default=DRAIN_LIMIT_S)
+
+
 FILE_PATHS = {
     each.name: option_of(each).path
     for group in (MockModelOptions, PlaceOptions, MockEngineOptions)

@@ -277,10 +277,13 @@ class Connections(Generic[T]):
             self._drop(oldest)
 
     def admit(self, connection: T) -> bool:
-        """The connection showed the token; return whether there is a place for it. Idempotent."""
-        self._since_s.pop(connection, None)
+        """The connection showed the token; return whether there is a place for it. Idempotent.
+
+        One without a place is unauthenticated still: it is closed when its time is over.
+        """
         if connection not in self._known and len(self._known) >= self._limits.connections_max:
             return False
+        self._since_s.pop(connection, None)
         self._known.add(connection)
         return True
 

@@ -4,7 +4,7 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from importlib import import_module
 from typing import TypeVar, cast
@@ -36,6 +36,7 @@ from kvrouter.commands.doctor.reading import (
     Reading,
     TokenProbe,
 )
+from kvrouter.commands.options import DoctorOptions
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import WorkerId
@@ -73,17 +74,6 @@ IN_PROCESS = "memory"
 
 PROBE = "The quick brown fox: naïve façade, 12345 + 6.789e-3\n\n\tif (x != y) { return; }  東京 – done."
 """A text on which tokenizers differ: words, numbers, blanks, code, other scripts."""
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """``over_s``: counts are taken over this time; None for all since the router began. An engine may take
-    ``timeout_s`` for each answer.
-    """
-
-    over_s: float | None = None
-    asks_engines: bool = True
-    timeout_s: float = 10.0
 
 
 class _QueryNvext(msgspec.Struct, frozen=True):
@@ -149,10 +139,10 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
         counts=Counts(_samples(router.url, page, COUNTERS), before),
         gauges=Counts(_samples(router.url, page, GAUGES)),
         over_s=options.over_s,
-        engines_asked=options.asks_engines,
+        engines_asked=options.engines,
         others=await asyncio.gather(*map(_other, others)),
     )
-    if not options.asks_engines:
+    if not options.engines:
         return reading
     at_once = asyncio.Semaphore(ASKED_AT_ONCE)
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrouter.sim.page.markup import Markup, element
-from kvrouter.sim.page.plot import Line, Mark, plot
+from kvrouter.sim.page.plot import Line, Mark, Plot
 from kvrouter.sim.page.scale import (
     Scale,
     clock,
@@ -17,9 +16,18 @@ from kvrouter.sim.page.scale import (
     plain,
     shares,
 )
-from kvrouter.sim.page.series import Figure, course, distribution, ends_s, references, style
+from kvrouter.sim.page.series import Figure, course, distribution, ends_s, references
 from kvrouter.sim.summary import Objective, Part, Spread, Summary, VariantReport
-from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.sim.timetable import TimetableEntry
+
+
+class Drawing(NamedTuple):
+    """A plot under its title; None where there is nothing to show."""
+
+    title: str
+    about: str
+    plot: Plot | None = None
+
 
 PAIRS_SHOWN = 6
 """So many pairs of domains have a plot of what KV between them cost over time."""
@@ -131,12 +139,12 @@ _CHARTS = (
 )
 
 
-def distributions(variants: Sequence[VariantReport], objective: Objective) -> list[Markup]:
+def distributions(variants: Sequence[VariantReport], objective: Objective) -> list[Drawing]:
     """Return a plot for each latency: the share of requests that took at most so long."""
     return [_distribution(variants, latency, objective) for latency in _LATENCIES]
 
 
-def courses(variants: Sequence[VariantReport], events: Sequence[TimetableEntry] = ()) -> list[Markup]:
+def courses(variants: Sequence[VariantReport], events: Sequence[TimetableEntry] = ()) -> list[Drawing]:
     """Return a plot for each figure over time, by when requests arrived; each event is a numbered line."""
     marks = [Mark(event.at_s, str(number)) for number, event in enumerate(events, 1)]
     charts = (*_CHARTS, *_pair_charts(variants))
@@ -162,23 +170,7 @@ def _pair_charts(variants: Sequence[VariantReport]) -> list[_Chart]:
     ]
 
 
-def legend(variants: Sequence[VariantReport]) -> Markup:
-    """Return the name of each variant next to a piece of its line."""
-    return element("ul", *(_entry(v.name, style(index)) for index, v in enumerate(variants)), class_="legend")
-
-
-def _entry(name: str, of: str) -> Markup:
-    line = element("path", d="M1 5H29", class_="line")
-    swatch = element("svg", line, viewBox="0 0 30 10", class_="swatch", aria_hidden="true")
-    return element("li", swatch, element("span", name), class_=of)
-
-
-def _figure(title: str, about: str, *content: Markup) -> Markup:
-    caption = element("figcaption", element("h3", title), element("p", about, class_="about"))
-    return element("figure", caption, *content)
-
-
-def _distribution(variants: Sequence[VariantReport], latency: _Latency, objective: Objective) -> Markup:
+def _distribution(variants: Sequence[VariantReport], latency: _Latency, objective: Objective) -> Drawing:
     found = [
         distribution(variant.name, index, [latency.spread(summary) for summary in variant.summaries])
         for index, variant in enumerate(variants)
@@ -186,7 +178,7 @@ def _distribution(variants: Sequence[VariantReport], latency: _Latency, objectiv
     lines = [line for line in found if line is not None]
     about = "share of requests that took at most this long"
     if not lines:
-        return _figure(latency.title, about, _nothing())
+        return Drawing(latency.title, about)
     values = _coordinates(lines, 0)
     objective_s = latency.objective_s(objective)
     marks: list[Mark] = []
@@ -197,23 +189,23 @@ def _distribution(variants: Sequence[VariantReport], latency: _Latency, objectiv
             values.append(limit_ms)
     x = latencies(values)
     label = f"{latency.title}: {about}"
-    return _figure(latency.title, _about(about, x), plot(label, x, shares(), lines, marks))
+    return Drawing(latency.title, _about(about, x), Plot(label, x, shares(), lines, marks))
 
 
-def _course(variants: Sequence[VariantReport], chart: _Chart, marks: Sequence[Mark]) -> Markup | None:
+def _course(variants: Sequence[VariantReport], chart: _Chart, marks: Sequence[Mark]) -> Drawing | None:
     found = [course(variant, index, chart.figure) for index, variant in enumerate(variants)]
     lines = [line for line in found if line is not None]
     if chart.is_rare and not any(_coordinates(lines, 1)):
         return None
     if not lines:
-        return _figure(chart.title, chart.about, _nothing())
+        return Drawing(chart.title, chart.about)
     if chart.reference is not None:
         name, figure = chart.reference
         lines = [*lines, *references(variants, figure, name)]
     x = clock(max(ends_s(summary) for variant in variants for summary in variant.summaries))
     y = chart.scale(_coordinates(lines, 1))
     label = f"{chart.title} over time: {chart.about}"
-    return _figure(chart.title, _about(chart.about, y), plot(label, x, y, lines, marks))
+    return Drawing(chart.title, _about(chart.about, y), Plot(label, x, y, lines, marks))
 
 
 def _about(about: str, scale: Scale) -> str:
@@ -223,7 +215,3 @@ def _about(about: str, scale: Scale) -> str:
 def _coordinates(lines: Sequence[Line], axis: int) -> list[float]:
     """Every x (0) or y (1) of the lines and of what their seeds cover."""
     return [point[axis] for line in lines for run in (*line.runs, *line.bands) for point in run]
-
-
-def _nothing() -> Markup:
-    return element("p", "Nothing to show.", class_="about")

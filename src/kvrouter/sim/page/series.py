@@ -7,12 +7,6 @@ from statistics import fmean
 from kvrouter.sim.page.plot import Line, Point
 from kvrouter.sim.summary import Part, Spread, Summary, VariantReport
 
-COLOURS = 8
-"""So many colours there are; the next variants have the same ones, with other dashes."""
-
-REFERENCE, DOTTED = "reference", "dotted"
-"""The classes of lines that are there to compare with: of one that all variants share, and of any."""
-
 
 def style(index: int) -> str:
     """Return the class that gives the variant of this number its colour and its dashes."""
@@ -82,8 +76,8 @@ def references(variants: Sequence[VariantReport], figure: Figure, name: str) -> 
     found = [course(variant, index, figure) for index, variant in enumerate(variants)]
     lines = [line for line in found if line is not None]
     if len({_rounded(line) for line in lines}) == 1:
-        return [Line(name, f"{REFERENCE} {DOTTED}", lines[0].runs)]
-    return [Line(f"{line.name}: {name}", f"{line.style} {DOTTED}", line.runs) for line in lines]
+        return [Line(name, "reference dotted", lines[0].runs)]
+    return [Line(f"{line.name}: {name}", f"{line.style} dotted", line.runs) for line in lines]
 
 
 def _rounded(line: Line) -> tuple[tuple[float, float], ...]:
