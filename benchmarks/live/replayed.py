@@ -27,7 +27,7 @@ def observe_replay(rows: Sequence[TraceRequest], fleet: FleetFile, *, speedup: f
     """Replay ``rows``. Raises ConfigError for what cannot be replayed."""
     simulation = simulation_of(rows, fleet, speedup=speedup)
     observer = Observer()
-    observer.watch(simulation.placer)
+    observer.watch(simulation.fleet.placer)
     simulation.fleet.fabric.watch_legs(observer.leg_ended)
     simulation.run()
     return observer.observed

@@ -101,7 +101,7 @@ class Prepared:
         with tempfile.TemporaryDirectory(prefix="kvrouter-live-") as folder:
             live, load, lasted_s = self._live(Path(folder))
         replay = observe_replay(self.rows, self.fleet, speedup=self.of.speedup)
-        placer = simulation_of(self.rows, self.fleet, speedup=self.of.speedup).placer
+        placer = simulation_of(self.rows, self.fleet, speedup=self.of.speedup).fleet.placer
         return Run(
             choices=compare_choices(live, replay, placer),
             latencies=tuple(compare_latencies(live, replay)),

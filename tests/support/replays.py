@@ -82,9 +82,9 @@ def replayed(
     result = simulation.run()
     assert simulation.fleet.fabric.check_integrity() == []
     assert simulation.fleet.fabric.idle
-    assert len(simulation.placer.ledger) == 0
+    assert len(simulation.fleet.placer.ledger) == 0
     assert not simulation.fleet.loads.in_flight.any()
-    assert len(simulation.placer.transfers.state) == 0
+    assert len(simulation.fleet.placer.transfers.state) == 0
     return result
 
 

@@ -21,7 +21,7 @@ from kvrouter.sim.comparison import NOTHING
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Beat
 from kvrouter.sim.summary import Objective
-from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
+from kvrouter.sim.timetable import TimetableEntry, entry_of
 from kvrouter.sim.transfer_choices import (
     COMPARED_COSTS,
     TransferChoice,
