@@ -131,8 +131,7 @@ class LearnedSpeeds:
         """Tokens that came into each cache, each counted 2^(its age before ``_base_s`` / TURNOVER_S)."""
         self._ranks: dict[Slot, _Rank] = {}
         self._decoding: dict[Slot, _Rank] = {}
-        self._base_s = self._refreshed_s = 0.0
-        self._has_begun = False
+        self._base_s, self._refreshed_s = 0.0, -inf
         self._is_settled = self._decode_is_settled = False
         """Whether some rank was seen often enough; until then each request changes what all count as."""
         self._mean = self._median = self._decode_mean = 1.0
@@ -146,7 +145,7 @@ class LearnedSpeeds:
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
         """What is known now; the columns are those of the next reading too."""
         self._ensure_slots(n_slots)
-        if now_s - self._refreshed_s >= _REFRESH_S or not self._has_begun:
+        if now_s - self._refreshed_s >= _REFRESH_S:
             self._refresh(now_s)
         return Speeds(
             self._slowness[:n_slots],
@@ -303,8 +302,8 @@ class LearnedSpeeds:
 
     def _refresh(self, now_s: float) -> None:
         """Let what is old count less, and columns be of now."""
-        if not self._has_begun:
-            self._has_begun, self._base_s = True, now_s
+        if self._refreshed_s == -inf:
+            self._base_s = now_s
         if (now_s - self._base_s) / TURNOVER_S > _REBASE:
             self._inserted *= 2.0 ** -((now_s - self._base_s) / TURNOVER_S)
             self._base_s = now_s
