@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
@@ -300,7 +300,7 @@ async def test_what_running_requests_hold() -> None:
             for n in range(2)
         ]
         waiting = asyncio.create_task(chat(here, n=8000, first=9))
-        await until(lambda: here.system.service.running == 3)
+        await until(lambda: here.system.service.requests.running == 3)
         running = await here.metrics()
         assert running.value("requests_active", model=MODEL) == 3
         assert running.value("ledger_leases", model=MODEL) == 3

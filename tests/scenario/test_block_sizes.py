@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
@@ -90,7 +90,7 @@ async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> 
     assert plane.legs()[-1][1] == address_of(3)
     bench.discovery.put(card(1), card(2))
     assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {1, 2}), "announced again, they count"
-    assert not bench.service.has_lapsed(WorkerId(1))
+    assert not bench.service.liveness.has_lapsed(WorkerId(1))
 
 
 async def test_a_card_that_cannot_be_used_for_another_reason_has_no_say() -> None:

@@ -6,7 +6,7 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
@@ -37,7 +37,7 @@ async def ask(bench: Bench, number: int) -> int:
         generate_request(request_id=f"r{number}"),
         token_ids=array("I", range(first, first + BLOCKS * BLOCK_SIZE)),
     )
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         return len([token async for chunk in generation for token in chunk.token_ids])
 
 
@@ -149,7 +149,7 @@ async def test_engines_that_report_are_never_given_more_than_the_threshold_and_o
         async def answer(here: MockBench, number: int) -> None:
             nonlocal most
             request = here.request(prompt(tokens=12 * 16, first=number + 1), max_tokens=8)
-            async with here.service.generate(request) as generation:
+            async with here.service.requests.generate(request) as generation:
                 async for _ in generation:
                     most = max(most, int(here.model.ledger.columns().active_blocks.max()))
 

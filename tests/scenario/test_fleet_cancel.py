@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Role
@@ -127,13 +127,13 @@ async def test_a_router_that_shuts_down_cuts_what_runs_too_long() -> None:
         pause = bench.plane.hook = Pause(streaming(Leg.DECODE))
         reading = asyncio.create_task(bench.read(bench.request(max_tokens=LONG_TOKENS)))
         await pause.reached.wait()
-        assert await bench.service.drain(0.0) == 1
+        assert await bench.service.requests.drain(0.0) == 1
         pause.go.set()
         with pytest.raises(ShuttingDown, match="before the answer was complete"):
             await reading
         await bench.until_quiet()
         with pytest.raises(ShuttingDown):
-            bench.service.generate(bench.request())
+            bench.service.requests.generate(bench.request())
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])

@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig, MismatchPolicy
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, UnknownModel
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
+from kvrouter.topology import MismatchPolicy
 from tests.support.mock_fleets import (
     PATIENT_S,
     MockBench,
@@ -193,7 +194,7 @@ async def test_a_label_that_changes_during_prefill_holds_for_decode() -> None:
             await move(bench, worker_id, "c")
 
         bench.plane.hook = once(accepted(Leg.PREFILL), move_both)
-        async with bench.service.generate(bench.request()) as generation:
+        async with bench.service.requests.generate(bench.request()) as generation:
             async for _ in generation:
                 pass
         (decode,) = bench.legs(Leg.DECODE)
@@ -280,7 +281,7 @@ speedup: 1000
         _, generation = await bench.read(bench.request(prompt(first=1), model=large))
         assert generation.usage.cached_tokens == 96
         with pytest.raises(UnknownModel, match="large, small"):
-            bench.service.generate(bench.request(model=ModelName("medium")))
+            bench.service.requests.generate(bench.request(model=ModelName("medium")))
         with pytest.raises(NoEligibleWorker) as refused:
             await bench.read(bench.request(model=small, worker_id=4))
         assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 2}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import CallRoute, ClientCall, EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import LoadReport
@@ -190,7 +190,7 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedPlane()
     plane.accepts = asyncio.Event()
     bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         await until(lambda: generation.error is not None)
         plane.accepts.set()
@@ -229,7 +229,7 @@ def asked_at_once() -> GenerateRequest:
 async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_may() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
         await asyncio.sleep(0.1)  # the deadline passes, and nothing is to happen
@@ -241,7 +241,7 @@ async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_req
     plane = ScriptedPlane()
     config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
     bench = await bench_of(plane, card(1), config=config)
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         with pytest.raises(DeadlineExceeded, match=r"took longer than 1 s"):
             await anext(generation)
     assert plane.opened[0].cancelled_for is not None
@@ -253,7 +253,7 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
     plane = ScriptedPlane()
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
     bench = await bench_of(plane, PREFILL, DECODE, config=config)
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         with pytest.raises(DeadlineExceeded, match=r"no prefill within 1 s"):
             await anext(generation)
     assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL]
@@ -265,7 +265,7 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
 async def test_its_answer_may_take_longer_once_it_is_prefilled() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
         (await plane.wait_for(Leg.PREFILL)).feed(
             EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})

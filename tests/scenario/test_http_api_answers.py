@@ -9,8 +9,9 @@ import pytest
 from pydantic import SecretStr
 
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
-from kvrouter.config import AdminAccess, FrontendSettings, KvRouterConfig
 from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, RouterId, Slot, WorkerId, WorkerRank
@@ -369,7 +370,7 @@ async def test_a_router_without_workers_and_one_that_drains() -> None:
         paths = ("/health", "/ready", "/accepting", "/ping", "/load", "/version", "/v1/models", "/v1/fleet")
         answers = [await g.ask("GET", path) for path in paths]
         answers += [await g.ask("POST", "/v1/route/explain", CHAT), await g.ask("GET", "/busy_threshold")]
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         answers += [await g.ask("GET", path) for path in ("/health", "/ready", "/accepting", "/ping")]
     async with open_house() as house:
         g = Golden(house.address)
@@ -383,7 +384,7 @@ async def test_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: object) -> None:
             raise RuntimeError("hello")
 
-        monkeypatch.setattr(house.bench.service, "explain", fail)
+        monkeypatch.setattr(house.bench.model, "explain", fail)
         answers = [await Golden(house.address).ask("POST", "/v1/route/explain", CHAT)]
     check("mistake", answers)
 

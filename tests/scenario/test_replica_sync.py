@@ -9,7 +9,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
@@ -101,7 +101,7 @@ async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
     await b.sync.start()
     await a.place()
     await until(lambda: bool(b.loads()))
-    plane._sinks.pop(a.sync._router_id)
+    plane._sinks.pop(a.sync.router_id)
     assert a.sync._beat is not None
     a.sync._beat.cancel()
     await until(lambda: not b.loads())

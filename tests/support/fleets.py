@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
@@ -252,5 +252,5 @@ async def read_all(
 ) -> list[int]:
     """Send one request and return its tokens."""
     request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling, pinned=pinned)
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         return [token async for chunk in generation for token in chunk.token_ids]

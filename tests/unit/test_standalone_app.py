@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from pydantic import SecretStr
 
 from kvrouter.commands.router import Standalone
-from kvrouter.config import FrontendSettings, KvRouterConfig, TokenizeFallback
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
@@ -400,7 +401,7 @@ async def test_a_draining_router_takes_nothing_new_and_waits_for_what_is_booked(
     async with open_router(card(1)) as here:
         await here.route(request_id="r")
         draining = asyncio.ensure_future(here.router.drain(60.0))
-        await until(lambda: here.bench.service.is_draining)
+        await until(lambda: here.bench.service.requests.is_draining)
         assert (await here.route())[1]["error"]["code"] == "shutting_down"
         assert (await here.http.get("/ready")).status_code == 503
         assert (await here.http.get("/health")).json()["status"] == "draining"

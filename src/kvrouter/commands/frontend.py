@@ -12,8 +12,8 @@ import uvloop
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
-from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
@@ -33,7 +33,7 @@ from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.recording import recording
-from kvrouter.wiring.router import build_service, new_router_id
+from kvrouter.wiring.router import build_service
 from kvrouter.wiring.router_transports import RouterTransports, router_wires
 from kvrouter.wiring.telemetry_hooks import SyncGauges
 from kvrouter.wiring.text_models import TextModelLoader, encode_pool
@@ -124,8 +124,7 @@ async def connected(
             router_wires(settings, telemetry, http_port=port, static=static) as wires,
         ):
             discovery = NarrowedDiscovery(wires.discovery, takes)
-            router_id = new_router_id()
-            sync = wires.replica_sync(router_id)
+            sync = wires.replica_sync()
             service = build_service(
                 settings.router,
                 plane=wires.requests,
@@ -134,7 +133,6 @@ async def connected(
                 cordons=wires.cordons,
                 telemetry=telemetry,
                 links=links,
-                router_id=router_id,
                 sync=sync,
                 prefill_alone=prefill_alone,
                 traffic=traffic,

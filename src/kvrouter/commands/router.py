@@ -11,8 +11,8 @@ import uvloop
 from kvrouter.commands.frontend import connected, saving
 from kvrouter.commands.options import StandaloneOptions
 from kvrouter.commands.up import serve_until
-from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import Settings
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.standalone import RouterApp
@@ -38,7 +38,7 @@ class Standalone(ServingApp):
     async def drain(self, limit_s: float) -> int:
         """Book and prefill nothing more; wait until all is freed, or ``limit_s``. Return what was left."""
         until_s = asyncio.get_running_loop().time() + limit_s
-        await self.service.drain(0.0)
+        await self.service.requests.drain(0.0)
         left = 0
         for wait in (self.prefills.wait_idle, self.bookings.wait_empty):
             left += await wait(max(0.0, until_s - asyncio.get_running_loop().time()))

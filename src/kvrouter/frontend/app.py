@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrouter.config import FrontendSettings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes
@@ -355,7 +355,7 @@ class FrontendApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
-            traffic=service.traffic,
+            traffic=service.requests.traffic,
         )
         gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauges)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]

@@ -159,16 +159,16 @@ def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None
         models.append(_model_state(model, workers=len(of_model), tokenizer=tokenizer))
         default = model.placer.settings.topology_default
         workers.extend(
-            _worker_state(worker, default, lapsed=service.has_lapsed(worker.card.worker_id))
+            _worker_state(worker, default, lapsed=service.liveness.has_lapsed(worker.card.worker_id))
             for worker in of_model
         )
     return api.Fleet(
         version=installed_version(),
         time_s=round(time.time(), 3),
         discovery=api.Discovery(reachable=service.store_lost is None, why=service.store_lost),
-        draining=service.is_draining,
-        running_requests=service.running,
-        recording=_recording_state(service.traffic),
+        draining=service.requests.is_draining,
+        running_requests=service.requests.running,
+        recording=_recording_state(service.requests.traffic),
         replicas=_replicas_state(service.sync),
         models=models,
         workers=workers,
@@ -467,7 +467,7 @@ class Gauges:
             self._set(telemetry.queue_depth, len(model.placer.waiting.admission), name)
             parted = model.placer.circuits.pairs(now_s=model.clock())
             self._set(telemetry.pairs_parted, sum(1 for _ in parted), name)
-        telemetry.retry_body_bytes.set(self._service.retry_body_bytes)
+        telemetry.retry_body_bytes.set(self._service.requests.retry_body_bytes)
         for gauge, values in self._values.items():
             gauge.replace(values)
 

@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 
 from kvrouter.api import bookings as api
 from kvrouter.api.cordons import Name
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
@@ -336,7 +336,7 @@ class Calls:
         failed: KvrouterError | None = None
         cancel_with(responder)
         try:
-            if self._service.is_draining:
+            if self._service.requests.is_draining:
                 raise ShuttingDown("this router is shutting down and takes no new requests")
             body = msgspec.json.encode(await work(call))
             status = 200
@@ -557,7 +557,7 @@ class RouterApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
-            traffic=service.traffic,
+            traffic=service.requests.traffic,
         )
         self._telemetry = telemetry
         self._bookings = bookings

@@ -8,11 +8,11 @@ from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
 from kvrouter.core.events import unpack_hashes
-from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.openai.parse import pin_of
@@ -40,7 +40,7 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
-from kvrouter.wiring.router import build_service, new_router_id
+from kvrouter.wiring.router import build_service
 
 _log = logging.getLogger(__name__)
 
@@ -173,8 +173,8 @@ class BestWorkers(NamedTuple):
         return last
 
 
-def _sync_of(runtime: Runtime, router_id: RouterId) -> ReplicaSync:
-    sync = runtime.replica_sync(router_id)
+def _sync_of(runtime: Runtime) -> ReplicaSync:
+    sync = runtime.replica_sync()
     if sync is None:
         raise ConfigError(
             "replica_sync: this runtime was connected without: Runtime.connect(settings) with "
@@ -201,8 +201,7 @@ class KvRouter:
         self._block_size = block_size
         runtime, telemetry = endpoint.runtime, Telemetry()
         config = kv_router_config or runtime.router_config
-        router_id = new_router_id()
-        self._sync = _sync_of(runtime, router_id) if config.replica_sync else None
+        self._sync = _sync_of(runtime) if config.replica_sync else None
         self._service: RouterService = build_service(
             config,
             plane=runtime.requests,
@@ -210,7 +209,6 @@ class KvRouter:
             subscriber=runtime.events,
             cordons=runtime.cordons,
             telemetry=telemetry,
-            router_id=router_id,
             sync=self._sync,
         )
         self._bookings = Bookings()
@@ -351,7 +349,7 @@ class KvRouter:
         self._refuse_when_closed()
         self._bookings.claim(request.request_id)
         try:
-            async with self._service.generate(request) as generation:
+            async with self._service.requests.generate(request) as generation:
                 async for piece in pieces_of(generation):
                     yield piece
         finally:

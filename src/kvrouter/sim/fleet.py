@@ -19,14 +19,16 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId, WorkerRank
+from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.fleet import Fault, Fleet
+from kvrouter.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.mock import Fabric, MockConfig, Peer
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
+from kvrouter.placement.events import PlacementEvents
+from kvrouter.placement.placement import Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.fleet_check import check_fleet
@@ -36,37 +38,6 @@ from kvrouter.sim.timetable_plan import Step, relabelled
 
 VOCABULARY = 16
 """Nobody reads the tokens of a replay."""
-
-
-class NoListener:
-    """What circuits and slow ranks cost is in the outcomes of requests."""
-
-    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
-        """A leg failed through its worker's fault."""
-
-    def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
-        """A worker failed too often in a row."""
-
-    def closed(self, worker_id: WorkerId) -> None:
-        """A worker brought something again."""
-
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
-        """KV of a pair was lost."""
-
-    def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
-        """KV of a pair arrived again."""
-
-    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
-        """A first token came."""
-
-    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
-        """A rank is slow from now on, or no longer."""
-
-    def gone(self, rank: WorkerRank) -> None:
-        """A rank left."""
-
-    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
-        """A link is slow from now on, or no longer."""
 
 
 class SlotLoads:
@@ -82,6 +53,8 @@ class SlotLoads:
         self.timings: list[Timing] = []
         self.session_of: Callable[[RequestId], str] = lambda _request_id: ""
         """What :class:`~kvrouter.sim.rules.rule.Gateway` says of it; a simulation sets it."""
+        self._booked: dict[int, list[tuple[Slot, int]]] = {}
+        """By placement: the slots that it is load of, and which life of each."""
 
     def ensure_slots(self, n_slots: int) -> None:
         """Make room for so many slots."""
@@ -98,6 +71,20 @@ class SlotLoads:
         if timing not in self.timings:
             self.timings.append(timing)
         self.timing[slot] = self.timings.index(timing)
+
+    def booked(self, placement: Placement) -> None:
+        """The workers of a placement have one request more."""
+        decision = placement.decision
+        slots = [pick.slot for pick in (decision.decode, decision.prefill) if pick is not None]
+        self._booked[id(placement)] = [(slot, int(self.lives[slot])) for slot in slots]
+        for slot in slots:
+            self.in_flight[slot] += 1
+
+    def released(self, placement: Placement) -> None:
+        """They have one request less, where they are still the same."""
+        for slot, life in self._booked.pop(id(placement), ()):
+            if self.lives[slot] == life:
+                self.in_flight[slot] -= 1
 
     def reported(self, slot: Slot, report: LoadReport) -> None:
         """An engine reported its load."""
@@ -150,8 +137,7 @@ class SimFleet:
             tracks_active_blocks=config.track_active_blocks,
             circuits=circuit_settings(config),
             circuit_seed=seed,
-            circuit_listener=NoListener(),
-            speed_listener=NoListener(),
+            events=PlacementEvents(),  # what circuits and slow ranks cost is in the outcomes of requests
             waiting=waiting_limits(config),
             call_soon=call_soon,
             now_s=0.0,

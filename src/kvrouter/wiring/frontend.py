@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from socket import socket
 from typing import TYPE_CHECKING
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
@@ -41,7 +41,7 @@ class ServingApp:
         Until they have finished the server keeps accepting: a new client gets the error that the router shuts
         down, and what is cut gets an error, not silence.
         """
-        cut = await self.service.drain(limit_s)
+        cut = await self.service.requests.drain(limit_s)
         await self.server.drain(GOODBYE_S)
         return cut
 
