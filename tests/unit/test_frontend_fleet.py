@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import KvBatch

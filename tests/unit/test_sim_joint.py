@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.simulation import Simulation

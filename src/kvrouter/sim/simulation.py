@@ -153,7 +153,7 @@ class Simulation:
                 self._run()
             except KeyboardInterrupt:
                 self.result.is_whole = False
-        self.result.carried = self.fleet.fabric.carried()
+        self.result.carried = self.fleet.fabric.network.carried()
         self.result.prefill_workers = self.fleet.n_prefill_workers
         return self.result
 
