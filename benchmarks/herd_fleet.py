@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.herd_load import Arrival
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage

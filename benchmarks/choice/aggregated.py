@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.replay.cases import BLOCK, CASES, Rows, rows_of
 from benchmarks.replay.replays import OBJECTIVE
-from kvrouter.config import Document, parse_document
+from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.timing import Timing
 from kvrouter.placement.speeds import LearnedSpeeds
 from kvrouter.routing.request import Speeds
@@ -172,7 +172,7 @@ class _Replays(NamedTuple):
         simulation = simulation_of(variant, self.rows, seed, is_half=is_half)
         if is_knowing:
             placer = simulation.fleet.placer
-            placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.listener)
+            placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.events)
         return whole(simulation), variant
 
     def merit(self, policy: str) -> tuple[int, float]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.live.observe import Observed, Observer
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.simulation import Simulation

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.constraints import PdSelection, RouterMode
 from tests.browser.driver import Browser, browser
 from tests.support.mock_fleets import fleet_file, pairs

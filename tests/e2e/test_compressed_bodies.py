@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import BodyTooLarge
 from kvrouter.frontend import compressed
 from kvrouter.frontend.app import HttpApp

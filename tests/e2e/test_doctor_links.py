@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.placement.link_speeds import Seen

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.commands.options import DoctorOptions
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.examined import (

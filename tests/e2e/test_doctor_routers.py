@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig, RecordingSettings
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding, url_of

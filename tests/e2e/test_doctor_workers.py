@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import ModelInput, Role

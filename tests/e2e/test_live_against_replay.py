@@ -17,7 +17,8 @@ from benchmarks.live.compare import compare_choices, compare_latencies
 from benchmarks.live.observe import Observed, Observer
 from benchmarks.live.prompts import prompt_tokens
 from benchmarks.live.replayed import observe_replay, simulation_of
-from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import Leg
 from kvrouter.engines.mock import MockEngineHandle

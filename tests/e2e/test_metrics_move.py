@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport

@@ -7,7 +7,7 @@ import socket
 import openai
 import pytest
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, pairs
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until

@@ -7,7 +7,8 @@ import pytest
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from tests.support.mock_fleets import alike, pairs
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until

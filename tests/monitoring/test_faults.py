@@ -10,7 +10,8 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from kvrouter.config import KvRouterConfig, RecordingSettings
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg

@@ -6,7 +6,7 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport

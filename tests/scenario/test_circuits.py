@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.api.fleet import BrokenPair
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg

@@ -6,7 +6,8 @@ import random
 import pytest
 from msgspec import structs
 
-from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank

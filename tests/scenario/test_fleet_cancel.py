@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Role

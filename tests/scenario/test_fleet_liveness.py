@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.api.fleet import Discovery
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.events import KvBatch

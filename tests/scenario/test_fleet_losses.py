@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, WorkerFailed
 from kvrouter.core.requests import Leg, Sampling
 from kvrouter.core.workers import Role

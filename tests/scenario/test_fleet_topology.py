@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig, MismatchPolicy
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, UnknownModel
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
+from kvrouter.topology import MismatchPolicy
 from tests.support.mock_fleets import (
     PATIENT_S,
     MockBench,

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker, TopologyUnavailable
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard

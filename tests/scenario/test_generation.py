@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.transports.requests.port import WorkerFull

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg

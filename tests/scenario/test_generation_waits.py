@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import CallRoute, ClientCall, EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import LoadReport

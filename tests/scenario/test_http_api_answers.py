@@ -9,8 +9,9 @@ import pytest
 from pydantic import SecretStr
 
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
-from kvrouter.config import AdminAccess, FrontendSettings, KvRouterConfig
 from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, RouterId, Slot, WorkerId, WorkerRank

@@ -6,7 +6,7 @@ import logging
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import Reason, WorkerFailed
 from kvrouter.core.ids import Taint, WorkerId

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NoEligibleWorker
 from kvrouter.core.ids import WorkerId

@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.topology import LinkLoad, SharedLink

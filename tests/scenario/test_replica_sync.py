@@ -9,7 +9,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage

@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank

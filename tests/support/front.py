@@ -8,7 +8,8 @@ from functools import cache
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontendApp

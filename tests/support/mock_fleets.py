@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer

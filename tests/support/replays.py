@@ -3,7 +3,9 @@
 from array import array
 from collections.abc import Iterable, Sequence
 
-from kvrouter.config import FleetFile, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.sim.dispatch import ByTimeStamp, Dispatch
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.rules.rule import PublishedRule

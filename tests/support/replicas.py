@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterable
 from zlib import crc32
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.fleet import Fleet

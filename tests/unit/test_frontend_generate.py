@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import MODEL, card

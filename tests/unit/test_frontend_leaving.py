@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.transports.requests.port import AliveSink
 from tests.support.fleets import MODEL, card

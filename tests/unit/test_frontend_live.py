@@ -7,7 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.admin import DECISIONS_LISTED_MAX

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.topology import MismatchPolicy

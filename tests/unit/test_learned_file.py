@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.commands.learned_file import keeping
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LinkName, LinkNews, LinkSeen

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.ids import RouterId
 from kvrouter.core.workers import WorkerCard

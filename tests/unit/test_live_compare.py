@@ -16,7 +16,7 @@ from benchmarks.live.prompts import prompt_tokens
 from benchmarks.live.replayed import observe_replay, simulation_of
 from benchmarks.live.run import Load, Prepared, Run, apart
 from benchmarks.live_replay import lines_of, parse_slices, problems, remarks
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank

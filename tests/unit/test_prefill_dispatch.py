@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import (
     DeadlineExceeded,

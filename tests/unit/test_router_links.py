@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
 from kvrouter.config.link_table import link_warnings, read_links
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName

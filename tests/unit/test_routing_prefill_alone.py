@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import Taint, WorkerId

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.sim.fleet import SimFleet

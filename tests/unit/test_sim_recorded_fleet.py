@@ -10,7 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.commands.recorded_inputs import RECORDED, RecordedChanges, recorded_changes
-from kvrouter.config import FleetFile, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.recording.records import FleetChange, FleetRecord, Worker

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.ids import Slot
 from kvrouter.sim.dispatch import ByTimeStamp

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from pydantic import SecretStr
 
 from kvrouter.commands.router import Standalone
-from kvrouter.config import FrontendSettings, KvRouterConfig, TokenizeFallback
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard

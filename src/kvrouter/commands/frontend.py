@@ -12,8 +12,8 @@ import uvloop
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
-from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName

@@ -18,17 +18,13 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from kvrouter.config import (
-    AttachedEngineSpec,
-    DiscoveryBackend,
-    FleetFile,
-    LogFormat,
-    MockEngineSpec,
-    Settings,
-)
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.config.fleet_workers import numbered_workers
+from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import environment_with
+from kvrouter.config.tree import LogFormat, Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.processes.lifetime import claimed, explained, stop_on_signals
 from kvrouter.processes.supervisor import Supervisor

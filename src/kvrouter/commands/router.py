@@ -11,8 +11,8 @@ import uvloop
 from kvrouter.commands.frontend import connected, saving
 from kvrouter.commands.options import StandaloneOptions
 from kvrouter.commands.up import serve_until
-from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import Settings
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.standalone import RouterApp

@@ -17,9 +17,11 @@ import uvloop
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.link_events import LinkStep, happening, read_link_events
-from kvrouter.config import AttachedEngineSpec, FleetFile, LogFormat, Settings
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_engines import AttachedEngineSpec
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import LogFormat, Settings
 from kvrouter.frontend.pages import nobody_awaited
 from kvrouter.processes.lifetime import (
     StopRequested,

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from kvrouter.api.decisions import Decisions, LastDecisions
 from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
 from kvrouter.api.pages import BusyBody, ThresholdList, Thresholds
-from kvrouter.config import AdminAccess, FrontendSettings
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrouter.config import FrontendSettings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.config import FrontendSettings, TokenizeFallback
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.frontend.chat_renderings import ChatRenderings, UnrenderedChats

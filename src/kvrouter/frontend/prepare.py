@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.config import FrontendSettings, UnknownNvext
+from kvrouter.config.tree import FrontendSettings, UnknownNvext
 from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId

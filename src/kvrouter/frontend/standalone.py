@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 
 from kvrouter.api import bookings as api
 from kvrouter.api.cordons import Name
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer

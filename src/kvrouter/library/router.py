@@ -8,7 +8,7 @@ from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
 from kvrouter.core.events import unpack_hashes

@@ -20,16 +20,12 @@ from typing import Self
 
 import msgspec
 
-from kvrouter.config import (
-    KvRouterConfig,
-    MockEngineSpec,
-    Settings,
-    default_fleet_document,
-    load_fleet,
-    load_settings,
-    read_document,
-)
-from kvrouter.config.problems import dotted
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.fleet_engines import MockEngineSpec
+from kvrouter.config.problems import dotted, read_document
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.sources import load_settings
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from socket import socket
 from typing import TYPE_CHECKING
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer

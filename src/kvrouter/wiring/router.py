@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName

@@ -11,7 +11,8 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
+from kvrouter.config.tree import Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from types import MappingProxyType
 
-from kvrouter.config import FrontendSettings, TokenizeFallback
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, WorkerCard
