@@ -1,11 +1,11 @@
-"""What placement tells as it happens: circuits that open, ranks and links that are slow."""
+"""What placement reports as it happens: circuits that open, ranks and links that are slow."""
 
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.fleet import Fault
 
 
 class PlacementEvents:
-    """Is told what happens to one model's workers and links, and does nothing with it. A placer is driven by
+    """Receives what happens to one model's workers and links, and does nothing with it. A placer is driven by
     requests, reports and time, and no caller of it could pass on what another one caused.
     """
 

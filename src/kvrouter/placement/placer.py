@@ -66,7 +66,7 @@ class Placer:
     """Places the attempts of one model's requests, and keeps their leases true.
 
     With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``events`` is told what happens to workers and links;
+    circuits draw their open times from; ``events`` receives what happens to workers and links;
     ``call_soon`` calls those who wait. ``rule`` costs and picks instead of the settings' cost and mode.
     """
 
