@@ -39,6 +39,7 @@ from kvrouter.transports.events.nats import NatsEventPublisher, NatsEventSubscri
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, RecoveryServer, RecoverySource
 from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
+from kvrouter.wiring.telemetry_hooks import StreamHooks
 
 LANES = ("zmq", "zmq with a token", "nats", "jetstream")
 RANKS = 64
@@ -102,7 +103,13 @@ async def publisher_of(lane: str, url: str, token: str) -> AsyncIterator[tuple[C
     recovery = NatsRecovery(client, namespace=token, token=token, on_malformed=fail)
     publisher: Closable
     if lane == "jetstream":
-        publisher = JetStreamPublisher(client, namespace=token, component="backend", token=token)
+        publisher = JetStreamPublisher(
+            client,
+            namespace=token,
+            component="backend",
+            token=token,
+            observer=StreamHooks(),
+        )
     else:
         publisher = NatsEventPublisher(client, namespace=token, component="backend", token=token)
     yield publisher, recovery
@@ -156,7 +163,14 @@ async def subscriber_of(lane: str, url: str, token: str) -> AsyncIterator[EventS
     recovery = NatsRecovery(client, namespace=token, token=token, on_malformed=fail)
     subscriber: ClosableSubscriber
     if lane == "jetstream":
-        subscriber = JetStreamSubscriber(client, recovery, namespace=token, token=token, replica_name="bench")
+        subscriber = JetStreamSubscriber(
+            client,
+            recovery,
+            namespace=token,
+            token=token,
+            replica_name="bench",
+            observer=StreamHooks(),
+        )
     else:
         heard = NatsEventSubscriber(
             client, recovery, namespace=token, token=token, on_malformed=fail, on_foreign=fail

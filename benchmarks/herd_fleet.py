@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.herd_load import Arrival
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
@@ -138,7 +138,7 @@ class Worker:
         run.left_tokens -= n_tokens
         if run.left_tokens > 0:
             run.output_blocks += 1
-            run.router.output_blocks(run.placement, 1)
+            run.router.placer.output_blocks(run.placement, 1, now_s=run.router.clock())
             self._next_block(run)
         else:
             self.running.discard(run)
@@ -172,7 +172,7 @@ def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRou
                 address=f"bench://{worker}",
             )
         )
-    router.fleet_changed()
+    router.placer.fleet_changed(now_s=router.clock())
     return router
 
 

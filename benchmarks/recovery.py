@@ -48,6 +48,7 @@ from kvrouter.transports.events.nats import NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
+from kvrouter.wiring.telemetry_hooks import StreamHooks
 
 FLEETS = {
     "1 M blocks, 16 ranks": Fleet(workers=16, runs=500),
@@ -135,7 +136,12 @@ class Bench:
         recovery = NatsRecovery(client, namespace=NAMESPACE, token=TOKEN, on_malformed=fail)
         self._n_routers += 1
         subscriber = JetStreamSubscriber(
-            client, recovery, namespace=NAMESPACE, token=TOKEN, replica_name=f"bench-{self._n_routers}"
+            client,
+            recovery,
+            namespace=NAMESPACE,
+            token=TOKEN,
+            replica_name=f"bench-{self._n_routers}",
+            observer=StreamHooks(),
         )
         router = Router(subscriber, self._fleet)
         yield router, subscriber

@@ -14,6 +14,7 @@ from kvrouter.core.workers import EventSource
 from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.zmq import ZmqEventPublisher
+from kvrouter.wiring.telemetry_hooks import StreamHooks
 from kvrouter.worker import KvPublisher
 
 RUN_BLOCKS = 125
@@ -74,7 +75,13 @@ def serve(url: str, pipe: Connection, fleet: Fleet) -> None:
 
 async def _serve(url: str, pipe: Connection, fleet: Fleet) -> None:
     client = await nats.connect(url)
-    stream = JetStreamPublisher(client, namespace=NAMESPACE, component=COMPONENT, token=TOKEN)
+    stream = JetStreamPublisher(
+        client,
+        namespace=NAMESPACE,
+        component=COMPONENT,
+        token=TOKEN,
+        observer=StreamHooks(),
+    )
     over_nats = NatsRecovery(client, namespace=NAMESPACE, token=TOKEN, on_malformed=fail)
     over_zmq = ZmqEventPublisher("127.0.0.1", on_malformed=fail)
     publishers = []

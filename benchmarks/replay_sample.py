@@ -34,7 +34,9 @@ from benchmarks.http_replay.result import ModeResult, Observed, Report, problems
 from benchmarks.http_replay.schedule import PlannedRequest, first_rows, plan
 from benchmarks.http_replay.table import markdown, rich_table
 from benchmarks.http_replay.trace import read_sample
-from kvrouter.config import FleetFile, load_fleet, read_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement

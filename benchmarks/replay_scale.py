@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 import yaml
 
-from kvrouter.config import load_fleet, parse_document
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.sim.dispatch import ByTimeStamp

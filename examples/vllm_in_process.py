@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvrouter import ModelInput, ModelType, register_llm
-from kvrouter.config import load_settings
+from kvrouter.config.sources import load_settings
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig

@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.replay.cases import BLOCK, CASES, Rows, rows_of
 from benchmarks.replay.replays import OBJECTIVE
-from kvrouter.config import Document, parse_document
+from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.timing import Timing
 from kvrouter.placement.speeds import LearnedSpeeds
 from kvrouter.routing.request import Speeds

@@ -21,8 +21,8 @@ from benchmarks.choice.aggregated import (
 )
 from benchmarks.replay.cases import BLOCK, BLOCKS, CASES, Rows, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE
-from kvrouter.config import Document, parse_document
 from kvrouter.config.fleet_workers import link_table
+from kvrouter.config.problems import Document, parse_document
 from kvrouter.placement.placer import Placer
 from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.places import Places

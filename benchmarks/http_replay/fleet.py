@@ -13,7 +13,7 @@ from typing import Self
 
 import yaml
 
-from kvrouter.config import FleetFile, KvTransferSpec
+from kvrouter.config.fleet import FleetFile, KvTransferSpec
 from kvrouter.core.errors import ConfigError
 
 READY_POLL_S = 0.1

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.live.observe import Observed, Observer
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.simulation import Simulation
@@ -27,7 +27,7 @@ def observe_replay(rows: Sequence[TraceRequest], fleet: FleetFile, *, speedup: f
     """Replay ``rows``. Raises ConfigError for what cannot be replayed."""
     simulation = simulation_of(rows, fleet, speedup=speedup)
     observer = Observer()
-    observer.watch(simulation.placer)
+    observer.watch(simulation.fleet.placer)
     simulation.fleet.fabric.watch_legs(observer.leg_ended)
     simulation.run()
     return observer.observed

@@ -19,7 +19,9 @@ from benchmarks.live.compare import Choices, Latencies, cached_share, compare_ch
 from benchmarks.live.observe import Observed
 from benchmarks.live.replayed import observe_replay, simulation_of
 from benchmarks.measure import quantile
-from kvrouter.config import FleetFile, load_fleet, read_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.files import recording_files
 from kvrouter.sim.simulation import check_room, longest_request
@@ -101,7 +103,7 @@ class Prepared:
         with tempfile.TemporaryDirectory(prefix="kvrouter-live-") as folder:
             live, load, lasted_s = self._live(Path(folder))
         replay = observe_replay(self.rows, self.fleet, speedup=self.of.speedup)
-        placer = simulation_of(self.rows, self.fleet, speedup=self.of.speedup).placer
+        placer = simulation_of(self.rows, self.fleet, speedup=self.of.speedup).fleet.placer
         return Run(
             choices=compare_choices(live, replay, placer),
             latencies=tuple(compare_latencies(live, replay)),

@@ -11,8 +11,11 @@ import uvloop
 
 from benchmarks.live.observe import Observed, Observer
 from kvrouter.commands.up import embedded, serve_until
-from kvrouter.config import FrontendSettings, RecordingSettings, Settings, load_fleet, read_document
 from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import read_document
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.tree import FrontendSettings, Settings
 from kvrouter.processes.lifetime import stop_on_signals
 
 

@@ -9,7 +9,7 @@ from benchmarks.measure import settle, time_awaits, time_fresh
 from benchmarks.ours.workers import EPOCH, QuietWorkers, UnaskedWorker
 from benchmarks.side import Facts, Params
 from benchmarks.workload import BLOCK_SIZE, HASH_BYTES, DecisionLoad, Tokens
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.events import KvBatch, KvEvent, Stored
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import (

@@ -6,7 +6,7 @@ import msgspec
 
 from benchmarks.replay.cases import CASES, RATIOS, Rows, ZoneCell, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE, figures, over_seeds, replayed
-from kvrouter.config import load_fleet
+from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.summary import Summary, summarize

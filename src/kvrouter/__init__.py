@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvrouter.config import KvRouterConfig as KvRouterConfig
-    from kvrouter.config import PlaneSettings as PlaneSettings
-    from kvrouter.config import Settings as Settings
+    from kvrouter.config.planes import PlaneSettings as PlaneSettings
+    from kvrouter.config.router import KvRouterConfig as KvRouterConfig
+    from kvrouter.config.tree import Settings as Settings
     from kvrouter.core.constraints import RoutingConstraints as RoutingConstraints
     from kvrouter.core.errors import KvrouterError as KvrouterError
     from kvrouter.core.workers import ModelInput as ModelInput
@@ -32,15 +32,15 @@ _HOME = {
     "KvPublisher": "kvrouter.worker",
     "KvPushRouter": "kvrouter.library",
     "KvRouter": "kvrouter.library",
-    "KvRouterConfig": "kvrouter.config",
+    "KvRouterConfig": "kvrouter.config.router",
     "KvrouterError": "kvrouter.core.errors",
     "ModelInput": "kvrouter.core.workers",
     "ModelRuntimeConfig": "kvrouter.core.workers",
     "ModelType": "kvrouter.core.workers",
-    "PlaneSettings": "kvrouter.config",
+    "PlaneSettings": "kvrouter.config.planes",
     "RoutingConstraints": "kvrouter.core.constraints",
     "Runtime": "kvrouter.library",
-    "Settings": "kvrouter.config",
+    "Settings": "kvrouter.config.tree",
     "mock_fleet": "kvrouter.library",
     "register_llm": "kvrouter.worker",
 }

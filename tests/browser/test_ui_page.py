@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.constraints import PdSelection, RouterMode
 from tests.browser.driver import Browser, browser
 from tests.support.mock_fleets import fleet_file, pairs
@@ -238,7 +239,7 @@ async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium:
         await opened(chromium, house.url)
         verdict = await asks(chromium, words(first=5, n=200))
         answer = await chromium.until_text("#answer", "Prefill", "Decode")
-        assert house.system.service.running == 0
+        assert house.system.service.requests.running == 0
         assert (await house.metrics()).value("handoffs_total") == 1, "a question sends nothing"
         await chromium.fill("#ask-taints", "dynamo.topology/zone=nowhere")
         await chromium.click("#ask-form button[type=submit]")

@@ -5,7 +5,8 @@ from typing import Any
 
 from kubernetes.aio.client import ApiClient
 
-from kvrouter.operator.labels import Copy, Node, binding_policy, node_places
+from kvrouter.operator.labels.binding import binding_policy
+from kvrouter.operator.labels.copies import Copy, Node, node_places
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 from tests.cluster.operators import install_crds

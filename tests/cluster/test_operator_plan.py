@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from kvrouter.operator.plan import plan
+from kvrouter.operator.plan.plan import plan
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.operators import WAIT
 from tests.support.deployments import DEFAULTS, FACTS, deployment

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.operator.api import PLURAL
+from kvrouter.operator.api.deployment import PLURAL
 from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.nodes import ZONE
 from tests.cluster.operators import WAIT, events, graph, install_crds, operator, reasons, wait_for

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from nats.aio.client import Client
 
-from kvrouter.config import PlaneSettings
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.wiring import nats as connection
 from kvrouter.wiring.nats import NatsUnreachable, nats_connection

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import PlaneSettings
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamLimits
 from kvrouter.wiring import nats as connection
 from kvrouter.wiring.nats import NatsUnreachable, nats_connection

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from tests.differential.calls import Call
 from tests.differential.compare import Found, Seen, differences
 from tests.differential.differences import DIFFERENCES, Difference

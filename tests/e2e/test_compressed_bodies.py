@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import BodyTooLarge
 from kvrouter.frontend import compressed
 from kvrouter.frontend.app import HttpApp
@@ -108,7 +108,7 @@ async def test_a_call_that_is_read_holds_nothing() -> None:
         async with here.http.stream("POST", "/v1/chat/completions", content=body, headers=headers) as answer:
             await anext(answer.aiter_lines())
             assert app._compressed.bytes == 0
-        await until(lambda: not here.system.service.running)
+        await until(lambda: not here.system.service.requests.running)
 
 
 def test_the_event_loop_inflates_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.frontend.origins import Cors
 from tests.support.mock_fleets import pairs

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvrouter.commands.doctor.diagnosis import PROBE, reached_at
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.commands.options import DoctorOptions
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.text.source import MOCK_FOLDER

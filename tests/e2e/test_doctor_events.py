@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.placement.link_speeds import Seen
@@ -48,7 +48,7 @@ async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
         slot = house.bench.model.fleet.slot_of(RANK)
         assert slot is not None
         for _ in range(10):
-            sums.saw(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model._clock())
+            sums.saw(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model.clock())
         report = await examined(house)
     finding = the_finding(report, "links", Severity.WARNING)
     assert finding.seen.startswith("they come 3 times as late as the engines' own transfers take")

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.commands.doctor.findings import Severity
 from kvrouter.commands.options import DoctorOptions
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.examined import (
@@ -37,7 +37,7 @@ async def test_a_queue_that_is_full() -> None:
         await anext(stream)
         (model,) = here.system.service.models()
         waiting = asyncio.create_task(chats(here, n=1))
-        await until(lambda: model.waiting == 1)
+        await until(lambda: len(model.placer.waiting) == 1)
         assert await chats(here, n=2) == [503, 503]
         report = await examined(here)
         await stream.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.examined import chats, examined, found, names_of, the_finding

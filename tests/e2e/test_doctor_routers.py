@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig, RecordingSettings
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding, url_of
@@ -30,7 +31,7 @@ async def test_discovery_that_cannot_be_reached() -> None:
 
 async def test_a_router_that_drains() -> None:
     async with open_house(card(1)) as house:
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         report = await examined(house)
     assert the_finding(report, "router", Severity.WARNING).seen == "this router drains"
 
@@ -53,7 +54,7 @@ async def test_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
         await chats(here, n=1)
         well = await examined(here)
         shutil.rmtree(folder)
-        traffic = here.system.service.traffic
+        traffic = here.system.service.requests.traffic
         assert traffic is not None
 
         async def has_ended() -> bool:

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import ModelInput, Role
@@ -108,7 +108,7 @@ async def test_an_engine_that_fails_again_and_again() -> None:
         await here.system.fleet.workers[WorkerId(1)].engine.stop()  # its worker answers, and takes nothing
         (model,) = here.system.service.models()
         await chats(here, n=8, backend_instance_id=1)
-        await until(lambda: model.circuit_state(WorkerId(1)).value == "open")
+        await until(lambda: model.placer.circuits.state_of(WorkerId(1), now_s=model.clock()).value == "open")
         report = await examined(here)
     finding = the_finding(report, "circuits", Severity.WARNING)
     assert finding.subject.startswith("worker 1 ")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.cli import main
-from kvrouter.config import RecordingSettings
+from kvrouter.config.recording import RecordingSettings
 from kvrouter.core.ids import ModelName, WorkerId
 from tests.support.mock_fleets import pairs, revive
 from tests.support.served import MODEL, Served, served, word_ids

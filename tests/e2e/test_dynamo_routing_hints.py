@@ -6,7 +6,7 @@ import logging
 import openai
 import pytest
 
-from kvrouter.config import FrontendSettings, UnknownNvext
+from kvrouter.config.tree import FrontendSettings, UnknownNvext
 from tests.support.mock_fleets import alike, pairs
 from tests.support.served import MODEL, Served, served, user, word_ids, words
 

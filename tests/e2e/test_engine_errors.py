@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from tests.e2e.test_passed_routes import before
 from tests.support.engine_server import JSON, Answer, ScriptedEngine, event_of, scripted_engine

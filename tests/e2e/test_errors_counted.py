@@ -5,7 +5,7 @@ from collections import Counter
 
 import httpx
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from tests.support.mock_fleets import fleet_file
 from tests.support.served import MODEL, Served, served
 

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
-from kvrouter.config import FleetFile, KvRouterConfig, RecordingSettings
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from tests.support.mock_fleets import BLOCK, alike, fleet_file
 from tests.support.served import MODEL, served, word_ids

@@ -17,7 +17,8 @@ from benchmarks.live.compare import compare_choices, compare_latencies
 from benchmarks.live.observe import Observed, Observer
 from benchmarks.live.prompts import prompt_tokens
 from benchmarks.live.replayed import observe_replay, simulation_of
-from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import Leg
 from kvrouter.engines.mock import MockEngineHandle
@@ -110,7 +111,7 @@ async def test_one_after_another_everything_is_equal(shape: str) -> None:
     fleet, rows = FLEETS[shape], conversations(40, apart_s=APART_S)
     live = await live_in_turn(fleet, rows)
     replay = observe_replay(rows, fleet, speedup=1.0)
-    choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).placer)
+    choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).fleet.placer)
     assert choices.broken == choices.not_again == ()
     assert choices.equal_views == choices.decisions == len(live.decisions) == len(replay.decisions)
     assert choices.decisions == len(rows) * (2 if shape == "synchronous" else 1)
@@ -133,7 +134,7 @@ async def test_overlapping_answers_equal_views_make_equal_choices(shape: str) ->
         await send(plan(rows, model=MODEL, speedup=1.0), port)
         await here.until_quiet()
     live, replay = observer.observed, observe_replay(rows, fleet, speedup=1.0)
-    choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).placer)
+    choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).fleet.placer)
     assert choices.broken == choices.not_again == ()
     assert len(live.decisions) >= len(rows)
     assert choices.equal_views >= 1
@@ -160,7 +161,7 @@ async def test_from_the_same_draw_the_replays_router_draws_what_the_live_one_dre
         _, port = here.system.address
         await send(plan(rows, model=MODEL, speedup=1.0), port)
     live, replay = observer.observed, observe_replay(rows, fleet, speedup=1.0)
-    choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).placer)
+    choices = compare_choices(live, replay, simulation_of(rows, fleet, speedup=1.0).fleet.placer)
     assert choices.decisions == len(rows)
     assert choices.broken == choices.not_again == ()
     assert len({seen.choice for seen in live.decisions}) > 1

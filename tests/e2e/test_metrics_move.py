@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
@@ -300,7 +300,7 @@ async def test_what_running_requests_hold() -> None:
             for n in range(2)
         ]
         waiting = asyncio.create_task(chat(here, n=8000, first=9))
-        await until(lambda: here.system.service.running == 3)
+        await until(lambda: here.system.service.requests.running == 3)
         running = await here.metrics()
         assert running.value("requests_active", model=MODEL) == 3
         assert running.value("ledger_leases", model=MODEL) == 3
@@ -354,7 +354,7 @@ async def test_the_queue() -> None:
         await anext(stream)
         (model,) = here.system.service.models()
         waiting = asyncio.create_task(chat(here))
-        await until(lambda: model.waiting == 1)
+        await until(lambda: len(model.placer.waiting) == 1)
         assert (await here.metrics()).value("queue_depth", model=MODEL) == 1
         assert await chat(here) == 503
         assert await waiting == 503
@@ -364,7 +364,7 @@ async def test_the_queue() -> None:
         assert refused.value("queue_refusals_total", model=MODEL, cause="timeout") == 1
         assert refused.value("refusals_total", reason="busy") >= 2
         waiting = asyncio.create_task(chat(here, max_tokens=1))
-        await until(lambda: model.waiting == 1)
+        await until(lambda: len(model.placer.waiting) == 1)
         await stream.close()
         assert await waiting == 200
         assert (await here.metrics()).value("queue_wait_seconds_count", model=MODEL) == 1

@@ -7,7 +7,7 @@ import socket
 import openai
 import pytest
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, pairs
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until
@@ -116,7 +116,7 @@ async def test_a_slow_reader_stops_nobody_but_itself() -> None:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             await loop.sock_connect(slow, listening.getsockname())
             await loop.sock_sendall(slow, head.encode() + body)
-            await until(lambda: here.system.service.running == 1)
+            await until(lambda: here.system.service.requests.running == 1)
             blocks, before = 0.0, -1.0
             while blocks != before or not blocks:
                 completion = await here.openai.completions.create(
@@ -124,7 +124,7 @@ async def test_a_slow_reader_stops_nobody_but_itself() -> None:
                 )
                 assert completion.usage is not None
                 assert completion.usage.completion_tokens == 700
-                assert here.system.service.running == 1
+                assert here.system.service.requests.running == 1
                 before, blocks = blocks, (await here.metrics()).value("ledger_active_blocks")
             assert blocks < SLOW_TOKENS / BLOCK / 2, "its engine stands still, far from the end"
         await here.until_quiet()

@@ -7,7 +7,8 @@ import pytest
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from tests.support.mock_fleets import alike, pairs
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until
@@ -46,7 +47,7 @@ async def test_a_mistake_of_the_clients_names_its_field() -> None:
             error = await raised(here, **fields)
             assert isinstance(error, BadRequestError), fields
             assert error.param == param
-        assert here.system.service.running == 0
+        assert here.system.service.requests.running == 0
 
 
 async def test_nobody_may_take_it() -> None:
@@ -93,7 +94,7 @@ async def test_a_busy_request_waits_for_its_turn() -> None:
         waiting = asyncio.create_task(
             here.openai.chat.completions.create(model=MODEL, messages=user(words(n=9)), max_tokens=1)
         )
-        await until(lambda: model.waiting == 1)
+        await until(lambda: len(model.placer.waiting) == 1)
         error = await raised(here)
         assert error.code == "all_workers_busy"
         assert (await here.metrics()).value("queue_depth", model=MODEL) == 1

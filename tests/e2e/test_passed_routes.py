@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.text.source import MOCK_FOLDER

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrouter.cli import main
-from kvrouter.config import FrontendSettings, RecordingSettings
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.recording.files import recording_files
 from kvrouter.sim.traces.read import open_trace

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from tests.support.logged import event_of
 from tests.support.mock_fleets import alike
 from tests.support.served import Served, served

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 
 from kvrouter.kube.objects import Key
-from kvrouter.operator.api import Condition, ConditionStatus
+from kvrouter.operator.api.status import Condition, ConditionStatus
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.telemetry import CounterFamily, GaugeFamily, HistogramFamily, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.families import MetricFamily, MetricsPage

@@ -10,7 +10,8 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from kvrouter.config import KvRouterConfig, RecordingSettings
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
@@ -150,7 +151,7 @@ async def test_a_queue_that_is_full(prometheus: Prometheus) -> None:
         await anext(stream)
         (model,) = here.system.service.models()
         waiting = asyncio.create_task(chat(here))
-        await until(lambda: model.waiting == 1)
+        await until(lambda: len(model.placer.waiting) == 1)
         async with sending(lambda: chat(here)):
             await fires(prometheus, "KvrouterQueueStanding", "queue")
             await fires(prometheus, "KvrouterQueueRefusing", "queue")

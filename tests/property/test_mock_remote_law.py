@@ -165,7 +165,9 @@ class World:
 
     def talk(self) -> None:
         """Send what is to be reported on its way, and hear what arrives at once."""
-        while outputs := self.source.take_remote() + ([] if not self.apart else self.sink.take_remote()):
+        while outputs := self.source.pulls.take_outputs() + (
+            [] if not self.apart else self.sink.pulls.take_outputs()
+        ):
             assert self.apart, "one process has nobody to talk to"
             for output in outputs:
                 if not isinstance(output, ToSource):
@@ -313,8 +315,8 @@ def test_two_processes_do_what_one_does(
         assert world.idle
     assert two.answers == one.answers
     assert two.loads == one.loads
-    assert two.source.carried() == {}
-    assert two.sink.carried() == one.source.carried()
+    assert two.source.network.carried() == {}
+    assert two.sink.network.carried() == one.source.network.carried()
 
 
 @settings(deadline=None, max_examples=150)

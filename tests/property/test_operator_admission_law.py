@@ -10,9 +10,9 @@ from pydantic import JsonValue
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.admission import answer, judged, read_review
-from kvrouter.operator.admission.review import WARNING_CHARS_MAX
-from kvrouter.operator.api import ClusterTopology, Level, read_deployment, read_topology
+from kvrouter.operator.admission.review import WARNING_CHARS_MAX, answer, judged, read_review
+from kvrouter.operator.api.deployment import read_deployment
+from kvrouter.operator.api.grove import ClusterTopology, Level, read_topology
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from kvrouter.operator.plan.links import qos_text, read_qos
 from kvrouter.operator.policy import NamedTopology, RawLabel, read_policy

@@ -9,7 +9,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.operator.policy import DeploymentPolicy, RawLabel
-from kvrouter.operator.status import Registered, serves
+from kvrouter.operator.status.available import Registered, serves
 from kvrouter.routing import RouteRequest, RoutingSettings, View, route
 from kvrouter.topology import (
     Fallback,

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from kvrouter.operator.labels import Copy, Node, Pod, backfill_labels, binding_patch, pod_labels
+from kvrouter.operator.labels.binding import backfill_labels, binding_patch
+from kvrouter.operator.labels.copies import Copy, Node, Pod, pod_labels
 
 KEYS = ("topology.kubernetes.io/zone", "nvidia.com/rack", "a~b/c", "other")
 values = st.sampled_from(("", "a", "b"))

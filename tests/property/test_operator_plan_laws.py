@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan import Manifest, Plan, fleet_name, object_name, plan
+from kvrouter.operator.plan.manifest import Manifest, fleet_name, object_name
+from kvrouter.operator.plan.plan import Plan, plan
 from tests.support.deployments import DEFAULTS, FACTS, TYPES, at, deployment, has
 
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")

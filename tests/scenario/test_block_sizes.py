@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
@@ -90,7 +90,7 @@ async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> 
     assert plane.legs()[-1][1] == address_of(3)
     bench.discovery.put(card(1), card(2))
     assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {1, 2}), "announced again, they count"
-    assert not bench.service.has_lapsed(WorkerId(1))
+    assert not bench.service.liveness.has_lapsed(WorkerId(1))
 
 
 async def test_a_card_that_cannot_be_used_for_another_reason_has_no_say() -> None:
@@ -136,11 +136,11 @@ async def test_a_refused_worker_counts_until_its_own_start_is_gone() -> None:
 async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_leave: bool) -> None:
     bench = bench_of_streams()
     await bench.start(card(1))
-    bench.model.set_busy_thresholds(decode_blocks=0.75, prefill_tokens=4096)
+    bench.model.placer.set_busy_thresholds(decode_blocks=0.75, prefill_tokens=4096, now_s=bench.model.clock())
     if all_leave:
         bench.discovery.drop(1)
     bench.discovery.put(odd(2), odd(3))
-    settings = bench.model.settings
+    settings = bench.model.placer.settings
     assert bench.model.fleet.block_size == OTHER
     assert settings.active_decode_blocks_threshold == 0.75
     assert settings.active_prefill_tokens_threshold == 4096
@@ -179,7 +179,8 @@ async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kep
     monkeypatch.setattr(router, "MODELS_MAX", 2)
     bench = bench_of_streams()
     await bench.start(of("set", 1), of("plain", 2))
-    bench.service.model(ModelName("set")).set_busy_thresholds(decode_blocks=0.75, prefill_tokens=None)
+    other = bench.service.model(ModelName("set"))
+    other.placer.set_busy_thresholds(decode_blocks=0.75, prefill_tokens=None, now_s=other.clock())
     bench.discovery.drop(1)
     bench.discovery.drop(2)
     bench.discovery.put(of("third", 3))

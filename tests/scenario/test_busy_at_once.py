@@ -6,7 +6,7 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
@@ -37,7 +37,7 @@ async def ask(bench: Bench, number: int) -> int:
         generate_request(request_id=f"r{number}"),
         token_ids=array("I", range(first, first + BLOCKS * BLOCK_SIZE)),
     )
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         return len([token async for chunk in generation for token in chunk.token_ids])
 
 
@@ -93,7 +93,7 @@ async def test_whoever_is_released_together_counts_each_other() -> None:
     bench = await bench_of(plane, card(1), config=QUEUE)
     bench.load(report(TOTAL))
     waiting = [asyncio.create_task(ask(bench, number)) for number in range(40)]
-    await until(lambda: bench.model.waiting == 40)
+    await until(lambda: len(bench.model.placer.waiting) == 40)
     most = 0
     for _ in range(40):
         bench.load(report(0))  # which calls all who wait
@@ -110,10 +110,10 @@ async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
     bench.load(report(0))
     asked = [asyncio.create_task(ask(bench, number)) for number in range(4)]
     await until(lambda: len(plane.opened) == 4)
-    bench.model.set_busy_thresholds(decode_blocks=0.5, prefill_tokens=None)
+    bench.model.placer.set_busy_thresholds(decode_blocks=0.5, prefill_tokens=None, now_s=bench.model.clock())
     with pytest.raises(AllWorkersBusy):
         await ask(bench, 4)
-    bench.model.set_busy_thresholds(decode_blocks=None, prefill_tokens=None)
+    bench.model.placer.set_busy_thresholds(decode_blocks=None, prefill_tokens=None, now_s=bench.model.clock())
     asked.append(asyncio.create_task(ask(bench, 5)))
     await until(lambda: len(plane.opened) == 5)
     for stream in plane.opened:
@@ -149,7 +149,7 @@ async def test_engines_that_report_are_never_given_more_than_the_threshold_and_o
         async def answer(here: MockBench, number: int) -> None:
             nonlocal most
             request = here.request(prompt(tokens=12 * 16, first=number + 1), max_tokens=8)
-            async with here.service.generate(request) as generation:
+            async with here.service.requests.generate(request) as generation:
                 async for _ in generation:
                     most = max(most, int(here.model.ledger.columns().active_blocks.max()))
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.api.fleet import BrokenPair
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId
@@ -52,7 +52,7 @@ async def send(bench: Bench, times: int = 1, *, pinned: int | None = None) -> li
 
 
 def state(bench: Bench, worker_id: int = 1) -> CircuitState:
-    return bench.model.circuit_state(WorkerId(worker_id))
+    return bench.circuit_state(WorkerId(worker_id))
 
 
 def sent_to(plane: ScriptedPlane, worker_id: int) -> int:
@@ -142,7 +142,7 @@ async def test_the_last_one_left_is_tried_rather_than_refused() -> None:
     await fail(bench, 3)
     assert state(bench) is CircuitState.OPEN
     script.bad.clear()
-    decision = bench.service.explain(generate_request())
+    decision = bench.model.explain(generate_request())
     assert decision.last_resort
     assert await send(bench) == [[1]]
     assert state(bench) is CircuitState.CLOSED, "it is well"
@@ -184,7 +184,7 @@ async def test_clients_that_leave_open_nothing() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1), config=LONG)
     for number in range(10):
-        async with bench.service.generate(generate_request(request_id=f"r{number}")) as generation:
+        async with bench.service.requests.generate(generate_request(request_id=f"r{number}")) as generation:
             reading = asyncio.create_task(anext(generation))
             await plane.wait_for(Leg.AGGREGATED, nth=number)
             reading.cancel()
@@ -326,8 +326,8 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
     assert events_of(caplog.records).count("circuit_opened") == 1
     assert bench.telemetry.kv_lost.value("mock", "1", "3", "unreachable") == 1
     assert state(bench, 1) is state(bench, 3) is CircuitState.CLOSED, "both serve others"
-    assert [(tuple(pair), each) for pair, each in bench.model.broken_pairs()] == [((1, 3), CircuitState.OPEN)]
-    explained = bench.service.explain(generate_request())
+    assert [(tuple(pair), each) for pair, each in bench.broken_pairs()] == [((1, 3), CircuitState.OPEN)]
+    explained = bench.model.explain(generate_request())
     assert {row.refused for row in explained.rows} <= {None, "kv_lost"}
 
 
@@ -345,7 +345,7 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
         while pairs(plane).count((1, address_of(3))) == before:
             await send(bench)
             await asyncio.sleep(0.005)
-    assert list(bench.model.broken_pairs()) == []
+    assert bench.broken_pairs() == []
     assert not bench.model.fleet.broken_pairs
 
 
@@ -382,7 +382,7 @@ async def test_after_lost_kv_a_worker_that_is_passed_over_comes_last() -> None:
 async def send_prefill_to(bench: Bench, worker_id: int, number: int) -> None:
     pin = Pin(WorkerId(worker_id))
     request = structs.replace(generate_request(request_id=f"pinned-{number}"), prefill_pin=pin)
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         await anext(generation)
 
 
@@ -393,7 +393,7 @@ async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
     assert bench.model.fleet.broken_pairs
     bench.discovery.put(card(3, Role.DECODE, zone="a", incarnation=2))
     assert not bench.model.fleet.broken_pairs
-    assert list(bench.model.broken_pairs()) == []
+    assert bench.broken_pairs() == []
 
 
 async def test_decode_that_is_picked_again_may_keep_the_worker_that_is_tried() -> None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
@@ -70,7 +70,7 @@ def sent_to(plane: ScriptedPlane, worker: int) -> int:
 
 
 def circuits_open(bench: Bench, *workers: int) -> set[int]:
-    states = {worker: bench.model.circuit_state(WorkerId(worker)) for worker in workers}
+    states = {worker: bench.circuit_state(WorkerId(worker)) for worker in workers}
     return {worker for worker, state in states.items() if state is not CircuitState.CLOSED}
 
 
@@ -166,7 +166,7 @@ async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
     plane = ScriptedPlane(engines)
     bench = await bench_of(plane, card(1), card(2), config=BRIEF)
     await send(bench, 20)
-    await until(lambda: bench.model.circuit_state(WorkerId(1)) is CircuitState.HALF_OPEN)
+    await until(lambda: bench.circuit_state(WorkerId(1)) is CircuitState.HALF_OPEN)
     bench.model.placer.circuits.refresh(now_s=time.monotonic())
     engines.holds = True
     before = sent_to(plane, 1)
@@ -207,7 +207,7 @@ class Pairs(Engines):
 async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
     bench = await bench_of(ScriptedPlane(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG)
     await poison(bench, 12)
-    assert list(bench.model.broken_pairs()) == []
+    assert bench.broken_pairs() == []
     assert circuits_open(bench, 1, 2, 3, 4, 5) == set()
 
 
@@ -216,4 +216,4 @@ async def test_a_pair_whose_call_is_answered_without_its_kv_is_parted() -> None:
     engines.cut = address_of(2)
     bench = await bench_of(ScriptedPlane(engines), *PAIRS, config=LONG)
     await send(bench, 20)
-    assert {pair.decode for pair, _ in bench.model.broken_pairs()} == {2}
+    assert {pair.decode for pair, _ in bench.broken_pairs()} == {2}

@@ -6,7 +6,8 @@ import random
 import pytest
 from msgspec import structs
 
-from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
@@ -202,7 +203,7 @@ async def test_a_prediction_covers_both_workers_of_a_pair() -> None:
             _, generation = await bench.read(bench.request())
         assert generation.usage.cached_tokens == 96
         assert len(set(bench.legs(Leg.PREFILL))) == 1
-        explained = bench.service.explain(bench.request())
+        explained = bench.model.explain(bench.request())
         overlaps = {row.rank.worker_id: row.overlap_blocks for row in explained.rows}
         expected = {bench.legs(Leg.PREFILL)[0]: 6, bench.legs(Leg.DECODE)[0]: 6}
         assert {worker_id: blocks for worker_id, blocks in overlaps.items() if blocks} == expected

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Role
@@ -113,11 +113,11 @@ async def test_a_client_leaves_the_wait_for_its_domain() -> None:
         for worker_id in bench.workers(Role.DECODE):
             await bench.fleet.kill(worker_id)
         reading = asyncio.create_task(bench.read(bench.request()))
-        await until(lambda: bench.model.waiting == 1)
+        await until(lambda: len(bench.model.placer.waiting) == 1)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await until(lambda: bench.model.waiting == 0)
+        await until(lambda: len(bench.model.placer.waiting) == 0)
         assert bench.telemetry.cancellations.value(MOCK, "queued") == 1
         assert bench.plane.opened == []
 
@@ -127,13 +127,13 @@ async def test_a_router_that_shuts_down_cuts_what_runs_too_long() -> None:
         pause = bench.plane.hook = Pause(streaming(Leg.DECODE))
         reading = asyncio.create_task(bench.read(bench.request(max_tokens=LONG_TOKENS)))
         await pause.reached.wait()
-        assert await bench.service.drain(0.0) == 1
+        assert await bench.service.requests.drain(0.0) == 1
         pause.go.set()
         with pytest.raises(ShuttingDown, match="before the answer was complete"):
             await reading
         await bench.until_quiet()
         with pytest.raises(ShuttingDown):
-            bench.service.generate(bench.request())
+            bench.service.requests.generate(bench.request())
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])

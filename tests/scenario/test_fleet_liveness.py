@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.api.fleet import Discovery
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.events import KvBatch
@@ -46,7 +46,7 @@ async def test_a_worker_that_does_not_answer_gets_no_new_requests_until_it_does(
 async def test_a_worker_whose_lease_ran_out_is_kept_while_it_answers_and_goes_when_it_does_not() -> None:
     bench, plane = await bench_of(card(1), card(2))
     bench.discovery.drop(1, why=Gone.EXPIRED)
-    assert bench.service.has_lapsed(WorkerId(1))
+    assert bench.service.liveness.has_lapsed(WorkerId(1))
     page = msgspec.json.decode(msgspec.json.encode(fleet_state(bench.service)))
     assert [worker["lapsed"] for worker in page["workers"]] == [True, False]
     await read_all(bench)
@@ -66,7 +66,7 @@ async def test_a_lapsed_worker_that_is_announced_again_is_as_before() -> None:
     bench, plane = await bench_of(card(1))
     bench.discovery.drop(1, why=Gone.EXPIRED)
     bench.discovery.put(card(1))
-    assert not bench.service.has_lapsed(WorkerId(1))
+    assert not bench.service.liveness.has_lapsed(WorkerId(1))
     plane.followers[address_of(1)](False)
     assert [each.worker_id for each in bench.model.fleet] == [1]
 

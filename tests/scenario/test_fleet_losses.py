@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, WorkerFailed
 from kvrouter.core.requests import Leg, Sampling
 from kvrouter.core.workers import Role
@@ -131,7 +132,7 @@ async def test_decode_is_picked_again_when_its_worker_dies_during_prefill() -> N
             await note(seen)
 
         bench.plane.hook = hook
-        async with bench.service.generate(bench.request()) as generation:
+        async with bench.service.requests.generate(bench.request()) as generation:
             tokens = [token async for chunk in generation for token in chunk.token_ids]
         assert generation.attempts == 1
         assert len(bench.legs(Leg.DECODE)) == 1
@@ -184,7 +185,9 @@ async def test_an_aggregated_answer_survives_two_deaths_and_no_third() -> None:
                     await bench.fleet.kill(seen.worker_id)
 
             bench.plane.hook = hook
-            async with bench.service.generate(bench.request(max_tokens=4 * LONG_TOKENS)) as generation:
+            async with bench.service.requests.generate(
+                bench.request(max_tokens=4 * LONG_TOKENS)
+            ) as generation:
                 async for chunk in generation:
                     got.extend(chunk.token_ids)
             assert generation.resumes == deaths
@@ -211,7 +214,7 @@ async def test_an_aggregated_answer_survives_two_deaths_and_no_third() -> None:
 async def test_an_answer_that_cannot_be_resumed_ends_with_one_error(sampling: Sampling) -> None:
     async with mock_bench(pairs()) as bench:
         bench.plane.hook = once(streaming(Leg.DECODE), bench.kill())
-        async with bench.service.generate(bench.request(sampling=sampling)) as generation:
+        async with bench.service.requests.generate(bench.request(sampling=sampling)) as generation:
             errors: list[KvrouterError] = []
             for _ in range(10):
                 try:

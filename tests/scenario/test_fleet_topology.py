@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig, MismatchPolicy
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, UnknownModel
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
+from kvrouter.topology import MismatchPolicy
 from tests.support.mock_fleets import (
     PATIENT_S,
     MockBench,
@@ -68,7 +69,7 @@ async def test_required_waits_for_a_decode_worker_to_join(handoff: str) -> None:
         old = bench.fleet.workers[DECODE_A[0]]
         await empty_zone_a_of_decode(bench)
         reading = asyncio.create_task(bench.read(bench.request(prefill_worker_id=PREFILL_A)))
-        await until(lambda: bench.model.waiting == 1)
+        await until(lambda: len(bench.model.placer.waiting) == 1)
         assert bench.plane.opened == []
         await bench.revive(old)
         tokens, _ = await reading
@@ -83,7 +84,7 @@ async def test_one_worker_that_joins_ends_the_wait_of_all() -> None:
         await empty_zone_a_of_decode(bench)
         requests = [bench.request(prompt(first=n), prefill_worker_id=PREFILL_A) for n in range(60)]
         reading = [asyncio.create_task(bench.read(request)) for request in requests]
-        await until(lambda: bench.model.waiting == 60)
+        await until(lambda: len(bench.model.placer.waiting) == 60)
         await bench.revive(old)
         answers = await asyncio.gather(*reading)
         assert all(len(tokens) == 8 for tokens, _ in answers)
@@ -193,7 +194,7 @@ async def test_a_label_that_changes_during_prefill_holds_for_decode() -> None:
             await move(bench, worker_id, "c")
 
         bench.plane.hook = once(accepted(Leg.PREFILL), move_both)
-        async with bench.service.generate(bench.request()) as generation:
+        async with bench.service.requests.generate(bench.request()) as generation:
             async for _ in generation:
                 pass
         (decode,) = bench.legs(Leg.DECODE)
@@ -280,7 +281,7 @@ speedup: 1000
         _, generation = await bench.read(bench.request(prompt(first=1), model=large))
         assert generation.usage.cached_tokens == 96
         with pytest.raises(UnknownModel, match="large, small"):
-            bench.service.generate(bench.request(model=ModelName("medium")))
+            bench.service.requests.generate(bench.request(model=ModelName("medium")))
         with pytest.raises(NoEligibleWorker) as refused:
             await bench.read(bench.request(model=small, worker_id=4))
         assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 2}

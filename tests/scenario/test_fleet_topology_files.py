@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker, TopologyUnavailable
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
@@ -54,7 +57,7 @@ def _tell(card: WorkerCard, changed: asyncio.Event) -> None:
 
 
 async def tokens_of(service: RouterService, request_id: str) -> int:
-    async with service.generate(generate_request(max_tokens=2, request_id=request_id)) as generation:
+    async with service.requests.generate(generate_request(max_tokens=2, request_id=request_id)) as generation:
         return sum([len(chunk.token_ids) async for chunk in generation])
 
 
@@ -86,5 +89,5 @@ async def test_a_label_that_changes_later_changes_where_requests_may_go(tmp_path
         stop()
         assert service.model(ModelName("mock")).fleet.card(decode.card.worker_id) == decode.card
         with pytest.raises(NoEligibleWorker):
-            service.explain(generate_request(request_id="r2"))
+            service.model(ModelName("mock")).explain(generate_request(request_id="r2"))
         service.stop()

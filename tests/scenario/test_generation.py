@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.transports.requests.port import WorkerFull
@@ -17,7 +17,7 @@ from tests.support.waits import until
 async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1))
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
         assert bench.booked() == 40 + 3, "40 tokens to prefill, 3 blocks with the tail"
@@ -41,7 +41,7 @@ async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> N
     last = EngineChunk(raw=b"data: [DONE]", finish=FinishReason.LENGTH, completion_tokens=9)
     plane = ScriptedPlane(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))
     bench = await bench_of(plane, card(1))
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         while (await anext(generation)).finish is None:
             assert generation.usage.completion_tokens == 0
     assert generation.usage.completion_tokens == 9
@@ -106,7 +106,7 @@ async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1), card(2))
     sampling = Sampling(max_tokens=6, temperature=0.5, seed=3)
-    async with bench.service.generate(generate_request(sampling=sampling)) as generation:
+    async with bench.service.requests.generate(generate_request(sampling=sampling)) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
         stream.tokens(1)
@@ -145,10 +145,10 @@ async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> Non
     bench = await bench_of(plane, card(1))
     reading = asyncio.create_task(read_all(bench))
     stream = await plane.wait_for(Leg.AGGREGATED)
-    draining = asyncio.create_task(bench.service.drain(30.0))
+    draining = asyncio.create_task(bench.service.requests.drain(30.0))
     await asyncio.sleep(0)
     with pytest.raises(ShuttingDown):
-        bench.service.generate(generate_request(request_id="r2"))
+        bench.service.requests.generate(generate_request(request_id="r2"))
     stream.tokens(1, finish=FinishReason.STOP)
     assert await reading == [1]
     assert await draining == 0
@@ -160,8 +160,8 @@ async def test_explaining_changes_nothing_and_tells_the_next_decision_where_noth
     await bench.start(*(card(number) for number in range(1, 6)))
     for number in range(6):
         request = generate_request(request_id=f"r{number}")
-        reported = [bench.service.explain(request).decode.rank for _ in range(3)]
-        async with bench.service.generate(request) as generation:
+        reported = [bench.model.explain(request).decode.rank for _ in range(3)]
+        async with bench.service.requests.generate(request) as generation:
             await anext(generation)
         placement = generation.placement
         assert placement is not None
@@ -189,7 +189,7 @@ async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
     plane.accepts.clear()
     reading = asyncio.create_task(read_all(bench))
     await until(lambda: bench.booked() > 0)
-    assert await bench.service.drain(0.0) == 1
+    assert await bench.service.requests.drain(0.0) == 1
     plane.accepts.set()
     with pytest.raises(ShuttingDown):
         await reading

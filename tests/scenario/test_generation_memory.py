@@ -8,7 +8,7 @@ from tests.support.scripted_transport import ScriptedPlane
 
 
 async def read_one(bench: Bench) -> None:
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         async for _ in generation:
             pass
 

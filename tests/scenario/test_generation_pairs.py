@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
@@ -57,7 +57,7 @@ async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> No
 async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, prefill_card(1, bootstrap=bootstrap), decode_card(2))
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         prefill = await plane.wait_for(Leg.PREFILL)
         if not bootstrap:
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
 async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, prefill_card(1), decode_card(2))
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         prefill = await plane.wait_for(Leg.PREFILL)
         plane.accepts.clear()
@@ -139,7 +139,7 @@ async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now(
     bench = await bench_of(plane, prefill_card(1), decode_card(2), decode_card(3))
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
-    first = bench.service.decisions(generate_request().request_id)
+    first = bench.service.decisions.get(generate_request().request_id)
     assert first is not None
     booked = first[0][1].decode.rank
     other = asyncio.create_task(read_all(bench, max_tokens=1, request_id="other", pinned=booked.worker_id))
@@ -165,7 +165,7 @@ async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
         prefill = await plane.wait_for(Leg.PREFILL, nth=number)
         prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
         decode = await plane.wait_for(Leg.DECODE, nth=number)
-        kept = bench.service.decisions(RequestId(f"r{number}"))
+        kept = bench.service.decisions.get(RequestId(f"r{number}"))
         assert kept is not None
         assert len(kept) == 1, "one decision: decode was not moved"
         decode.tokens(1, finish=FinishReason.LENGTH)
@@ -177,7 +177,7 @@ async def test_a_decode_worker_that_leaves_during_prefill_is_replaced_and_booked
     bench = await bench_of(plane, prefill_card(1), decode_card(2), decode_card(3))
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
-    kept = bench.service.decisions(generate_request().request_id)
+    kept = bench.service.decisions.get(generate_request().request_id)
     assert kept is not None
     left = kept[0][1].decode.rank.worker_id
     bench.discovery.drop(left)
@@ -231,7 +231,7 @@ async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the
     """Two workers, two connections: the prefill leg said its last word first, and it may come last."""
     plane = ScriptedPlane()
     bench = await bench_of(plane, prefill_card(1, bootstrap=True), decode_card(2))
-    async with bench.service.generate(generate_request(max_tokens=2)) as generation:
+    async with bench.service.requests.generate(generate_request(max_tokens=2)) as generation:
         reading = asyncio.create_task(anext(generation))
         prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
         decode.tokens(1)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import CallRoute, ClientCall, EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import LoadReport
@@ -111,28 +111,28 @@ async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
     bench = await bench_of(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
     bench.load(BUSY)
     parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: bench.model.waiting == 3)
+    await until(lambda: len(bench.model.placer.waiting) == 3)
     for _ in range(5):  # a change that helps nobody costs nobody its place
         bench.load(BUSY)
         with pytest.raises(AllWorkersBusy):
             await read_all(bench, request_id="late")
-    assert bench.model.waiting == 3
+    assert len(bench.model.placer.waiting) == 3
     bench.load(QUIET)
     assert await asyncio.gather(*parked) == [[1]] * 3
     assert [stream.request.request_id for stream in plane.opened] == ["r0", "r1", "r2"]
-    assert bench.model.waiting == 0
+    assert len(bench.model.placer.waiting) == 0
 
 
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
     config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
     bench = await bench_of(ScriptedPlane(), PREFILL, ELSEWHERE, config=config)
     waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: bench.model.waiting == 3)
-    assert bench.model.waiting_for_load == 0
+    await until(lambda: len(bench.model.placer.waiting) == 3)
+    assert len(bench.model.placer.waiting.admission) == 0
     for each in waits:
         each.cancel()
     await asyncio.gather(*waits, return_exceptions=True)
-    assert bench.model.waiting == 0
+    assert len(bench.model.placer.waiting) == 0
 
 
 async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
@@ -153,7 +153,7 @@ async def test_waiting_never_outlasts_the_request() -> None:
     bench.load(BUSY)
     with pytest.raises(AllWorkersBusy):
         await asyncio.wait_for(read_all(bench), 30)
-    assert bench.model.waiting == 0
+    assert len(bench.model.placer.waiting) == 0
 
 
 async def test_a_model_may_come_back_with_another_block_size() -> None:
@@ -190,7 +190,7 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedPlane()
     plane.accepts = asyncio.Event()
     bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
-    async with bench.service.generate(generate_request()) as generation:
+    async with bench.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         await until(lambda: generation.error is not None)
         plane.accepts.set()
@@ -229,7 +229,7 @@ def asked_at_once() -> GenerateRequest:
 async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_may() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
         await asyncio.sleep(0.1)  # the deadline passes, and nothing is to happen
@@ -241,7 +241,7 @@ async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_req
     plane = ScriptedPlane()
     config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
     bench = await bench_of(plane, card(1), config=config)
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         with pytest.raises(DeadlineExceeded, match=r"took longer than 1 s"):
             await anext(generation)
     assert plane.opened[0].cancelled_for is not None
@@ -253,7 +253,7 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
     plane = ScriptedPlane()
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
     bench = await bench_of(plane, PREFILL, DECODE, config=config)
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         with pytest.raises(DeadlineExceeded, match=r"no prefill within 1 s"):
             await anext(generation)
     assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL]
@@ -265,7 +265,7 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
 async def test_its_answer_may_take_longer_once_it_is_prefilled() -> None:
     plane = ScriptedPlane()
     bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
-    async with bench.service.generate(asked_at_once()) as generation:
+    async with bench.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
         (await plane.wait_for(Leg.PREFILL)).feed(
             EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})

@@ -9,8 +9,9 @@ import pytest
 from pydantic import SecretStr
 
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
-from kvrouter.config import AdminAccess, FrontendSettings, KvRouterConfig
 from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, RouterId, Slot, WorkerId, WorkerRank
@@ -238,7 +239,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
             report = LoadReport(rank(1), 7, 1000, kv_transfers=fetched, kv_events_skipped=skipped)
             house.bench.events.load(report)
         for _ in range(10):
-            model.placer.transfers.engine_sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model._clock())
+            model.placer.transfers.engine_sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
         for _ in range(prompt_shapes.ANSWERS_MIN):
             model.accounts.shapes.note(
                 "chat user",
@@ -246,7 +247,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
                 cached_tokens=320,
                 isl_tokens=400,
                 prompt_tokens=400,
-                now_s=model._clock(),
+                now_s=model.clock(),
             )
         g = Golden(house.address, TIMED)
         answers = [
@@ -369,7 +370,7 @@ async def test_a_router_without_workers_and_one_that_drains() -> None:
         paths = ("/health", "/ready", "/accepting", "/ping", "/load", "/version", "/v1/models", "/v1/fleet")
         answers = [await g.ask("GET", path) for path in paths]
         answers += [await g.ask("POST", "/v1/route/explain", CHAT), await g.ask("GET", "/busy_threshold")]
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         answers += [await g.ask("GET", path) for path in ("/health", "/ready", "/accepting", "/ping")]
     async with open_house() as house:
         g = Golden(house.address)
@@ -383,7 +384,7 @@ async def test_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: object) -> None:
             raise RuntimeError("hello")
 
-        monkeypatch.setattr(house.bench.service, "explain", fail)
+        monkeypatch.setattr(house.bench.model, "explain", fail)
         answers = [await Golden(house.address).ask("POST", "/v1/route/explain", CHAT)]
     check("mistake", answers)
 

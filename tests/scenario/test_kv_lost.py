@@ -6,7 +6,7 @@ import logging
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import Reason, WorkerFailed
 from kvrouter.core.ids import Taint, WorkerId
@@ -110,7 +110,7 @@ async def test_a_prefill_worker_that_a_client_insists_on_is_asked_until_the_trie
     bench = Bench(plane)
     await bench.start(prefill(1), prefill(3), DECODE)
     request = structs.replace(generate_request(), prefill_pin=Pin(WorkerId(1)))
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         with pytest.raises(
             WorkerFailed, match=r"worker 1 failed \(worker 2 did not get its KV.*try 3 of 3"
         ) as failed:
@@ -144,7 +144,7 @@ IN_ZONE_A = RoutingConstraints(frozenset({Taint("dynamo.topology/zone=a")}))
 
 async def ask_in_zone_a(bench: Bench, number: int) -> list[int]:
     request = structs.replace(generate_request(request_id=f"r{number}"), constraints=IN_ZONE_A)
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         return [token for chunk in [chunk async for chunk in generation] for token in chunk.token_ids]
 
 
@@ -169,7 +169,7 @@ async def test_where_every_pair_lost_kv_requests_begin_with_a_worker_that_needs_
         (Leg.AGGREGATED, address_of(4)),
     }
     assert len(plane.legs()) == before + 8
-    explained = bench.service.explain(structs.replace(generate_request(), constraints=IN_ZONE_A))
+    explained = bench.model.explain(structs.replace(generate_request(), constraints=IN_ZONE_A))
     assert explained.prefill is None
     senders = {row.rank.worker_id: row.refused for row in explained.rows if row.leg is Leg.PREFILL}
     assert senders == {1: Reason.KV_LOST, 3: Reason.KV_LOST, 5: Reason.TAINT_MISSING}

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NoEligibleWorker
 from kvrouter.core.ids import WorkerId
@@ -50,7 +50,7 @@ def legs_of(plane: ScriptedPlane, request_id: str) -> list[Leg]:
 
 
 def open_circuits(bench: Bench, *workers: int) -> set[int]:
-    states = {worker: bench.model.circuit_state(WorkerId(worker)) for worker in workers}
+    states = {worker: bench.circuit_state(WorkerId(worker)) for worker in workers}
     return {worker for worker, state in states.items() if state is not CircuitState.CLOSED}
 
 
@@ -142,7 +142,7 @@ async def test_a_client_that_named_its_prefill_worker_gets_no_other() -> None:
     plane = ScriptedPlane(Engines(1, 2, error=FAILED))
     bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     pinned = structs.replace(generate_request(request_id="poison-0"), prefill_pin=Pin(WorkerId(1)))
-    async with bench.service.generate(pinned) as generation:
+    async with bench.service.requests.generate(pinned) as generation:
         with pytest.raises(NoEligibleWorker, match="Internal server error"):
             await anext(generation)
     assert legs_of(plane, "poison-0") == [Leg.PREFILL]

@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.topology import LinkLoad, SharedLink
@@ -37,14 +37,14 @@ def hand_on(router: ReplicaRouter, seconds: float, *, n: int) -> None:
     assert transfers.table is not None
     for _ in range(n):
         transfer = transfers.begin(transfers.table, Slot(0), Slot(1), 1000)
-        now_s = router.model._clock()
+        now_s = router.model.clock()
         transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=now_s - seconds)
         transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=now_s)
 
 
 def slowness(router: ReplicaRouter) -> float:
     transfers = router.model.placer.transfers
-    transfers.learned.refresh((), now_s=router.model._clock())
+    transfers.learned.refresh((), now_s=router.model.clock())
     return transfers.state.pace_of_kind(A_TO_B.kind).slowness
 
 
@@ -55,7 +55,7 @@ def load(router: ReplicaRouter) -> LinkLoad:
 def look(router: ReplicaRouter) -> None:
     """What a decision looks at."""
     transfers = router.model.placer.transfers
-    transfers.refresh(lambda _slot: True, now_s=router.model._clock())
+    transfers.refresh(lambda _slot: True, now_s=router.model.clock())
 
 
 async def test_what_one_sees_of_links_the_others_learn_and_so_does_one_that_starts_late(
@@ -101,7 +101,7 @@ async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_plane:
 async def test_a_router_that_was_given_other_figures_learns_nothing() -> None:
     plane = MemorySyncPlane()
     a, b = replica("a", plane), replica("b", plane)
-    settings = b.model.settings
+    settings = b.model.placer.settings
     assert settings.links is not None
     b.model.links_changed(structs.replace(settings.links, by_level={"zone": settings.links.otherwise}))
     heard: list[object] = []

@@ -9,7 +9,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
@@ -52,7 +52,7 @@ async def test_what_one_books_the_others_count(make_plane: MakePlane) -> None:
     await until(lambda: a.loads() == b.loads())
     for placement in placed:
         a.model.first_token(placement)
-        a.model.output_blocks(placement, 3)
+        a.model.placer.output_blocks(placement, 3, now_s=a.model.clock())
     await until(lambda: a.loads() == b.loads() and (0, 7) in b.loads().values())
     for placement in placed:
         a.model.release(placement)
@@ -101,7 +101,7 @@ async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
     await b.sync.start()
     await a.place()
     await until(lambda: bool(b.loads()))
-    plane._sinks.pop(a.sync._router_id)
+    plane._sinks.pop(a.sync.router_id)
     assert a.sync._beat is not None
     a.sync._beat.cancel()
     await until(lambda: not b.loads())
@@ -119,7 +119,7 @@ async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done(
     placement = await a.place(n_blocks=20)
     await until(lambda: bool(b.loads()))
     waiting = asyncio.ensure_future(b.place())
-    await until(lambda: b.model.waiting == 1)
+    await until(lambda: len(b.model.placer.waiting) == 1)
     a.model.first_token(placement)
     async with asyncio.timeout(20):
         await waiting

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from kvrouter.commands.engine_worker import engine_worker
 from kvrouter.commands.up import embedded
-from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
+from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.planes import DiscoveryBackend, PlaneSettings
+from kvrouter.config.problems import parse_document
+from kvrouter.config.tree import FrontendSettings, Settings
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.attach import AttachSpec

@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
-from kvrouter.operator.api import ClusterTopology, DynamoGraphDeployment, Level, read_deployment
+from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
+from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan import Manifest, Plan, PlanDefaults, plan
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.operator.plan.plan import Plan, plan
 
 LEVELS = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "nvidia.com/rack"))
 FACTS = ClusterFacts(grove=Grove.PRESENT, topologies={"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS)})

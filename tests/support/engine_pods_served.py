@@ -11,7 +11,7 @@ from kvrouter.attach.attachment import EngineWorkers
 from kvrouter.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
 from kvrouter.attach.transport_provider import MemoryTransports, WorkerTransports
 from kvrouter.commands.engine_pods import PodsDiscovery
-from kvrouter.config import Settings
+from kvrouter.config.tree import Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EnginePod, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec

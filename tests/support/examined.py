@@ -4,7 +4,7 @@ from kvrouter.api.client import RouterClient
 from kvrouter.commands.doctor.diagnosis import diagnose
 from kvrouter.commands.doctor.findings import Finding, Report, Severity
 from kvrouter.commands.options import DoctorOptions
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from tests.support.front import House
 from tests.support.served import MODEL, Served, user, words
 

@@ -4,12 +4,13 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.fleet import CircuitState, Pair
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
@@ -191,6 +192,14 @@ class Bench:
     def model(self) -> ModelRouter:
         return self.service.model(MODEL)
 
+    def circuit_state(self, worker_id: WorkerId) -> CircuitState:
+        """What the worker's circuit lets through now."""
+        return self.model.placer.circuits.state_of(worker_id, now_s=self.model.clock())
+
+    def broken_pairs(self) -> list[tuple[Pair, CircuitState]]:
+        """The pairs whose KV was lost, and what their circuits let through now."""
+        return list(self.model.placer.circuits.pairs(now_s=self.model.clock()))
+
     def load(self, report: LoadReport) -> None:
         """Let a load report arrive."""
         self.events.load(report)
@@ -198,7 +207,7 @@ class Bench:
     async def until_parked(self) -> None:
         """Return once a request waits."""
         for _ in range(100):
-            if self.model.waiting:
+            if self.model.placer.waiting:
                 return
             await asyncio.sleep(0)
         raise AssertionError("no request waits")
@@ -243,5 +252,5 @@ async def read_all(
 ) -> list[int]:
     """Send one request and return its tokens."""
     request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling, pinned=pinned)
-    async with bench.service.generate(request) as generation:
+    async with bench.service.requests.generate(request) as generation:
         return [token async for chunk in generation for token in chunk.token_ids]

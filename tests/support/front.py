@@ -8,10 +8,12 @@ from functools import cache
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontendApp
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.pages import SETTLE_S
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.traffic import TrafficRecorder
@@ -87,7 +89,7 @@ async def open_house(
     await bench.start(*cards)
     door = FrontendApp(
         bench.service,
-        {MODEL: text or mock_text()},
+        ModelTexts({MODEL: text or mock_text()}),
         settings=settings or FrontendSettings(),
         telemetry=bench.telemetry,
         settle_s=settle_s,

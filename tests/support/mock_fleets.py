@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
@@ -284,7 +287,7 @@ class MockBench:
 
     async def read(self, request: GenerateRequest) -> tuple[list[int], Generation]:
         """Return the whole answer, and the generation that it came from."""
-        async with self.service.generate(request) as generation:
+        async with self.service.requests.generate(request) as generation:
             tokens = [token async for chunk in generation for token in chunk.token_ids]
         return tokens, generation
 
@@ -361,12 +364,12 @@ class MockBench:
 
     async def until_quiet(self) -> None:
         """Return once nothing runs; then nothing may be left over anywhere."""
-        await until(lambda: self.fleet.cluster.idle and not self.service.running)
+        await until(lambda: self.fleet.cluster.idle and not self.service.requests.running)
         assert self.fleet.check_integrity() == []
         assert self.booked() == 0
         for model in self.service.models():
             assert len(model.ledger) == 0
-            assert model.waiting == 0
+            assert len(model.placer.waiting) == 0
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from kvrouter.operator.admission import Verdict, validate
-from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.admission.validate import Verdict, validate
+from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from tests.support.deployments import DEFAULTS
 

@@ -3,7 +3,9 @@
 from array import array
 from collections.abc import Iterable, Sequence
 
-from kvrouter.config import FleetFile, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.sim.dispatch import ByTimeStamp, Dispatch
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.rules.rule import PublishedRule
@@ -82,9 +84,9 @@ def replayed(
     result = simulation.run()
     assert simulation.fleet.fabric.check_integrity() == []
     assert simulation.fleet.fabric.idle
-    assert len(simulation.placer.ledger) == 0
+    assert len(simulation.fleet.placer.ledger) == 0
     assert not simulation.fleet.loads.in_flight.any()
-    assert len(simulation.placer.transfers.state) == 0
+    assert len(simulation.fleet.placer.transfers.state) == 0
     return result
 
 

@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterable
 from zlib import crc32
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.fleet import Fleet
@@ -64,12 +64,12 @@ class ReplicaRouter:
         change = self.model.fleet.join(card(worker, incarnation=incarnation))
         for slot in change.freed:
             self.model.ledger.drop_slot(slot)
-        self.model.fleet_changed()
+        self.model.placer.fleet_changed(now_s=self.model.clock())
 
     def leave(self, worker: int, *, incarnation: int = 1) -> None:
         for slot in self.model.fleet.leave(WorkerId(worker), Epoch(incarnation)):
             self.model.ledger.drop_slot(slot)
-        self.model.fleet_changed()
+        self.model.placer.fleet_changed(now_s=self.model.clock())
 
     async def place(self, *, n_blocks: int = 4) -> Placement:
         """Book a request with a prompt of its own."""

@@ -13,7 +13,7 @@ from kvrouter.sim.summary import (
     Summary,
     VariantReport,
 )
-from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.sim.timetable import TimetableEntry
 
 NOTHING = Spread(None, None, None, None, None)
 

@@ -10,7 +10,10 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.commands.up import Embedded, embedded
-from kvrouter.config import FleetFile, FrontendSettings, KvRouterConfig, RecordingSettings, Settings
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.recording import RecordingSettings
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings, Settings
 from kvrouter.core.ids import WorkerId
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from tests.support.waits import until
@@ -71,7 +74,7 @@ class Served:
     async def until_quiet(self) -> None:
         """Return once nothing runs; then nothing may be left over anywhere."""
         system = self.system
-        await until(lambda: system.fleet.cluster.idle and not system.service.running)
+        await until(lambda: system.fleet.cluster.idle and not system.service.requests.running)
         assert system.fleet.check_integrity() == []
         for model in system.service.models():
             assert len(model.ledger) == 0

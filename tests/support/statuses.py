@@ -5,17 +5,14 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from kvrouter.core.workers import Role
-from kvrouter.operator.api import (
-    ComponentStatus,
-    Condition,
-    ConditionStatus,
-    DeploymentStatus,
-    DynamoGraphDeployment,
-)
+from kvrouter.operator.api.deployment import DynamoGraphDeployment
+from kvrouter.operator.api.status import ComponentStatus, Condition, ConditionStatus, DeploymentStatus
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.plan import plan
-from kvrouter.operator.status import RefusedObjects, Registered, Workers, deployment_status
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.plan import plan
+from kvrouter.operator.status.available import Registered, Workers
+from kvrouter.operator.status.resolved import RefusedObjects
+from kvrouter.operator.status.status import deployment_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 TYPES = ("frontend", "prefill", "decode")

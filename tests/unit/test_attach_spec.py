@@ -9,7 +9,9 @@ import pytest
 from kvrouter.attach.spec import file_engines, without_credentials
 from kvrouter.cli import main
 from kvrouter.commands.multi_process import ENGINE_WAIT_S, worker_commands
-from kvrouter.config import Settings, load_fleet, read_document
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import read_document
+from kvrouter.config.tree import Settings
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 

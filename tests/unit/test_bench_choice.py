@@ -23,7 +23,7 @@ from benchmarks.choice.aggregated import (
 )
 from benchmarks.choice.page import Study, default_of, markdown, row_of
 from benchmarks.http_replay.machine import Commit, Machine
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.sim.rules.registry import RULES
 from kvrouter.sim.variant import OURS
 

@@ -16,7 +16,7 @@ from benchmarks.replay.plots import Bar, Group, plot
 from benchmarks.replay.policies import OURS_GRID, Contest, Job, jobs, published
 from benchmarks.replay.replays import over_seeds, replayed
 from benchmarks.replay.zones import ONE, SPLIT, ZoneJob, zone_cell, zone_jobs
-from kvrouter.config import load_fleet
+from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule
 from kvrouter.sim.summary import Objective, Summary, summarize
 from kvrouter.sim.traces.request import TraceRequest

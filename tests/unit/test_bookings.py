@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.core.workers import LoadReport, Role

@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kvrouter.cli import main
-from kvrouter.config import FleetFile, Settings
-from kvrouter.config.tree import SETTINGS
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError, TopologyUnavailable
 

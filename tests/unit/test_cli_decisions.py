@@ -11,7 +11,8 @@ from kvrouter.api.client import decode_answer
 from kvrouter.api.decisions import Decisions
 from kvrouter.cli import main
 from kvrouter.cli.explain import draw_decisions
-from kvrouter.config import KvRouterConfig, default_fleet_document, load_fleet
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import card
 from tests.support.front import open_house, says

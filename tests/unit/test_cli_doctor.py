@@ -20,7 +20,7 @@ from kvrouter.cli.doctor_report import drawn
 from kvrouter.commands.doctor.diagnosis import CHECKS, examine
 from kvrouter.commands.doctor.findings import Finding, Report, Severity, Unmade
 from kvrouter.commands.doctor.reading import Counts, Reading
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.engines.openai.metrics import Sample
 from tests.support.examined import examined, url_of
 from tests.support.fleets import card

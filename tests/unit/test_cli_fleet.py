@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import default_fleet_path, load_fleet
 from kvrouter.config.problems import read_document
 from kvrouter.core.workers import Role

@@ -7,8 +7,9 @@ import yaml
 from click.testing import CliRunner
 
 from kvrouter.cli.commands import kvrouter
-from kvrouter.config import Settings, load_settings
 from kvrouter.config.planes import OtherCluster
+from kvrouter.config.sources import load_settings
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kube.kubeconfig import KubeconfigUser, user_of

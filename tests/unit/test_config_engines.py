@@ -2,7 +2,10 @@
 
 import pytest
 
-from kvrouter.config import AttachedEngineSpec, FleetFile, MockEngineSpec, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.config.problems import parse_document
 from kvrouter.core.errors import ConfigError
 
 GOOD = """\

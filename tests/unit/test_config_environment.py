@@ -2,8 +2,10 @@
 
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings, KvRouterConfig, PlaneSettings, Settings, load_settings
-from kvrouter.config.sources import environment_of
+from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.sources import environment_of, load_settings
+from kvrouter.config.tree import FrontendSettings, Settings
 
 
 def test_what_was_set_travels_and_nothing_else() -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document, read_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.problems import parse_document, read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
 

@@ -14,7 +14,6 @@ from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.flags import ForeignOption, SettingsCommand, given_flags
 from kvrouter.cli.processes import frontend
 from kvrouter.cli.up import up
-from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
 from kvrouter.config.foreign import (
     FOREIGN,
     FOREIGN_DISCOVERY,
@@ -23,9 +22,11 @@ from kvrouter.config.foreign import (
     FOREIGN_VARIABLES,
     Foreign,
 )
+from kvrouter.config.problems import parse_document
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting_spec import SettingKind, SettingSpec
-from kvrouter.config.sources import environment_of, environment_with
-from kvrouter.config.tree import SETTINGS
+from kvrouter.config.sources import environment_of, environment_with, load_settings
+from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.config.variables import (
     ENGINE_KEY_VARIABLE,
     FLEET_VARIABLE,

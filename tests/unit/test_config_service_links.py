@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrouter.config import load_settings
+from kvrouter.config.sources import load_settings
 from kvrouter.config.variables import without_service_links
 from kvrouter.core.errors import ConfigError
 from tests.support.service_links import Service, ServicePort, links

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
+from kvrouter.config.problems import parse_document
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting_spec import SettingKind, parse_switch
-from kvrouter.config.tree import SETTINGS
+from kvrouter.config.sources import load_settings
+from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role, WorkerCard

@@ -8,14 +8,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvrouter.config import load_settings
+from kvrouter.config.sources import load_settings
 from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.kube.account import Account, AccountConnection, Token, account_of_pod
 from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.informer import wait_after
 from kvrouter.kube.objects import FLEET_LABEL, WORKERS
-from kvrouter.operator.plan import fleet_name
+from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
 from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.kubernetes.api import reason

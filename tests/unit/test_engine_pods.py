@@ -17,7 +17,7 @@ from kvrouter.attach.pod_fleet import (
     worker_id_of,
 )
 from kvrouter.commands.engine_pods import PodsDiscovery
-from kvrouter.config import KvTransferSpec
+from kvrouter.config.fleet import KvTransferSpec
 from kvrouter.config.worker_options import EnginePods
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role

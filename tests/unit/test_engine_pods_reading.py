@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.config import KvTransferSpec
 from kvrouter.config.engine_pods import ANNOTATIONS, PLACES, engine_of
+from kvrouter.config.fleet import KvTransferSpec
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.workers import EnginePod, Role
 from kvrouter.transports.discovery.kubernetes.pods import pod_of

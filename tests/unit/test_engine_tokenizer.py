@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrouter.commands.doctor.findings import Severity
-from kvrouter.config import FrontendSettings, TokenizeFallback
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.service import engine_tokenizer, prompt_shapes
 from kvrouter.service.prompt_shapes import ANSWERS_MIN, WINDOW_ANSWERS
 from kvrouter.text.source import MOCK_FOLDER

@@ -9,7 +9,9 @@ import pytest
 
 from kvrouter.attach.attachment import attach
 from kvrouter.commands.up import embedded
-from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.tree import FrontendSettings, Settings
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport

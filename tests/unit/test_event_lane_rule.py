@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrouter.config import PlaneSettings
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.workers import EventLane
 from kvrouter.wiring.worker_transports import lane_of
 

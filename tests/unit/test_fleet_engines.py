@@ -12,7 +12,9 @@ import pytest
 
 from kvrouter.attach import attachment
 from kvrouter.commands.up import Embedded, embedded
-from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.tree import FrontendSettings, Settings
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.workers import WorkerCard

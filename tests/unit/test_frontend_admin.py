@@ -3,7 +3,8 @@
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import AdminAccess, FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.fleets import MODEL, card

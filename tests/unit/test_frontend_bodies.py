@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason

@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import KvBatch
@@ -209,7 +209,7 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
             report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(10 * n, 10**9 * n, 1.0 * n))
             house.bench.events.load(report)
         for _ in range(10):
-            sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model._clock())
+            sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
         shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
         metrics = await metrics_of(house)
     assert before == {"alike": True, "engines": None, "learned": []}

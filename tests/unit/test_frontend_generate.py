@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import MODEL, card
@@ -240,7 +240,7 @@ async def test_a_bad_call_is_answered_with_its_field(
             assert ("retry-after" in response.headers) == (status == 503)
         assert house.plane.opened == []
         assert house.bench.booked() == 0
-        assert house.bench.service.running == 0
+        assert house.bench.service.requests.running == 0
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ async def test_an_engine_that_fails_after_it_ends_the_stream_with_one_error_even
 
 async def test_a_router_that_drains_takes_no_new_requests() -> None:
     async with open_house(card(1), script=says("ok")) as house:
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         response = await house.chat()
     assert response.status_code == 503
     assert error_of(response)["code"] == "shutting_down"

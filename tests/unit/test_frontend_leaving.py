@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.transports.requests.port import AliveSink
 from tests.support.fleets import MODEL, card
@@ -49,7 +50,7 @@ async def test_a_client_that_leaves_cancels_its_engine_and_frees_its_leases(afte
             worker.tokens(*token_ids("some"))
             await raw.reader.readuntil(b"some")
         raw.leave()
-        await until(lambda: house.bench.service.running == 0)
+        await until(lambda: house.bench.service.requests.running == 0)
         assert worker.cancelled_for is not None
         assert house.bench.booked() == 0
         assert house.bench.telemetry.requests.value(COMPLETIONS, MODEL, "499") == 1
@@ -61,9 +62,9 @@ async def test_a_client_that_leaves_the_waiting_room_is_not_placed() -> None:
         first = await send_raw(house)
         worker = await house.plane.wait_for(Leg.AGGREGATED)
         second = await send_raw(house)
-        await until(lambda: house.bench.model.waiting == 1)
+        await until(lambda: len(house.bench.model.placer.waiting) == 1)
         second.leave()
-        await until(lambda: house.bench.model.waiting == 0)
+        await until(lambda: len(house.bench.model.placer.waiting) == 0)
         says("ok")(worker)
         await first.reader.readuntil(b"ok")
         first.writer.close()
@@ -121,12 +122,12 @@ async def test_a_client_that_does_not_read_holds_back_its_own_engine_stream() ->
             last = stream.taken
             for _ in range(2000):
                 await asyncio.sleep(0)
-        assert house.bench.service.running == 1
+        assert house.bench.service.requests.running == 1
         while stream.taken == last:
             assert await raw.reader.read(100_000)
         raw.leave()
         await until(lambda: stream.cancelled_for is not None)
-        await until(lambda: house.bench.service.running == 0)
+        await until(lambda: house.bench.service.requests.running == 0)
 
 
 async def test_a_stream_that_is_cut_by_a_drain_does_not_look_complete() -> None:
@@ -134,7 +135,7 @@ async def test_a_stream_that_is_cut_by_a_drain_does_not_look_complete() -> None:
         raw = await send_raw(house, stream=True)
         (await house.plane.wait_for(Leg.AGGREGATED)).tokens(*token_ids("half"))
         await raw.reader.readuntil(b"half")
-        assert await house.bench.service.drain(0.0) == 1
+        assert await house.bench.service.requests.drain(0.0) == 1
         rest = await raw.reader.readuntil(b"0\r\n\r\n")
         raw.leave()
     assert b"[DONE]" not in rest

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
@@ -137,7 +137,7 @@ async def test_the_rate_of_a_flow_is_of_the_last_seconds_alone() -> None:
     async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
         await send(house, "r")
         model = house.bench.model
-        (now,) = model.kv_flows()
+        (now,) = model.flows.readings(now_s=model.clock())
         (later,) = model.flows.readings(now_s=asyncio.get_running_loop().time() + kv_flows.RECENT_S + 1)
     assert (now.recent_bytes, now.recent_handoffs) == (40_000, 1)
     assert (later.recent_bytes, later.recent_handoffs) == (0, 0)

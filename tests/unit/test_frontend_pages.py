@@ -50,7 +50,7 @@ async def test_a_mistake_of_ours_does_not_tell_the_prompt(
         def fail(request: GenerateRequest) -> None:
             raise RuntimeError(f"a secret prompt: {request.token_ids}")
 
-        monkeypatch.setattr(house.bench.service, "explain", fail)
+        monkeypatch.setattr(house.bench.model, "explain", fail)
         response = await house.http.post("/v1/route/explain", json=SECRET)
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal_error"
@@ -108,7 +108,7 @@ async def test_what_clients_of_an_engine_ask_of_its_server_is_answered() -> None
         for method in ("GET", "POST"):
             ping = await house.http.request(method, "/ping")
             assert (ping.status_code, ping.content) == (200, b"")
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         assert (await house.http.get("/ping")).status_code == 503
     async with open_house(engine, structs.replace(card(2), engine="vllm 0.33.0")) as house:
         assert (await house.http.get("/version")).json() == {"version": installed_version()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
@@ -340,7 +340,7 @@ async def test_a_body_is_kept_after_the_first_output_where_another_engine_may_go
             pieces = response.aiter_raw()  # whoever drops it in mid-answer closes the connection
             assert await anext(pieces) == event("Par")
             assert (await kept_bytes(house) > 0) is is_kept
-        await until(lambda: house.bench.service.retry_body_bytes == 0)
+        await until(lambda: house.bench.service.requests.retry_body_bytes == 0)
 
 
 @pytest.mark.parametrize(

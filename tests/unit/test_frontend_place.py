@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import NearEnforcement, PdSelection
 from kvrouter.core.errors import ConfigError, NoEligibleWorker, Reason, TopologyUnavailable
 from kvrouter.core.workers import Role, WorkerCard

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.topology import MismatchPolicy
@@ -31,7 +31,7 @@ async def test_ready_only_while_somebody_can_answer() -> None:
         house.bench.discovery.put(card(2, Role.DECODE))
         ready = await house.http.get("/ready")
         healthy = await house.http.get("/health")
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         draining = await house.http.get("/ready")
         still = await house.http.get("/health")
     assert [each.status_code for each in (nobody, no_decode, ready, draining)] == [503, 503, 200, 503]
@@ -46,7 +46,7 @@ async def test_a_door_takes_requests_also_while_no_worker_can_be_found_until_it_
     async with open_house(card(1, Role.PREFILL), settle_s=0.0) as house:
         accepting = await house.http.get("/accepting")
         asked = await house.complete()
-        await house.bench.service.drain(0.0)
+        await house.bench.service.requests.drain(0.0)
         draining = await house.http.get("/accepting")
     assert (accepting.status_code, accepting.json()) == (200, {"status": "accepting"})
     assert (asked.status_code, error_of(asked)["code"]) == (503, "no_eligible_worker")

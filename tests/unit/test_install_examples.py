@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from kvrouter.kube.objects import key_of
-from kvrouter.operator.admission import validate
-from kvrouter.operator.api import KIND, read_deployment, read_topology
+from kvrouter.operator.admission.validate import validate
+from kvrouter.operator.api.deployment import KIND, read_deployment
+from kvrouter.operator.api.grove import read_topology
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
-from kvrouter.operator.plan import Plan, PlanDefaults, plan
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.plan import Plan, plan
 from tests.support.chart import Manifest, of_kind
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from kvrouter.operator.api import GROUP, KIND, Condition, DeploymentStatus
+from kvrouter.operator.api.deployment import GROUP, KIND
+from kvrouter.operator.api.status import Condition, DeploymentStatus
 from kvrouter.operator.reconcile.definition import INSTALL, InstalledDefinition, reports
 from kvrouter.operator.status.finding import READY, STALLED
 from tests.support.console import steps_of

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.commands.learned_file import keeping
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LinkName, LinkNews, LinkSeen
@@ -45,7 +45,7 @@ def slowness(service: RouterService) -> list[float]:
     """Of what is known of each kind of link, after a look at it."""
     model = service.model(MODEL)
     transfers = model.placer.transfers
-    transfers.learned.refresh((), now_s=model._clock())
+    transfers.learned.refresh((), now_s=model.clock())
     return [reading.slowness for reading in transfers.learned.readings()]
 
 
@@ -57,7 +57,7 @@ async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_t
     bench, config = await a_bench(path)
     async with keeping(config, bench.service, clock=lambda: now_s[0]):
         bench.discovery.put(card(1))
-        bench.model.recall(news(), aged_s=0.0)
+        bench.model.placer.transfers.on_news(news(), now_s=bench.model.clock(), aged_s=0.0)
         assert slowness(bench.service)[0] > 9.0
     bench.service.stop()
     for away_s, least, most in ((1.0, 9.0, 10.0), (FORGET_S, 2.9, 3.2), (20 * FORGET_S, 1.0, 1.01)):

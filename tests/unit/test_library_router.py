@@ -10,7 +10,7 @@ from typing import TypedDict
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import Taint

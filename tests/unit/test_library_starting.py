@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.ids import RouterId
 from kvrouter.core.workers import WorkerCard
@@ -86,7 +86,7 @@ class World:
             self.discovery,
             ScriptedPlane(),
             self.events,
-            replica_sync=lambda router_id: ReplicaSync(self.wire, router_id),
+            replica_sync=lambda: ReplicaSync(self.wire),
         )
         endpoint = runtime.namespace("default").component("backend").endpoint("generate")
         self.router = KvRouter(endpoint, 16, KvRouterConfig(replica_sync=True))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.commands.link_events import LinkStep, happening, read_link_events
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
 from kvrouter.mock import LinkChange

@@ -5,7 +5,8 @@ import socket
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import PlaneSettings, Settings
+from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.tree import Settings
 from kvrouter.wiring.tls import doubts
 
 

@@ -16,7 +16,7 @@ from benchmarks.live.prompts import prompt_tokens
 from benchmarks.live.replayed import observe_replay, simulation_of
 from benchmarks.live.run import Load, Prepared, Run, apart
 from benchmarks.live_replay import lines_of, parse_slices, problems, remarks
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank
@@ -35,7 +35,7 @@ FLEETS = {"aggregated": fleet(BLOCKS + WORKERS), "pairs": fleet(BLOCKS + TWO_ZON
 def side(request: pytest.FixtureRequest) -> tuple[Observed, Placer]:
     """A replay as one side of a comparison, and the placer of another one."""
     file = FLEETS[request.param]
-    return observe_replay(ROWS, file, speedup=1.0), simulation_of(ROWS, file, speedup=1.0).placer
+    return observe_replay(ROWS, file, speedup=1.0), simulation_of(ROWS, file, speedup=1.0).fleet.placer
 
 
 def other_rank(seen: SeenDecision) -> WorkerRank:
@@ -80,7 +80,7 @@ def test_a_view_that_differs_in_one_reading_is_another(side: tuple[Observed, Pla
 
 def test_what_another_router_picks_depends_on_the_view_that_it_is_given() -> None:
     observed = observe_replay(ROWS, FLEETS["aggregated"], speedup=1.0)
-    placer = simulation_of(ROWS, FLEETS["aggregated"], speedup=1.0).placer
+    placer = simulation_of(ROWS, FLEETS["aggregated"], speedup=1.0).fleet.placer
     seen = observed.decisions[0]
     picked = rank_name(seen.choice.decode)
     loaded = replace(seen.readings[picked], active_blocks=1000)
@@ -95,7 +95,7 @@ def test_what_another_router_picks_depends_on_the_view_that_it_is_given() -> Non
 def test_what_was_drawn_counts_where_it_is_read(mode: RouterMode, is_equal: bool) -> None:
     file = fleet().model_copy(update={"router": KvRouterConfig(router_mode=mode)})
     seen = observe_replay(ROWS, file, speedup=1.0).decisions[0]
-    settings = simulation_of(ROWS, file, speedup=1.0).placer.settings
+    settings = simulation_of(ROWS, file, speedup=1.0).fleet.placer.settings
     other = replace(seen, seed=seen.seed ^ 1, turn=seen.turn + 1)
     assert have_equal_views(seen, other, settings) is is_equal
 
@@ -188,7 +188,7 @@ def test_a_slice_is_prepared_and_its_lines_are_medians(tmp_path: Path) -> None:
     assert prepared.requests[1].due_s == pytest.approx(3.0, abs=0.01)
     assert b"x-request-id: r1\r\n" in prepared.requests[1].content
     replay = observe_replay(prepared.rows, prepared.fleet, speedup=10.0)
-    placer = simulation_of(prepared.rows, prepared.fleet, speedup=10.0).placer
+    placer = simulation_of(prepared.rows, prepared.fleet, speedup=10.0).fleet.placer
     load = Load(server=0.2, client=0.1, late_ms=1.0, slipped_s=0.0, load_average=1.0)
     latencies = tuple(compare_latencies(replay, replay))
     fine = Run(compare_choices(replay, replay, placer), latencies, 0.5, 0.5, load, 1.0)

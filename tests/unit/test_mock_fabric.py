@@ -83,7 +83,7 @@ def test_a_transfer_takes_the_time_of_the_link_between_the_two_domains() -> None
     decode = fleet.decode(room=1, at=D2)
     fleet.until(30.0)
     assert fleet.first_at(decode) == pytest.approx(PREFILL_S + 1.0 + 10.0 + 0.010)
-    ((pair, carried),) = fleet.fabric.carried().items()
+    ((pair, carried),) = fleet.fabric.network.carried().items()
     assert pair == ("a", "b")
     assert (carried.transfers, carried.arrived_bytes) == (1, 1_000)
 
@@ -103,11 +103,11 @@ def test_concurrent_transfers_share_their_link() -> None:
 def test_only_what_the_decode_engine_lacks_is_moved() -> None:
     fleet = Fleet()
     for n, expected_bytes in ((0, 1_000), (1, 200), (2, 200)):
-        before = sum(carried.arrived_bytes for carried in fleet.fabric.carried().values())
+        before = sum(carried.arrived_bytes for carried in fleet.fabric.network.carried().values())
         fleet.prefill(f"r{n}", room=n)
         decode = fleet.decode(f"r{n}", room=n)
         fleet.until(fleet.now + 30.0)
-        after = sum(carried.arrived_bytes for carried in fleet.fabric.carried().values())
+        after = sum(carried.arrived_bytes for carried in fleet.fabric.network.carried().values())
         assert after - before == expected_bytes
         assert fleet.answers[decode][0][1].cached_tokens == (0 if n == 0 else 8)
         assert fleet.tokens(decode) == aggregated_tokens()

@@ -2,8 +2,10 @@
 
 import pytest
 
-from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.config.fleet_workers import link_table, mock_links, numbered_workers, worker_card
+from kvrouter.config.problems import parse_document
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role

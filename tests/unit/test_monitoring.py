@@ -10,7 +10,7 @@ import pytest
 import yaml
 from kubernetes_validate import validate
 
-from kvrouter.operator.plan import plan
+from kvrouter.operator.plan.plan import plan
 from kvrouter.telemetry import Event, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.families import MetricSpec
 from scripts import write_monitoring

@@ -7,8 +7,8 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Problem, dotted
-from kvrouter.operator.admission import Verdict
-from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from tests.support.operator_deployments import (
     AGGREGATED,

@@ -7,12 +7,15 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import Problem
 from kvrouter.core.errors import ProtocolError
-from kvrouter.operator.admission import Verdict, answer, judged, read_review
 from kvrouter.operator.admission.review import (
     WARNING_CHARS_MAX,
     WARNING_LINES_MAX,
     WARNINGS_CHARS_MAX,
+    answer,
+    judged,
+    read_review,
 )
+from kvrouter.operator.admission.validate import Verdict
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, NO_GROVE, Document, deployment
 

@@ -19,7 +19,6 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import Problem
 from kvrouter.core.errors import ConfigError
-from kvrouter.operator.admission import Review, Verdict
 from kvrouter.operator.admission import server as server_module
 from kvrouter.operator.admission.certificates import (
     AUTHORITY_CERT,
@@ -28,7 +27,7 @@ from kvrouter.operator.admission.certificates import (
     ServingCertificate,
     renewed,
 )
-from kvrouter.operator.admission.review import judged
+from kvrouter.operator.admission.review import Review, judged
 from kvrouter.operator.admission.server import (
     BINDING_BYTES_MAX,
     BODY_BYTES_MAX,
@@ -37,10 +36,11 @@ from kvrouter.operator.admission.server import (
     Labels,
     Tried,
 )
+from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import UNKNOWN_MAX
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import BindingTarget
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.labels.binding import BindingTarget
+from kvrouter.operator.plan.defaults import PlanDefaults
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, Document, deployment
 

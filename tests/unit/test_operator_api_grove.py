@@ -2,18 +2,9 @@
 
 import pytest
 
-from kvrouter.operator.api import (
-    ClusterTopology,
-    Level,
-    LevelQoS,
-    LinkQoS,
-    NetworkQoS,
-    PairQoS,
-    read_topology,
-    topology_label,
-)
-from kvrouter.operator.api.names import LEVEL_CHARS_MAX
-from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX
+from kvrouter.operator.api.grove import ClusterTopology, Level, read_topology
+from kvrouter.operator.api.names import LEVEL_CHARS_MAX, topology_label
+from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX, LevelQoS, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import by_name
 
 LEVELS = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack"))

@@ -9,10 +9,10 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import did_you_mean, dotted
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import ComponentStatus, ComponentType, DeploymentStatus, read_deployment
 from kvrouter.operator.api import deployment as deployment_module
-from kvrouter.operator.api.deployment import UNKNOWN_MAX
-from kvrouter.operator.plan import TYPE_LABEL, selector
+from kvrouter.operator.api.deployment import UNKNOWN_MAX, ComponentType, read_deployment
+from kvrouter.operator.api.status import ComponentStatus, DeploymentStatus
+from kvrouter.operator.plan.manifest import TYPE_LABEL, selector
 from kvrouter.topology import MismatchPolicy
 from tests.support.operator_deployments import Document, deployment
 

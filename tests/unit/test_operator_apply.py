@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from kvrouter.kube.client import KubeClient, RequestRefused
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import CORDONS, Key, Manifest, ResourceKind, key_of, metadata_of
-from kvrouter.operator.api import KIND
+from kvrouter.operator.api.deployment import KIND
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS, Applier, ObjectRef
 
 UID = "uid-of-llm"

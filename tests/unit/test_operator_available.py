@@ -7,11 +7,13 @@ import pytest
 
 from kvrouter.core.workers import Role
 from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest
-from kvrouter.operator.api import ConditionStatus
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.plan import registers_elsewhere
+from kvrouter.operator.api.status import ConditionStatus
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.serving import registers_elsewhere
 from kvrouter.operator.reconcile.cards import Cards, fleet_of
-from kvrouter.operator.status import RefusedObjects, Registered, Workers, events_of, role_mistakes
+from kvrouter.operator.status.available import Registered, Workers, role_mistakes
+from kvrouter.operator.status.finding import events_of
+from kvrouter.operator.status.resolved import RefusedObjects
 from kvrouter.topology import Fallback, Required
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker

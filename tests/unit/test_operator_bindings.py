@@ -7,9 +7,9 @@ import pytest
 
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, metadata_of
-from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels import Copy, Node
+from kvrouter.operator.labels.copies import Copy, Node
 from kvrouter.operator.reconcile.bindings import (
     KINDS,
     OPERATOR_LABEL,

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.operator.plan import Manifest, plan, zone_budgets
-from kvrouter.operator.plan.budgets import BUDGETS, HeldBudget, budget_name, has_budgets, held_for
+from kvrouter.operator.plan.budgets import (
+    BUDGETS,
+    HeldBudget,
+    budget_name,
+    has_budgets,
+    held_for,
+    zone_budgets,
+)
+from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.operator.plan.plan import plan
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.statuses import REQUIRED
 

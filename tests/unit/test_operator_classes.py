@@ -7,7 +7,7 @@ import pytest
 from kvrouter.kube.objects import Manifest
 from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
-from kvrouter.operator.labels import BindingTarget
+from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.operator.reconcile.places import NodePlaces
 from tests.support.quiet_cluster import QuietCluster
 

@@ -15,9 +15,11 @@ from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
-from kvrouter.operator.api import Condition
+from kvrouter.operator.api.status import Condition
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, PODS, TOPOLOGIES
-from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
+from kvrouter.operator.plan.budgets import zone_budgets
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.reconcile.apply import BUDGETS
 from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.reconcile.info_reader import FACTS_S

@@ -21,7 +21,7 @@ from kvrouter.operator.admission.validate import validate
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.convert import Conversion, convert
 from kvrouter.operator.convert.convert import OF_STORED_OBJECTS
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
 
 ROOT = Path(__file__).parents[2]
 DYNAMO = sorted((ROOT / "tests" / "data" / "manifests" / "dynamo").glob("*.yaml"))

@@ -7,7 +7,8 @@ import pytest
 
 from kvrouter.kube.client import ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of
-from kvrouter.operator.admission import Review, changed_manifests
+from kvrouter.operator.admission.review import Review
+from kvrouter.operator.admission.validate import changed_manifests
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.dry_run import DryRun

@@ -4,7 +4,7 @@ import re
 
 from kvrouter.kube.client import ClusterLost
 from kvrouter.kube.objects import Key, ResourceKind
-from kvrouter.operator.api import Condition, ConditionStatus
+from kvrouter.operator.api.status import Condition, ConditionStatus
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 

@@ -6,16 +6,15 @@ from typing import cast
 import pytest
 from pydantic import JsonValue
 
-from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels import (
+from kvrouter.operator.labels.binding import backfill_labels, binding_patch, binding_policy
+from kvrouter.operator.labels.copies import (
+    NODES_MAX,
     Copy,
     Node,
     Pod,
     Source,
-    backfill_labels,
-    binding_patch,
-    binding_policy,
     copies_of,
     gather_s,
     is_pod_of,
@@ -26,7 +25,6 @@ from kvrouter.operator.labels import (
     read_pod,
     resolve,
 )
-from kvrouter.operator.labels.copies import NODES_MAX
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.topology import Required
 

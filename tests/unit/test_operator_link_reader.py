@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvrouter.kube.objects import Key
-from kvrouter.operator.api import DeploymentStatus, LinkStatus
+from kvrouter.operator.api.status import DeploymentStatus, LinkStatus
 from kvrouter.operator.reconcile import link_reader
 from kvrouter.operator.reconcile.link_reader import (
     HELD_BYTES_MAX,
@@ -17,7 +17,7 @@ from kvrouter.operator.reconcile.link_reader import (
     LinkReader,
     read_page,
 )
-from kvrouter.operator.status import Door
+from kvrouter.operator.status.links import Door
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
 OTHER = LINK.model_copy(update={"slow": True})

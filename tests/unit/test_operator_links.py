@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from kvrouter.operator.api import DeploymentStatus, LinkStatus
-from kvrouter.operator.api.status import LINKS_MAX
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.status import Door, deployment_status, door_of, read_links, steadied
+from kvrouter.operator.api.status import LINKS_MAX, DeploymentStatus, LinkStatus
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.status.links import Door, door_of, read_links, steadied
+from kvrouter.operator.status.status import deployment_status
 from kvrouter.telemetry import Telemetry
 from tests.support.deployments import DEFAULTS, FACTS, deployment, planned
 from tests.support.statuses import NOW, SERVING, settled

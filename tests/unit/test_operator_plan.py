@@ -7,21 +7,15 @@ import yaml
 from pydantic import JsonValue
 
 from kvrouter.cli.engines import topology_wait
-from kvrouter.config import AdminAccess
 from kvrouter.config.sources import load_settings
+from kvrouter.config.tree import AdminAccess
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import Level, read_deployment
+from kvrouter.operator.api.deployment import read_deployment
+from kvrouter.operator.api.grove import Level
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.plan import (
-    LEVELS_ANNOTATION,
-    TEMPLATE_HASH,
-    Plan,
-    PlanDefaults,
-    SecretKey,
-    object_name,
-    plan,
-    read_levels,
-)
+from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
+from kvrouter.operator.plan.manifest import TEMPLATE_HASH, object_name
+from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, Plan, plan, read_levels
 from kvrouter.worker import topology_env
 from kvrouter.worker.topology import awaited
 from tests.support.deployments import (

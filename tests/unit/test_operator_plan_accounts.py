@@ -5,7 +5,8 @@ from pydantic import JsonValue
 
 from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.config.problems import dotted
-from kvrouter.operator.plan import Plan, PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.plan import Plan
 from tests.support.deployments import at, deployment, has, of_kind, planned, templates
 
 OVER_NATS = PlanDefaults(image="i", discovery=DiscoveryBackend.NATS, nats_server="nats://n:4222")

@@ -11,17 +11,12 @@ from pydantic import JsonValue
 from kvrouter.config.fleet import LinksSpec
 from kvrouter.config.problems import dotted, parse_document
 from kvrouter.config.sources import load_settings
-from kvrouter.operator.api import (
-    ClusterTopology,
-    DynamoGraphDeployment,
-    LevelQoS,
-    LinkQoS,
-    NetworkQoS,
-    PairQoS,
-)
-from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX
+from kvrouter.operator.api.deployment import DynamoGraphDeployment
+from kvrouter.operator.api.grove import ClusterTopology
+from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX, LevelQoS, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan import QOS_ANNOTATION, Plan, plan, read_qos
+from kvrouter.operator.plan.links import read_qos
+from kvrouter.operator.plan.plan import QOS_ANNOTATION, Plan, plan
 from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK
 from tests.support.deployments import (
     DEFAULTS,

@@ -8,7 +8,7 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.config.planes import DiscoveryBackend
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.network import nats_ports
 from kvrouter.operator.plan.serving import HEALTH_PORT, HTTP_PORT
 from tests.support.chart import of_kind as of_kind_in

@@ -6,10 +6,10 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.config.problems import dotted
-from kvrouter.operator.api import DynamoGraphDeployment, read_deployment
+from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan import PACKING_ANNOTATION, Plan, plan, read_levels
-from kvrouter.operator.plan.packing import PREFERRED, REQUIRED
+from kvrouter.operator.plan.packing import PACKING_ANNOTATION, PREFERRED, REQUIRED
+from kvrouter.operator.plan.plan import Plan, plan, read_levels
 from tests.support.deployments import DEFAULTS, FACTS, at, has, of_kind, planned, templates
 
 ZONE = "topology.kubernetes.io/zone"

@@ -9,9 +9,10 @@ from kvrouter.cli.engines import topology_wait
 from kvrouter.config.problems import dotted
 from kvrouter.config.sources import load_settings
 from kvrouter.core.constraints import NearEnforcement
-from kvrouter.operator.api import ClusterTopology, DynamoGraphDeployment, Level
+from kvrouter.operator.api.deployment import DynamoGraphDeployment
+from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan import plan
+from kvrouter.operator.plan.plan import plan
 from kvrouter.wiring.frontend_place import read_place
 from kvrouter.worker.topology import awaited
 from tests.support.deployments import (

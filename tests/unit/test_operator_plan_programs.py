@@ -9,7 +9,7 @@ from kvrouter.config.problems import Path, dotted
 from kvrouter.operator.admission.review import WARNING_CHARS_MAX, line
 from kvrouter.operator.admission.validate import validate
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
 
 Container = dict[str, JsonValue]
 

@@ -4,9 +4,9 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.config.problems import dotted
-from kvrouter.operator.api import read_deployment
+from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.names import is_nothing
-from kvrouter.operator.plan import Plan, plan
+from kvrouter.operator.plan.plan import Plan, plan
 from tests.support.deployments import DEFAULTS, FACTS, at, has, of_kind, templates
 
 ENGINE: dict[str, JsonValue] = {"name": "main", "image": "example.com/engine:1"}

@@ -6,8 +6,10 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.config.problems import dotted
-from kvrouter.operator.api import DynamoGraphDeployment, read_deployment
-from kvrouter.operator.plan import plan, registers_elsewhere, zone_budgets
+from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
+from kvrouter.operator.plan.budgets import zone_budgets
+from kvrouter.operator.plan.plan import plan
+from kvrouter.operator.plan.serving import registers_elsewhere
 from tests.support.deployments import DEFAULTS, FACTS, at, environment, has, planned, templates
 from tests.support.operator_deployments import GROVE, validated
 

@@ -5,7 +5,8 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import dotted
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import LinkQoS, NetworkQoS, read_deployment
+from kvrouter.operator.api.deployment import read_deployment
+from kvrouter.operator.api.qos import LinkQoS, NetworkQoS
 from kvrouter.operator.policy import (
     DeploymentPolicy,
     FrontendSettings,

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import yaml
 
-from kvrouter.operator.admission import Verdict
-from kvrouter.operator.api import KIND, read_deployment, read_topology
+from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.crd import COLUMNS
+from kvrouter.operator.api.deployment import KIND, read_deployment
+from kvrouter.operator.api.grove import read_topology
 from kvrouter.operator.api.names import LEVEL_CHARS_MAX
 from kvrouter.operator.policy import read_policy
 from tests.cluster.admission_rows import BY_THE_DEFINITION, UNREAD, WITH_GROVE, WITHOUT_GROVE

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pydantic import JsonValue
 
 from kvrouter.kube.objects import Manifest
-from kvrouter.operator.api import API_VERSION, KIND, read_deployment
+from kvrouter.operator.api.deployment import API_VERSION, KIND, read_deployment
 from kvrouter.operator.reconcile.renames import Held, held_components
 
 NOW = datetime(2026, 11, 28, 12, 0, tzinfo=UTC)

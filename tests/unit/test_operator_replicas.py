@@ -7,9 +7,10 @@ from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient
 from kvrouter.kube.objects import Key, ResourceKind
-from kvrouter.operator.plan import Manifest, plan
+from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.reconcile.apply import HOLDER, WORKLOADS, release_replicas
-from kvrouter.operator.status import component_status
+from kvrouter.operator.status.resolved import component_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 OPERATOR, SCALER = "kvrouter-operator", "kube-controller-manager"

@@ -13,8 +13,8 @@ from pydantic import JsonValue
 from kvrouter.kube.objects import FLEET_LABEL, WORKERS, Key, Manifest, ResourceKind, WatchEvent, key_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS
-from kvrouter.operator.plan import fleet_name
 from kvrouter.operator.plan.cordons import CORDON_ANNOTATION
+from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS
 from kvrouter.operator.reconcile.info_reader import FACTS_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S

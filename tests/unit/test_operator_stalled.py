@@ -6,12 +6,11 @@ from datetime import timedelta
 import pytest
 from pydantic import JsonValue
 
-from kvrouter.operator.api import ConditionStatus
-from kvrouter.operator.labels import Pod, read_pod
-from kvrouter.operator.status import RefusedObjects, Rollout, pull_ends_s, rollout_of
+from kvrouter.operator.api.status import ConditionStatus
+from kvrouter.operator.labels.copies import Pod, read_pod
 from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding
-from kvrouter.operator.status.resolved import NOTHING_REFUSED
-from kvrouter.operator.status.stalled import PULL_WITHIN_S, progress
+from kvrouter.operator.status.resolved import NOTHING_REFUSED, RefusedObjects
+from kvrouter.operator.status.stalled import PULL_WITHIN_S, Rollout, progress, pull_ends_s, rollout_of
 from tests.support.deployments import deployment
 from tests.support.statuses import NOW
 

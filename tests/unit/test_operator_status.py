@@ -7,20 +7,13 @@ from datetime import timedelta, timezone
 import pytest
 
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import ConditionStatus, DeploymentStatus
+from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.plan import plan
-from kvrouter.operator.status import (
-    ConditionEvent,
-    EventType,
-    RefusedObjects,
-    component_status,
-    deployment_status,
-    events_of,
-    refused_pods,
-    unreadable_status,
-)
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.plan import plan
+from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
+from kvrouter.operator.status.resolved import RefusedObjects, component_status, refused_pods
+from kvrouter.operator.status.status import deployment_status, unreadable_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.statuses import (
     FALSE,

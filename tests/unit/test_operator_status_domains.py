@@ -3,9 +3,10 @@
 import pytest
 from pydantic import JsonValue
 
-from kvrouter.operator.api import ConditionStatus, DeploymentStatus, DomainStatus
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.status import balance_of, events_of
+from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus, DomainStatus
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.status.domains import balance_of
+from kvrouter.operator.status.finding import events_of
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, REQUIRED, TRUE, UNKNOWN, condition, pods, said, status, worker
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import CallRoute
 from tests.support.fleets import MODEL, card
 from tests.support.front import error_of, open_house, says

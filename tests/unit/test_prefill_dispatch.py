@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import (
     DeadlineExceeded,
@@ -293,7 +293,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
     async with place(prefill_card(1), prefill_card(2), script=script) as here:
         for number in range(3):
             await fails_at(here, 1, f"failing-{number}", NoEligibleWorker)
-        assert here.bench.model.circuit_state(WorkerId(1)) is CircuitState.OPEN
+        assert here.bench.circuit_state(WorkerId(1)) is CircuitState.OPEN
         before = len(here.plane.opened)
         for number in range(8):
             await here.prefill(f"r{number}")
@@ -304,7 +304,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
 @pytest.mark.parametrize("bootstrap", [False, True])
 async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.2) as here:
-        state_of = here.bench.model.circuit_state
+        state_of = here.bench.circuit_state
         for number in range(3):
             assert state_of(WorkerId(1)) is CircuitState.CLOSED
             if bootstrap:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvrouter.config import load_fleet, parse_document
+from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.one_worker import fleet_of_one
+from kvrouter.config.problems import parse_document
 from kvrouter.core.errors import ConfigError, NoEligibleWorker, Reason
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard

@@ -19,8 +19,11 @@ from benchmarks.http_replay.fleet import (
 from benchmarks.http_replay.synthesis import BLOCK_WORDS, scaled_tokens
 from benchmarks.http_replay.trace import TRACE_BLOCK_TOKENS, read_sample
 from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
-from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.fleet_engines import MockEngineSpec
 from kvrouter.config.fleet_workers import mock_engine
+from kvrouter.config.problems import read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role

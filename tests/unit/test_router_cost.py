@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvrouter import _native
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import ConfigError

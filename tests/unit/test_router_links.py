@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
 from kvrouter.config.link_table import link_warnings, read_links
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
@@ -99,7 +99,7 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
     await bench.start(card(1))
 
     def within_zone() -> Link | None:
-        links = bench.model.settings.links
+        links = bench.model.placer.settings.links
         return None if links is None else links.by_level["zone"]
 
     def said(event: Event) -> int:
@@ -110,10 +110,10 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
         replaced.write_text(text)
         replaced.rename(file)
 
-    at_start = bench.model.settings.links
+    at_start = bench.model.placer.settings.links
     try:
         async with following_links(config, bench.service, poll_s=0.005):
-            await until(lambda: bench.model.settings.links is not at_start)
+            await until(lambda: bench.model.placer.settings.links is not at_start)
             assert within_zone() == Link(0.001, 1e9, 0.5)
             write(SLOW)
             await until(lambda: within_zone() == Link(0.001, 1e8))
@@ -124,7 +124,7 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
             await until(lambda: said(Event.LINKS_REFUSED) == 2)
             assert within_zone() == Link(0.001, 1e8)
             bench.discovery.put(card(2, model="other"))
-            other = bench.service.model(ModelName("other")).settings.links
+            other = bench.service.model(ModelName("other")).placer.settings.links
             assert other is not None
             assert other.by_level == {"zone": Link(0.001, 1e8)}
             write(SLOW.replace("1.0e8", "1.0e7"))

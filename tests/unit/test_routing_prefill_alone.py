@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import Taint, WorkerId
@@ -50,7 +50,7 @@ async def test_the_worker_s_policy_is_reported(
     enforcement: Enforcement, policy: Required | Fallback | Preferred
 ) -> None:
     bench = await bench_of(prefill(1, "a", enforcement))
-    decision = bench.service.explain(generate_request())
+    decision = bench.model.explain(generate_request())
     assert decision.constraint == TransferConstraint(policy, "a")
     assert decision.constraint.taint == Taint("dynamo.topology/zone=a")
     assert [row.leg for row in decision.rows] == [Leg.PREFILL]
@@ -59,7 +59,7 @@ async def test_the_worker_s_policy_is_reported(
 async def test_the_router_s_own_default_holds_where_the_worker_has_none() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="zone")
     bench = await bench_of(prefill(1, "a"), prefill(2), config=config)
-    decision = bench.service.explain(generate_request())
+    decision = bench.model.explain(generate_request())
     assert (decision.decode.rank.worker_id, decision.constraint) == (
         1,
         TransferConstraint(Required("zone"), "a"),
@@ -70,23 +70,23 @@ async def test_the_router_s_own_default_holds_where_the_worker_has_none() -> Non
         kv_transfer_topology_level="zone", kv_transfer_mismatch_policy=MismatchPolicy.FALLBACK
     )
     bench = await bench_of(prefill(2), config=falls_back)
-    assert bench.service.explain(generate_request()).constraint == TransferConstraint(Fallback("zone"), None)
+    assert bench.model.explain(generate_request()).constraint == TransferConstraint(Fallback("zone"), None)
 
 
 async def test_who_must_stay_in_a_place_that_it_does_not_know_gets_nothing() -> None:
     bench = await bench_of(prefill(1, None, Enforcement.REQUIRED))
     with pytest.raises(NoEligibleWorker) as refused:
-        bench.service.explain(generate_request())
+        bench.model.explain(generate_request())
     assert refused.value.refusals == {Reason.DOMAIN_UNKNOWN: 1}
     bench.discovery.put(prefill(2, None, Enforcement.PREFERRED))
-    assert bench.service.explain(generate_request()).decode.rank.worker_id == 2
+    assert bench.model.explain(generate_request()).decode.rank.worker_id == 2
 
 
 async def test_pins_are_those_of_prefill() -> None:
     bench = await bench_of(prefill(1), prefill(2))
     for worker_id in (1, 2):
         request = replace(generate_request(), prefill_pin=Pin(WorkerId(worker_id)))
-        assert bench.service.explain(request).decode.rank.worker_id == worker_id
+        assert bench.model.explain(request).decode.rank.worker_id == worker_id
 
 
 async def test_without_a_prefill_worker_the_refusal_says_so() -> None:
@@ -94,5 +94,5 @@ async def test_without_a_prefill_worker_the_refusal_says_so() -> None:
     with pytest.raises(
         NoEligibleWorker, match="1 worker ranks are here, none of them for prefill"
     ) as refused:
-        bench.service.explain(generate_request())
+        bench.model.explain(generate_request())
     assert refused.value.role == "prefill"

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.config import load_fleet, load_settings, parse_document
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
+from kvrouter.config.sources import load_settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.secret import SECRET_MAX_BYTES, checked_secret, secret_file, secret_variable
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.sim.fleet import SimFleet
@@ -22,7 +22,7 @@ from kvrouter.sim.timetable import (
     TimetableEvent,
     read_timetable,
 )
-from kvrouter.sim.timetable_plan import check_timetable, plan_timetable
+from kvrouter.sim.timetable_plan import plan_timetable
 from kvrouter.sim.traces.request import TraceRequest
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
@@ -117,7 +117,7 @@ workers:
     racks = LinkEvent(at_s=0.0, level="rack", between=("1", "2"), bandwidth_factor=0.5)
     for file, wrong in ((near, other), (far, racks)):
         with pytest.raises(ConfigError, match="goes over one of level") as refused:
-            check_timetable([wrong], file)
+            plan_timetable([wrong], file)
         assert refused.value.param == "between"
     result = replayed(rows, far)
     assert {tuple(pair): each.arrived_bytes for pair, each in result.carried.items()} == {
@@ -540,7 +540,7 @@ def test_mistakes_are_named_with_file_line_and_field(
     path = tmp_path / "events.yaml"
     path.write_text(f"events:\n- {event}\n")
     with pytest.raises(ConfigError) as refused:
-        check_timetable(read_timetable(path), fleet(PAIRS))
+        plan_timetable(read_timetable(path), fleet(PAIRS))
     message = refused.value.message
     assert message.startswith(f"{path}:")
     assert where in message

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.simulation import Simulation
@@ -52,7 +52,7 @@ def simulated(
         timetable=timetable,
     )
     events = SpeedEvents()
-    simulation.placer.transfers.learned.listener = events
+    simulation.fleet.placer.transfers.learned.listener = events
     simulation.run()
     return simulation, events
 
@@ -126,7 +126,7 @@ def test_a_link_that_falls_to_a_tenth_is_left_within_seconds_and_said_to_be_slow
     assert moved[1] / after_s < 0.25 * moved[0] / before_s
     unscathed, events = simulated(fleet(router + ZONES), rows)
     assert events.links == []
-    assert unscathed.placer.transfers.learned.are_alike
+    assert unscathed.fleet.placer.transfers.learned.are_alike
 
 
 def test_pairs_are_chosen_together_by_time_alone() -> None:

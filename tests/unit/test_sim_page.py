@@ -27,7 +27,7 @@ from kvrouter.sim.page.scale import (
     shares,
 )
 from kvrouter.sim.summary import Carriage, ReplayReport
-from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.sim.timetable import TimetableEntry
 from kvrouter.sim.variant import VARIANTS_MAX
 from tests.support.reports import NOTHING, empty_summary, part, report, spread, summary, variant
 

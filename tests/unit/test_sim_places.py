@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.outcome import Move, Outcome
 from kvrouter.sim.outcomes import Outcomes

@@ -10,16 +10,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.commands.recorded_inputs import RECORDED, RecordedChanges, recorded_changes
-from kvrouter.config import FleetFile, load_fleet, parse_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.recording.records import FleetChange, FleetRecord, Worker
 from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.fleet_history import FleetHistory, FleetNote, Span, fleet_history
-from kvrouter.sim.recorded_events import RecordedEvents, own_numbering, recorded_events
+from kvrouter.sim.recorded_events import RecordedEvents, recorded_events
 from kvrouter.sim.recorded_fleet import recorded_fleet
 from kvrouter.sim.simulation import Simulation
-from kvrouter.sim.timetable_plan import check_timetable
+from kvrouter.sim.timetable_plan import plan_timetable
 from tests.support.replays import row
 
 FILE = Path("recording.jsonl.gz")
@@ -59,8 +61,8 @@ def joined(at_s: float, *workers: Worker) -> list[Change]:
 
 def events(of: FleetHistory, *, speedup: float = 1.0, policies: bool = True) -> RecordedEvents:
     made = recorded_fleet(of, "rec")
-    found = recorded_events(of, own_numbering(made), speedup=speedup, policies=policies)
-    check_timetable(found.events, load_fleet(made.document).fleet)
+    found = recorded_events(of, made.numbering, speedup=speedup, policies=policies)
+    plan_timetable(found.events, load_fleet(made.document).fleet)
     return found
 
 
@@ -83,7 +85,7 @@ def test_workers_that_are_alike_are_a_group_and_all_that_is_recorded_of_them_is_
     )  # fmt: skip
     seen = history(*joined(1.0, two[0], one, two[1]))
     made = recorded_fleet(seen, "rec")
-    assert made.numbers == {"4": 1, "30": 2, "7": 3}
+    assert made.numbering.numbers == {"4": 1, "30": 2, "7": 3}
     file = load_fleet(made.document).fleet
     assert [(group.name, group.role.value, group.n_workers) for group in file.workers] == [
         ("decode-1", "decode", 2),
@@ -290,7 +292,7 @@ def test_changes_happen_to_another_fleet_with_as_many_workers_of_each_role_and_p
         ("AddEvent", {"at_s": 3.0, "group": "d"}),
     ]
     assert found.notes == ("2 recorded changes of the fleet applied",)
-    check_timetable(found.events, named(PAIR_FILE))
+    plan_timetable(found.events, named(PAIR_FILE))
 
 
 @pytest.mark.parametrize(

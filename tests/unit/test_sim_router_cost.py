@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvrouter.config import FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.ids import Slot
 from kvrouter.sim.dispatch import ByTimeStamp
@@ -60,7 +60,7 @@ def test_answers_come_sooner_than_by_blocks_and_each_replay_is_the_same() -> Non
 def test_workers_that_are_slow_are_learned_and_get_less_to_do() -> None:
     rows = traffic(600, per_s=12.0)
     simulation = simulated(fleet(TIME + HALF_SLOW), rows)
-    readings = [simulation.placer.speeds.reading(Slot(slot)) for slot in range(4)]
+    readings = [simulation.fleet.placer.speeds.reading(Slot(slot)) for slot in range(4)]
     slowness = [reading.slowness for reading in readings if reading is not None]
     assert slowness == pytest.approx([1.0, 1.0, 3.0, 3.0], rel=0.25)
     assert [reading.is_slow for reading in readings if reading is not None] == [False, False, True, True]
@@ -73,7 +73,7 @@ def test_workers_that_are_slow_are_learned_and_get_less_to_do() -> None:
 def test_predictions_come_true_but_for_the_step_that_runs() -> None:
     simulation = simulated(fleet(TIME + EIGHT), traffic(400, per_s=20.0))
     for slot in range(8):
-        reading = simulation.placer.speeds.reading(Slot(slot))
+        reading = simulation.fleet.placer.speeds.reading(Slot(slot))
         assert reading is not None
         assert reading.predicted_s == pytest.approx(reading.seen_s, rel=0.25, abs=0.02)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.cli import main
-from kvrouter.config import load_fleet, parse_document
+from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.core.workers import Role
 from kvrouter.sim.outcome import Outcome
 from kvrouter.sim.outcomes import Outcomes

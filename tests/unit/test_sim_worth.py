@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from kvrouter.config import Document, parse_document
 from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement

@@ -12,10 +12,12 @@ from msgspec.structs import replace
 from pydantic import SecretStr
 
 from kvrouter.commands.router import Standalone
-from kvrouter.config import FrontendSettings, KvRouterConfig, TokenizeFallback
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.standalone import RouterApp
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
@@ -77,7 +79,7 @@ async def open_router(
     legs = PrefillDispatch(plane, bookings, observed, redispatches_max=2, limit_s=60.0)
     door = RouterApp(
         bench.service,
-        {MODEL: mock_text()} if has_tokenizer else {},
+        ModelTexts({MODEL: mock_text()} if has_tokenizer else {}),
         bookings,
         legs,
         settings=settings or FrontendSettings(),
@@ -326,7 +328,7 @@ async def test_a_caller_that_leaves_while_it_waits_books_nothing() -> None:
         here.bench.load(LoadReport(rank, 0, 1024, active_prefill_tokens=11))
         with pytest.raises(httpx.ReadTimeout):
             await here.http.post("/v1/route", json=TOKENS, timeout=0.2)
-        await until(lambda: not here.bench.model.waiting)
+        await until(lambda: not here.bench.model.placer.waiting)
         here.bench.load(LoadReport(rank, 0, 1024))
         assert here.is_clean
 
@@ -399,7 +401,7 @@ async def test_a_draining_router_takes_nothing_new_and_waits_for_what_is_booked(
     async with open_router(card(1)) as here:
         await here.route(request_id="r")
         draining = asyncio.ensure_future(here.router.drain(60.0))
-        await until(lambda: here.bench.service.is_draining)
+        await until(lambda: here.bench.service.requests.is_draining)
         assert (await here.route())[1]["error"]["code"] == "shutting_down"
         assert (await here.http.get("/ready")).status_code == 503
         assert (await here.http.get("/health")).json()["status"] == "draining"

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.attach import transport_provider
 from kvrouter.attach.transport_provider import network_transports
 from kvrouter.commands.engine_pods import PodsDiscovery
-from kvrouter.config import Settings
+from kvrouter.config.tree import Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from kvrouter.config import PlaneSettings
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.wiring.tls import tls_of
 

@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
-from kvrouter.config import PlaneSettings
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.processes.lifetime import share_descriptors
 from kvrouter.transports.listener import (

@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from kvrouter.commands.up import embedded
-from kvrouter.config import FrontendSettings, Settings, default_fleet_document, load_fleet
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.tree import FrontendSettings, Settings
 from kvrouter.processes.lifetime import CannotListen, claimed
 from kvrouter.wiring.mock_fleet import MockFleet
 

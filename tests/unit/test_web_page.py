@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 import kvrouter
-from kvrouter.config import AdminAccess, FrontendSettings
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.errors import Reason
 from tests.support.fleets import card
 from tests.support.front import error_of, open_house

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import RecordingSettings
+from kvrouter.config.recording import RecordingSettings
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import ModelName, RequestId

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.config import PlaneSettings, Settings
+from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.wiring.worker_transports import open_worker_transports
 

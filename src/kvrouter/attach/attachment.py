@@ -13,7 +13,7 @@ import msgspec
 
 from kvrouter.attach.spec import engine_card
 from kvrouter.attach.transport_provider import TransportProvider
-from kvrouter.config import Settings
+from kvrouter.config.tree import Settings
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
 from kvrouter.core.ids import WorkerId

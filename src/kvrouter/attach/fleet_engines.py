@@ -8,7 +8,8 @@ from typing import Self
 from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.attach.spec import FileEngine, file_engines
 from kvrouter.attach.transport_provider import MemoryTransports
-from kvrouter.config import FleetFile, Settings
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.telemetry import Event, log_event

@@ -13,8 +13,9 @@ from msgspec import structs
 
 from kvrouter.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWorkers
 from kvrouter.attach.spec import attach_spec, with_key
-from kvrouter.config import KvTransferSpec, Settings
 from kvrouter.config.engine_pods import KIND_LABEL, PLACES, engine_of
+from kvrouter.config.fleet import KvTransferSpec
+from kvrouter.config.tree import Settings
 from kvrouter.config.variables import ENGINE_KEYS_PREFIX
 from kvrouter.config.worker_options import EnginePods
 from kvrouter.core.errors import ConfigError, KvrouterError

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from msgspec.structs import replace
 
-from kvrouter.config import AttachedEngineSpec, FleetFile, WorkerGroup
+from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.fleet_checks import url_path
+from kvrouter.config.fleet_engines import AttachedEngineSpec
 from kvrouter.config.fleet_workers import numbered_workers, placed_config
 from kvrouter.config.problems import dotted
 from kvrouter.config.setting import installed_version

@@ -20,7 +20,7 @@ from kvrouter.config.setting_spec import written_setting
 from kvrouter.core.errors import ConfigError
 
 if TYPE_CHECKING:  # these need the extra
-    from kvrouter.operator.plan import PlanDefaults
+    from kvrouter.operator.plan.defaults import PlanDefaults
     from kvrouter.operator.servers import CertificateFiles, CertificateSecret
 
 EXTRA = "kubernetes"
@@ -293,11 +293,12 @@ def _identity() -> str:
 
 def _defaults(options: RunOptions) -> "PlanDefaults":
     from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind  # noqa: PLC0415
-    from kvrouter.operator.plan import PlanDefaults, SecretKey  # noqa: PLC0415
-    from kvrouter.operator.plan.defaults import (  # noqa: PLC0415
+    from kvrouter.operator.plan.defaults import (  # noqa: PLC0415  # noqa: PLC0415
         FRONTEND_RESOURCES,
         WAIT_RESOURCES,
+        PlanDefaults,
         Resources,
+        SecretKey,
         read_resources,
     )
 

@@ -26,9 +26,9 @@ from kvrouter.config.worker_options import (
 from kvrouter.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvrouter.config import Settings
     from kvrouter.config.problems import Document
     from kvrouter.config.sources import Loaded
+    from kvrouter.config.tree import Settings
     from kvrouter.core.ids import ModelName
     from kvrouter.topology import LinkTable
 

@@ -13,8 +13,8 @@ from kvrouter.attach.transport_provider import MemoryTransports, network_transpo
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
 from kvrouter.commands.worker_process import WorkerHealth, health_pages
-from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import Settings
 from kvrouter.config.worker_options import EnginePods
 from kvrouter.core.ids import ModelName
 from kvrouter.kube.account import Account
@@ -130,13 +130,11 @@ async def pods_served(
         yield await stack.enter_async_context(
             open_door(
                 service,
-                loader.texts,
+                loader.of_models,
                 settings=front,
                 telemetry=telemetry,
                 sockets=sockets,
                 awaited=fleet.awaited,
-                unread=loader.unread,
-                by_engine=loader.by_engine,
             )
         )
 

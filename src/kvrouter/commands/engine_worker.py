@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.attach.transport_provider import WorkerTransports
 from kvrouter.commands.worker_process import WorkerProcess, logger
-from kvrouter.config import Settings
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import Attached, AttachSpec

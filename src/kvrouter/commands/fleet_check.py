@@ -9,8 +9,9 @@ import msgspec
 
 from kvrouter.attach.attachment import NotAnswered, attach
 from kvrouter.attach.spec import FileEngine, file_engines
-from kvrouter.config import AttachedEngineSpec, FleetFile
+from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import examine_fleet, load_fleet, settings_in, url_path
+from kvrouter.config.fleet_engines import AttachedEngineSpec
 from kvrouter.config.fleet_strict import strict_problems
 from kvrouter.config.problems import Document, Problem, dotted, read_document, without_password
 from kvrouter.config.problems import Path as FieldPath

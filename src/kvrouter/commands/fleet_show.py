@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.api.fleet import Fleet, Worker
-from kvrouter.config import AttachedEngineSpec, FleetFile, LinkSpec, MockEngineSpec, WorkerGroup
+from kvrouter.config.fleet import FleetFile, LinkSpec, WorkerGroup
 from kvrouter.config.fleet_checks import settings_in
+from kvrouter.config.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.tree import SETTINGS
 from kvrouter.telemetry.joined_workers import ids_text

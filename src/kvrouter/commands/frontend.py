@@ -3,36 +3,44 @@
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from socket import socket
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.up import serve_until
-from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.processes.lifetime import allow_many_files, claimed, stop_on_signals
 from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
+from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
 from kvrouter.topology import LinkTable
+from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.events.port import SnapshotStore
 from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.frontend_place import following, read_place
 from kvrouter.wiring.recording import recording
-from kvrouter.wiring.router import build_service, new_router_id
-from kvrouter.wiring.router_transports import router_wires
+from kvrouter.wiring.router import build_service
+from kvrouter.wiring.router_transports import RouterTransports, router_wires
 from kvrouter.wiring.telemetry_hooks import SyncGauges
 from kvrouter.wiring.text_models import TextModelLoader, encode_pool
 from kvrouter.wiring.tracing import tracing
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.tracing import RequestTracing
 
 logger = logging.getLogger("kvrouter.frontend")
 
@@ -57,52 +65,82 @@ async def frontend(
         )
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
-    telemetry.build_info.set(1, installed_version())
     cluster = settings.planes.cluster if settings.planes.clusters else None
     place = await read_place(settings.router, os.environ, cluster=cluster)
-    pool = encode_pool(front)
-    loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
+    async with (
+        claimed(front.http_host, front.http_port) as sockets,
+        recording(settings.recording, telemetry) as traffic,
+        connected(
+            settings, telemetry, sockets, sources, links, static=static, traffic=traffic, place=place.domains
+        ) as router,
+        open_door(
+            router.service,
+            router.texts,
+            settings=front,
+            telemetry=telemetry,
+            sockets=sockets,
+            tracing=router.spans,
+        ) as app,
+        saving(router.wires.snapshots, router.service, settings.router.snapshot_threshold),
+        following(place, router.service),
+        following_links(settings.router, router.service),
+    ):
+        yield app
+
+
+class Connected(NamedTuple):
+    """A router with its transports and tokenizers, before it is started and served."""
+
+    service: RouterService
+    wires: RouterTransports
+    texts: ModelTexts
+    spans: "RequestTracing | None"
+
+
+@asynccontextmanager
+async def connected(
+    settings: Settings,
+    telemetry: Telemetry,
+    sockets: Sequence[socket],
+    sources: Mapping[ModelName, str],
+    links: LinkTable | None,
+    *,
+    static: Sequence[WorkerCard] = (),
+    takes: Callable[[WorkerCard], bool] = lambda _: True,
+    prefill_alone: bool = False,
+    traffic: TrafficRecorder | None = None,
+    place: Mapping[str, str] | None = None,
+) -> AsyncIterator[Connected]:
+    """Connect a router that will be served on ``sockets`` to the workers that ``takes`` returns true for, and
+    load their tokenizers as they are announced. Raises NatsUnreachable, or ConfigError.
+    """
+    telemetry.build_info.set(1, installed_version())
+    pool = encode_pool(settings.frontend)
+    loader = TextModelLoader(sources, pool, fallback=settings.frontend.tokenize_fallback)
+    port = sockets[0].getsockname()[1]
     try:
         async with (
-            claimed(front.http_host, front.http_port) as sockets,
-            recording(settings.recording, telemetry) as traffic,
             tracing(os.environ, version=installed_version()) as spans,
-            router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1], static=static) as wires,
+            router_wires(settings, telemetry, http_port=port, static=static) as wires,
         ):
-            router_id = new_router_id()
-            sync = wires.replica_sync(router_id)
+            discovery = NarrowedDiscovery(wires.discovery, takes)
+            sync = wires.replica_sync()
             service = build_service(
                 settings.router,
                 plane=wires.requests,
-                discovery=wires.discovery,
+                discovery=discovery,
                 subscriber=wires.events,
                 cordons=wires.cordons,
                 telemetry=telemetry,
                 links=links,
-                router_id=router_id,
                 sync=sync,
+                prefill_alone=prefill_alone,
                 traffic=traffic,
-                place=place.domains,
+                place=place,
             )
-            stop_texts = await wires.discovery.watch(loader.on_card, loader.on_gone)
-            async with (
-                syncing(sync, telemetry),
-                keeping(settings.router, service),
-                open_door(
-                    service,
-                    loader.texts,
-                    settings=front,
-                    telemetry=telemetry,
-                    sockets=sockets,
-                    tracing=spans,
-                    unread=loader.unread,
-                    by_engine=loader.by_engine,
-                ) as app,
-                saving(wires.snapshots, service, settings.router.snapshot_threshold),
-                following(place, service),
-                following_links(settings.router, service),
-            ):
-                yield app
+            stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
+            async with syncing(sync, telemetry), keeping(settings.router, service):
+                yield Connected(service, wires, loader.of_models, spans)
             stop_texts()
     finally:
         await loader.loaded()

@@ -23,7 +23,7 @@ from kvrouter.recording.records import Worker
 from kvrouter.sim.fleet_history import FleetHistory
 from kvrouter.sim.hit_ladder import CAUSES, HitFacts, HitLadder, Rung, RungFigure
 from kvrouter.sim.hit_rate import hit_ladder
-from kvrouter.sim.recorded_fleet import match, place_of
+from kvrouter.sim.recorded_fleet import group_place, match, place_of
 
 _RUNGS = {
     Rung.PROMPTS: "all prompt tokens",
@@ -79,19 +79,19 @@ def _sizes_in(file: FleetFile, history: FleetHistory, path: Path) -> Callable[[W
 
     Raises ConfigError where it has not. A worker that joined later has those of its role and domains.
     """
-    found = match(history, file)
-    if found.mismatch:
-        raise ConfigError(f"fleet: {path} has not the recorded workers: {found.mismatch}", param="fleet")
+    found, mismatch = match(history, file)
+    if found is None:
+        raise ConfigError(f"fleet: {path} has not the recorded workers: {mismatch}", param="fleet")
+    numbers = found.numbers
     by_id: dict[int, int] = {}
     by_place: dict[Hashable, int] = {}
     for worker_id, group in numbered_workers(file):
         if isinstance(group.engine, MockEngineSpec):
             by_id[worker_id] = group.engine.total_kv_blocks
-            place = (group.role.value, tuple(sorted(group.domains.items())))
-            by_place.setdefault(place, group.engine.total_kv_blocks)
+            by_place.setdefault(group_place(group), group.engine.total_kv_blocks)
 
     def kv_blocks_of(worker: Worker) -> int | None:
-        number = found.numbers.get(worker.worker)
+        number = numbers.get(worker.worker)
         known = None if number is None else by_id.get(number)
         return by_place.get(place_of(worker), worker.kv_blocks) if known is None else known
 

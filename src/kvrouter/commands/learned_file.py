@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvrouter.commands.whole_file import check_folder, write_whole
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId

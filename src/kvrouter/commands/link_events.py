@@ -12,8 +12,7 @@ from kvrouter.config.fleet_engines import MockEngineSpec
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
 from kvrouter.mock import LinkChange
-from kvrouter.sim.timetable import LINK, read_timetable
-from kvrouter.sim.timetable_entry import entry_of
+from kvrouter.sim.timetable import LINK, entry_of, read_timetable
 from kvrouter.sim.timetable_plan import plan_timetable
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running

@@ -9,7 +9,8 @@ from typing import Self
 from msgspec.structs import replace
 
 from kvrouter.commands.worker_process import WorkerProcess, logger
-from kvrouter.config import FleetFile, MockEngineSpec, Settings, WorkerGroup
+from kvrouter.config.fleet import FleetFile, WorkerGroup
+from kvrouter.config.fleet_engines import MockEngineSpec
 from kvrouter.config.fleet_workers import (
     bootstraps,
     mock_engine,
@@ -19,6 +20,7 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.one_worker import worker_id_of
 from kvrouter.config.static_endpoint import STATIC_INCARNATION
+from kvrouter.config.tree import Settings
 from kvrouter.config.worker_options import MockFileOptions, MockRunOptions
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId

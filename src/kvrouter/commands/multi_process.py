@@ -18,17 +18,13 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from kvrouter.config import (
-    AttachedEngineSpec,
-    DiscoveryBackend,
-    FleetFile,
-    LogFormat,
-    MockEngineSpec,
-    Settings,
-)
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.config.fleet_workers import numbered_workers
+from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.config.setting import installed_version
 from kvrouter.config.sources import environment_with
+from kvrouter.config.tree import LogFormat, Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.processes.lifetime import claimed, explained, stop_on_signals
 from kvrouter.processes.supervisor import Supervisor
@@ -106,21 +102,8 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                     worker.name, _command(*worker.arguments), environ, standby=("--standby",)
                 )
             for port in ports:
-                front = run.frontend.model_copy(update={"http_port": port})
-                recording = run.recording
-                if recording.folder is not None:  # each frontend needs a folder of its own
-                    own = str(Path(recording.folder) / f"frontend-{port}")
-                    recording = recording.model_copy(update={"folder": own})
-                of_front = environment_with(
-                    os.environ,
-                    run.model_copy(update={"frontend": front, "recording": recording}),
-                    *("planes", "log", "router", "frontend", "recording"),
-                )
-                await supervisor.start(
-                    f"frontend :{port}",
-                    _command("frontend", "--config", str(file)),
-                    of_front,
-                )
+                command = _command("frontend", "--config", str(file))
+                await supervisor.start(f"frontend :{port}", command, _frontend_environ(run, port))
             within_s = READY_WITHIN_S if _has_mocks_alone(fleet) else math.inf
             ready = asyncio.gather(
                 *(_until_ready(settings.frontend.http_host, port, within_s) for port in ports)
@@ -141,6 +124,17 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
             await supervisor.stop("worker", STOP_LIMIT_S)
     log_event(logger, Event.STOP)
     return 0
+
+
+def _frontend_environ(run: Settings, port: int) -> dict[str, str]:
+    """The variables of the frontend on a port."""
+    front = run.frontend.model_copy(update={"http_port": port})
+    recording = run.recording
+    if recording.folder is not None:  # each frontend needs a folder of its own
+        own = str(Path(recording.folder) / f"frontend-{port}")
+        recording = recording.model_copy(update={"folder": own})
+    settings = run.model_copy(update={"frontend": front, "recording": recording})
+    return environment_with(os.environ, settings, "planes", "log", "router", "frontend", "recording")
 
 
 async def free_ports(host: str, first: int, n: int) -> list[int]:

@@ -1,6 +1,5 @@
 """What a recording gives a replay in addition to its requests: its fleet, and what became of that."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +13,8 @@ from kvrouter.config.fleet import FleetFile
 from kvrouter.config.problems import Document, parse_document, read_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.fleet_history import FleetHistory
-from kvrouter.sim.recorded_events import (
-    Numbering,
-    RecordedEvents,
-    numbering_in,
-    own_numbering,
-    recorded_events,
-)
-from kvrouter.sim.recorded_fleet import RecordedFleet, main_policy, match, policy_of, recorded_fleet
+from kvrouter.sim.recorded_events import RecordedEvents, recorded_events
+from kvrouter.sim.recorded_fleet import Numbering, RecordedFleet, initial_policy, match, recorded_fleet
 from kvrouter.sim.timetable import TimetableEvent
 from kvrouter.sim.traces.read import Trace
 from kvrouter.sim.traces.recording import Past, Recording
@@ -77,7 +70,7 @@ def replayed_fleet(fleet: Path | None, trace: Trace, trace_path: Path) -> Replay
         note = "the fleet is the default one: the recording names no workers"
         return ReplayedFleet(parse_document(DEFAULT_FLEET, "the default fleet"), note=note)
     made = recorded_fleet(trace.fleet, str(trace_path))
-    note = f"the fleet is the recorded one, as mock engines: {_counted(len(made.numbers), 'worker')}"
+    note = f"the fleet is the recorded one, as mock engines: {_counted(made.numbering.n_workers, 'worker')}"
     return ReplayedFleet(made.document, made, note)
 
 
@@ -142,20 +135,19 @@ def _numbering(
     history: FleetHistory, recorded: RecordedFleet | None, fleets: Sequence[FleetFile]
 ) -> tuple[Numbering | None, str]:
     """Return who the recorded workers are in all of ``fleets``, or why they are not there."""
-    found = [match(history, fleet) for fleet in fleets]
-    for each in found:
-        if each.mismatch:
-            return None, each.mismatch
-        if each.numbers != found[0].numbers:
+    first: Numbering | None = None
+    for fleet in fleets:
+        found, mismatch = match(history, fleet)
+        if found is None:
+            return None, mismatch
+        first = first or found
+        if found.numbers != first.numbers:
             return None, "the fleets that are compared have different workers"
-    if recorded is not None:
-        return own_numbering(recorded), ""
-    return numbering_in(fleets[0], found[0].numbers), ""
+    return first if recorded is None else recorded.numbering, ""
 
 
 def _has_recorded_policy(history: FleetHistory, fleet: FleetFile) -> bool:
-    policy = main_policy(Counter(policy_of(seen.worker) for seen in history.initial.values()))
-    spec = fleet.kv_transfer
+    policy, spec = initial_policy(history), fleet.kv_transfer
     if policy is None or spec is None:
         return policy is None and spec is None
     return policy == (spec.domain, spec.enforcement.value, spec.preferred_weight)

@@ -23,7 +23,7 @@ from kvrouter.sim.page.document import render_page
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
 from kvrouter.sim.summary import ReplayReport, Summary, VariantReport, summarize
-from kvrouter.sim.timetable_entry import entry_of
+from kvrouter.sim.timetable import entry_of
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.tuning import candidates, first_half, merit, second_half
 from kvrouter.sim.variant import Variant, parse_sweep, split_policies, variants

@@ -23,7 +23,7 @@ from kvrouter.sim.recorded_fleet import RecordedFleet
 from kvrouter.sim.simulation import Simulation, check_room, longest_request
 from kvrouter.sim.summary import Objective
 from kvrouter.sim.timetable import TimetableEvent, read_timetable
-from kvrouter.sim.timetable_plan import check_timetable
+from kvrouter.sim.timetable_plan import plan_timetable
 from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.traces.request import TraceRequest
 from kvrouter.sim.variant import Variant
@@ -83,7 +83,7 @@ class ReplayInputs:
         self.dispatch.check(self.trace.info)
         n_rows, longest = longest_request(self.trace)
         for variant in compared:
-            check_timetable(self.timetable, variant.fleet)
+            plan_timetable(self.timetable, variant.fleet)
             check_room(longest, self.simulation(variant, self.options.seed).fleet)
         return n_rows
 

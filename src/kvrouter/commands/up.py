@@ -17,9 +17,11 @@ import uvloop
 
 from kvrouter.commands.learned_file import keeping
 from kvrouter.commands.link_events import LinkStep, happening, read_link_events
-from kvrouter.config import AttachedEngineSpec, FleetFile, LogFormat, Settings
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_engines import AttachedEngineSpec
 from kvrouter.config.fleet_workers import link_table
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import LogFormat, Settings
 from kvrouter.frontend.pages import nobody_awaited
 from kvrouter.processes.lifetime import (
     StopRequested,
@@ -97,14 +99,12 @@ async def embedded(
                     keeping(settings.router, service),
                     open_door(
                         service,
-                        loader.texts,
+                        loader.of_models,
                         settings=front,
                         telemetry=telemetry,
                         sockets=sockets,
                         awaited=nobody_awaited if attached is None else attached.awaited,
                         tracing=spans,
-                        unread=loader.unread,
-                        by_engine=loader.by_engine,
                     ) as app,
                     following(place, service),
                     following_links(settings.router, service),
@@ -194,6 +194,6 @@ async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s
     await stopping.wait()
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    log_event(logger, Event.DRAIN, running_requests=app.service.running)
+    log_event(logger, Event.DRAIN, running_requests=app.service.requests.running)
     cut = await app.drain(drain_limit_s)
     log_event(logger, Event.STOP, duration_s=loop.time() - began_s, running_requests=cut)

@@ -9,10 +9,10 @@ from typing import Protocol
 import uvloop
 from aiohttp import web
 
-from kvrouter.config import Settings
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.setting import installed_version
 from kvrouter.config.static_endpoint import STATIC_INCARNATION, static_text
+from kvrouter.config.tree import Settings
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId

@@ -10,11 +10,7 @@ from rich.text import Text
 
 from kvrouter.commands.input_options import InputOptions, WorthOptions
 from kvrouter.commands.output import json_text
-from kvrouter.commands.replay_inputs import (
-    ReplayInputs,
-    open_inputs,
-    replay_progress,
-)
+from kvrouter.commands.replay_inputs import ReplayInputs, open_inputs, replay_progress
 from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import read_document
 from kvrouter.config.setting import installed_version
@@ -25,7 +21,7 @@ from kvrouter.sim.comparison import NOTHING
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Beat
 from kvrouter.sim.summary import Objective
-from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
+from kvrouter.sim.timetable import TimetableEntry, entry_of
 from kvrouter.sim.transfer_choices import (
     COMPARED_COSTS,
     TransferChoice,
@@ -94,10 +90,7 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
     given.output.check()
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
-    modes, costs = (
-        dict.fromkeys(map(RouterMode, options.modes)),
-        dict.fromkeys(options.costs),
-    )
+    modes, costs = dict.fromkeys(map(RouterMode, options.modes)), dict.fromkeys(options.costs)
     others = other_choices(file, tuple(modes) or tuple(RouterMode), tuple(costs) or COMPARED_COSTS)
     inputs = open_inputs(given)
     check_events(inputs.timetable)

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from kvrouter.api.decisions import Decisions, LastDecisions
 from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
 from kvrouter.api.pages import BusyBody, ThresholdList, Thresholds
-from kvrouter.config import AdminAccess, FrontendSettings
+from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
@@ -87,7 +87,7 @@ class AdminRoutes:
 
     def _set_thresholds(self, body: BusyBody) -> Thresholds:
         model = self._service.model(ModelName(body.model))
-        settings = model.settings
+        settings = model.placer.settings
         decode_blocks, prefill_tokens = (
             body.active_decode_blocks_threshold,
             body.active_prefill_tokens_threshold,
@@ -98,7 +98,9 @@ class AdminRoutes:
             decode_blocks = settings.active_decode_blocks_threshold
         if prefill_tokens is UNSET:
             prefill_tokens = settings.active_prefill_tokens_threshold
-        model.set_busy_thresholds(decode_blocks=decode_blocks, prefill_tokens=prefill_tokens)
+        model.placer.set_busy_thresholds(
+            decode_blocks=decode_blocks, prefill_tokens=prefill_tokens, now_s=model.clock()
+        )
         self._observed.thresholds_set(
             model=body.model, decode_blocks=decode_blocks, prefill_tokens=prefill_tokens
         )
@@ -117,9 +119,9 @@ class AdminRoutes:
             self._ids.give_back(request_id)
         model = called.router
         try:
-            explained = decided(wanted, model.fleet, self._service.explain(wanted))
+            explained = decided(wanted, model.fleet, self._service.model(wanted.model).explain(wanted))
         except RoutingRefused as error:
-            mode = wanted.override.router_mode or model.settings.mode
+            mode = wanted.override.router_mode or model.placer.settings.mode
             explained = refused(wanted, model.fleet, mode, error)
         return json_page(explained)
 
@@ -140,7 +142,7 @@ class AdminRoutes:
     async def decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions/{request_id}``: every attempt of one of the last requests."""
         request_id = RequestId(request.parameters["request_id"])
-        attempts = self._service.decisions(request_id)
+        attempts = self._service.decisions.get(request_id)
         if attempts is None:
             raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
         return json_page(
@@ -150,7 +152,7 @@ class AdminRoutes:
     async def latest_decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""
         limit = _limit_of(request.query.get("limit"))
-        latest = map(latest_of, self._service.latest_decisions(limit))
+        latest = map(latest_of, self._service.decisions.latest(limit))
         return json_page(LastDecisions(decisions=[*latest]))
 
     def _fleet_of(self, model: str) -> Fleet | None:
@@ -203,7 +205,7 @@ def _limit_of(given: str | None) -> int:
 
 
 def _thresholds(model: ModelRouter) -> Thresholds:
-    settings = model.settings
+    settings = model.placer.settings
     return Thresholds(
         model.fleet.model, settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
     )

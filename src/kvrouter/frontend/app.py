@@ -1,19 +1,18 @@
 """The HTTP application: dispatches generation routes, pages and admin routes."""
 
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrouter.config import FrontendSettings
 from kvrouter.config.setting import installed_version
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.compressed import CompressedBodies
-from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.errors import (
     MethodNotAllowed,
     UnknownPath,
@@ -50,7 +49,6 @@ from kvrouter.frontend.web_page import WebPage
 from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
-from kvrouter.text.model import TextModel
 
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing
@@ -328,19 +326,17 @@ class FrontendApp(HttpApp):
     def __init__(
         self,
         service: RouterService,
-        texts: Mapping[ModelName, TextModel],
+        texts: ModelTexts,
         *,
         settings: FrontendSettings,
         telemetry: Telemetry,
         awaited: Awaited = nobody_awaited,
         settle_s: float = SETTLE_S,
         tracing: "RequestTracing | None" = None,
-        unread: Mapping[ModelName, str] = NO_REASONS,
-        by_engine: Container[ModelName] = NO_MODELS,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(service, texts, observed, settings, unread=unread, by_engine=by_engine)
-        bodies = Bodies(service, texts, observed, settings)
+        preparer = RequestPreparer(service, texts, observed, settings)
+        bodies = Bodies(service, texts.texts, observed, settings)
         generate = GenerateRoutes(
             service, preparer, bodies, observed, tracing, keep_alive_s=settings.sse_keep_alive_s
         )
@@ -359,7 +355,7 @@ class FrontendApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
-            traffic=service.traffic,
+            traffic=service.requests.traffic,
         )
         gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauges)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]

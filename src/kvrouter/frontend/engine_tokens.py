@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from kvrouter.config import FrontendSettings, TokenizeFallback
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.frontend.chat_renderings import ChatRenderings, UnrenderedChats
@@ -26,39 +27,42 @@ from kvrouter.text.prompts.shape import shape_of
 from kvrouter.text.prompts.tokenize import tokenize_chat, tokenize_text
 from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES
 
-NO_MODELS: Container[ModelName] = ()
-
-NO_REASONS: Mapping[ModelName, str] = {}
-
 TOKENIZER_ON_ITS_WAY = "its tokenizer is being loaded"
 
 CHOSEN = "its tokenizer is said to be engine"
 
 
+class ModelTexts(NamedTuple):
+    """The tokenizers of a frontend's models; they change as workers are announced.
+
+    ``unread`` are the reasons why prompts of a model cannot be read here, in whole or in part; those of
+    models ``by_engine`` are tokenized by their engines.
+    """
+
+    texts: Mapping[ModelName, TextModel]
+    unread: Mapping[ModelName, str] = {}
+    by_engine: Container[ModelName] = ()
+
+
 class PromptTokenizer:
     """Turns the prompt of a call that passes into tokens. Engines are asked about all prompts of the models
-    ``by_engine``; where the settings say so, also about those that cannot be made here, for reasons that
-    ``unread`` has in whole or in part, and about those of blind shapes.
+    ``by_engine``; where the settings say so, also about those that are unread, and about those of blind
+    shapes.
     """
 
     def __init__(
         self,
         service: RouterService,
-        texts: Mapping[ModelName, TextModel],
+        texts: ModelTexts,
         observed: FrontendInstrumentation,
         settings: FrontendSettings,
-        *,
-        unread: Mapping[ModelName, str],
-        by_engine: Container[ModelName],
     ) -> None:
         self._engines = service.engine_tokenizer
         self._renderings = ChatRenderings(observed)
-        self._texts = texts
+        self._texts, self._unread, self._by_engine = texts
         self._observed = observed
         self._limit_s = settings.tokenize_engine_wait_s
         self._falls_back = settings.tokenize_fallback is TokenizeFallback.ENGINE
-        self._unread = unread
-        self._by_engine = by_engine
 
     def tokenized_by(self, model: ModelRouter) -> str | None:
         """Who tokenizes the prompts of a model: ``router``, ``engine``, or None where they are not known."""

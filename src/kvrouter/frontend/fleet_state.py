@@ -111,7 +111,8 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     speed=model.placer.speeds.reading(slot),
                 )
             )
-        is_alive, circuit = fleet.is_alive(card.worker_id), model.circuit_state(card.worker_id)
+        is_alive = fleet.is_alive(card.worker_id)
+        circuit = model.placer.circuits.state_of(card.worker_id, now_s=model.clock())
         yield WorkerReading(card, is_alive, fleet.cordons_on(card.worker_id), circuit, tuple(ranks))
 
 
@@ -156,18 +157,18 @@ def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None
     for model in service.models():
         of_model = list(read_workers(model))
         models.append(_model_state(model, workers=len(of_model), tokenizer=tokenizer))
-        default = model.settings.topology_default
+        default = model.placer.settings.topology_default
         workers.extend(
-            _worker_state(worker, default, lapsed=service.has_lapsed(worker.card.worker_id))
+            _worker_state(worker, default, lapsed=service.liveness.has_lapsed(worker.card.worker_id))
             for worker in of_model
         )
     return api.Fleet(
         version=installed_version(),
         time_s=round(time.time(), 3),
         discovery=api.Discovery(reachable=service.store_lost is None, why=service.store_lost),
-        draining=service.is_draining,
-        running_requests=service.running,
-        recording=_recording_state(service.traffic),
+        draining=service.requests.is_draining,
+        running_requests=service.requests.running,
+        recording=_recording_state(service.requests.traffic),
         replicas=_replicas_state(service.sync),
         models=models,
         workers=workers,
@@ -207,7 +208,8 @@ def _refused_state(refused: RefusedCard) -> api.RefusedWorker:
 
 def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer | None) -> api.Model:
     why_by_load = None if tokenizer is None else tokenizer.why_by_load(model)
-    settings, index, near = model.settings, read_index(model), model.settings.near
+    settings, index = model.placer.settings, read_index(model)
+    near = settings.near
     default = settings.topology_default
     return api.Model(
         model=model.fleet.model,
@@ -225,10 +227,10 @@ def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer
         links=_links_state(model),
         workers=workers,
         worker_ranks=sum(card.dp_size for card in model.fleet),
-        waiting_requests=model.waiting,
+        waiting_requests=len(model.placer.waiting),
         parted_pairs=[
             api.BrokenPair(prefill_worker_id=pair.prefill, decode_worker_id=pair.decode, circuit=state)
-            for pair, state in model.broken_pairs()
+            for pair, state in model.placer.circuits.pairs(now_s=model.clock())
         ],
         index=None if index is None else api.Index(blocks=index.blocks, bytes=index.bytes),
         prompt_shapes=[
@@ -249,8 +251,8 @@ def _routing_of(model: ModelRouter, why_by_load: str | None) -> str:
     """By what workers are picked: what is cached there and load, load alone, or as the mode says."""
     if why_by_load is not None:
         return "load"
-    if model.settings.mode is not RouterMode.KV:
-        return model.settings.mode.value
+    if model.placer.settings.mode is not RouterMode.KV:
+        return model.placer.settings.mode.value
     return "load" if isinstance(model.cache, NoCacheView) else "cache"
 
 
@@ -279,14 +281,14 @@ def flows_state(service: RouterService) -> api.Flows:
                 bytes_per_s=round(flow.recent_bytes / RECENT_S),
             )
             for model in service.models()
-            for flow in model.kv_flows()
+            for flow in model.flows.readings(now_s=model.clock())
         ],
     )
 
 
 def _links_state(model: ModelRouter) -> api.Links | None:
     """What handoffs showed of links; None where nobody learns from them."""
-    if not cost_rule(model.settings.cost).needs.learned:
+    if not cost_rule(model.placer.settings.cost).needs.learned:
         return None
     learned = model.placer.transfers.learned
     return api.Links(
@@ -462,9 +464,10 @@ class Gauges:
             transfers = model.placer.transfers
             self._add_links(name, transfers.learned.readings(), transfers.engine_sums.reading())
             self._set(telemetry.ledger_leases, len(model.ledger), name)
-            self._set(telemetry.queue_depth, model.waiting_for_load, name)
-            self._set(telemetry.pairs_parted, sum(1 for _ in model.broken_pairs()), name)
-        telemetry.retry_body_bytes.set(self._service.retry_body_bytes)
+            self._set(telemetry.queue_depth, len(model.placer.waiting.admission), name)
+            parted = model.placer.circuits.pairs(now_s=model.clock())
+            self._set(telemetry.pairs_parted, sum(1 for _ in parted), name)
+        telemetry.retry_body_bytes.set(self._service.requests.retry_body_bytes)
         for gauge, values in self._values.items():
             gauge.replace(values)
 

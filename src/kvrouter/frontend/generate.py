@@ -264,8 +264,8 @@ class GenerateRoutes:
     ) -> None:
         """``client`` distinguishes who asks from others, by its address."""
         received_s = time.monotonic()
-        traffic = self._service.traffic
-        origin = NO_ORIGIN if traffic is None else origin_of(request.path, request.headers)
+        requests = self._service.requests
+        origin = NO_ORIGIN if requests.traffic is None else origin_of(request.path, request.headers)
         with self._refusals_recorded(exchange, request.path, received_s):
             call, generate, text, matcher = await self._prepared(exchange, request)
         request.read()
@@ -273,10 +273,11 @@ class GenerateRoutes:
             spans.prepared()
         generate = replace(generate, trace=trace, client=client)
         if call.nvext.asks_only:
-            await answer_query(exchange, call, generate, self._service.explain(generate))
+            decision = self._service.model(generate.model).explain(generate)
+            await answer_query(exchange, call, generate, decision)
             return
         with self._refusals_recorded(exchange, request.path, received_s):
-            running = self._service.generate(generate, received_s=received_s, origin=origin, spans=spans)
+            running = requests.generate(generate, received_s=received_s, origin=origin, spans=spans)
         exchange.generation = running
         if call.stream and self._keep_alive_s:
             exchange.keep_alive(running, self._keep_alive_s)
@@ -301,8 +302,8 @@ class GenerateRoutes:
         try:
             yield
         except KvrouterError as error:
-            if self._service.traffic is not None:
-                self._service.traffic.call_refused(
+            if self._service.requests.traffic is not None:
+                self._service.requests.traffic.call_refused(
                     error, route=route, model=exchange.model, received_s=received_s
                 )
             raise

@@ -3,8 +3,8 @@
 import ipaddress
 import re
 
-from kvrouter.config import FrontendSettings
 from kvrouter.config.sources import LOOPBACK_HOSTS
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request

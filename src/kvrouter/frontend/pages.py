@@ -146,9 +146,9 @@ class Pages:
     async def health(self, _: PageRequest) -> Page:
         """``GET /health``: the process answers, whatever it can do; else the caller would restart it."""
         status = "ok" if self._service.why_too_few is None else "starting"
-        if self._service.is_draining:
+        if self._service.requests.is_draining:
             status = "draining"
-        return json_page(Health(status, self._service.running))
+        return json_page(Health(status, self._service.requests.running))
 
     async def ready(self, _: PageRequest) -> Page:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
@@ -189,7 +189,7 @@ class Pages:
 
     async def load(self, _: PageRequest) -> Page:
         """``GET /load``: how many requests run, as vLLM says it."""
-        return json_page(ServerLoad(self._service.running))
+        return json_page(ServerLoad(self._service.requests.running))
 
     async def version(self, _: PageRequest) -> Page:
         """``GET /version``: the version of the engines where all say the same, else this router's."""
@@ -198,7 +198,7 @@ class Pages:
         return json_page(Version(version or installed_version()))
 
     def _refuse_draining(self) -> None:
-        if self._service.is_draining:
+        if self._service.requests.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
 
     def _refuse_too_few(self) -> None:

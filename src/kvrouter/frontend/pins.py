@@ -25,7 +25,7 @@ _OVERRIDE = "nvext.router_config_override"
 def check_pins(call: Call, model: ModelRouter) -> None:
     """Raise :class:`InvalidRequest` naming the field of a hint that ``model`` cannot meet."""
     if isinstance(model.cache, NoCacheView):
-        _check_override(call.override, model.settings)
+        _check_override(call.override, model.placer.settings)
     fleet = model.fleet
     receiver = _pinned(fleet, call.pin, field=_PIN, rank_field="nvext.dp_rank")
     sender = _pinned(fleet, call.prefill_pin, field=_PREFILL_PIN, rank_field="nvext.prefill_dp_rank")
@@ -42,7 +42,7 @@ def check_pins(call: Call, model: ModelRouter) -> None:
         if card is not None:
             _check_taints(taints, card, fleet, field=field, at=at)
     if receiver is not None and sender is not None:
-        _check_domain(sender, receiver, model.settings.topology_default)
+        _check_domain(sender, receiver, model.placer.settings.topology_default)
 
 
 def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -12,13 +12,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.config import FrontendSettings, UnknownNvext
+from kvrouter.config.tree import FrontendSettings, UnknownNvext
 from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN
-from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS, PromptTokenizer
+from kvrouter.frontend.engine_tokens import ModelTexts, PromptTokenizer
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
@@ -66,28 +66,19 @@ def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
 
 
 class RequestPreparer:
-    """One way in, for requests that are sent and for those that are only explained.
-
-    ``unread`` are the reasons why prompts of a model cannot be read here, in whole or in part; those of
-    models ``by_engine`` are tokenized by their engines.
-    """
+    """One way in, for requests that are sent and for those that are only explained."""
 
     def __init__(
         self,
         service: RouterService,
-        texts: Mapping[ModelName, TextModel],
+        texts: ModelTexts,
         observed: FrontendInstrumentation,
         settings: FrontendSettings,
-        *,
-        unread: Mapping[ModelName, str] = NO_REASONS,
-        by_engine: Container[ModelName] = NO_MODELS,
     ) -> None:
         self._service = service
-        self._texts = texts
+        self._texts = texts.texts
         self._observed = observed
-        self.tokenizer = PromptTokenizer(
-            service, texts, observed, settings, unread=unread, by_engine=by_engine
-        )
+        self.tokenizer = PromptTokenizer(service, texts, observed, settings)
         refuses_unknown = settings.unknown_nvext is UnknownNvext.REFUSE
         self._on_unknown = refuse_unknown if refuses_unknown else observed.routing_hint_ignored
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,11 +11,11 @@ from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from kvrouter.api import bookings as api
 from kvrouter.api.cordons import Name
-from kvrouter.config import FrontendSettings
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
@@ -23,7 +23,7 @@ from kvrouter.fleet import Fleet
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_state import policy_state
-from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS, trace_of
@@ -79,17 +79,11 @@ def routed(
     lease_ttl_s: float | None,
 ) -> api.Routed:
     """Where a request goes; ``lease_ttl_s`` is None when nothing was booked."""
-    picked = _picked(decision.decode, fleet)
     return api.Routed(
         request_id=request.request_id,
         model=request.model,
         leg=decision.decode.leg,
-        worker_id=picked.worker_id,
-        dp_rank=picked.dp_rank,
-        address=picked.address,
-        domains=picked.domains,
-        overlap_blocks=picked.overlap_blocks,
-        cost=picked.cost,
+        **asdict(_picked(decision.decode, fleet)),
         prefill=None if decision.prefill is None else _picked(decision.prefill, fleet),
         bootstrap=_bootstrap(bootstrap),
         constraint=obeyed(decision.constraint),
@@ -103,16 +97,10 @@ def routed(
 
 def prefilled(request: GenerateRequest, fleet: Fleet, done: Prefilled) -> api.Prefilled:
     """Where a request's KV is, or will be, and how its decode leg gets it."""
-    picked = _picked(done.placement.prefill_pick, fleet)
     return api.Prefilled(
         request_id=request.request_id,
         model=request.model,
-        worker_id=picked.worker_id,
-        dp_rank=picked.dp_rank,
-        address=picked.address,
-        domains=picked.domains,
-        overlap_blocks=picked.overlap_blocks,
-        cost=picked.cost,
+        **asdict(_picked(done.placement.prefill_pick, fleet)),
         cached_tokens=done.cached_tokens,
         kv_transfer_params=done.kv_transfer_params,
         bootstrap=_bootstrap(done.bootstrap),
@@ -348,7 +336,7 @@ class Calls:
         failed: KvrouterError | None = None
         cancel_with(responder)
         try:
-            if self._service.is_draining:
+            if self._service.requests.is_draining:
                 raise ShuttingDown("this router is shutting down and takes no new requests")
             body = msgspec.json.encode(await work(call))
             status = 200
@@ -528,7 +516,7 @@ class RouterApp(HttpApp):
     def __init__(
         self,
         service: RouterService,
-        texts: Mapping[ModelName, TextModel],
+        texts: ModelTexts,
         bookings: Bookings,
         prefills: PrefillDispatch,
         *,
@@ -537,12 +525,10 @@ class RouterApp(HttpApp):
         lease_ttl_s: float,
         takes_prefills: bool,
         tracing: "RequestTracing | None" = None,
-        unread: Mapping[ModelName, str] = NO_REASONS,
-        by_engine: Container[ModelName] = NO_MODELS,
     ) -> None:
         observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(service, texts, observed, settings, unread=unread, by_engine=by_engine)
-        bodies = Bodies(service, texts, observed, settings)
+        preparer = RequestPreparer(service, texts, observed, settings)
+        bodies = Bodies(service, texts.texts, observed, settings)
         parser = TokenRequestParser(preparer)
         calls = Calls(
             service,
@@ -571,7 +557,7 @@ class RouterApp(HttpApp):
             bodies=bodies,
             settings=settings,
             observed=observed,
-            traffic=service.traffic,
+            traffic=service.requests.traffic,
         )
         self._telemetry = telemetry
         self._bookings = bookings

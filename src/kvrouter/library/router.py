@@ -8,11 +8,11 @@ from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
 from kvrouter.core.events import unpack_hashes
-from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.openai.parse import pin_of
@@ -38,40 +38,20 @@ from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import go_on
+from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
-from kvrouter.wiring.router import build_service, new_router_id
+from kvrouter.wiring.router import build_service
 
 _log = logging.getLogger(__name__)
 
 
-class OfEndpoint:
+class OfEndpoint(NarrowedDiscovery):
     """Discovery narrowed to one endpoint's workers; one with another block size is refused, and logged."""
 
     def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+        super().__init__(endpoint.runtime.discovery, lambda card: endpoint.serves(card) and self._fits(card))
         self._endpoint = endpoint
         self._block_size = block_size
-
-    async def publish(self, card: WorkerCard) -> None:
-        """Pass on."""
-        await self._endpoint.runtime.discovery.publish(card)
-
-    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
-        """Pass on."""
-        await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
-
-    async def watch(
-        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
-    ) -> Callable[[], None]:
-        """Deliver only the cards that belong here."""
-
-        def on_any_card(card: WorkerCard) -> None:
-            if self._endpoint.serves(card) and self._fits(card):
-                on_card(card)
-
-        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone, on_store)
-
-    async def close(self) -> None:
-        """The runtime's discovery is closed by the caller that made it."""
 
     def _fits(self, card: WorkerCard) -> bool:
         if card.block_size == self._block_size:
@@ -134,7 +114,7 @@ class WithPrefillWorkers(OfEndpoint):
                 del others[worker_id]
             on_gone(worker_id, incarnation, why)
 
-        return await self._endpoint.runtime.discovery.watch(on_any_card, on_any_gone, on_store)
+        return await self._discovery.watch(on_any_card, on_any_gone, on_store)
 
 
 def model_of(service: RouterService, name: str | None) -> ModelRouter:
@@ -193,8 +173,8 @@ class BestWorkers(NamedTuple):
         return last
 
 
-def _sync_of(runtime: Runtime, router_id: RouterId) -> ReplicaSync:
-    sync = runtime.replica_sync(router_id)
+def _sync_of(runtime: Runtime) -> ReplicaSync:
+    sync = runtime.replica_sync()
     if sync is None:
         raise ConfigError(
             "replica_sync: this runtime was connected without: Runtime.connect(settings) with "
@@ -221,8 +201,7 @@ class KvRouter:
         self._block_size = block_size
         runtime, telemetry = endpoint.runtime, Telemetry()
         config = kv_router_config or runtime.router_config
-        router_id = new_router_id()
-        self._sync = _sync_of(runtime, router_id) if config.replica_sync else None
+        self._sync = _sync_of(runtime) if config.replica_sync else None
         self._service: RouterService = build_service(
             config,
             plane=runtime.requests,
@@ -230,7 +209,6 @@ class KvRouter:
             subscriber=runtime.events,
             cordons=runtime.cordons,
             telemetry=telemetry,
-            router_id=router_id,
             sync=self._sync,
         )
         self._bookings = Bookings()
@@ -338,7 +316,7 @@ class KvRouter:
         )
         pin = pin_of(hints.worker_id, hints.dp_rank)
         prefill_pin = pin_of(hints.prefill_worker_id, hints.prefill_dp_rank)
-        if model_router.settings.prefill_alone and pin is not None:
+        if model_router.placer.settings.prefill_alone and pin is not None:
             if prefill_pin is not None:
                 raise InvalidRequest(
                     "prefill_worker_id: worker_id says it already, because this endpoint's workers prefill",
@@ -359,7 +337,7 @@ class KvRouter:
         )
         _check_length(model_router, request)
         self._bookings.refuse_when_in_use(request.request_id)
-        run = self._prefill if model_router.settings.prefill_alone else self._generate
+        run = self._prefill if model_router.placer.settings.prefill_alone else self._generate
         return AnswerPieces(run(request))
 
     async def _prefill(self, request: GenerateRequest) -> AsyncGenerator[AnswerPiece, None]:
@@ -371,7 +349,7 @@ class KvRouter:
         self._refuse_when_closed()
         self._bookings.claim(request.request_id)
         try:
-            async with self._service.generate(request) as generation:
+            async with self._service.requests.generate(request) as generation:
                 async for piece in pieces_of(generation):
                     yield piece
         finally:
@@ -507,7 +485,7 @@ class KvRouter:
         """The endpoint's own workers of a model all prefill, or not."""
         model_router = self._service.find(model)
         if model_router is not None:
-            model_router.set_prefill_alone(is_alone)
+            model_router.placer.set_prefill_alone(is_alone)
 
     def _refuse_when_closed(self) -> None:
         if self._is_closed:
@@ -561,7 +539,8 @@ class KvIndexer:
         if not self._is_open:
             raise ShuttingDown("this KvIndexer follows no workers: use it inside its `async with`")
         model_router = model_of(self._service, model)
-        overlap = model_router.overlap(model_router.hash_prompt(token_buffer(token_ids)))
+        prompt, now_s = model_router.hash_prompt(token_buffer(token_ids)), model_router.clock()
+        overlap = model_router.cache.overlap(prompt, model_router.fleet.n_slots, now_s=now_s)
         if overlap is None:
             return {}
         matches: dict[int, int] = {}

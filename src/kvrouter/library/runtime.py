@@ -20,18 +20,14 @@ from typing import Self
 
 import msgspec
 
-from kvrouter.config import (
-    KvRouterConfig,
-    MockEngineSpec,
-    Settings,
-    default_fleet_document,
-    load_fleet,
-    load_settings,
-    read_document,
-)
-from kvrouter.config.problems import dotted
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.fleet_engines import MockEngineSpec
+from kvrouter.config.problems import dotted, read_document
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.sources import load_settings
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
-from kvrouter.core.ids import DpRank, Epoch, RouterId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
 from kvrouter.library.inputs import (
@@ -55,10 +51,6 @@ NO_PORT = 0
 """A program has no frontend, after whose port its connection to NATS would be called."""
 
 
-def _no_sync(_router_id: RouterId) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """The planes that everything in a program shares."""
@@ -69,7 +61,7 @@ class Runtime:
     router_config: KvRouterConfig = field(default_factory=KvRouterConfig)
     """What a :class:`KvRouter` of this runtime decides by, when it is given nothing else."""
 
-    replica_sync: Callable[[RouterId], ReplicaSync | None] = _no_sync
+    replica_sync: Callable[[], ReplicaSync | None] = lambda: None
     """Returns a router's part in replica sync; None where the runtime was connected without it."""
 
     cordons: CordonStore | None = None

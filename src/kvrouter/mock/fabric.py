@@ -28,8 +28,8 @@ from kvrouter.mock.handoff import (
     Sink,
     StopPull,
 )
-from kvrouter.mock.links import DomainPair, LinkChange, Links, Place
-from kvrouter.mock.network import Arrived, Carried, Network
+from kvrouter.mock.links import LinkChange, Links, Place
+from kvrouter.mock.network import Arrived, Network
 from kvrouter.mock.ranks import EngineRanks, KvEvents, rank_of
 from kvrouter.mock.remote import (
     REASON_CHARS_MAX,
@@ -41,7 +41,6 @@ from kvrouter.mock.remote import (
     PullId,
     Pulls,
     Ready,
-    RemoteOutput,
     RemotePull,
     SinkWord,
     SourceWord,
@@ -86,9 +85,10 @@ class Fabric:
         self._members: dict[WorkerId, _Member] = {}
         self._ids: dict[str, WorkerId] = {}
         self._links = links
-        self._network = Network(links)
+        self.network = Network(links)
         self._handoffs = Handoffs()
-        self._pulls = Pulls()
+        self.pulls = Pulls()
+        """Pulls from and to other processes, and the messages for them."""
         self._added = 0
 
     def add(self, config: MockConfig, *, worker_id: WorkerId, domains: Mapping[str, str]) -> MockEngine:
@@ -115,7 +115,7 @@ class Fabric:
     def change_link(self, now: float, change: LinkChange) -> None:
         """Change a link, under the transfers that are on it too; see :meth:`Network.change`."""
         self.advance_before(now)
-        self._network.change(now, change)
+        self.network.change(now, change)
 
     def watch_legs(self, on_leg_ended: LegSink) -> None:
         """Give ``on_leg_ended`` the stamps of each leg that generates all of its tokens, from now on."""
@@ -137,9 +137,9 @@ class Fabric:
             del self._by_rank[rank]
         for party in self._handoffs.parties_of(worker_id):
             self._do(now, self._handoffs.leg_ended(now, party, f"worker {worker_id} is gone", lost=True))
-        for pull in self._pulls.of_worker(worker_id):
+        for pull in self.pulls.of_worker(worker_id):
             self._end_pull(now, pull)
-            self._pulls.tell_source(pull, None)
+            self.pulls.tell_source(pull, None)
 
     def submit(
         self,
@@ -158,7 +158,7 @@ class Fabric:
         self.advance_before(now)
         member = self._members[worker_id]
         party = Party(worker_id, sequence_key(request))
-        name = self._meeting_name(member.engine, request)
+        name = _meeting_name(member.engine, request)
         if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
         member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
@@ -184,7 +184,7 @@ class Fabric:
                 try:
                     self._handoffs.may_join(MeetingName(name), as_source=False)
                 except InvalidRequest as taken:
-                    self._pulls.tell_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
+                    self.pulls.tell_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
                 else:
                     self._sink_joins(now, MeetingName(name), sink, expiry_s, may_follow)
             case Want(kv_tokens):
@@ -200,7 +200,7 @@ class Fabric:
     def hear_source(self, now: float, pull_id: PullId, word: SourceWord) -> None:
         """The source of a pull said ``word``, or the way to it is lost; nothing when the pull has ended."""
         self.advance_before(now)
-        pull = self._pulls.of_id(pull_id)
+        pull = self.pulls.of_id(pull_id)
         if pull is None:
             return
         match word:
@@ -208,14 +208,10 @@ class Fabric:
                 if not pull.moving:
                     pull.moving = True
                     dst = self._members[pull.sink.worker_id].place
-                    self._network.start(now, pull.key, src, dst, kv_bytes)
+                    self.network.start(now, pull.key, src, dst, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
                 self._do(now, [HandoffFailed(pull.sink, loss, reason)])
-
-    def take_remote(self) -> list[RemoteOutput]:
-        """Return the messages for other processes since the last call, in order."""
-        return self._pulls.take_outputs()
 
     def catch_up(self, now: float, worker_id: WorkerId) -> None:
         """Do what an engine leapt over and ended before ``now``."""
@@ -243,7 +239,7 @@ class Fabric:
     def next_time(self) -> float | None:
         """When :meth:`advance` has something to do; None when nothing happens until someone calls."""
         earliest = self._ranks.next_time()
-        for time in (self._network.next_time(), self._handoffs.next_time()):
+        for time in (self.network.next_time(), self._handoffs.next_time()):
             if time is not None and (earliest is None or time < earliest):
                 earliest = time
         return earliest
@@ -255,7 +251,7 @@ class Fabric:
         Blocks that fill are no such thing: :meth:`take_outputs` has them.
         """
         limit, is_handoff = until, False
-        for time in (self._network.next_time(), self._handoffs.next_time()):
+        for time in (self.network.next_time(), self._handoffs.next_time()):
             if time is not None and time < limit:
                 limit, is_handoff = time, True
         time = self._ranks.run(limit, through=False)
@@ -305,10 +301,6 @@ class Fabric:
                 collected.chunks.append((Party(engine.worker_id, key), chunk))
         return collected
 
-    def carried(self) -> dict[DomainPair, Carried]:
-        """Transfers and bytes between each pair of domains so far."""
-        return self._network.carried()
-
     @property
     def idle(self) -> bool:
         """True when no leg runs or waits anywhere, no KV waits, and no process waits for KV from here."""
@@ -324,21 +316,21 @@ class Fabric:
         if self.idle:
             if len(self._handoffs):
                 problems.append(f"idle, and {len(self._handoffs)} handoffs are open")
-            if len(self._pulls):
-                problems.append(f"idle, and {len(self._pulls)} pulls from other processes are open")
-            if len(self._network):
-                problems.append(f"idle, and {len(self._network)} transfers are in flight")
+            if len(self.pulls):
+                problems.append(f"idle, and {len(self.pulls)} pulls from other processes are open")
+            if len(self.network):
+                problems.append(f"idle, and {len(self.network)} transfers are in flight")
         return problems
 
     def _live(self, time: float) -> None:
         """Do all that is due at ``time``."""
-        for arrived in self._network.advance(time) if len(self._network) else ():
-            pull = self._pulls.of_key(arrived.key)
+        for arrived in self.network.advance(time) if len(self.network) else ():
+            pull = self.pulls.of_key(arrived.key)
             if pull is None:
                 self._do(time, self._handoffs.pulled(MeetingName(arrived.key)), arrived)
             else:
-                self._pulls.close(pull)
-                self._pulls.tell_source(pull, Done())
+                self.pulls.close(pull)
+                self.pulls.tell_source(pull, Done())
                 self._do(time, [Deliver(pull.sink)], arrived)
         if expired := self._handoffs.expire(time):
             self._do(time, expired)
@@ -362,17 +354,17 @@ class Fabric:
         """Take an engine's notices to the handoffs."""
         for notice in member.engine.take_notices():
             party = Party(member.engine.worker_id, notice.key)
-            pull = self._pulls.of_sink(party)
+            pull = self.pulls.of_sink(party)
             match notice:
                 case KvReady():
                     self._do(now, self._handoffs.kv_ready(now, party))
                 case KvWanted(_, kv_tokens) if pull is not None:
-                    self._pulls.tell_source(pull, Want(kv_tokens))
+                    self.pulls.tell_source(pull, Want(kv_tokens))
                 case KvWanted(_, kv_tokens):
                     self._do(now, self._handoffs.kv_wanted(now, party, kv_tokens))
                 case LegEnded(_, reason) if pull is not None:
                     self._end_pull(now, pull)
-                    self._pulls.tell_source(pull, GiveUp(reason[:REASON_CHARS_MAX]))
+                    self.pulls.tell_source(pull, GiveUp(reason[:REASON_CHARS_MAX]))
                 case LegEnded(_, reason):
                     self._do(now, self._handoffs.leg_ended(now, party, reason, lost=False))
 
@@ -393,7 +385,7 @@ class Fabric:
         elif source_at is None:
             self._sink_joins(now, name, party, expiry_s, may_follow)
         else:
-            self._pulls.open(party, source_at, Join(name, expiry_s, may_follow))
+            self.pulls.open(party, source_at, Join(name, expiry_s, may_follow))
 
     def _sink_joins(
         self, now: float, name: MeetingName, sink: Sink, expiry_s: float, may_follow: bool
@@ -404,8 +396,8 @@ class Fabric:
         )
 
     def _end_pull(self, now: float, pull: RemotePull) -> None:
-        self._network.cancel(now, pull.key)
-        self._pulls.close(pull)
+        self.network.cancel(now, pull.key)
+        self.pulls.close(pull)
 
     def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
         for command in commands:
@@ -414,19 +406,19 @@ class Fabric:
                     src = self._members[source.worker_id]
                     kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
                     if isinstance(sink, RemoteSink):
-                        self._pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
+                        self.pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
                     else:
                         dst = self._members[sink.worker_id]
-                        self._network.start(now, name, src.place, dst.place, kv_bytes)
+                        self.network.start(now, name, src.place, dst.place, kv_bytes)
                 case StopPull(name):
-                    self._network.cancel(now, name)
+                    self.network.cancel(now, name)
                 case Release(party):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.release_kv(now, party.key)
                 case Deliver(RemoteSink()):
                     pass  # its own process said so
                 case HandoffFailed(RemoteSink() as sink, loss, reason):
-                    self._pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
+                    self.pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
                 case Deliver(Party() as party):
                     if (member := self._members.get(party.worker_id)) is not None and arrived is not None:
                         member.engine.kv_arrived(now, party.key, arrived)
@@ -435,14 +427,15 @@ class Fabric:
                         member.engine.kv_failed(now, party.key, loss, reason)
                         self._settle(now, member)
 
-    def _meeting_name(self, engine: MockEngine, request: EngineRequest) -> MeetingName | None:
-        """Under which name the two legs of a request meet; None for an aggregated one."""
-        if request.leg is Leg.AGGREGATED:
-            return None
-        if request.bootstrap is not None:
-            bootstrap = request.bootstrap
-            return MeetingName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
-        if request.leg is Leg.PREFILL:
-            return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
-        params = request.kv_transfer_params or {}
-        return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")
+
+def _meeting_name(engine: MockEngine, request: EngineRequest) -> MeetingName | None:
+    """Under which name the two legs of a request meet; None for an aggregated one."""
+    if request.leg is Leg.AGGREGATED:
+        return None
+    if request.bootstrap is not None:
+        bootstrap = request.bootstrap
+        return MeetingName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
+    if request.leg is Leg.PREFILL:
+        return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
+    params = request.kv_transfer_params or {}
+    return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")

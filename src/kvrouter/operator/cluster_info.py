@@ -5,15 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrouter.kube.objects import ResourceKind
-from kvrouter.operator.api import (
-    API_VERSION,
-    GROVE_GROUP,
-    GROVE_PLURALS,
-    GROVE_VERSION,
-    KIND,
-    PLURAL,
-    ClusterTopology,
-)
+from kvrouter.operator.api.deployment import API_VERSION, KIND, PLURAL
+from kvrouter.operator.api.grove import GROVE_GROUP, GROVE_PLURALS, GROVE_VERSION, ClusterTopology
 
 
 class Grove(StrEnum):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from kvrouter.kube.client import ClusterError, RequestRefused
 from kvrouter.kube.objects import Key, ResourceKind
 from kvrouter.operator.admission.validate import Verdict
-from kvrouter.operator.api import Condition
+from kvrouter.operator.api.status import Condition
 from kvrouter.operator.reconcile.apply import Changes
 from kvrouter.telemetry import Event, OperatorTelemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle

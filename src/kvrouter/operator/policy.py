@@ -7,13 +7,14 @@ from typing import NamedTuple, TypeVar
 from kvrouter.config.problems import Path, Problem, dotted
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import NetworkQoS, PrefillTopology
 from kvrouter.operator.api.deployment import (
     ComponentSpec,
     ComponentType,
     DeploymentSpec,
     KvTransferPolicy,
+    PrefillTopology,
 )
+from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.topology import Fallback, MismatchPolicy, Preferred, Required, TransferPolicy
 
 GRAPH_POLICY: Path = ("spec", "experimental", "kvTransferPolicy")

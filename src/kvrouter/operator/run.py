@@ -16,7 +16,8 @@ from kvrouter.kube.lease import Leader, LeaseCandidate, LeaseTimes
 from kvrouter.kube.objects import LEASES, Key
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
-from kvrouter.operator.plan import MANAGER, PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.bindings import remove_policies
 from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.reconcile.definition import Definition, DefinitionReport, preflight

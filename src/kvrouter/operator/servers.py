@@ -16,7 +16,7 @@ from kvrouter.kube.objects import Key
 from kvrouter.operator.admission.certificates import ServingCertificate
 from kvrouter.operator.admission.server import AdmissionServer
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.dry_run import DryRun
 from kvrouter.operator.reconcile.info_reader import facts_for_admission

@@ -125,7 +125,8 @@ class Bookings:
     def output_blocks(self, request_id: RequestId, blocks: int) -> Placement:
         """So many more blocks of the request are full of output. Raises :class:`NotBooked`."""
         booking = self._heard(request_id)
-        booking.model.output_blocks(booking.placement, blocks)
+        model = booking.model
+        model.placer.output_blocks(booking.placement, blocks, now_s=model.clock())
         return booking.placement
 
     def free(self, request_id: RequestId) -> Placement:

@@ -13,6 +13,7 @@ from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import InvalidRequest, KvrouterError, RetryBodiesFull
 from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Usage
 from kvrouter.journey import Finished, LegRefused, State
+from kvrouter.placement.attempt_request import prompt_of
 from kvrouter.placement.placement import Placement
 from kvrouter.request_driver import Attempt
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
@@ -288,7 +289,9 @@ class Generation:
             request,
             self._origin,
             trail=trail,
-            prompt=trail[0].placement.prompt if trail else self._model.prompt_of(request, request.token_ids),
+            prompt=trail[0].placement.prompt
+            if trail
+            else prompt_of(request, request.token_ids, block_size=self._model.fleet.block_size),
             error=self.error,
             finished=finished,
             begun_s=self.times.begun_s,

@@ -5,12 +5,10 @@ import math
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
 from kvrouter.config.decision import circuit_settings, waiting_limits
@@ -19,9 +17,8 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, TokenBuffer
-from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import LoadReport
-from kvrouter.fleet import CircuitState, Fleet, Pair
+from kvrouter.fleet import Fleet
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.attempt_request import attempt_request, hash_prompt, prompt_of
@@ -32,7 +29,7 @@ from kvrouter.routing.request import Candidate, Decision, RouteRequest, RoutingS
 from kvrouter.service.admission_queue import Wait
 from kvrouter.service.engine_reports import EngineReports
 from kvrouter.service.instrumentation import ModelInstrumentation, prefilling
-from kvrouter.service.kv_flows import FlowReading, KvFlows
+from kvrouter.service.kv_flows import KvFlows
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.topology import LinkTable
 
@@ -149,7 +146,8 @@ class Draws:
 class ModelRouter:
     """Places one model's requests now, or as soon as a worker may take them.
 
-    With ``sync`` requests of other routers are load here too. ``clock`` is monotonic, in seconds.
+    With ``sync`` requests of other routers are load here too. ``clock`` is monotonic, in seconds; what is
+    asked of ``placer``, ``flows`` or ``cache`` themselves is asked by it.
     """
 
     def __init__(
@@ -188,23 +186,14 @@ class ModelRouter:
             now_s=clock(),
             replication=None if sync is None else sync.replication,
         )
+        self.ledger = self.placer.ledger
         self.flows = KvFlows(fleet)
-        self._clock = clock
+        self.clock = clock
         self._request_timeout_s = config.request_timeout_s
         self._decisions = decisions
         self._draws = Draws(seeds.getrandbits(64))
         self._explain_draws = Draws(seeds.getrandbits(64))
         """What questions draw from: they must not all be given the draw of the next booking."""
-
-    @property
-    def settings(self) -> RoutingSettings:
-        """What decisions read of the router's settings."""
-        return self.placer.settings
-
-    @property
-    def ledger(self) -> Ledger:
-        """The load of this router's requests, and of other routers'."""
-        return self.placer.ledger
 
     # Deciding
 
@@ -219,23 +208,13 @@ class ModelRouter:
             cache_namespace=cache_namespace,
         )
 
-    def prompt_of(self, request: GenerateRequest, token_ids: TokenBuffer) -> Prompt:
-        """Hash the prompt of a request, which is ``token_ids`` as far as it is known here."""
-        return prompt_of(request, token_ids, block_size=self.fleet.block_size)
-
-    def overlap(self, prompt: Prompt) -> npt.NDArray[np.uint32] | None:
-        """Leading blocks of ``prompt`` that each slot holds; None when caches are not used. The array is
-        reused by the next call.
-        """
-        return self.cache.overlap(prompt, self.fleet.n_slots, now_s=self._clock())
-
     def view(self, prompt: Prompt, *, has_media: bool = False) -> View:
         """Take one reading, with the draw of the next booking; its columns are reused by the next reading."""
-        return self.placer.view(prompt, self._draws.next, now_s=self._clock(), has_media=has_media)
+        return self.placer.view(prompt, self._draws.next, now_s=self.clock(), has_media=has_media)
 
     def decide(self, request: RouteRequest, prompt: Prompt) -> Decision:
         """Take one reading and decide; books nothing."""
-        return self.placer.decide(request, prompt, self._draws.next, now_s=self._clock())
+        return self.placer.decide(request, prompt, self._draws.next, now_s=self.clock())
 
     def explain(self, request: GenerateRequest) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing.
@@ -245,7 +224,7 @@ class ModelRouter:
         """
         draw = self._explain_draws.next
         self._explain_draws.take()
-        return self.placer.explain(request, draw, now_s=self._clock())
+        return self.placer.explain(request, draw, now_s=self.clock())
 
     async def place(
         self,
@@ -262,7 +241,7 @@ class ModelRouter:
 
         Raises :class:`RoutingRefused` when waiting is not allowed or was in vain.
         """
-        prompt = self.prompt_of(request, token_ids)
+        prompt = prompt_of(request, token_ids, block_size=self.fleet.block_size)
         asked = attempt_request(
             request,
             prompt,
@@ -289,7 +268,7 @@ class ModelRouter:
     def _place(self, asked: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
         explained = self._explain_attempt(asked) if self._decisions.wants_table else None
         started_s = time.perf_counter()
-        placement = self.placer.place(asked, self._draws.next, now_s=self._clock())
+        placement = self.placer.place(asked, self._draws.next, now_s=self.clock())
         self._draws.take()
         placement.trace_id = trace_id
         decision_s = placement.decision_s = time.perf_counter() - started_s
@@ -302,7 +281,7 @@ class ModelRouter:
         """What the next placement will weigh, by its own draw; None where the usual plan is refused."""
         started_s = time.perf_counter()
         try:
-            return self.placer.explain_attempt(asked, self._draws.next, now_s=self._clock())
+            return self.placer.explain_attempt(asked, self._draws.next, now_s=self.clock())
         except RoutingRefused:
             return None
         finally:
@@ -311,7 +290,7 @@ class ModelRouter:
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode again under its constraint, and move the lease."""
         started_s = time.perf_counter()
-        if self.placer.pick_decode_again(placement, now_s=self._clock()):
+        if self.placer.pick_decode_again(placement, now_s=self.clock()):
             self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
             self._record(placement)
 
@@ -329,55 +308,19 @@ class ModelRouter:
 
     # Settings that change
 
-    def set_busy_thresholds(self, *, decode_blocks: float | None, prefill_tokens: int | None) -> None:
-        """Judge from now on who is busy by these; requests that wait may try again."""
-        self.placer.set_busy_thresholds(
-            decode_blocks=decode_blocks, prefill_tokens=prefill_tokens, now_s=self._clock()
-        )
-
     def moved(self, place: Mapping[str, str]) -> None:
         """The frontend has these domains from now on: prefill that keeps near it moves too."""
-        near = self.settings.near
+        near = self.placer.settings.near
         if near is not None and near.value != place.get(near.domain):
             near = structs.replace(near, value=place.get(near.domain))
-            self.placer.set_routing(structs.replace(self.settings, near=near), now_s=self._clock())
+            self.placer.set_routing(structs.replace(self.placer.settings, near=near), now_s=self.clock())
 
     def links_changed(self, links: LinkTable) -> None:
         """Weigh these links from now on, where links are weighed; they are learned from the beginning."""
-        if self.settings.links is not None:
-            self.placer.set_routing(structs.replace(self.settings, links=links), now_s=self._clock())
-
-    def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
-        """Yield what counts now of the transfers over its links."""
-        return self.placer.transfers.all_news(router_id, now_s=self._clock())
-
-    def recall(self, news: LinkNews, *, aged_s: float) -> None:
-        """Learn from what was known of its links so long ago."""
-        self.placer.transfers.on_news(news, now_s=self._clock(), aged_s=aged_s)
-
-    def set_prefill_alone(self, is_alone: bool) -> None:
-        """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
-        running answer.
-        """
-        self.placer.set_prefill_alone(is_alone)
-
-    # Waiting
-
-    @property
-    def waiting(self) -> int:
-        """How many requests wait, for whatever reason."""
-        return len(self.placer.waiting)
-
-    @property
-    def waiting_for_load(self) -> int:
-        """How many of them wait for a worker that is less busy."""
-        return len(self.placer.waiting.admission)
+        if self.placer.settings.links is not None:
+            self.placer.set_routing(structs.replace(self.placer.settings, links=links), now_s=self.clock())
 
     # The fleet
-
-    def fleet_changed(self) -> None:
-        """A worker came, changed or left: requests that wait may try again."""
-        self.placer.fleet_changed(now_s=self._clock())
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: what is known of it goes."""
@@ -395,7 +338,7 @@ class ModelRouter:
         slot = self.fleet.slot_of(report.rank)
         if slot is None:
             return False
-        self.placer.reported(report, slot, now_s=self._clock())
+        self.placer.reported(report, slot, now_s=self.clock())
         self.capacity_changed(slot)
         carried = self.accounts.reported(report)
         if carried is not None:
@@ -404,19 +347,15 @@ class ModelRouter:
                 transfers=carried.transfers,
                 kv_bytes=carried.bytes,
                 seconds=carried.seconds,
-                now_s=self._clock(),
+                now_s=self.clock(),
             )
         return True
-
-    def kv_flows(self) -> list[FlowReading]:
-        """What KV went between domains."""
-        return self.flows.readings(now_s=self._clock())
 
     # Leases
 
     def first_token(self, placement: Placement) -> None:
         """The first token came: load moves from prefill to decode."""
-        now_s = self._clock()
+        now_s = self.clock()
         if placement.is_counted:  # who booked it by hand may say so again
             self.placer.first_token(placement, now_s=now_s)
             return
@@ -432,13 +371,9 @@ class ModelRouter:
         if self.fleet.card(prefills.rank.worker_id) is not None:
             self.observed.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
-    def output_blocks(self, placement: Placement, blocks: int) -> None:
-        """So many more blocks are full of output."""
-        self.placer.output_blocks(placement, blocks, now_s=self._clock())
-
     def release(self, placement: Placement, *, tokens: int = 0) -> None:
         """Close the leases, after an attempt that brought so many tokens; idempotent."""
-        self.placer.release(placement, now_s=self._clock(), tokens=tokens)
+        self.placer.release(placement, now_s=self.clock(), tokens=tokens)
         self.answered(placement, tokens=tokens)
 
     def answered(self, placement: Placement, *, tokens: int) -> None:
@@ -448,16 +383,6 @@ class ModelRouter:
         worker_id = placement.decision.decode.rank.worker_id
         if tokens and self.fleet.card(worker_id) is not None:
             self.observed.tokens_answered(worker_id, tokens)
-
-    # Circuits
-
-    def circuit_state(self, worker_id: WorkerId) -> CircuitState:
-        """What the worker's circuit lets through."""
-        return self.placer.circuits.state_of(worker_id, now_s=self._clock())
-
-    def broken_pairs(self) -> Iterator[tuple[Pair, CircuitState]]:
-        """The pairs whose KV was lost, and what their circuits let through."""
-        return self.placer.circuits.pairs(now_s=self._clock())
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
         """What the engine really had cached, next to what was predicted; ``prompt_tokens``: its own count."""

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
+from uuid import uuid4
 
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
@@ -40,20 +41,25 @@ class SyncCounts(NamedTuple):
     """Messages that the wire did not take."""
 
 
+def new_router_id() -> RouterId:
+    """Return the id of one life of a router."""
+    return RouterId(uuid4().hex)
+
+
 class ReplicaSync:
     """One router's part in replica sync, for all of its models. Runs on one event loop."""
 
     def __init__(
         self,
         plane: SyncPlane,
-        router_id: RouterId,
+        router_id: RouterId | None = None,
         *,
         heartbeat_s: float = HEARTBEAT_S,
         silent_after_s: float = SILENT_AFTER_S,
         ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
         self._plane = plane
-        self._router_id = router_id
+        self.router_id = router_id = router_id or new_router_id()
         self._heartbeat_s = heartbeat_s
         self._journal = Journal(router_id, on_pending=self._on_pending)
         self._replicas = Replicas(router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s)
@@ -81,11 +87,11 @@ class ReplicaSync:
         """Begin to publish and to listen; ask all that are there for what they run."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._end = await self._plane.subscribe(self._router_id, self._on_message)
+            self._end = await self._plane.subscribe(self.router_id, self._on_message)
         except BaseException:
             self._loop = None
             raise
-        self._send(StateQuestion(self._router_id))
+        self._send(StateQuestion(self.router_id))
         self._beat = go_on(self._beat_on(), name="sync: beat")
 
     async def stop(self) -> None:
@@ -99,7 +105,7 @@ class ReplicaSync:
         if self._timer is not None:
             self._timer.cancel()
         self._loop = None
-        self._send(Goodbye(self._router_id))
+        self._send(Goodbye(self.router_id))
         await end()
         self._replicas.drop_all()
 
@@ -138,7 +144,7 @@ class ReplicaSync:
 
     def _act(self, asks: Asks) -> None:
         for router_id in asks.ask:
-            self._send(StateQuestion(self._router_id), to=router_id)
+            self._send(StateQuestion(self.router_id), to=router_id)
         for router_id in asks.answer:
             self._askers[router_id] = None
         if self._askers and (self._answer is None or self._answer.done()):

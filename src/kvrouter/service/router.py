@@ -1,36 +1,29 @@
 """The router of one process: the routers of all its models, fed by discovery and events."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import CordonRules
-from kvrouter.core.errors import ConfigError, ModelNotReady, ShuttingDown, UnknownModel
+from kvrouter.core.errors import ConfigError, ModelNotReady, UnknownModel
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
-from kvrouter.core.requests import GenerateRequest
+from kvrouter.core.ids import Epoch, ModelName, RouterId, WorkerId, WorkerRank
 from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
-from kvrouter.routing.request import Decision
 from kvrouter.service.cordons import Cordons
 from kvrouter.service.engine_tokenizer import EngineTokenizer
-from kvrouter.service.generation import Generation
 from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.legs import with_intake_id
 from kvrouter.service.liveness import Liveness
-from kvrouter.service.model_router import DecisionLog, KeptDecision, ModelRouter
+from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.stall_watch import Timeouts
-from kvrouter.service.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
+from kvrouter.service.requests import Requests
 from kvrouter.topology import LinkTable
 from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
@@ -71,10 +64,14 @@ RECALLED_S = 3600.0
 
 
 class RouterService:
-    """Takes requests for every model; runs on one event loop."""
+    """Follows the workers of every model, and takes ``requests`` for them; runs on one event loop."""
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
+        self.requests = Requests(parts.config, parts.plane, parts.observed, self.model)
+        self.decisions = parts.decisions
+        self.sync = parts.sync
+        """What shares this router's bookings with others; None where nobody asked for that."""
         self._models: dict[ModelName, ModelRouter] = {}
         self._place: Mapping[str, str] | None = None
         self._links: LinkTable | None = None
@@ -82,13 +79,9 @@ class RouterService:
         self._recalled_s = 0.0
         self._model_of: dict[WorkerId, ModelName] = {}
         self._refused: dict[WorkerId, RefusedCard] = {}
-        self._running: set[Generation] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._retry_bodies = ByteBudget(parts.config.retry_bodies_max_bytes)
-        self._is_draining = False
         self._stops: list[Callable[[], None]] = []
-        self._store_lost: str | None = None
+        self.store_lost: str | None = None
+        """Why discovery cannot be reached, and the fleet is frozen as it was; None while it can."""
         self._had_enough = False
         """Whether as many workers were here at one time as are waited for at the start."""
         config = parts.config
@@ -97,19 +90,12 @@ class RouterService:
             parts.cordons, models=self.models, apply=self._apply_cordons, observed=parts.observed
         )
         self.engine_tokenizer = EngineTokenizer(parts.plane, parts.observed)
-        self._liveness = Liveness(
+        self.liveness = Liveness(
             parts.plane,
             parts.subscriber,
             hears_events=config.kv_events and config.router_mode is RouterMode.KV,
             on_alive=self._on_alive,
             on_lapsed_and_dead=self._on_lapsed_and_dead,
-        )
-        first_token_s = config.ttft_timeout_s or config.request_timeout_s
-        self._timeouts = Timeouts(
-            prefill_s=first_token_s,
-            first_token_s=first_token_s,
-            between_tokens_s=config.stall_timeout_s,
-            request_s=config.request_timeout_s,
         )
 
     # Life
@@ -126,55 +112,18 @@ class RouterService:
             raise
         self._stops += (deaf, blind, self._pauses.stop)
 
-    async def drain(self, limit_s: float) -> int:
-        """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
-        self._is_draining = True
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
-        cut = list(self._running)
-        for generation in cut:
-            generation.abort(ShuttingDown("this router shut down before the answer was complete"))
-        return len(cut)
-
     def stop(self) -> None:
         """Follow the fleet no longer."""
         for stop in self._stops:
             stop()
         self._stops.clear()
-        self._liveness.close()
+        self.liveness.close()
         for model in self._models.values():
             model.cache.close()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._is_draining
-
-    @property
-    def store_lost(self) -> str | None:
-        """Why discovery cannot be reached, and the fleet is frozen as it was; None while it can."""
-        return self._store_lost
-
-    @property
-    def sync(self) -> ReplicaSync | None:
-        """What shares this router's bookings with others; None where nobody asked for that."""
-        return self._parts.sync
 
     def refused(self) -> tuple[RefusedCard, ...]:
         """The workers that are announced and cannot be routed to, in the order of worker ids."""
         return tuple(self._refused[worker_id] for worker_id in sorted(self._refused))
-
-    def has_lapsed(self, worker_id: WorkerId) -> bool:
-        """Whether a worker is here only because it answers: its lease at discovery ran out."""
-        return self._liveness.has_lapsed(worker_id)
-
-    @property
-    def running(self) -> int:
-        """How many requests are running."""
-        return len(self._running)
 
     def _paused(self, seconds: float) -> None:
         for model in self._models.values():
@@ -199,7 +148,7 @@ class RouterService:
             for card in turned:
                 self._parts.observed.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
             if turned:
-                model.fleet_changed()
+                model.placer.fleet_changed(now_s=model.clock())
 
     def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
         """Let models learn from what was known of their links so long ago; those whose workers did not come
@@ -211,14 +160,14 @@ class RouterService:
             if model is None:
                 self._recalled.setdefault(each.model, []).append(each)
             else:
-                model.recall(each, aged_s=aged_s)
+                model.placer.transfers.on_news(each, now_s=model.clock(), aged_s=aged_s)
 
     def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
         """Yield what is known of every model's links now, also of models whose workers did not come yet: of
         those for :data:`RECALLED_S`.
         """
         for model in self._models.values():
-            yield from model.known_links(router_id)
+            yield from model.placer.transfers.all_news(router_id, now_s=model.clock())
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
             for news in recalled:
@@ -227,7 +176,7 @@ class RouterService:
                 if kept:
                     yield structs.replace(news, seen=kept)
 
-    # Requests
+    # The models
 
     def models(self) -> Iterator[ModelRouter]:
         """Every model that a worker ever registered."""
@@ -256,7 +205,7 @@ class RouterService:
     @property
     def why_fleet_unknown(self) -> str | None:
         """Why this router cannot say which models there are; None when it can."""
-        if self._store_lost is not None:
+        if self.store_lost is not None:
             return "discovery cannot be reached"
         if not self._models:
             return "no worker has registered yet"
@@ -269,74 +218,6 @@ class RouterService:
         if self._had_enough or least == 0:
             return None
         return f"{len(self._model_of)} of {least} workers have registered"
-
-    def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        received_s: float | None = None,
-        origin: Origin = NO_ORIGIN,
-        spans: LegSpans | None = None,
-    ) -> Generation:
-        """Return the request's answer, to be read; nothing is decided before the first read.
-
-        ``received_s``: when its last byte came, on the monotonic clock; times are counted from then on.
-        ``origin`` is what a recording of the traffic says of the call; ``spans`` hears of its legs.
-        """
-        if self._is_draining:
-            raise ShuttingDown("this router is shutting down and takes no new requests")
-        model = self.model(request.model)
-        generation = Generation(
-            with_intake_id(request),
-            model,
-            self._parts.plane,
-            timeouts=self._timeouts_with(request),
-            redispatches_max=self._parts.config.retries_max,
-            observed=self._parts.observed,
-            retry_bodies=self._retry_bodies,
-            on_end=self._ended,
-            received_s=received_s,
-            origin=origin,
-            spans=spans,
-        )
-        self._running.add(generation)
-        self._idle.clear()
-        self._parts.observed.request_begun(request.model)
-        generation.keep_call()
-        return generation
-
-    @property
-    def traffic(self) -> TrafficRecorder | None:
-        """What records the traffic; None where nobody asked for that."""
-        return self._parts.observed.traffic
-
-    @property
-    def retry_body_bytes(self) -> int:
-        """What the bodies of client calls hold that are kept to be sent again."""
-        return self._retry_bodies.bytes
-
-    def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
-        """An engine that answers at once says nothing before its last token; its prefill leg has but one."""
-        if request.call is None or request.call.stream:
-            return self._timeouts
-        return replace(self._timeouts, first_token_s=self._timeouts.request_s)
-
-    def explain(self, request: GenerateRequest) -> Decision:
-        """Decide without sending: the same path, with a row for every candidate."""
-        return self.model(request.model).explain(request)
-
-    def decisions(self, request_id: RequestId) -> list[KeptDecision] | None:
-        """The kept decisions of a request, attempt by attempt."""
-        return self._parts.decisions.get(request_id)
-
-    def latest_decisions(self, limit: int) -> list[KeptDecision]:
-        """The last kept decision of each of the last ``limit`` requests, the newest request first."""
-        return self._parts.decisions.latest(limit)
-
-    def _ended(self, generation: Generation) -> None:
-        self._running.discard(generation)
-        if not self._running:
-            self._idle.set()
 
     # The fleet
 
@@ -369,12 +250,13 @@ class RouterService:
         if card.role is Role.PREFILL:  # from now on transfers may be timed
             self._pauses.start()
         for news in self._recalled.pop(card.model, ()):
-            model.recall(news, aged_s=time.monotonic() - self._recalled_s)
+            aged_s = time.monotonic() - self._recalled_s
+            model.placer.transfers.on_news(news, now_s=model.clock(), aged_s=aged_s)
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
             observed.worker_warned(card, warning)
-        odd = self._liveness.follow(card)
+        odd = self.liveness.follow(card)
         if odd is not None:
             observed.worker_warned(card, odd)
         self._apply(model, card, change)
@@ -385,7 +267,7 @@ class RouterService:
         cordons = model.fleet.cordons_on(card.worker_id)
         if cordons:
             observed.worker_cordoned(card, cordons)
-        model.fleet_changed()
+        model.placer.fleet_changed(now_s=model.clock())
 
     def _model_for(self, card: WorkerCard) -> ModelRouter:
         """The card's model; a new one where there was none, or where all its workers left.
@@ -406,10 +288,11 @@ class RouterService:
         if self._links is not None:
             made.links_changed(self._links)
         if model is not None:
-            settings = model.settings
-            made.set_busy_thresholds(
+            settings = model.placer.settings
+            made.placer.set_busy_thresholds(
                 decode_blocks=settings.active_decode_blocks_threshold,
                 prefill_tokens=settings.active_prefill_tokens_threshold,
+                now_s=made.clock(),
             )
         return made
 
@@ -433,7 +316,7 @@ class RouterService:
         ((block_size, n_workers),) = Counter(card.block_size for card in others).most_common(1)
         if n_workers <= sum(card.block_size is not None for card in fleet):
             return
-        present = [card for card in fleet if not self.has_lapsed(card.worker_id)]
+        present = [card for card in fleet if not self.liveness.has_lapsed(card.worker_id)]
         for card in list(fleet):
             self._leave(self._models[name], card.worker_id)
         for card in others:
@@ -446,19 +329,14 @@ class RouterService:
         """Remove one model: of the models whose workers all left, the one that has been known the longest is
         forgotten; one whose busy thresholds were set only where there is no other.
         """
-        empty = [model for model in self._models.values() if not len(model.fleet) and not model.waiting]
+        empty = [
+            model for model in self._models.values() if not len(model.fleet) and not model.placer.waiting
+        ]
         if not empty:
             raise ConfigError(f"model: {MODELS_MAX} models have workers here already", param="model")
-        forgotten = min(empty, key=self._has_set_thresholds)
+        forgotten = min(empty, key=lambda model: _has_set_thresholds(model, self._parts.config))
         forgotten.cache.close()
         del self._models[forgotten.fleet.model]
-
-    def _has_set_thresholds(self, model: ModelRouter) -> bool:
-        config, settings = self._parts.config, model.settings
-        return (
-            settings.active_decode_blocks_threshold != config.active_decode_blocks_threshold
-            or settings.active_prefill_tokens_threshold != config.active_prefill_tokens_threshold
-        )
 
     def _refuse(self, refused: RefusedCard) -> None:
         """A card that cannot be used. What the worker was before is gone all the same."""
@@ -495,7 +373,7 @@ class RouterService:
         card = model.fleet.card(worker_id)
         if card is None or card.incarnation != incarnation:
             return
-        if why is Gone.EXPIRED and self._liveness.lapsed(worker_id):
+        if why is Gone.EXPIRED and self.liveness.lapsed(worker_id):
             self._parts.observed.worker_lapsed(card)
             return
         self._leave(model, worker_id)
@@ -507,7 +385,7 @@ class RouterService:
         if model is not None and model.fleet.set_alive(card.worker_id, is_alive):
             is_cordoned = bool(model.fleet.cordons_on(card.worker_id))
             self._parts.observed.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
-            model.fleet_changed()
+            model.placer.fleet_changed(now_s=model.clock())
 
     def _on_lapsed_and_dead(self, card: WorkerCard) -> None:
         model = self._model_with(card)
@@ -517,7 +395,7 @@ class RouterService:
 
     def _on_store(self, is_reachable: bool, why: str) -> None:
         """Discovery was lost, or is back. Until it is back the fleet stays as it was."""
-        self._store_lost = None if is_reachable else why
+        self.store_lost = None if is_reachable else why
         self._parts.observed.discovery(is_reachable=is_reachable, why=why)
 
     def _model_with(self, card: WorkerCard) -> ModelRouter | None:
@@ -529,7 +407,7 @@ class RouterService:
 
     def _leave(self, model: ModelRouter, worker_id: WorkerId) -> None:
         self._model_of.pop(worker_id, None)
-        self._liveness.drop(worker_id)
+        self.liveness.drop(worker_id)
         card = model.fleet.card(worker_id)
         if card is None:
             return
@@ -538,7 +416,7 @@ class RouterService:
         self.engine_tokenizer.gone(card)
         self._parts.observed.worker_gone(card)
         model.observed.circuits.gone(worker_id)
-        model.fleet_changed()
+        model.placer.fleet_changed(now_s=model.clock())
 
     def _on_batch(self, batch: KvBatch) -> None:
         model = self._model_of_rank(batch.rank)
@@ -553,3 +431,11 @@ class RouterService:
     def _model_of_rank(self, rank: WorkerRank) -> ModelRouter | None:
         name = self._model_of.get(rank.worker_id)
         return None if name is None else self._models[name]
+
+
+def _has_set_thresholds(model: ModelRouter, config: KvRouterConfig) -> bool:
+    settings = model.placer.settings
+    return (
+        settings.active_decode_blocks_threshold != config.active_decode_blocks_threshold
+        or settings.active_prefill_tokens_threshold != config.active_prefill_tokens_threshold
+    )

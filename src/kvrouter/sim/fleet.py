@@ -27,6 +27,7 @@ from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.mock import Fabric, MockConfig, Peer
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
+from kvrouter.placement.placement import Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.fleet_check import check_fleet
@@ -82,6 +83,8 @@ class SlotLoads:
         self.timings: list[Timing] = []
         self.session_of: Callable[[RequestId], str] = lambda _request_id: ""
         """What :class:`~kvrouter.sim.rules.rule.Gateway` says of it; a simulation sets it."""
+        self._booked: dict[int, list[tuple[Slot, int]]] = {}
+        """By placement: the slots that it is load of, and which life of each."""
 
     def ensure_slots(self, n_slots: int) -> None:
         """Make room for so many slots."""
@@ -98,6 +101,20 @@ class SlotLoads:
         if timing not in self.timings:
             self.timings.append(timing)
         self.timing[slot] = self.timings.index(timing)
+
+    def booked(self, placement: Placement) -> None:
+        """The workers of a placement have one request more."""
+        decision = placement.decision
+        slots = [pick.slot for pick in (decision.decode, decision.prefill) if pick is not None]
+        self._booked[id(placement)] = [(slot, int(self.lives[slot])) for slot in slots]
+        for slot in slots:
+            self.in_flight[slot] += 1
+
+    def released(self, placement: Placement) -> None:
+        """They have one request less, where they are still the same."""
+        for slot, life in self._booked.pop(id(placement), ()):
+            if self.lives[slot] == life:
+                self.in_flight[slot] -= 1
 
     def reported(self, slot: Slot, report: LoadReport) -> None:
         """An engine reported its load."""

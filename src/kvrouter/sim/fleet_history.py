@@ -64,6 +64,11 @@ class FleetHistory(NamedTuple):
     initial: Mapping[str, SeenWorker]
     moves: tuple[FleetMove, ...]
 
+    @property
+    def seen(self) -> list[SeenWorker]:
+        """All that is recorded of workers, in the order of time."""
+        return [*self.initial.values(), *(move.seen for move in self.moves)]
+
 
 def fleet_history(
     notes: Sequence[FleetNote],

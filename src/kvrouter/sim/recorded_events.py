@@ -1,29 +1,25 @@
 """The changes of a recorded fleet as the events of a replay."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.problems import Path, Problem, config_error, problem_of
 from kvrouter.core.ids import WorkerId
 from kvrouter.recording.records import Worker
 from kvrouter.sim.fleet_history import FleetHistory, FleetMove, Move, SeenWorker
 from kvrouter.sim.recorded_fleet import (
+    Numbering,
     RecordedDocument,
-    RecordedFleet,
     group_content,
     hardware_of,
-    kind_of,
     main_policy,
-    place_of,
     policy_of,
 )
-from kvrouter.sim.timetable import KINDS, Standing, TimetableEvent
+from kvrouter.sim.timetable import KINDS, TimetableEvent
 
 _TIME_DIGITS = 6
 
@@ -37,34 +33,6 @@ class RecordedEvents(NamedTuple):
     """They as an events file; each says which recorded worker it is about."""
 
 
-class Numbering(NamedTuple):
-    """How the workers of a recording are named in a fleet: who they are at the beginning, and which group
-    those that join are of, by ``kind_of`` them.
-    """
-
-    numbers: Mapping[str, WorkerId]
-    n_workers: int
-    groups: Mapping[Hashable, str]
-    kind_of: Callable[[Worker], Hashable]
-
-
-def own_numbering(fleet: RecordedFleet) -> Numbering:
-    """Return that of the fleet that was made of the recording."""
-    return Numbering(fleet.numbers, len(fleet.numbers), fleet.group_of, kind_of)
-
-
-def numbering_in(file: FleetFile, numbers: Mapping[str, WorkerId]) -> Numbering:
-    """Return that of another fleet, in which the recorded workers are ``numbers``: those that join are of the
-    group with their role and domains.
-    """
-    groups: dict[Hashable, str] = {}
-    n_workers = 0
-    for _, group in numbered_workers(file):
-        n_workers += 1
-        groups.setdefault((group.role.value, tuple(sorted(group.domains.items()))), group.name)
-    return Numbering(numbers, n_workers, groups, place_of)
-
-
 def recorded_events(
     history: FleetHistory, numbering: Numbering, *, speedup: float, policies: bool
 ) -> RecordedEvents:
@@ -75,9 +43,7 @@ def recorded_events(
     for move in history.moves:
         translation.take(move)
     entries = translation.entries
-    origins: dict[Path, SeenWorker] = {
-        ("events", at): move.seen for at, (move, _) in enumerate(entries)
-    }  # fmt: skip
+    origins: dict[Path, SeenWorker] = {("events", at): move.seen for at, (move, _) in enumerate(entries)}
     document = RecordedDocument("the recorded events", {}, origins)
     events: list[TimetableEvent] = []
     lines = ["events:" if entries else "events: []"]
@@ -91,7 +57,7 @@ def recorded_events(
             found = [problem_of(item, kind) for item in error.errors()]
             problems = [Problem((*at, *problem.path), problem.must) for problem in found]
             raise config_error(problems, document.place) from error
-        events.append(event.standing(Standing(document, at)))
+        events.append(event.standing(document, at))
         shown = yaml.safe_dump({"at_s": at_s} | said, default_flow_style=True, sort_keys=False, width=10_000)
         lines.append(f"- {shown.strip()}  # worker {move.seen.worker.worker}, {move.seen.place}")
     return RecordedEvents(tuple(events), translation.left_out, "\n".join(lines) + "\n")

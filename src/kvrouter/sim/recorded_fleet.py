@@ -1,10 +1,10 @@
 """The fleet that a recording saw, as a fleet file, and whether another fleet has the same workers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.fleet_workers import numbered_workers
 from kvrouter.config.problems import Document, Path, dotted
 from kvrouter.core.errors import ConfigError
@@ -52,13 +52,22 @@ class Policy(NamedTuple):
         return made
 
 
+class Numbering(NamedTuple):
+    """How the workers of a recording are named in a fleet: who they are at the beginning, and which group
+    those that join are of, by ``kind_of`` them.
+    """
+
+    numbers: Mapping[str, WorkerId]
+    n_workers: int
+    groups: Mapping[Hashable, str]
+    kind_of: Callable[[Worker], Hashable]
+
+
 class RecordedFleet(NamedTuple):
     """A fleet file made of a recording, and which of its workers each recorded one is."""
 
     document: RecordedDocument
-    numbers: Mapping[str, WorkerId]
-    group_of: Mapping[Hashable, str]
-    """Groups by :func:`kind_of`."""
+    numbering: Numbering
 
 
 def policy_of(worker: Worker) -> Policy | None:
@@ -98,6 +107,11 @@ def place_of(worker: Worker) -> Hashable:
     return (worker.role, tuple(sorted(worker.domains.items())))
 
 
+def group_place(group: WorkerGroup) -> Hashable:
+    """Return the role and domains of a group, as :func:`place_of` has them."""
+    return (group.role.value, tuple(sorted(group.domains.items())))
+
+
 def group_content(worker: Worker, name: str) -> dict[str, Any]:
     """Return a worker as a group of a fleet file; what its card leaves out has the file's defaults."""
     engine = {
@@ -122,6 +136,11 @@ def group_content(worker: Worker, name: str) -> dict[str, Any]:
 def main_policy(policies: Counter[Policy | None]) -> Policy | None:
     """Return what most workers have; of two that as many have, the one that was there first."""
     return policies.most_common(1)[0][0] if policies else None
+
+
+def initial_policy(history: FleetHistory) -> Policy | None:
+    """Return what most workers had at the first request."""
+    return main_policy(Counter(policy_of(seen.worker) for seen in history.initial.values()))
 
 
 def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
@@ -162,34 +181,29 @@ def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
         ],
         "workers": groups,
     }
-    levels = _levels([*history.initial.values(), *(move.seen for move in history.moves)])
-    if levels:
+    if levels := _levels(history):
         content["topology"] = {"levels": levels}
-    policy = main_policy(Counter(policy_of(seen.worker) for seen in history.initial.values()))
-    if policy is not None:
+    if (policy := initial_policy(history)) is not None:
         content["kv_transfer"] = policy.content
     name = f"the fleet recorded in {recorded_in}"
-    return RecordedFleet(RecordedDocument(name, content, origins), numbers, group_of)
+    numbering = Numbering(numbers, len(numbers), group_of, kind_of)
+    return RecordedFleet(RecordedDocument(name, content, origins), numbering)
 
 
-class Match(NamedTuple):
-    """Which worker of a fleet each recorded one is, by id, or why there is none: ``mismatch``."""
-
-    numbers: Mapping[str, WorkerId]
-    mismatch: str = ""
-
-
-def match(history: FleetHistory, file: FleetFile) -> Match:
-    """Find the recorded workers in a fleet: it must have as many of each role in the same domains, whatever
-    their engines are. Those that are alike in this stand for each other, in the order of their ids.
+def match(history: FleetHistory, file: FleetFile) -> tuple[Numbering | None, str]:
+    """Return who the recorded workers are in a fleet, or why they are not there: it must have as many of each
+    role in the same domains, whatever their engines are. Those that are alike in this stand for each other,
+    in the order of their ids.
     """
-    levels = _levels([*history.initial.values(), *(move.seen for move in history.moves)])
-    for level in levels:
+    for level in _levels(history):
         if level not in file.topology.levels:
-            return Match({}, f"its topology.levels have no {level}, where recorded workers have one")
+            return None, f"its topology.levels have no {level}, where recorded workers have one"
     here: defaultdict[Hashable, list[WorkerId]] = defaultdict(list)
+    groups: dict[Hashable, str] = {}
     for worker_id, group in numbered_workers(file):
-        here[group.role.value, tuple(sorted(group.domains.items()))].append(worker_id)
+        here[group_place(group)].append(worker_id)
+        groups.setdefault(group_place(group), group.name)
+    n_workers = sum(map(len, here.values()))
     recorded: defaultdict[Hashable, list[SeenWorker]] = defaultdict(list)
     for name in sorted(history.initial, key=_by_number):
         recorded[place_of(history.initial[name].worker)].append(history.initial[name])
@@ -199,12 +213,12 @@ def match(history: FleetHistory, file: FleetFile) -> Match:
         if len(ids) != len(members):
             seen = members[0]
             why = f"it has {len(ids)} workers like {_described(seen.worker)}; {len(members)} were recorded"
-            return Match({}, f"{why} ({seen.place})")
+            return None, f"{why} ({seen.place})"
         numbers.update((seen.worker.worker, worker_id) for seen, worker_id in zip(members, ids, strict=True))
     if here:
         more = sum(map(len, here.values()))
-        return Match({}, f"{more} of its workers have roles and domains that none had in the recording")
-    return Match(numbers)
+        return None, f"{more} of its workers have roles and domains that none had in the recording"
+    return Numbering(numbers, n_workers, groups, place_of), ""
 
 
 def _described(worker: Worker) -> str:
@@ -216,13 +230,13 @@ def _by_number(name: str) -> tuple[int, str]:
     return (int(name) if name.isdecimal() else 0, name)
 
 
-def _levels(workers: Iterable[SeenWorker]) -> list[str]:
+def _levels(history: FleetHistory) -> list[str]:
     """Return every level that workers have, broadest first: as their cards say, else those with the fewest
     values first.
     """
     said: dict[str, None] = {}
     values: defaultdict[str, set[str]] = defaultdict(set)
-    for seen in workers:
+    for seen in history.seen:
         said.update(dict.fromkeys(seen.worker.levels))
         for level, value in seen.worker.domains.items():
             values[level].add(value)

@@ -37,10 +37,10 @@ from kvrouter.journey import (
 from kvrouter.mock import Content, EngineFull, Party
 from kvrouter.placement.attempt_request import attempt_request
 from kvrouter.placement.legs import last_leg, prefill_leg
-from kvrouter.placement.placement import Draw, Placement
-from kvrouter.placement.placer import Placer
+from kvrouter.placement.placement import Draw
 from kvrouter.placement.waiting_line import Ticket
 from kvrouter.request_driver import Attempt, RequestDriver
+from kvrouter.sim.fleet import SimFleet
 from kvrouter.sim.outcome import Move, Outcome
 
 NO_TOKENS = TokenBuffer("I")
@@ -53,7 +53,7 @@ class Host(Protocol):
     """The simulation, as a request needs it."""
 
     now_s: float
-    placer: Placer
+    fleet: SimFleet
 
     def draw(self) -> Draw:
         """What the next decision draws from."""
@@ -66,12 +66,6 @@ class Host(Protocol):
 
     def call_at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call once at this moment."""
-
-    def booked(self, placement: Placement) -> None:
-        """A request was placed."""
-
-    def released(self, placement: Placement) -> None:
-        """Its leases were closed."""
 
     def ended(self, run: "SimRequest") -> None:
         """The request is over: its outcome is whole."""
@@ -113,7 +107,7 @@ class SimRequest:
         self.outcome = outcome
         self.session = session
         self.driver: RequestDriver[Attempt] = RequestDriver(
-            request.sampling, host.placer, redispatches_max=retries_max
+            request.sampling, host.fleet.placer, redispatches_max=retries_max
         )
         self._host = host
         self._prompt = prompt
@@ -262,7 +256,7 @@ class SimRequest:
             plans=command.plans,
         )
         try:
-            placement = host.placer.place(asked, host.draw(), now_s=host.now_s)
+            placement = host.fleet.placer.place(asked, host.draw(), now_s=host.now_s)
         except RoutingRefused as refused:
             return self._wait_or_fail(command, refused)
         self._stop_waiting()
@@ -273,8 +267,8 @@ class SimRequest:
             pick = decision.decode if decision.prefill is None else decision.prefill
             outcome.predicted_tokens = pick.overlap_blocks * placement.block_size
         prefill = decision.prefill
-        self._source = None if prefill is None else host.placer.fleet.card(prefill.rank.worker_id)
-        host.booked(placement)
+        self._source = None if prefill is None else host.fleet.placer.fleet.card(prefill.rank.worker_id)
+        host.fleet.loads.booked(placement)
         return driver.placed(Attempt(placement))
 
     def _wait_or_fail(self, command: Place, refused: RoutingRefused) -> Sequence[Command]:
@@ -283,7 +277,7 @@ class SimRequest:
         if self._ticket is not None:
             self._wait = command
             return []
-        line, wait_s = host.placer.waiting.line_for(refused)
+        line, wait_s = host.fleet.placer.waiting.line_for(refused)
         if wait_s <= 0.0 or line.is_full:
             return self.driver.journey.handle(NotPlaced(refused))
         ticket = self._ticket = line.enter(self._called)
@@ -330,14 +324,14 @@ class SimRequest:
         placement = attempt.placement
         try:
             if params is not None:
-                host.released(placement)
+                host.fleet.loads.released(placement)
                 try:
-                    host.placer.pick_decode_again(placement, now_s=host.now_s)
+                    host.fleet.placer.pick_decode_again(placement, now_s=host.now_s)
                 finally:
-                    host.booked(placement)
+                    host.fleet.loads.booked(placement)
             leg = last_leg(self.request, placement, kv_transfer_params=params, time_left_s=None)
             worker_id = placement.decision.decode.rank.worker_id
-            self._sink = host.placer.fleet.card(worker_id)
+            self._sink = host.fleet.placer.fleet.card(worker_id)
             attempt.last_sent_s = host.now_s
             self._decode = self._submit(worker_id, leg)
         except (InvalidRequest, Unavailable) as error:
@@ -367,7 +361,7 @@ class SimRequest:
         outcome.prefill = None if decision.prefill is None else decision.prefill.rank.worker_id
         outcome.decode = decision.decode.rank.worker_id
         outcome.crosses = decision.cross_domain
-        host.released(placement)
+        host.fleet.loads.released(placement)
         self.driver.release(host.now_s)
 
     def _end(self, error: KvrouterError | None) -> None:

@@ -19,13 +19,12 @@ from kvrouter.config.fleet import FleetFile
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hashing import Prompt, mix64
-from kvrouter.core.ids import ModelName, RequestId, Slot, WorkerId
+from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Sampling
 from kvrouter.core.timing import Timing
 from kvrouter.index import PrefixSet
 from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party
-from kvrouter.placement.placement import Draw, Placement
-from kvrouter.placement.placer import Placer
+from kvrouter.placement.placement import Draw
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.content import block_names, check_block_size
 from kvrouter.sim.dispatch import Arrival, Dispatch
@@ -128,7 +127,6 @@ class Simulation:
             steps=steps,
         )
         check_block_size(piece_tokens, self.fleet.block_size)
-        self.placer: Placer = self.fleet.placer
         self.fleet.loads.session_of = lambda request_id: self._open[request_id].session
         self._trace = trace
         self._config = config
@@ -140,10 +138,7 @@ class Simulation:
         self._runs: dict[Party, SimRequest] = {}
         self._open: dict[RequestId, SimRequest] = {}
         """The requests that have not ended."""
-        self._booked: dict[int, list[tuple[Slot, int]]] = {}
-        """By placement: the slots that it is load of, and which life of each."""
         self._n_arrived = 0
-        self._model = ModelName(file.models[0].name)
         self._ceiling = PrefixSet(max_blocks=CEILING_BLOCKS_MAX)
         self._reads_reports = rule is not None or self._has_thresholds()
         self._deadlines: deque[tuple[float, SimRequest]] = deque()
@@ -158,7 +153,7 @@ class Simulation:
                 self._run()
             except KeyboardInterrupt:
                 self.result.is_whole = False
-        self.result.carried = self.fleet.fabric.carried()
+        self.result.carried = self.fleet.fabric.network.carried()
         self.result.prefill_workers = self.fleet.n_prefill_workers
         return self.result
 
@@ -185,21 +180,6 @@ class Simulation:
     def call_at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call once at this moment."""
         heappush(self._calls, (at_s, next(self._order), call))
-
-    def booked(self, placement: Placement) -> None:
-        """Its workers have one request more."""
-        loads, decision = self.fleet.loads, placement.decision
-        slots = [pick.slot for pick in (decision.decode, decision.prefill) if pick is not None]
-        self._booked[id(placement)] = [(slot, int(loads.lives[slot])) for slot in slots]
-        for slot in slots:
-            loads.in_flight[slot] += 1
-
-    def released(self, placement: Placement) -> None:
-        """Its workers have one request less, where they are still the same."""
-        loads = self.fleet.loads
-        for slot, life in self._booked.pop(id(placement), ()):
-            if loads.lives[slot] == life:
-                loads.in_flight[slot] -= 1
 
     def ended(self, run: SimRequest) -> None:
         """A request is over; in a closed loop others may follow it."""
@@ -291,7 +271,7 @@ class Simulation:
             run.worker_died(worker_id)
 
     def _has_thresholds(self) -> bool:
-        settings = self.placer.settings
+        settings = self.fleet.placer.settings
         return (settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold) != (
             None,
             None,
@@ -323,7 +303,7 @@ class Simulation:
         run = SimRequest(
             GenerateRequest(
                 request_id=RequestId(f"r{row.number}"),
-                model=self._model,
+                model=self.fleet.fleet.model,
                 token_ids=NO_TOKENS,
                 sampling=Sampling(max_tokens=row.output_tokens, ignore_eos=True),
             ),

@@ -11,7 +11,7 @@ from kvrouter.sim.outcomes import Flags, Floats, OutcomeTable
 from kvrouter.sim.paired import CONFIDENCE, student_t
 from kvrouter.sim.places import Places
 from kvrouter.sim.simulation import Result
-from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.sim.timetable import TimetableEntry
 
 PARTS = 24
 """Into so many parts of equal length a replay's time is cut."""

@@ -2,11 +2,12 @@
 links and policies change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 from types import MappingProxyType
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Self
 
+import msgspec
 from annotated_types import Interval, MaxLen, MinLen
 from pydantic import PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,15 +32,15 @@ BandwidthFactor = Annotated[Finite, Interval(ge=1e-6, le=1e6)]
 LatencyFactor = Annotated[Finite, Interval(ge=0, le=1e6)]
 
 
-class Standing(NamedTuple):
-    """Where an event stands: at which path of which file; None where it was made in Python."""
+class TimetableEntry(msgspec.Struct, frozen=True):
+    """An event in words: ``what`` happened to ``which`` workers, link or settings at ``at_s``, in seconds
+    from the beginning. ``change`` is what it is or has from then on, "" where ``what`` says it all.
+    """
 
-    document: Document | None = None
-    at: Path = ()
-
-    def place(self, path: Path) -> str:
-        """Return where one of its fields stands, as people look for it."""
-        return dotted(path) if self.document is None else self.document.place((*self.at, *path))
+    at_s: float
+    what: str
+    which: str
+    change: str = ""
 
 
 class TimetableEvent(FleetPart):
@@ -47,16 +48,20 @@ class TimetableEvent(FleetPart):
 
     at_s: Annotated[Finite, Interval(ge=0, le=1e9)]
 
-    _standing: Standing = PrivateAttr(default=Standing())
+    _place: Callable[[Path], str] = PrivateAttr(default_factory=lambda: dotted)
 
-    def standing(self, standing: Standing) -> Self:
-        """Return it as an event of a file."""
-        self._standing = standing
+    def standing(self, document: Document, at: Path) -> Self:
+        """Return it as an event of a file, which stands at this path of it."""
+        self._place = lambda path: document.place((*at, *path))
         return self
 
     def wrong(self, *problems: Problem) -> ConfigError:
         """Return the error for what cannot happen to a fleet: paths are those of its own fields."""
-        return config_error(problems, self._standing.place)
+        return config_error(problems, self._place)
+
+    def said(self) -> tuple[str, str]:
+        """Return in words what it happens to, and what that is or has from then on."""
+        return "", ""
 
 
 class WorkersEvent(TimetableEvent):
@@ -78,6 +83,14 @@ class WorkersEvent(TimetableEvent):
             and self.domains.items() <= group.domains.items()
         )
 
+    def said(self) -> tuple[str, str]:
+        """Return the workers in words."""
+        named = [] if self.group is None else [f"group {self.group}"]
+        if self.worker is not None:
+            named.append(f"worker {self.worker}")
+        named += [f"{level}={value}" for level, value in self.domains.items()]
+        return ", ".join(named) or "all workers", ""
+
 
 class DieEvent(WorkersEvent):
     """They are gone at once, with their KV and their requests."""
@@ -95,6 +108,11 @@ class LabelEvent(WorkersEvent):
     """Their nodes' labels change: ``set`` has new values of levels, None takes one away."""
 
     set: Annotated[Mapping[DomainName, DomainValue | None], MinLen(1)]
+
+    def said(self) -> tuple[str, str]:
+        """Return the workers and the new labels in words."""
+        labels = (f"no {level}" if label is None else f"{level}={label}" for level, label in self.set.items())
+        return super().said()[0], ", ".join(labels)
 
 
 class LinkEvent(TimetableEvent):
@@ -126,11 +144,27 @@ class LinkEvent(TimetableEvent):
             raise PydanticCustomError("no_change", "must change something: {names}", {"names": names})
         return self
 
+    def said(self) -> tuple[str, str]:
+        """Return the link, and what becomes of it, in words."""
+        changes = (
+            ("bandwidth × {:g}", self.bandwidth_factor),
+            ("bandwidth {:g} bytes/s", self.bandwidth_bytes_per_s),
+            ("latency × {:g}", self.latency_factor),
+            ("latency {:g} s", self.latency_s),
+        )
+        level = "" if self.level is None else f"{self.level} "
+        said = ", ".join(form.format(amount) for form, amount in changes if amount is not None)
+        return level + " – ".join(self.between), said
+
 
 class PolicyEvent(TimetableEvent):
     """The transfer policy, or how the router decides, changes: values by key of the fleet file."""
 
     set: Annotated[Mapping[str, object], MinLen(1)]
+
+    def said(self) -> tuple[str, str]:
+        """Return the keys and their values, as a fleet file has them."""
+        return ", ".join(self.set), ", ".join(map(_shown, self.set.values()))
 
 
 class AddEvent(TimetableEvent):
@@ -154,6 +188,12 @@ class AddEvent(TimetableEvent):
             raise PydanticCustomError("no_effect", "is of group: say it of each of workers", key)
         return self
 
+    def said(self) -> tuple[str, str]:
+        """Return the groups, and how many workers join, in words."""
+        names = self.group or ", ".join(group.name for group in self.workers)
+        n = sum(group.n_workers for group in self.workers) if self.group is None else self.replicas or 1
+        return f"group {names}", "1 worker more" if n == 1 else f"{n} workers more"
+
 
 LINK = "link"
 """The kind that may also happen while a fleet serves."""
@@ -170,6 +210,12 @@ KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
     }
 )
 """What may happen, by the value of ``what``."""
+
+
+def entry_of(event: TimetableEvent) -> TimetableEntry:
+    """Return the event in words, as reports list it."""
+    what = next(name for name, kind in KINDS.items() if type(event) is kind)
+    return TimetableEntry(event.at_s, what, *event.said())
 
 
 def read_timetable(path: FilePath, *, only: str | None = None) -> tuple[TimetableEvent, ...]:
@@ -198,7 +244,7 @@ def read_timetable(path: FilePath, *, only: str | None = None) -> tuple[Timetabl
         if events and event.at_s < events[-1].at_s:
             must = f"must be ≥ {events[-1].at_s:g}, as events stand in the order of time, not {event.at_s:g}"
             problems.append(Problem((*at, "at_s"), must))
-        events.append(event.standing(Standing(document, at)))
+        events.append(event.standing(document, at))
     raise_problems(sorted(problems, key=lambda problem: document.line_of(problem.path)), document.place)
     return tuple(events)
 
@@ -219,3 +265,9 @@ def _read(entry: object) -> tuple[TimetableEvent | None, list[Problem]]:
         return kind.model_validate({key: value for key, value in entry.items() if key != "what"}), []
     except ValidationError as error:
         return None, [problem_of(item, kind) for item in error.errors()]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -56,13 +56,10 @@ class Step(NamedTuple):
     link: LinkChange | None = None
 
 
-def check_timetable(events: Sequence[TimetableEvent], fleet: FleetFile) -> None:
-    """Raise ConfigError for an event that cannot happen to this fleet, with its place in the file."""
-    plan_timetable(events, fleet)
-
-
 def plan_timetable(events: Sequence[TimetableEvent], fleet: FleetFile) -> tuple[Step, ...]:
-    """Return the steps of ``events``, which come in the order of time. Raises as :func:`check_timetable`."""
+    """Return the steps of ``events``, which come in the order of time. Raises ConfigError for an event that
+    cannot happen to this fleet, with its place in the file.
+    """
     plan = _Plan(fleet)
     steps = tuple(plan.take(event) for event in events)
     for step in steps:
@@ -132,7 +129,8 @@ class _Plan:
         if event.group is not None and event.group not in names:
             must = f"no worker of the fleet is in a group {event.group!r}{did_you_mean(event.group, names)}"
             raise event.wrong(Problem(("group",), must))
-        self._check_levels(event, "domains", event.domains)
+        for level in event.domains:
+            self._check_level(event, ("domains", level), level)
         selected = [worker_id for worker_id, group in self._groups.items() if event.selects(worker_id, group)]
         if not selected and event.worker is not None and event.worker not in self._groups:
             must = f"the fleet has no worker {event.worker} then: they are numbered 1 to {len(self._groups)}"
@@ -140,14 +138,11 @@ class _Plan:
         if not selected:
             raise event.wrong(Problem((), "no worker of the fleet is in this group and these domains then"))
         if isinstance(event, LabelEvent):
-            self._check_levels(event, "set", event.set)
+            for level in event.set:
+                self._check_level(event, ("set", level), level)
             for worker_id in selected:
                 self._groups[worker_id] = relabelled(self._groups[worker_id], event.set)
             self._note_places()
-
-    def _check_levels(self, event: TimetableEvent, field: str, said: Mapping[str, object]) -> None:
-        for level in said:
-            self._check_level(event, (field, level), level)
 
     def _check_level(self, event: TimetableEvent, path: Path, level: str) -> None:
         levels = self.file.topology.levels

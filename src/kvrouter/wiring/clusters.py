@@ -2,8 +2,13 @@
 
 from pathlib import Path
 
-from kvrouter.config import DiscoveryBackend, PlaneSettings
-from kvrouter.config.planes import OTHER_CLUSTER_FLAG, OtherCluster, refuse_clusters
+from kvrouter.config.planes import (
+    OTHER_CLUSTER_FLAG,
+    DiscoveryBackend,
+    OtherCluster,
+    PlaneSettings,
+    refuse_clusters,
+)
 from kvrouter.core.errors import ConfigError
 from kvrouter.kube.account import Account, account_of_pod
 from kvrouter.kube.client import ClusterUser

@@ -6,16 +6,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvrouter.config import (
-    AttachedEngineSpec,
-    Document,
-    FleetFile,
-    ModelSpec,
-    TopologySpec,
-    WorkerGroup,
-)
+from kvrouter.config.fleet import FleetFile, ModelSpec, TopologySpec, WorkerGroup
+from kvrouter.config.fleet_engines import AttachedEngineSpec
 from kvrouter.config.fleet_workers import mock_config, mock_workers, table_of
-from kvrouter.config.problems import Problem, config_error, problem_of
+from kvrouter.config.problems import Document, Problem, config_error, problem_of
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.mock import MockConfig, Peer

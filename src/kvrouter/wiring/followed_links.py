@@ -5,8 +5,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.link_table import file_of_links, read_links
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event

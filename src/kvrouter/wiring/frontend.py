@@ -1,21 +1,19 @@
 """An HTTP frontend over a router, from its sockets to its drain."""
 
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from socket import socket
 from typing import TYPE_CHECKING
 
-from kvrouter.config import FrontendSettings
-from kvrouter.core.ids import ModelName
+from kvrouter.config.tree import FrontendSettings
 from kvrouter.frontend.app import FrontendApp, HttpApp
-from kvrouter.frontend.engine_tokens import NO_MODELS, NO_REASONS
+from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.pages import Awaited, nobody_awaited
 from kvrouter.processes.lifetime import descriptors_for, explained
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
-from kvrouter.text.model import TextModel
 
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing
@@ -43,7 +41,7 @@ class ServingApp:
         Until they have finished the server keeps accepting: a new client gets the error that the router shuts
         down, and what is cut gets an error, not silence.
         """
-        cut = await self.service.drain(limit_s)
+        cut = await self.service.requests.drain(limit_s)
         await self.server.drain(GOODBYE_S)
         return cut
 
@@ -51,19 +49,16 @@ class ServingApp:
 @asynccontextmanager
 async def open_door(
     service: RouterService,
-    texts: Mapping[ModelName, TextModel],
+    texts: ModelTexts,
     *,
     settings: FrontendSettings,
     telemetry: Telemetry,
     sockets: list[socket],
     awaited: Awaited = nobody_awaited,
     tracing: "RequestTracing | None" = None,
-    unread: Mapping[ModelName, str] = NO_REASONS,
-    by_engine: Container[ModelName] = NO_MODELS,
 ) -> AsyncIterator[ServingApp]:
     """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` returns the
-    engines that are to come; ``tracing`` begins the spans of requests; ``unread`` has the reasons why prompts
-    of a model cannot be read here; engines tokenize those of the models ``by_engine``. Raises CannotListen.
+    engines that are to come; ``tracing`` begins the spans of requests. Raises CannotListen.
     """
     app = FrontendApp(
         service,
@@ -72,8 +67,6 @@ async def open_door(
         telemetry=telemetry,
         awaited=awaited,
         tracing=tracing,
-        unread=unread,
-        by_engine=by_engine,
     )
     end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
     try:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.cordons import CLUSTER_LEVEL
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig

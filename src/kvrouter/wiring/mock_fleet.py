@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvrouter.config import FleetFile, WorkerGroup
+from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.fleet_workers import (
     BOOTSTRAP_PORT,
     bootstraps,

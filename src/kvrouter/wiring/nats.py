@@ -13,7 +13,7 @@ from nats.errors import StaleConnectionError, UnexpectedEOF
 from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 from pydantic import SecretStr
 
-from kvrouter.config import PlaneSettings
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.secret import SECRET_MAX_BYTES, secret_bytes
 from kvrouter.telemetry import Event, log_event

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvrouter.config import RecordingSettings
+from kvrouter.config.recording import RecordingSettings
 from kvrouter.config.setting import installed_version
 from kvrouter.recording.files import RecordingFolder
 from kvrouter.recording.recorder import Loss, Recorder

@@ -2,15 +2,14 @@
 
 import random
 from collections.abc import Mapping
-from uuid import uuid4
 
 from msgspec import structs
 
-from kvrouter.config import KvRouterConfig
 from kvrouter.config.decision import routing_settings
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import ModelName, RouterId
+from kvrouter.core.ids import ModelName
 from kvrouter.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
@@ -18,7 +17,7 @@ from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCache
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
-from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.replica_sync import ReplicaSync, new_router_id
 from kvrouter.service.router import RouterService, ServiceParts
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
@@ -38,7 +37,6 @@ def build_service(
     cordons: CordonStore | None = None,
     telemetry: Telemetry | None = None,
     links: LinkTable | None = None,
-    router_id: RouterId | None = None,
     sync: ReplicaSync | None = None,
     prefill_alone: bool = False,
     traffic: TrafficRecorder | None = None,
@@ -47,19 +45,15 @@ def build_service(
     """Put a router together; it follows the fleet once it is started.
 
     ``cordons`` is where cordons are kept; without, they end with the process.
-    ``sync``, where the requests of other routers count, gets this router's ``router_id`` from its maker and
-    is started and stopped by its maker. ``prefill_alone``: it decides the prefill leg, and nothing else.
-    ``traffic`` records it. ``place`` are the domains of a frontend that it serves; it may move. Raises
-    ConfigError where prefill has to be near a frontend and there is none.
+    ``sync``, where the requests of other routers count, is started and stopped by its maker.
+    ``prefill_alone``: it decides the prefill leg, and nothing else. ``traffic`` records it. ``place`` are the
+    domains of a frontend that it serves; it may move. Raises ConfigError where prefill has to be near a
+    frontend and there is none.
     """
-    if place is None and config.router_prefill_level is not None:
-        raise ConfigError(
-            "router_prefill_level: only a frontend has a place for prefill to be near; leave it out here",
-            param="router_prefill_level",
-        )
+    _check_prefill_level(config, place)
     observed = ServiceInstrumentation(telemetry or Telemetry(), traffic)
     decisions = DecisionLog(requests_max=config.decisions_kept)
-    own_id = router_id or new_router_id()
+    router_id = new_router_id() if sync is None else sync.router_id
     settings = routing_settings(config, links, place)
     if prefill_alone:  # a prefill worker holds no block of a running answer
         settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
@@ -70,7 +64,7 @@ def build_service(
             fleet=Fleet(model, block_size),
             cache=_cache_view(config, subscriber, of_model),
             ledger=NativeLedger(),
-            router_id=own_id,
+            router_id=router_id,
             config=config,
             settings=settings,
             decisions=decisions,
@@ -94,9 +88,12 @@ def build_service(
     )
 
 
-def new_router_id() -> RouterId:
-    """Return the id of one life of a router."""
-    return RouterId(uuid4().hex)
+def _check_prefill_level(config: KvRouterConfig, place: Mapping[str, str] | None) -> None:
+    if place is None and config.router_prefill_level is not None:
+        raise ConfigError(
+            "router_prefill_level: only a frontend has a place for prefill to be near; leave it out here",
+            param="router_prefill_level",
+        )
 
 
 def _cache_view(

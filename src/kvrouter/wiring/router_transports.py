@@ -11,11 +11,12 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
+from kvrouter.config.tree import Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, RouterId, WorkerId, WorkerRank
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
@@ -149,9 +150,9 @@ class RouterTransports:
     new_sync: Callable[[], SyncPlane] | None
     """Makes the sync plane of one router; None without replica sync."""
 
-    def replica_sync(self, router_id: RouterId) -> ReplicaSync | None:
+    def replica_sync(self) -> ReplicaSync | None:
         """Return a router's part in replica sync; None without."""
-        return None if self.new_sync is None else ReplicaSync(self.new_sync(), router_id)
+        return None if self.new_sync is None else ReplicaSync(self.new_sync())
 
 
 @asynccontextmanager

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from types import MappingProxyType
 
-from kvrouter.config import FrontendSettings, TokenizeFallback
+from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, WorkerCard
-from kvrouter.frontend.engine_tokens import CHOSEN, TOKENIZER_ON_ITS_WAY
+from kvrouter.frontend.engine_tokens import CHOSEN, TOKENIZER_ON_ITS_WAY, ModelTexts
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.model import TextModel
 from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, tokenizer_folder
@@ -57,7 +57,7 @@ class TextModelLoader:
     Face repository: what most of the model's workers name of those that can be read, the one in use among
     equals. ``given`` are loaded already. :attr:`texts` are those that are loaded, :attr:`unread` the reasons
     why prompts of a model cannot be read here, in whole or in part, and :attr:`by_engine` the models whose
-    engines are said to tokenize.
+    engines are said to tokenize; :attr:`of_models` has all three.
 
     A model whose tokenizer cannot be loaded has workers and no text: its calls are routed by load where its
     engines tokenize, and refused where they get tokens. The next announcement tries again, and so does
@@ -80,6 +80,7 @@ class TextModelLoader:
         self.unread: Mapping[ModelName, str] = MappingProxyType(self._unread)
         self._by_engine: set[ModelName] = set()
         self.by_engine: Set[ModelName] = self._by_engine
+        self.of_models = ModelTexts(self.texts, self.unread, self.by_engine)
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._loaded_from: dict[ModelName, str] = {}

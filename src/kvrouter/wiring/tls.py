@@ -4,7 +4,8 @@ import socket
 import ssl
 from typing import NamedTuple
 
-from kvrouter.config import PlaneSettings, Settings
+from kvrouter.config.planes import PlaneSettings
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import EVERY_INTERFACE
 

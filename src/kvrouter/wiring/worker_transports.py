@@ -8,8 +8,14 @@ from typing import Protocol
 
 from nats.aio.client import Client
 
-from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
-from kvrouter.config.planes import refuse_clusters
+from kvrouter.config.planes import (
+    DiscoveryBackend,
+    EventPlaneKind,
+    PlaneSettings,
+    RequestPlaneKind,
+    refuse_clusters,
+)
+from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane

@@ -6,7 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from kvrouter.cli.commands import kvrouter
-from kvrouter.config import KvRouterConfig
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import settings_of
 from kvrouter.core.workers import Role
 from kvrouter.placement.placement import Draw

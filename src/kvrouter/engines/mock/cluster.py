@@ -270,7 +270,7 @@ class MockCluster:
         """Transfers and bytes between each pair of domains so far, by decode legs of this process: the
         puller counts, wherever the KV was kept.
         """
-        return self._fabric.carried()
+        return self._fabric.network.carried()
 
     def watch_legs(self, on_leg_ended: LegSink) -> None:
         """Give ``on_leg_ended`` the stamps of each leg that generates all of its tokens, in simulated
@@ -355,7 +355,7 @@ class MockCluster:
 
     def _notify_peers(self) -> None:
         if self._transfers is not None:
-            self._transfers.tell(self._fabric.take_remote())
+            self._transfers.tell(self._fabric.pulls.take_outputs())
 
     def _turn(self) -> None:
         """Simulate up to now, report what happened, and arm the timer for what comes next."""

@@ -10,8 +10,8 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeAlias, cast
@@ -40,7 +40,7 @@ from kvrouter.telemetry import log_event
 
 __all__ = ["Handler", "HttpEvent", "HttpProtocol", "ServerSide"]
 
-Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
+Handler: TypeAlias = Callable[[Request, Responder], Coroutine[None, None, None]]
 """Answers one request through its responder."""
 
 _log = logging.getLogger("kvrouter.frontend.http")
@@ -66,17 +66,14 @@ class HttpEvent(StrEnum):
 class ServerSide(Protocol):
     """What a connection needs of its server."""
 
-    @property
-    def limits(self) -> Limits:
-        """The limits of every connection."""
+    limits: Limits
+    """The limits of every connection."""
 
-    @property
-    def uploads(self) -> ByteBudget:
-        """The budget of requests that no handler has yet."""
+    uploads: ByteBudget
+    """The budget of requests that no handler has yet."""
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether answers should end their connections."""
+    is_draining: bool
+    """Whether answers should end their connections."""
 
     def opened(self, connection: "HttpProtocol") -> None:
         """A connection is there; ``closed`` will be called."""
@@ -105,6 +102,35 @@ class ServerSide(Protocol):
         """Counts a request whose handler failed before it answered; returns what is answered instead."""
 
 
+class TakenBytes:
+    """When the client last took a byte of what waits for it, on a clock that stops while the loop does."""
+
+    def __init__(self) -> None:
+        self.written_bytes = 0
+        self._taken_bytes = -1
+        self._at_s = 0.0
+
+    def stalled_s(self, waiting_bytes: int, awake_s: float) -> float:
+        """How long nothing of ``waiting_bytes`` was taken, as far as was looked."""
+        taken_bytes = self.written_bytes - waiting_bytes
+        if waiting_bytes == 0 or taken_bytes != self._taken_bytes:
+            self._taken_bytes, self._at_s = taken_bytes, awake_s
+        return awake_s - self._at_s
+
+
+@dataclass(slots=True)
+class LastAnswer:
+    """An answer that ends its connection, which is closed once its client had the time to read it."""
+
+    data: bytes
+    is_of_long_body: bool = False
+    until_s: float | None = None
+    """Until when leftover bytes are read; None before it was written."""
+
+    end_s: float = 0.0
+    """How far bytes that still come may put that off."""
+
+
 class HttpProtocol(asyncio.Protocol):
     """The transport's other half, and the :class:`Wire` of its responders."""
 
@@ -113,9 +139,8 @@ class HttpProtocol(asyncio.Protocol):
     ) -> None:
         """``refusal``: what this connection is answered, without being served."""
         self._server = server
-        self._refusal = refusal
+        self._last = None if refusal is None else LastAnswer(refusal)
         self._loop = loop
-        self._limits = server.limits
         self._connection = ServerConnection(server.limits, now_s=loop.time())
         self._requests: deque[Request] = deque()
         self._held_bytes = 0
@@ -125,8 +150,6 @@ class HttpProtocol(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._client: tuple[str, int] | None = None
-        self._fault: BadRequest | None = None
-        self._fault_answer = b""
         self._owes_continue = False
         self._head_s = 0.0
         self._reading = True
@@ -134,12 +157,8 @@ class HttpProtocol(asyncio.Protocol):
         self._closing = False
         self._lost = False
         self._cut_reason: Disconnect | None = None
-        self._linger_until_s: float | None = None
-        self._linger_end_s = 0.0
         self._probed_at_s = 0.0
-        self._written_bytes = 0
-        self._taken_bytes = -1
-        self._taken_at_s = 0.0
+        self._taken = TakenBytes()
 
     # What the event loop calls.
 
@@ -148,33 +167,33 @@ class HttpProtocol(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._server.opened(self)
         self._transport.set_write_buffer_limits(
-            high=self._limits.high_water_bytes, low=self._limits.low_water_bytes
+            high=self._server.limits.high_water_bytes, low=self._server.limits.low_water_bytes
         )
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
             self._client = (str(peer[0]), int(peer[1]))
             # A token is a small segment that must not wait for the acknowledgement of the one before.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._refusal is not None:
+        if self._last is not None:
             self._connection.end()
-            self.write(self._refusal)
-            self._linger()
+            self._answer_last(self._last)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client; those after its last request are dropped."""
-        if not self._closing and self._fault is None:
+        last = self._last
+        if not self._closing and last is None:
             self._take(self._connection.receive(data, self._loop.time()))
-        elif self._linger_until_s is not None:
-            until_s = self._loop.time() + self._limits.linger_s
-            self._linger_until_s = max(self._linger_until_s, min(until_s, self._linger_end_s))
+        elif last is not None and last.until_s is not None:
+            until_s = self._loop.time() + self._server.limits.linger_s
+            last.until_s = max(last.until_s, min(until_s, last.end_s))
 
     def eof_received(self) -> bool:
         """The client shut its writing side. True keeps our side open while something is owed to it."""
         self._input_ended = True
-        if self._linger_until_s is not None:
+        if self._last is not None and self._last.until_s is not None:
             return False
         self._take(self._connection.receive_eof())
-        return self._responder is not None or bool(self._requests) or self._fault is not None
+        return self._responder is not None or bool(self._requests) or self._last is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone; a handler that still answers is notified."""
@@ -210,12 +229,12 @@ class HttpProtocol(asyncio.Protocol):
     @property
     def flush_at_bytes(self) -> int:
         """Unflushed bytes of a stream from which it is flushed at once."""
-        return self._limits.high_water_bytes
+        return self._server.limits.high_water_bytes
 
     @property
     def may_keep_alive(self) -> bool:
         """Whether another answer may follow on this connection."""
-        is_last = self._input_ended and not (self._requests or self._fault)
+        is_last = self._input_ended and not (self._requests or self._last)
         return not (self._server.is_draining or is_last)
 
     async def wait_writable(self) -> None:
@@ -229,7 +248,7 @@ class HttpProtocol(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Hands bytes to the transport."""
         if not self._lost:
-            self._written_bytes += len(data)
+            self._taken.written_bytes += len(data)
             self._transport.write(data)
 
     def flush_soon(self) -> None:
@@ -247,7 +266,7 @@ class HttpProtocol(asyncio.Protocol):
         if (
             not self.is_writable
             and not responder.ended
-            and self._transport.get_write_buffer_size() > self._limits.overflow_bytes
+            and self._transport.get_write_buffer_size() > self._server.limits.overflow_bytes
         ):
             self.cut(Disconnect.WRITE_OVERFLOW)
 
@@ -258,18 +277,15 @@ class HttpProtocol(asyncio.Protocol):
 
         ``awake_s`` stops while the event loop does: while it stands still nothing is written to the client.
         """
-        if self._linger_until_s is not None:
-            if now_s >= self._linger_until_s:
+        if self._last is not None and self._last.until_s is not None:
+            if now_s >= self._last.until_s:
                 self._transport.close()
         elif not self._closing:
             self._take(self._connection.on_time(now_s))
         waiting_bytes = self._transport.get_write_buffer_size()
-        taken_bytes = self._written_bytes - waiting_bytes
-        if waiting_bytes == 0 or taken_bytes != self._taken_bytes:
-            self._taken_bytes, self._taken_at_s = taken_bytes, awake_s
-        elif awake_s - self._taken_at_s >= self._limits.write_stall_s:
+        if self._taken.stalled_s(waiting_bytes, awake_s) >= self._server.limits.write_stall_s:
             self.cut(Disconnect.WRITE_STALLED)
-        if self._input_ended and now_s - self._probed_at_s >= self._limits.probe_s:
+        if self._input_ended and now_s - self._probed_at_s >= self._server.limits.probe_s:
             self._probed_at_s = now_s
             self._probe()
 
@@ -317,9 +333,9 @@ class HttpProtocol(asyncio.Protocol):
                 case BadRequest():
                     if event.began_s is None and self._head_s:
                         event = replace(event, began_s=self._head_s)  # noqa: PLW2901 - only here it is known
-                    self._fault = event
                     answer = self._server.refused(event)
-                    self._fault_answer = refusal_bytes(event.status, answer, self._server.date_line())
+                    data = refusal_bytes(event.status, answer, self._server.date_line())
+                    self._last = LastAnswer(data, event.status == BodyTooLarge.status_hint)
                 case ConnectionClosed():
                     self._input_ended = True
         self._advance()
@@ -354,9 +370,8 @@ class HttpProtocol(asyncio.Protocol):
             self._server.handle(request, self._responder).add_done_callback(
                 partial(self._handled, self._responder)
             )
-        elif self._fault is not None:
-            self.write(self._fault_answer)
-            self._linger()
+        elif self._last is not None:
+            self._answer_last(self._last)
         elif self._input_ended:
             self._close()
         elif self._owes_continue:
@@ -397,20 +412,21 @@ class HttpProtocol(asyncio.Protocol):
         log_event(_log, LogEvent.HTTP_HANDLER_FAILED, started=responder.started, reason=why)
         return True
 
-    def _linger(self) -> None:
-        """Reads on for a while before closing: bytes left unread would reset the answer on its way.
+    def _answer_last(self, last: LastAnswer) -> None:
+        """Answers, and reads on for a while before closing: bytes left unread would reset the answer.
 
         A client whose body is too long reads its answer once it has sent that: as long as bytes of it come it
         has the time for a body.
         """
+        self.write(last.data)
         self._closing = True
-        if self._input_ended or self._limits.linger_s == 0:
+        if self._input_ended or self._server.limits.linger_s == 0:
             self._close()
             return
         now_s = self._loop.time()
-        self._linger_until_s = now_s + self._limits.linger_s
-        if self._fault is not None and self._fault.status == BodyTooLarge.status_hint:
-            self._linger_end_s = now_s + self._limits.body_s
+        last.until_s = now_s + self._server.limits.linger_s
+        if last.is_of_long_body:
+            last.end_s = now_s + self._server.limits.body_s
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()

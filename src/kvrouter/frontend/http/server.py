@@ -59,6 +59,41 @@ def _observe_nothing(_: HttpEvent) -> None:
     pass
 
 
+class Sweep:
+    """Calls ``look`` every ``every_s`` seconds with the loop's time and that of an :class:`AwakeClock`; once
+    later when the loop stood still, for what came meanwhile is not read yet.
+    """
+
+    def __init__(self, every_s: float, look: Callable[[float, float], None]) -> None:
+        self._look = look
+        self._awake = AwakeClock(every_s)
+        self._due_s = 0.0
+        self._is_put_off = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; idempotent."""
+        if self._timer is None:
+            self._await(loop)
+
+    def stop(self) -> None:
+        """End; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _await(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = loop.time() + self._awake.every_s
+        self._timer = loop.call_at(self._due_s, self._sweep, loop)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = loop.time()
+        stood_still = self._awake.advance(now_s - self._due_s + self._awake.every_s)
+        self._is_put_off = stood_still and not self._is_put_off
+        if not self._is_put_off:
+            self._look(now_s, self._awake.now_s)
+        self._await(loop)
+
+
 class HttpServer:
     """Serves ``handler`` over HTTP/1.1 and 1.0: a task per request, one request at a time per connection.
 
@@ -80,26 +115,26 @@ class HttpServer:
         on_failed: FaultAnswerer = error_answer,
     ) -> None:
         self._handler = handler
-        self._limits = Limits() if limits is None else limits
-        self._observer = observer
+        self.limits = Limits() if limits is None else limits
+        """The limits of every connection."""
+        self.observe = observer
         self._listeners: list[Listener] = []
         self._arriving: set[asyncio.Task[object]] = set()
         self._on_refused = on_refused
-        self._on_failed = on_failed
+        self.failed = on_failed
         self._connections: set[HttpProtocol] = set()
         self._served = 0  # connections accepted and not refused, those that are not opened yet included
         self._refused_connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unflushed: list[HttpProtocol] = []
-        self._uploads = ByteBudget(self._limits.uploads_bytes)
+        self.uploads = ByteBudget(self.limits.uploads_bytes)
+        """The budget of requests that no handler has yet."""
         self._throttle = LogThrottle()
         self._date = DateHeader()
-        self._sweep: asyncio.TimerHandle | None = None
-        self._sweep_due_s = 0.0
-        self._is_sweep_put_off = False
-        self._awake = AwakeClock(self._limits.sweep_s)
+        self._sweep = Sweep(self.limits.sweep_s, self._sweep_all)
         self._quiet = asyncio.Event()
-        self._is_draining = False
+        self.is_draining = False
+        """Whether answers should end their connections."""
 
     async def serve(
         self,
@@ -112,7 +147,7 @@ class HttpServer:
 
         Raises OSError when an address cannot be had, RuntimeError after ``drain``.
         """
-        if self._is_draining:
+        if self.is_draining:
             raise RuntimeError("this server has drained")
         self._loop = asyncio.get_running_loop()
         if sockets is None:
@@ -121,8 +156,7 @@ class HttpServer:
         for sock in sockets:
             sock.listen(BACKLOG)
             self._listeners.append(Listener(sock, loop=self._loop, take=self._take, answer=self._turn_away))
-        if self._sweep is None:
-            self._sweep_later()
+        self._sweep.start(self._loop)
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -146,7 +180,7 @@ class HttpServer:
         cancelled after ``Limits.handler_grace_s`` more. Idle connections close at once, busy ones after
         their answer; a request that is half received is still served.
         """
-        self._is_draining = True
+        self.is_draining = True
         for listener in self._listeners:
             listener.close()
         if self._arriving:
@@ -157,31 +191,15 @@ class HttpServer:
         cut = list(self._connections)
         for connection in cut:
             connection.cut(Disconnect.DRAIN_CUT)
-        if not await self._wait_quiet(self._limits.handler_grace_s):
+        if not await self._wait_quiet(self.limits.handler_grace_s):
             for task in self._tasks:
                 task.cancel()
-            await self._wait_quiet(self._limits.handler_grace_s)
-        if self._sweep is not None:
-            self._sweep.cancel()
+            await self._wait_quiet(self.limits.handler_grace_s)
+        self._sweep.stop()
         self._listeners.clear()
         return len(cut)
 
     # What connections call.
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of every connection."""
-        return self._limits
-
-    @property
-    def uploads(self) -> ByteBudget:
-        """The budget of requests that no handler has yet."""
-        return self._uploads
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether answers should end their connections."""
-        return self._is_draining
 
     def opened(self, connection: HttpProtocol) -> None:
         """A connection is there; ``closed`` will be called."""
@@ -199,7 +217,7 @@ class HttpServer:
 
     def handle(self, request: Request, responder: Responder) -> "asyncio.Task[None]":
         """Runs the handler."""
-        task = self._loop.create_task(self._run(request, responder))
+        task = self._loop.create_task(self._handler(request, responder))
         self._tasks.add(task)
         task.add_done_callback(self._handled)
         return task
@@ -214,14 +232,6 @@ class HttpServer:
         """The Date header line of this second."""
         return self._date.line(time.time())
 
-    def observe(self, event: HttpEvent) -> None:
-        """Counts."""
-        self._observer(event)
-
-    def failed(self, fault: BadRequest) -> ErrorAnswer:
-        """Returns what is answered instead of a handler that failed."""
-        return self._on_failed(fault)
-
     def refused(self, fault: BadRequest) -> ErrorAnswer:
         """Counts what is refused before any handler sees it, and logs it once in a while; returns what it is
         answered.
@@ -235,7 +245,7 @@ class HttpServer:
     def _take(self, sock: socket.socket) -> None:
         """Serve a connection, or refuse it: it may stay until its client has read why if few others do."""
         refusal = self._refusal(sock.fileno())
-        if refusal is not None and len(self._refused_connections) >= self._limits.refused_connections:
+        if refusal is not None and len(self._refused_connections) >= self.limits.refused_connections:
             self._refuse(sock, refusal)
             return
         answer = None if refusal is None else self._answer_of(refusal)
@@ -262,9 +272,9 @@ class HttpServer:
         self._refuse(sock, BadRequest(503, NO_DESCRIPTOR, CONNECTIONS_FULL))
 
     def _refusal(self, descriptor: int) -> BadRequest | None:
-        if self._served >= self._limits.connections:
-            return BadRequest(503, f"{self._limits.connections} connections are open", CONNECTIONS_FULL)
-        if descriptor >= self._limits.descriptors:
+        if self._served >= self.limits.connections:
+            return BadRequest(503, f"{self.limits.connections} connections are open", CONNECTIONS_FULL)
+        if descriptor >= self.limits.descriptors:
             return BadRequest(503, NO_DESCRIPTOR, CONNECTIONS_FULL)
         return None
 
@@ -274,14 +284,11 @@ class HttpServer:
         with sock, suppress(OSError):
             sock.send(answer)
             sock.shutdown(socket.SHUT_WR)
-            sock.recv(self._limits.header_bytes)
+            sock.recv(self.limits.header_bytes)
         self.observe(HttpEvent.CONNECTION_CLOSED)
 
     def _answer_of(self, refusal: BadRequest) -> bytes:
         return refusal_bytes(refusal.status, self.refused(refusal), self.date_line())
-
-    async def _run(self, request: Request, responder: Responder) -> None:
-        await self._handler(request, responder)
 
     def _handled(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -292,21 +299,10 @@ class HttpServer:
         for connection in unflushed:
             connection.flush()
 
-    def _sweep_later(self) -> None:
-        self._sweep_due_s = self._loop.time() + self._limits.sweep_s
-        self._sweep = self._loop.call_at(self._sweep_due_s, self._sweep_all)
-
-    def _sweep_all(self) -> None:
-        """Look at every connection's clocks; once later when the loop stood still, for what came meanwhile
-        is not read yet.
-        """
-        now_s = self._loop.time()
-        stood_still = self._awake.advance(now_s - self._sweep_due_s + self._limits.sweep_s)
-        self._is_sweep_put_off = stood_still and not self._is_sweep_put_off
-        if not self._is_sweep_put_off:
-            for connection in list(self._connections):
-                connection.sweep(now_s, self._awake.now_s)
-        self._sweep_later()
+    def _sweep_all(self, now_s: float, awake_s: float) -> None:
+        """Look at every connection's clocks."""
+        for connection in list(self._connections):
+            connection.sweep(now_s, awake_s)
 
     def _note_quiet(self) -> None:
         if not self._connections and not self._tasks:

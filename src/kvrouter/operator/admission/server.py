@@ -25,8 +25,8 @@ from kvrouter.operator.admission.review import (
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels import BindingTarget
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.labels.binding import BindingTarget
+from kvrouter.operator.plan.defaults import PlanDefaults
 
 BODY_BYTES_MAX = 8 * 2**20
 """Two objects of the most that an API server takes, and what is around them."""

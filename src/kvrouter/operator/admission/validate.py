@@ -5,28 +5,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem, did_you_mean
-from kvrouter.operator.api import (
-    ClusterTopology,
+from kvrouter.operator.api.deployment import (
+    TOPOLOGY_IS_IMMUTABLE,
+    TYPE_IS_IMMUTABLE,
     ComponentType,
     DeploymentReading,
     DeploymentSpec,
     DynamoGraphDeployment,
     read_deployment,
 )
-from kvrouter.operator.api.deployment import TOPOLOGY_IS_IMMUTABLE, TYPE_IS_IMMUTABLE
+from kvrouter.operator.api.grove import ClusterTopology
 from kvrouter.operator.api.names import SERVICE_CHARS_MAX, SERVICE_PATTERN
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels import resolve
-from kvrouter.operator.plan import (
-    COMPONENT_LABEL,
-    Manifest,
-    Plan,
-    PlanDefaults,
-    level_problems,
-    plan,
-    prefill_problem,
-)
-from kvrouter.operator.plan.manifest import mapping
+from kvrouter.operator.labels.copies import resolve
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.links import level_problems
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest, mapping
+from kvrouter.operator.plan.plan import Plan, plan
+from kvrouter.operator.plan.wiring import prefill_problem
 from kvrouter.operator.policy import (
     GRAPH_POLICY,
     TOPOLOGY_NAME,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import ComponentSpec, ComponentType
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.names import COMPONENT_PATTERN
 from kvrouter.operator.convert.frontend import Places, as_our_frontend
 from kvrouter.operator.convert.part import Json, Part, check_container, listed, named

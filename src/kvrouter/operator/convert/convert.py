@@ -7,28 +7,27 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.admission.validate import name_problems
-from kvrouter.operator.api import (
+from kvrouter.operator.api.deployment import (
     API_VERSION,
     GROUP,
     KIND,
-    DeploymentSpec,
-    DynamoGraphDeployment,
-    read_deployment,
-)
-from kvrouter.operator.api.deployment import (
     OPERATORS_PREFIX,
     RESERVED_LABELS,
     RESERVED_LABELS_PREFIXES,
+    DeploymentSpec,
+    DynamoGraphDeployment,
     Experimental,
     SpecTopologyConstraint,
+    read_deployment,
 )
 from kvrouter.operator.api.names import SERVICE_PATTERN
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.convert.component import Component, of_entry, of_service
 from kvrouter.operator.convert.frontend import kept_env
 from kvrouter.operator.convert.part import Json, Note, Notes, Part, named
-from kvrouter.operator.plan import PlanDefaults, plan
+from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import mapping, objects
+from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.plan.pod import read_pod_template
 from kvrouter.operator.plan.programs import unregistered
 

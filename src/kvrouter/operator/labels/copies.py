@@ -9,7 +9,8 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from kvrouter.kube.objects import fields_of, objects_in
-from kvrouter.operator.api import Level, topology_label
+from kvrouter.operator.api.grove import Level
+from kvrouter.operator.api.names import topology_label
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import ComponentType, DynamoGraphDeployment
+from kvrouter.operator.api.deployment import ComponentType, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, labels_of, object_name
 from kvrouter.operator.plan.pod import PodDraft

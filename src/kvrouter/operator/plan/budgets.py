@@ -8,7 +8,7 @@ from math import ceil
 from typing import NamedTuple
 
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import ComponentSpec, DynamoGraphDeployment
+from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.manifest import Manifest, labels_of, mapping, object_name, selector, strings
 from kvrouter.operator.plan.workload import owned_metadata
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.core.cordons import CORDON_REASON_CHARS_MAX, NODE_LEVEL, Cordon, CordonSource
 from kvrouter.kube.objects import FLEET_LABEL, cordon_object, key_of, metadata_of
-from kvrouter.operator.api import DynamoGraphDeployment
+from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, labels_of, mapping
 from kvrouter.operator.plan.workload import owned_metadata

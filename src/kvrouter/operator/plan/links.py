@@ -8,10 +8,9 @@ from pydantic import ValidationError
 
 from kvrouter.config.fleet import LinkSpec, LinksSpec, PairLink
 from kvrouter.config.problems import Problem, did_you_mean
-from kvrouter.operator.api import LinkQoS, NetworkQoS, PairQoS
-from kvrouter.operator.api.qos import QOS_PAIRS_MAX
+from kvrouter.operator.api.qos import QOS_PAIRS_MAX, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import Resolution
+from kvrouter.operator.labels.copies import Resolution
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, NamedTopology
 from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 
 from kvrouter.kube.objects import fields_of, objects_in
-from kvrouter.operator.api import ComponentSpec, DynamoGraphDeployment
+from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
 
 Manifest = dict[str, JsonValue]
 

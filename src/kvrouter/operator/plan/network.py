@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
-from kvrouter.operator.api import ComponentSpec, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import (
     DEPLOYMENT_LABEL,

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem, did_you_mean
-from kvrouter.operator.api import ComponentSpec, DeploymentSpec, DynamoGraphDeployment, Level
+from kvrouter.operator.api.deployment import ComponentSpec, DeploymentSpec, DynamoGraphDeployment
+from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import PACKED_LABEL
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.plan.manifest import (

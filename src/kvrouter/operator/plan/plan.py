@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import ComponentSpec, ComponentType, DynamoGraphDeployment, Level, NetworkQoS
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import level_problem
+from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import Copy, Resolution, resolve
+from kvrouter.operator.labels.copies import Copy, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem
 from kvrouter.config.variables import spellings
-from kvrouter.operator.api import ComponentSpec
+from kvrouter.operator.api.deployment import ComponentSpec
 from kvrouter.operator.plan.manifest import Manifest, listed, mapping, objects, without_nothing
 
 _LISTS = ("containers", "initContainers", "volumes")

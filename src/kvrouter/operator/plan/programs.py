@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import ComponentType
+from kvrouter.operator.api.deployment import ComponentType
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.pod import PodDraft
 from kvrouter.operator.plan.serving import is_sidecar

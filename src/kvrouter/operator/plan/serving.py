@@ -5,9 +5,14 @@ from itertools import count
 
 from pydantic import JsonValue
 
-from kvrouter.config import AdminAccess
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import ComponentSpec, ComponentType, DeploymentSpec, DynamoGraphDeployment
+from kvrouter.config.tree import AdminAccess
+from kvrouter.operator.api.deployment import (
+    ComponentSpec,
+    ComponentType,
+    DeploymentSpec,
+    DynamoGraphDeployment,
+)
 from kvrouter.operator.api.names import is_nothing
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, listed, mapping, objects

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
 from kvrouter.config.variables import spellings
-from kvrouter.operator.api import DeploymentSpec
 from kvrouter.operator.api.deployment import (
     OPERATORS_PREFIX,
     RESERVED_LABELS,
     RESERVED_LABELS_PREFIXES,
+    DeploymentSpec,
     EnvVariable,
 )
 from kvrouter.operator.api.names import LABEL_VALUE_CHARS_MAX, LABEL_VALUE_PATTERN, label_key_problem

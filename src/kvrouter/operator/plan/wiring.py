@@ -8,8 +8,9 @@ from pydantic import JsonValue
 from kvrouter.config.problems import Path, Problem
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import ComponentType, PrefillTopology, topology_label
-from kvrouter.operator.labels import Copy, Resolution
+from kvrouter.operator.api.deployment import ComponentType, PrefillTopology
+from kvrouter.operator.api.names import topology_label
+from kvrouter.operator.labels.copies import Copy, Resolution
 from kvrouter.operator.plan import pod
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.links import FrontendLinks, unknown_level

@@ -3,8 +3,16 @@
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import API_VERSION, KIND, ComponentSpec, ComponentType, DynamoGraphDeployment
-from kvrouter.operator.api.deployment import BELOW_DEADLINE, OF_FRONTENDS, FrontendService
+from kvrouter.operator.api.deployment import (
+    API_VERSION,
+    BELOW_DEADLINE,
+    KIND,
+    OF_FRONTENDS,
+    ComponentSpec,
+    ComponentType,
+    DynamoGraphDeployment,
+    FrontendService,
+)
 from kvrouter.operator.api.names import is_nothing
 from kvrouter.operator.api.rollout import ONLY_ROLLING, PROGRESS_DEADLINE_S, StrategyType
 from kvrouter.operator.plan.manifest import (

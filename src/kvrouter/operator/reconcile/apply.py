@@ -24,8 +24,7 @@ from kvrouter.kube.objects import (
     uid_of,
     version_of,
 )
-from kvrouter.operator.plan import COMPONENT_LABEL, DEPLOYMENT_LABEL
-from kvrouter.operator.plan.manifest import MANAGER
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, DEPLOYMENT_LABEL, MANAGER
 
 WORKLOADS = ResourceKind("apps/v1", "Deployment", "deployments")
 SERVICES = ResourceKind("v1", "Service", "services")

@@ -9,21 +9,22 @@ from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, FirstTries, wait_after
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, labels_of, metadata_of, uid_of
-from kvrouter.operator.api import Level, read_deployment
+from kvrouter.operator.api.deployment import read_deployment
+from kvrouter.operator.api.grove import Level
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import (
+from kvrouter.operator.labels.binding import binding_policy
+from kvrouter.operator.labels.copies import (
     PLACES_KIND,
     PLACES_PLURAL,
     PLACES_VERSION,
     Copy,
     Node,
-    binding_policy,
     gather_s,
     node_places,
     read_node,
     resolve,
 )
-from kvrouter.operator.plan import object_name
+from kvrouter.operator.plan.manifest import object_name
 from kvrouter.operator.policy import read_policy
 from kvrouter.operator.reconcile.sources import Sources
 

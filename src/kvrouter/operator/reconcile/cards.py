@@ -18,7 +18,7 @@ from kvrouter.kube.objects import (
     objects_in,
     version_of,
 )
-from kvrouter.operator.status import Registered
+from kvrouter.operator.status.available import Registered
 from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
 
 EXPIRE_S = 5.0

@@ -8,7 +8,7 @@ from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.kube.client import KubeClient
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims
 from kvrouter.operator.reconcile.info_reader import FACTS_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S

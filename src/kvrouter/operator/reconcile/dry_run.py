@@ -6,9 +6,10 @@ import re
 from kvrouter.config.problems import Path, Problem
 from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused, collected_warnings
 from kvrouter.kube.objects import Manifest, key_of
-from kvrouter.operator.admission import Review, Verdict, changed_manifests
+from kvrouter.operator.admission.review import Review
+from kvrouter.operator.admission.validate import Verdict, changed_manifests
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.apply import ObjectRef, is_orphan, kind_of, owner_uid_of
 
 WITHIN_S = 3.0

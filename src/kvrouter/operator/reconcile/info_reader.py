@@ -7,7 +7,7 @@ from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, FirstTries, wait_after
 from kvrouter.kube.objects import Manifest, ResourceKind
-from kvrouter.operator.api import read_topology
+from kvrouter.operator.api.grove import read_topology
 from kvrouter.operator.cluster_info import TOPOLOGIES, ClusterFacts, Grove, by_name
 
 FACTS_S = 15.0

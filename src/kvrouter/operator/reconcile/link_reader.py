@@ -8,8 +8,8 @@ import aiohttp
 
 from kvrouter.http_client import HttpClient
 from kvrouter.kube.objects import Key
-from kvrouter.operator.api import DeploymentStatus, LinkStatus
-from kvrouter.operator.status import LINK_SERIES, Door, read_links, steadied
+from kvrouter.operator.api.status import DeploymentStatus, LinkStatus
+from kvrouter.operator.status.links import LINK_SERIES, Door, read_links, steadied
 
 READ_AGAIN_S = 30.0
 """How long after one round of reading the next one begins."""

@@ -10,7 +10,8 @@ from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, ClusterFacts
-from kvrouter.operator.labels import BindingTarget, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.labels.binding import BindingTarget
+from kvrouter.operator.labels.copies import Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.info_reader import FACTS_S, InfoReader, Lost
 

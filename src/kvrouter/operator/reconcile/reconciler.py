@@ -17,30 +17,21 @@ from kvrouter.kube.objects import (
     metadata_of,
     uid_of,
 )
-from kvrouter.operator.admission import warnings
-from kvrouter.operator.api import ComponentType, Condition, DynamoGraphDeployment, Level, read_deployment
+from kvrouter.operator.admission.validate import warnings
+from kvrouter.operator.api.deployment import ComponentType, DynamoGraphDeployment, read_deployment
+from kvrouter.operator.api.grove import Level
+from kvrouter.operator.api.status import Condition
 from kvrouter.operator.cluster_info import PODS, ClusterFacts
-from kvrouter.operator.labels import Pod, backfill_labels, read_node, read_pod
-from kvrouter.operator.plan import (
-    COMPONENT_LABEL,
-    LEVELS_ANNOTATION,
-    PACKING_ANNOTATION,
-    QOS_ANNOTATION,
-    TYPE_LABEL,
-    Plan,
-    PlanDefaults,
-    cordon_manifests,
-    fleet_name,
-    has_budgets,
-    hold_ends_s,
-    node_cordon,
-    object_name,
-    plan,
-    read_levels,
-    read_qos,
-    registers_elsewhere,
-    zone_budgets,
-)
+from kvrouter.operator.labels.binding import backfill_labels
+from kvrouter.operator.labels.copies import Pod, read_node, read_pod
+from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
+from kvrouter.operator.plan.cordons import cordon_manifests, node_cordon
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.links import read_qos
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL, fleet_name, object_name
+from kvrouter.operator.plan.packing import PACKING_ANNOTATION
+from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
+from kvrouter.operator.plan.serving import registers_elsewhere
 from kvrouter.operator.reconcile.apply import BUDGETS, OWNED, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.bindings import (
     Bindings,
@@ -53,20 +44,17 @@ from kvrouter.operator.reconcile.claims import Claims, takeover_instructions
 from kvrouter.operator.reconcile.renames import held_components
 from kvrouter.operator.reconcile.sources import Sources, spec_of
 from kvrouter.operator.reconcile.status_writer import StatusRefused, StatusWriter
-from kvrouter.operator.status import (
+from kvrouter.operator.status.available import Workers, role_mistakes
+from kvrouter.operator.status.links import door_of
+from kvrouter.operator.status.resolved import (
     NAME_TAKEN_FIX,
     RefusedObjects,
-    Workers,
     component_status,
-    deployment_status,
-    door_of,
-    pull_ends_s,
+    copy_of,
     refused_pods,
-    role_mistakes,
-    rollout_of,
-    unreadable_status,
 )
-from kvrouter.operator.status.resolved import copy_of
+from kvrouter.operator.status.stalled import pull_ends_s, rollout_of
+from kvrouter.operator.status.status import deployment_status, unreadable_status
 
 POLICY_REFUSED = (
     "the operator labels workers after their binding, since the API server refuses the policy that labels "

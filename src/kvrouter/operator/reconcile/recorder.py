@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.client import KubeClient, RequestRefused
 from kvrouter.kube.objects import EVENTS, Involved, Key, Manifest, event_of, key_of, metadata_of, uid_of
-from kvrouter.operator.api import API_VERSION, KIND
+from kvrouter.operator.api.deployment import API_VERSION, KIND
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import Changes
 

@@ -5,9 +5,9 @@ from datetime import datetime
 from typing import NamedTuple
 
 from kvrouter.kube.objects import Manifest, key_of, labels_of, metadata_of
-from kvrouter.operator.api import DynamoGraphDeployment
-from kvrouter.operator.plan import COMPONENT_LABEL, TYPE_LABEL, object_name
-from kvrouter.operator.status import component_status
+from kvrouter.operator.api.deployment import DynamoGraphDeployment
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL, object_name
+from kvrouter.operator.status.resolved import component_status
 
 
 class Held(NamedTuple):

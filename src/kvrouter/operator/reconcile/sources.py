@@ -27,12 +27,13 @@ from kvrouter.kube.objects import (
 )
 from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, ClusterFacts
-from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, fleet_name, node_cordon
+from kvrouter.operator.plan.cordons import node_cordon
+from kvrouter.operator.plan.manifest import DEPLOYMENT_LABEL, MANAGER, fleet_name
 from kvrouter.operator.reconcile.apply import OWNED, owner_uid_of
 from kvrouter.operator.reconcile.cards import EXPIRE_S, Cards, fleet_of
 from kvrouter.operator.reconcile.info_reader import InfoReader, Lost
 from kvrouter.operator.reconcile.link_reader import LinkReader
-from kvrouter.operator.status import Workers
+from kvrouter.operator.status.available import Workers
 
 GATHER_S = 0.2
 """Changes of pods and of owned objects come in bursts: they are handled together."""

@@ -6,10 +6,11 @@ from pydantic import ValidationError
 
 from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, key_of, uid_of
-from kvrouter.operator.api import API_VERSION, KIND, Condition, DeploymentStatus
+from kvrouter.operator.api.deployment import API_VERSION, KIND
+from kvrouter.operator.api.status import Condition, DeploymentStatus
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
 from kvrouter.operator.reconcile.recorder import Recorder
-from kvrouter.operator.status import events_of
+from kvrouter.operator.status.finding import events_of
 
 
 class StatusRefused(ClusterError):

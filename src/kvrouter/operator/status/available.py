@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.operator.api import ComponentSpec, ComponentType, ConditionStatus
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.plan import COMPONENT_LABEL, TYPE_LABEL
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
+from kvrouter.operator.api.status import ConditionStatus
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
 from kvrouter.topology import Required, TransferPolicy

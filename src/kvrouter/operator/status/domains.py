@@ -4,10 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import ComponentType, ConditionStatus, DeploymentStatus, DomainStatus
-from kvrouter.operator.api.status import BALANCE_CHARS_MAX, DOMAINS_MAX
-from kvrouter.operator.labels import Copy, Pod
-from kvrouter.operator.plan import TYPE_LABEL
+from kvrouter.operator.api.deployment import ComponentType
+from kvrouter.operator.api.status import (
+    BALANCE_CHARS_MAX,
+    DOMAINS_MAX,
+    ConditionStatus,
+    DeploymentStatus,
+    DomainStatus,
+)
+from kvrouter.operator.labels.copies import Copy, Pod
+from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named
 

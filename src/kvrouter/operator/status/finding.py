@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvrouter.operator.api import Condition, ConditionStatus, DeploymentStatus
+from kvrouter.operator.api.status import Condition, ConditionStatus, DeploymentStatus
 
 READY = "Ready"
 AVAILABLE = "Available"

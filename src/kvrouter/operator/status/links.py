@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from kvrouter.operator.api import LinkStatus
-from kvrouter.operator.api.status import LINKS_MAX
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan
+from kvrouter.operator.api.status import LINKS_MAX, LinkStatus
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest
+from kvrouter.operator.plan.plan import Plan
 
 LINK_SERIES = "kvrouter_link_"
 """What the lines of a page start with that speak of links."""

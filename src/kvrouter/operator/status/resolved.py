@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.objects import fields_of, objects_in
-from kvrouter.operator.api import ComponentSpec, ComponentStatus, ComponentType, ConditionStatus
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
+from kvrouter.operator.api.status import ComponentStatus, ConditionStatus
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import Copy, Pod, Resolution, Source
-from kvrouter.operator.plan import TYPE_LABEL
+from kvrouter.operator.labels.copies import Copy, Pod, Resolution, Source
+from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from kvrouter.operator.api import ComponentSpec, ConditionStatus
-from kvrouter.operator.labels import Pod, Unstartable
-from kvrouter.operator.plan import COMPONENT_LABEL
+from kvrouter.operator.api.deployment import ComponentSpec
+from kvrouter.operator.api.status import ConditionStatus
+from kvrouter.operator.labels.copies import Pod, Unstartable
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL
 from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding, named
 from kvrouter.operator.status.resolved import RefusedObjects, condition_of
 

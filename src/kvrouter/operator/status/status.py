@@ -4,19 +4,17 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import (
-    ComponentSpec,
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.api.status import (
     ComponentStatus,
-    ComponentType,
     Condition,
     DeploymentStatus,
-    DynamoGraphDeployment,
     LinkStatus,
     PolicyStatus,
 )
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels import Pod
-from kvrouter.operator.plan import Plan
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.available import Workers, available, role_mistakes
 from kvrouter.operator.status.domains import (

@@ -18,7 +18,7 @@ from kvrouter.sim.page.scale import (
 )
 from kvrouter.sim.page.series import Figure, course, distribution, ends_s, references
 from kvrouter.sim.summary import Objective, Part, Spread, Summary, VariantReport
-from kvrouter.sim.timetable_entry import TimetableEntry
+from kvrouter.sim.timetable import TimetableEntry
 
 
 class Drawing(NamedTuple):

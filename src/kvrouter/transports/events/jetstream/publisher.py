@@ -22,7 +22,6 @@ from kvrouter.transports.events.jetstream.stream import (
     LaneNames,
     LaneObserver,
     StreamLimits,
-    Unobserved,
 )
 from kvrouter.transports.events.loads import Drops, LatestLoads, SealedLoads
 from kvrouter.transports.events.subjects import message_auth_of
@@ -177,7 +176,7 @@ class JetStreamPublisher:
         component: str,
         token: str,
         stream_limits: StreamLimits | None = None,
-        observer: LaneObserver | None = None,
+        observer: LaneObserver,
         limits: PublisherLimits = PUBLISHER_LIMITS,
     ) -> None:
         self._client = client
@@ -185,15 +184,15 @@ class JetStreamPublisher:
         self._seal = message_auth_of(token, namespace)
         self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._stream = EventStream(client.jetstream(), self._names, stream_limits or StreamLimits())
-        self._observer = observer or Unobserved()
-        self._drops = Drops(self._observer.dropped)
+        self._observer = observer
+        self._drops = Drops(observer.dropped)
         self._limits = limits
         self._waiting: dict[WorkerRank, list[KvBatch]] = {}
         self._n_waiting = 0
         self._loads: dict[WorkerRank, LoadReport] = {}
         self._latest_loads = LatestLoads(self._queue_load)
         self._wake = asyncio.Event()
-        self._unacked = UnackedMessages(client, self._wake, self._drops, self._observer)
+        self._unacked = UnackedMessages(client, self._wake, self._drops, observer)
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None

@@ -86,25 +86,6 @@ class LaneObserver(Protocol):
         """The stream and the snapshots of the component were cleared, as asked."""
 
 
-class Unobserved:
-    """Reports nothing."""
-
-    def dropped(self, n_batches: int, why: str) -> None:
-        """Nobody counts."""
-
-    def refused(self, why: str) -> None:
-        """Nobody counts."""
-
-    def spoke_for_another(self, error: ForeignRank) -> None:
-        """Nobody counts."""
-
-    def disturbed(self, component: str, why: str) -> None:
-        """Nobody reads."""
-
-    def was_reset(self, component: str) -> None:
-        """Nobody reads."""
-
-
 STREAM_NAME_IN_USE = 10058
 """The server's code for a stream that exists with other limits."""
 

@@ -14,7 +14,6 @@ from kvrouter.transports.events.jetstream.stream import (
     CLIENT_ERRORS,
     LaneObserver,
     StreamLimits,
-    Unobserved,
 )
 from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane, LaneParts
 from kvrouter.transports.events.port import (
@@ -51,7 +50,7 @@ class JetStreamSubscriber(EventSinks):
         token: str,
         replica_name: str,
         limits: StreamLimits | None = None,
-        observer: LaneObserver | None = None,
+        observer: LaneObserver,
         resets_states: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
@@ -64,7 +63,7 @@ class JetStreamSubscriber(EventSinks):
             seal=message_auth_of(token, namespace),
             replica_name=replica_name,
             limits=limits or StreamLimits(),
-            observer=observer or Unobserved(),
+            observer=observer,
             heartbeat_s=heartbeat_s,
             resets=resets_states,
         )

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvrouter.sim.timetable import KINDS
-from kvrouter.sim.timetable_entry import TimetableEntry, entry_of
+from kvrouter.sim.timetable import KINDS, TimetableEntry, entry_of
 
 
 @pytest.mark.parametrize(
