@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec import structs
+
 from kvrouter.api import decisions as api
 from kvrouter.api.fleet import Policy
 from kvrouter.core.constraints import RouterMode
@@ -57,24 +59,10 @@ def attempt_of(kept: KeptDecision, fleet_of: FleetOf) -> api.Attempt:
 
 def latest_of(kept: KeptDecision) -> api.LastDecision:
     """The last decision of a request, without its candidates."""
-    decision = kept.decision
-    prefill, decode = _picks(decision)
-    return api.LastDecision(
-        request_id=decision.request_id,
-        model=kept.model,
-        attempt=decision.attempt,
-        decided_at=round(kept.decided_at_s, 6),
-        trace_id=kept.trace_id or None,
-        mode=decision.mode,
-        prefill=prefill,
-        decode=decode,
-        pair_cost=_pair_cost(decision),
-        constraint=constraint_of(decision.constraint),
-        fallback_used=decision.fallback_used,
-        cross_domain=decision.cross_domain,
-        last_resort=decision.last_resort,
-        has_table=bool(kept.rows),
-    )
+    fields = structs.asdict(attempt_of(kept, lambda _: None))
+    del fields["table"]
+    request_id = kept.decision.request_id
+    return api.LastDecision(request_id=request_id, model=kept.model, has_table=bool(kept.rows), **fields)
 
 
 def _table(kept: KeptDecision, fleet_of: FleetOf) -> api.Legs | None:

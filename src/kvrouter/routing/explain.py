@@ -18,7 +18,6 @@ from kvrouter.routing.masks import (
     Sides,
     Step,
     Stopped,
-    Tiers,
     first_refusals,
     shares_domain,
     tiers_of,
@@ -103,7 +102,7 @@ def sender_steps(fleet: Fleet, sides: Sides) -> tuple[Step, ...]:
     """The steps of a pair's prefill rank: its domain, whether its KV arrived lately, and its load."""
     screens = sides.screens
     tiers = tiers_of(screens.groups, fleet, sides.receivers)
-    passed = tiers.home if (sides.senders.allowed & tiers.home).any() else has_legal_decode(tiers)
+    passed = tiers.home if (sides.senders.allowed & tiers.home).any() else tiers.served
     domain = prefill_steps(fleet, screens.groups, passed)
     return (*domain, *handoff_steps(sides.reach), *busy_steps(screens.not_busy))
 
@@ -140,11 +139,6 @@ def reach_steps(
     senders_known = bool((ids[prefill] != UNKNOWN_VALUE).any())
     known = reached | (ids != UNKNOWN_VALUE) if senders_known else reached
     return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, reached))
-
-
-def has_legal_decode(tiers: Tiers) -> BoolColumn:
-    """The prefill ranks that some decode rank may follow, at home or away."""
-    return tiers.home | tiers.away
 
 
 _VALUES_SHOWN = 3
@@ -208,7 +202,7 @@ def _served_now(screens: Screens, fleet: Fleet) -> BoolColumn | None:
     if screens.not_busy is None:
         return None
     free = screens.decode.mask.within(screens.not_busy)
-    served = has_legal_decode(tiers_of(screens.groups, fleet, free))
+    served = tiers_of(screens.groups, fleet, free).served
     return served if (served & screens.prefill.mask.allowed).any() else None
 
 
@@ -226,7 +220,7 @@ def _pair_stopped(
     if who.leg is Leg.DECODE:
         steps = reach_steps(fleet, screens.groups, senders.allowed, domain)
     elif receivers.n_allowed:
-        legal = has_legal_decode(tiers_of(screens.groups, fleet, receivers))
+        legal = tiers_of(screens.groups, fleet, receivers).served
         steps = prefill_steps(fleet, screens.groups, legal)
     if who.leg is Leg.PREFILL and free is not None and served is not None:
         free = free & served

@@ -24,14 +24,13 @@ import numpy as np
 from msgspec import structs
 
 from kvrouter._native import Senders
-from kvrouter.core.ids import Slot, Taint
+from kvrouter.core.ids import Slot, Taint, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, FloatColumn
 from kvrouter.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
 from kvrouter.routing.costs.time import LegTimes, timed_at
 from kvrouter.routing.explain import (
     busy_steps,
-    has_legal_decode,
     receiver_steps,
     refuse_pair,
     rows_of,
@@ -39,22 +38,21 @@ from kvrouter.routing.explain import (
 )
 from kvrouter.routing.links import kv_bytes_per_token, links_of
 from kvrouter.routing.masks import (
-    DecodeMask,
-    Mask,
+    Followers,
     Screen,
     Screens,
     Sides,
+    Step,
     able,
     constraint_of,
-    crosses_domain,
     first_refusals,
     followers_of,
     mask_of,
     screen,
     tiers_of,
 )
-from kvrouter.routing.pick import Picked, Rules, pick_at, pick_by
-from kvrouter.routing.request import Candidate, Columns, Costs, Decision, RouteRequest, Timed, View
+from kvrouter.routing.pick import Rules, pick_at, pick_by
+from kvrouter.routing.request import Candidate, Columns, Costs, Pick, RouteRequest, Timed, View
 from kvrouter.topology import (
     Fallback,
     LinkTable,
@@ -103,8 +101,8 @@ def _limit(
 class PairCosts:
     """The costs of one request's pairs."""
 
-    def __init__(self, request: RouteRequest, view: View, rules: Rules) -> None:
-        self._request, self._view = request, view
+    def __init__(self, request: RouteRequest, view: View, sides: Sides, rules: Rules) -> None:
+        self._request, self._view, self._sides = request, view, sides
         fleet, settings = view.fleet, view.settings
         if settings.links is None:
             raise ValueError("links: pairs that are chosen together need some")
@@ -119,10 +117,13 @@ class PairCosts:
             for leg in (Leg.PREFILL, Leg.DECODE)
         )
 
-    def least(self, senders: Mask, receivers: Mask) -> FloatColumn:
-        """Return the least cost of a pair for each of the ``senders``; infinity elsewhere."""
+    def least(self) -> FloatColumn:
+        """Return the least cost of a pair for each rank that may send KV; infinity elsewhere. Where KV did
+        not reach some decode rank lately, it is the least of the others.
+        """
+        fleet, sides = self._view.fleet, self._sides
         prefill, decode = self._legs
-        out: FloatColumn = np.empty(self._view.fleet.n_slots)
+        out: FloatColumn = np.empty(fleet.n_slots)
         near: list[FloatColumn | None] = [None] * len(self._senders.limits)
         if self._senders.prefers:
             near = self._near()
@@ -132,17 +133,24 @@ class PairCosts:
             prefill.columns,
             (prefill.asked, decode.asked),
             self._senders.native,
-            (senders.allowed.view(np.uint8), receivers.allowed.view(np.uint8)),
+            (sides.senders.allowed.view(np.uint8), sides.receivers.allowed.view(np.uint8)),
             (self.prefill.multiplier, self._multiplier(None), near),
             self._view.settings.price_weight,
         )
+        for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
+            for slot in fleet.slots_of(worker_id):
+                if sides.senders.allowed[slot] and fleet.unreached_from(slot) is not None:
+                    followers, after = self.after(slot)
+                    reached = after.cost[followers.chosen.mask.allowed]
+                    out[slot] = self.prefill.cost[slot] + reached.min(initial=np.inf)
         return out
 
-    def after(self, sender: Slot, constraint: TransferConstraint | None) -> Costs:
-        """Return what each decode rank adds to the cost of one prefill rank."""
+    def after(self, sender: Slot) -> "_After":
+        """Return who may follow one prefill rank, and what each decode rank adds to its cost."""
+        followers = followers_of(sender, self._sides, self._view)
         prefill, decode = self._legs
         cost: FloatColumn = np.empty(self._view.fleet.n_slots)
-        multiplier = self._multiplier(constraint)
+        multiplier = self._multiplier(followers.constraint)
         self._links.map.pair_costs(
             cost,
             prefill.predictor,
@@ -154,7 +162,7 @@ class PairCosts:
             self._view.settings.price_weight,
         )
         timed = partial(self._timed, sender)
-        return Costs(self._overlap, None, multiplier, Columns(cost, timed=timed))
+        return _After(followers, Costs(self._overlap, None, multiplier, Columns(cost, timed=timed)))
 
     def _timed(self, sender: Slot, slot: Slot, overlap_blocks: int) -> Timed:
         request, view = self._request, self._view
@@ -195,129 +203,101 @@ class PairCosts:
         return np.ones(fleet.n_slots) if column is None else column
 
 
-class _Best(NamedTuple):
-    """A prefill rank, and the decode rank picked for it."""
+class _After(NamedTuple):
+    """Who may follow one prefill rank, and what each decode rank adds to its cost."""
 
-    sender: Slot
-    constraint: TransferConstraint | None
-    chosen: DecodeMask
-    decode: Picked
+    followers: Followers
+    costs: Costs
 
 
-def route_together(
+class Together(NamedTuple):
+    """The picks of a pair; ``prefill`` and ``followers`` are None where a decode rank prefills for itself."""
+
+    prefill: Pick | None
+    decode: Pick
+    followers: Followers | None
+    rows: tuple[Candidate, ...]
+
+
+def pick_together(
     request: RouteRequest, view: View, sides: Sides, rules: Rules, *, explain: bool
-) -> Decision:
-    """Decide for the pair of least cost, or for a decode worker alone. Raises RoutingRefused."""
+) -> Together:
+    """Pick the pair of least cost, or a decode worker alone. Raises RoutingRefused."""
     fleet, screens = view.fleet, sides.screens
     whole = _local(request, fleet, screens)
-    nobody = mask_of(np.zeros(fleet.n_slots, np.bool_))
-    alone = nobody if whole is None else able(whole, screens.not_busy)
-    if not sides.senders.n_allowed and not alone.n_allowed:
+    alone = mask_of(np.zeros(fleet.n_slots, np.bool_)) if whole is None else able(whole, screens.not_busy)
+    anybody = mask_of(sides.senders.allowed | alone.allowed)
+    if not anybody.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
-    costs = PairCosts(request, view, rules)
-    least = costs.least(sides.senders, sides.receivers)
-    _pass_over_unreached(least, costs, sides, view)
-    local, total = None, least
+
+    costs = PairCosts(request, view, sides, rules)
+    total = least = costs.least()
+    local: Costs | None = None
     if whole is not None:
         local = leg_costs(request, view, Leg.AGGREGATED, rules.overlap_score_weight, stalls=True)
         total = np.where(alone.allowed, local.cost, least)
-    anybody = mask_of(sides.senders.allowed | alone.allowed)
-    slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, anybody, turn=view.turn)
-    is_local = bool(alone.allowed[slot])
-    best: _Best | None = None
-    if not is_local:
-        best = _follow(slot, costs, sides, request, view, rules)
-    elif explain and sides.senders.n_allowed:
-        cheapest = Slot(int(np.where(sides.senders.allowed, least, np.inf).argmin()))
-        best = _follow(cheapest, costs, sides, request, view, rules)
-    rows: tuple[Candidate, ...] = ()
-    if explain:
-        rows = _prefill_rows(costs, sides, view, least, None if is_local else slot)
-        if best is not None:
-            rows += _decode_rows(costs, screens, view, best, is_picked=not is_local)
-        if whole is not None and local is not None:
-            rows += _local_rows(whole, local, screens, fleet, slot if is_local else None)
-    if best is None or is_local:
-        if local is None:
-            raise RuntimeError(f"slot {slot} was picked and may neither send KV nor prefill for itself")
-        decode, prefill = pick_at(slot, Leg.AGGREGATED, fleet, local, anybody.n_allowed, unseen=unseen), None
+
+    slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, anybody)
+    prefill, after = None, None
+    if local is not None and alone.allowed[slot]:
+        decode = pick_at(slot, Leg.AGGREGATED, fleet, local, anybody.n_allowed, unseen=unseen)
     else:
-        decode = best.decode.pick
         prefill = pick_at(slot, Leg.PREFILL, fleet, costs.prefill, anybody.n_allowed, unseen=unseen)
-    constraint = None if best is None or is_local else best.constraint
-    return Decision(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        mode=rules.mode,
-        decode=decode,
-        prefill=prefill,
-        constraint=constraint,
-        fallback_used=best is not None and not is_local and best.chosen.fallback_used,
-        cross_domain=crosses_domain(fleet, constraint, decode.slot),
-        last_resort=request.last_resort,
-        together=True,
-        rows=rows,
-    )
+        after = costs.after(slot)
+        chosen = after.followers.chosen.mask
+        follower, unseen = pick_by(after.costs.cost, request, view, Leg.DECODE, rules, chosen)
+        decode = pick_at(follower, Leg.DECODE, fleet, after.costs, chosen.n_allowed, unseen=unseen)
+    followers = None if after is None else after.followers
+    if not explain:
+        return Together(prefill, decode, followers, ())
 
-
-def _follow(
-    sender: Slot, costs: PairCosts, sides: Sides, request: RouteRequest, view: View, rules: Rules
-) -> _Best:
-    """Pick the decode rank for one prefill rank."""
-    fleet = view.fleet
-    constraint, chosen = followers_of(sender, sides, view)
-    after = costs.after(sender, constraint)
-    turn = view.turn // max(1, sides.senders.n_allowed)
-    slot, unseen = pick_by(after.cost, request, view, Leg.DECODE, rules, chosen.mask, turn=turn)
-    pick = pick_at(slot, Leg.DECODE, fleet, after, chosen.mask.n_allowed, unseen=unseen)
-    return _Best(sender, constraint, chosen, Picked(pick, after))
+    rows = _prefill_rows(costs, sides, fleet, least, prefill)
+    if sides.senders.n_allowed:
+        best = Slot(int(least.argmin())) if prefill is None else slot
+        after = after or costs.after(best)
+        steps = receiver_steps(fleet, *after.followers, screens.not_busy)
+        own, partner = costs.prefill.cost.item(best), fleet.rank_at(best)
+        rows += _rows(screens.decode, fleet, steps, after.costs, decode, own=own, partner=partner)
+    if whole is not None and local is not None:
+        rows += _rows(whole, fleet, busy_steps(screens.not_busy), local, decode)
+    return Together(prefill, decode, followers, rows)
 
 
 def _prefill_rows(
-    costs: PairCosts,
-    sides: Sides,
-    view: View,
-    least: FloatColumn,
-    picked: Slot | None,
+    costs: PairCosts, sides: Sides, fleet: Fleet, least: FloatColumn, picked: Pick | None
 ) -> tuple[Candidate, ...]:
     """A row for each prefill rank, with the decode rank that it would cost least with."""
-    fleet = view.fleet
     stopped = first_refusals(sides.screens.prefill, fleet, sender_steps(fleet, sides))
+    slot = None if picked is None else picked.slot
     rows = []
-    for row in rows_of(sides.screens.prefill, fleet, stopped, costs.prefill, picked):
+    for row in rows_of(sides.screens.prefill, fleet, stopped, costs.prefill, slot):
         if row.refused is None and sides.senders.allowed[row.slot]:
-            constraint, chosen = followers_of(row.slot, sides, view)
-            after = np.where(chosen.mask.allowed, costs.after(row.slot, constraint).cost, np.inf)
-            partner = fleet.rank_at(Slot(int(after.argmin())))
+            followers, after = costs.after(row.slot)
+            added = np.where(followers.chosen.mask.allowed, after.cost, np.inf)
+            partner = fleet.rank_at(Slot(int(added.argmin())))
             rows.append(structs.replace(row, pair_cost=least.item(row.slot), partner=partner))
         else:
             rows.append(row)
     return tuple(rows)
 
 
-def _decode_rows(
-    costs: PairCosts, screens: Screens, view: View, best: _Best, *, is_picked: bool
+def _rows(
+    who: Screen,
+    fleet: Fleet,
+    steps: tuple[Step, ...],
+    costs: Costs,
+    picked: Pick,
+    *,
+    own: float = 0.0,
+    partner: WorkerRank | None = None,
 ) -> tuple[Candidate, ...]:
-    """A row for each decode rank, as it would follow the best prefill rank."""
-    fleet, chosen = view.fleet, best.chosen
-    steps = receiver_steps(fleet, best.constraint, chosen, screens.not_busy)
-    stopped = first_refusals(screens.decode, fleet, steps)
-    picked = best.decode.pick.slot if is_picked else None
-    own, partner = costs.prefill.cost.item(best.sender), fleet.rank_at(best.sender)
+    """A row for each decode rank, as it would follow the ``partner`` whose ``own`` cost is this, or as it
+    would prefill for itself.
+    """
+    slot = picked.slot if picked.leg is who.leg else None
     return tuple(
         structs.replace(row, pair_cost=own + row.cost, partner=partner) if row.refused is None else row
-        for row in rows_of(screens.decode, fleet, stopped, best.decode.costs, picked)
-    )
-
-
-def _local_rows(
-    whole: Screen, local: Costs, screens: Screens, fleet: Fleet, picked: Slot | None
-) -> tuple[Candidate, ...]:
-    """A row for each decode rank that may prefill for itself."""
-    stopped = first_refusals(whole, fleet, busy_steps(screens.not_busy))
-    return tuple(
-        structs.replace(row, pair_cost=row.cost) if row.refused is None else row
-        for row in rows_of(whole, fleet, stopped, local, picked)
+        for row in rows_of(who, fleet, first_refusals(who, fleet, steps), costs, slot)
     )
 
 
@@ -327,18 +307,7 @@ def _local(request: RouteRequest, fleet: Fleet, screens: Screens) -> Screen | No
     """
     if request.prefill_pin is not None:
         return None
-    legal = has_legal_decode(tiers_of(screens.groups, fleet, screens.decode.mask))
-    if not (screens.prefill.mask.allowed & legal).any():
+    served = tiers_of(screens.groups, fleet, screens.decode.mask).served
+    if not (screens.prefill.mask.allowed & served).any():
         return None
     return screen(request, fleet, Leg.AGGREGATED)
-
-
-def _pass_over_unreached(least: FloatColumn, costs: PairCosts, sides: Sides, view: View) -> None:
-    """Where KV of a prefill rank did not reach some decode rank lately, its least is that of the others."""
-    fleet = view.fleet
-    for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
-        for slot in fleet.slots_of(worker_id):
-            if sides.senders.allowed[slot] and fleet.unreached_from(slot) is not None:
-                constraint, chosen = followers_of(slot, sides, view)
-                after = costs.after(slot, constraint).cost[chosen.mask.allowed]
-                least[slot] = costs.prefill.cost[slot] + after.min(initial=np.inf)

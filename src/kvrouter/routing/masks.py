@@ -270,6 +270,11 @@ class Tiers(NamedTuple):
     home: BoolColumn
     away: BoolColumn
 
+    @property
+    def served(self) -> BoolColumn:
+        """The prefill ranks that some decode rank may follow, at home or away."""
+        return self.home | self.away
+
 
 class Screens(NamedTuple):
     """Who may take either leg, before the one leg binds the other."""

@@ -226,10 +226,12 @@ def pick_by(
     rules: Rules,
     mask: Mask,
     *,
-    turn: int,
+    turn: int = 0,
     is_masked: bool = False,
 ) -> tuple[Slot, int]:
-    """Return the slot that a leg is picked for by ``cost``, and how many unseen requests it has room for."""
+    """Return the slot that a leg is picked for by ``cost``, and how many unseen requests it has room for.
+    ``turn`` is for the mode round-robin.
+    """
     draw, own_cost = mix64(view.seed + _SALT_OF[leg]), 0.0
     unseen = draw_unseen(view.unseen, draw)
     if unseen:

@@ -15,7 +15,7 @@ from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet
 from kvrouter.routing.explain import candidates, receiver_steps, refuse_leg, refuse_pair, sender_steps
-from kvrouter.routing.joint import route_together
+from kvrouter.routing.joint import pick_together
 from kvrouter.routing.masks import (
     DecodeMask,
     Screen,
@@ -212,32 +212,37 @@ def _one_leg(
 def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision:
     fleet, sides = view.fleet, sides_of(request, view)
     rules = rules_of(view.settings, request.override)
-    if view.settings.pd_selection is _JOINT and rules.mode is _KV and view.rule is None:
-        return route_together(request, view, sides, rules, explain=explain)
-    screens, senders = sides.screens, sides.senders
-    if not senders.n_allowed:
-        raise refuse_pair(request, view, screens, explain=explain)
-    prefill = pick_leg(request, view, Leg.PREFILL, rules, senders, turn=view.turn, explain=explain)
-    constraint, chosen = followers_of(prefill.pick.slot, sides, view)
-    decode = pick_leg(
-        request, view, Leg.DECODE, rules, chosen.mask,
-        turn=view.turn // senders.n_allowed,  # or each prefill rank would always meet the same decode rank
-        constraint=constraint, prefill_slot=prefill.pick.slot, explain=explain,
-    )  # fmt: skip
     rows: tuple[Candidate, ...] = ()
-    if explain:
-        rows = candidates(screens.prefill, fleet, sender_steps(fleet, sides), prefill)
-        steps = receiver_steps(fleet, constraint, chosen, screens.not_busy)
-        rows += candidates(screens.decode, fleet, steps, decode)
+    is_joint = view.settings.pd_selection is _JOINT and rules.mode is _KV and view.rule is None
+    if is_joint:
+        prefill, decode, followers, rows = pick_together(request, view, sides, rules, explain=explain)
+    else:
+        screens, senders = sides.screens, sides.senders
+        if not senders.n_allowed:
+            raise refuse_pair(request, view, screens, explain=explain)
+        first = pick_leg(request, view, Leg.PREFILL, rules, senders, turn=view.turn, explain=explain)
+        followers = followers_of(first.pick.slot, sides, view)
+        second = pick_leg(
+            request, view, Leg.DECODE, rules, followers.chosen.mask,
+            turn=view.turn // senders.n_allowed,  # or a prefill rank would always meet the same decode rank
+            constraint=followers.constraint, prefill_slot=first.pick.slot, explain=explain,
+        )  # fmt: skip
+        prefill, decode = first.pick, second.pick
+        if explain:
+            rows = candidates(screens.prefill, fleet, sender_steps(fleet, sides), first)
+            steps = receiver_steps(fleet, *followers, screens.not_busy)
+            rows += candidates(screens.decode, fleet, steps, second)
+    constraint, chosen = followers or (None, None)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
         mode=rules.mode,
-        decode=decode.pick,
-        prefill=prefill.pick,
+        decode=decode,
+        prefill=prefill,
         constraint=constraint,
-        fallback_used=chosen.fallback_used,
-        cross_domain=crosses_domain(fleet, constraint, decode.pick.slot),
+        fallback_used=chosen is not None and chosen.fallback_used,
+        cross_domain=crosses_domain(fleet, constraint, decode.slot),
         last_resort=request.last_resort,
+        together=is_joint,
         rows=rows,
     )
