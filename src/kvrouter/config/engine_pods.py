@@ -77,13 +77,7 @@ ANNOTATIONS: Mapping[str, _Word] = {
 
 PLACES: Mapping[str, str] = {
     "kind": f"label {KIND_LABEL}",
-    "model": f"annotation {PREFIX}model",
-    "tokenizer": f"annotation {PREFIX}tokenizer",
-    "block_size": f"annotation {PREFIX}block-size",
-    "context_length": f"annotation {PREFIX}context-length",
-    "role": f"annotation {PREFIX}role",
-    "dp_size": f"annotation {PREFIX}dp-size",
-    "api_key_env": f"annotation {PREFIX}api-key-env",
+    **{name.replace("-", "_"): f"annotation {PREFIX}{name}" for name in ANNOTATIONS},
     "kv_events": f"annotation {PREFIX}kv-events-endpoint",
     "kv_events_replay": f"annotation {PREFIX}kv-events-replay-endpoint",
 }

@@ -15,8 +15,8 @@ from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
-from kvrouter.fleet import UNKNOWN, CircuitState
-from kvrouter.fleet.columns import Columns
+from kvrouter.fleet.circuit import CircuitState
+from kvrouter.fleet.columns import UNKNOWN, Columns
 from kvrouter.frontend.cordons import cordoned
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
@@ -35,7 +35,7 @@ from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.service.transfer_speed import TransferReading
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import GaugeFamily
-from kvrouter.topology import RouterTopologyDefault, policy_of, topology_domains, worker_taints
+from kvrouter.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,7 @@ class RankReading:
     total_blocks: int | None
     report: api.LoadSeen | None
     held_blocks: int | None
-    feed: FeedState | None
-    stale_s: float | None
-    lag_s: float | None
-    silent_s: float | None
-    kv_events_missing: bool | None
-    clock_ahead_s: float | None
+    feed: FeedReading | None
     account: ReportReading
     speed: SpeedReading | None
 
@@ -101,12 +96,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     total_blocks=int(total_blocks) if np.isfinite(total_blocks) else None,
                     report=_report(columns, slot),
                     held_blocks=None if held_of is None else held_of(slot),
-                    feed=None if feed is None else _state(card, feed),
-                    stale_s=None if feed is None else feed.stale_s,
-                    lag_s=None if feed is None else feed.lag_s,
-                    silent_s=None if feed is None else feed.silent_s,
-                    kv_events_missing=None if feed is None else feed.is_missing,
-                    clock_ahead_s=None if feed is None else feed.clock_ahead_s,
+                    feed=None if feed is None else feed._replace(state=_state(card, feed)),
                     account=model.accounts.reading(slot),
                     speed=model.placer.speeds.reading(slot),
                 )
@@ -378,7 +368,7 @@ def _rank_state(rank: RankReading) -> api.Rank:
         total_blocks=rank.total_blocks,
         report=rank.report,
         index_blocks=rank.held_blocks,
-        feed=_feed_state(rank),
+        feed=None if rank.feed is None else _feed_state(rank.feed),
         kv_events_skipped=account.events_skipped,
         predictions=None if account.answers is None else _predictions_state(account.answers),
         speed=None if speed is None else _speed_state(speed),
@@ -386,15 +376,13 @@ def _rank_state(rank: RankReading) -> api.Rank:
     )
 
 
-def _feed_state(rank: RankReading) -> api.Feed | None:
-    if rank.feed is None or rank.stale_s is None or rank.silent_s is None:
-        return None
+def _feed_state(feed: FeedReading) -> api.Feed:
     return api.Feed(
-        state=rank.feed.name.lower(),
-        stale_s=round(rank.stale_s, 3),
-        silent_s=round(rank.silent_s, 3),
-        kv_events_missing=rank.kv_events_missing,
-        clock_ahead_s=None if rank.clock_ahead_s is None else round(rank.clock_ahead_s, 3),
+        state=feed.state.name.lower(),
+        stale_s=round(feed.stale_s, 3),
+        silent_s=round(feed.silent_s, 3),
+        kv_events_missing=feed.is_missing,
+        clock_ahead_s=None if feed.clock_ahead_s is None else round(feed.clock_ahead_s, 3),
     )
 
 
@@ -515,15 +503,15 @@ class Gauges:
             self._set(telemetry.worker_blocks, report.active_blocks, *labels, "active")
             self._set(telemetry.worker_running_requests, report.running_requests, *labels)
             self._set(telemetry.worker_waiting_requests, report.waiting_requests, *labels)
-        self._set(telemetry.feed_state, float(rank.feed is None), *labels, "none")
+        feed = rank.feed
+        self._set(telemetry.feed_state, float(feed is None), *labels, "none")
         for state in FeedState:
-            self._set(telemetry.feed_state, float(rank.feed is state), *labels, state.name.lower())
-        if rank.stale_s is not None:
-            self._set(telemetry.feed_staleness, rank.stale_s, *labels)
-        if rank.lag_s is not None:
-            self._set(telemetry.event_lag, rank.lag_s, *labels)
-        if rank.kv_events_missing is not None:
-            self._set(telemetry.kv_events_missing, float(rank.kv_events_missing), *labels)
+            is_here = feed is not None and feed.state is state
+            self._set(telemetry.feed_state, float(is_here), *labels, state.name.lower())
+        if feed is not None:
+            self._set(telemetry.feed_staleness, feed.stale_s, *labels)
+            self._set(telemetry.event_lag, feed.lag_s, *labels)
+            self._set(telemetry.kv_events_missing, float(feed.is_missing), *labels)
         if account.transfers is not None:
             self._set(telemetry.kv_transfer_slow, float(account.transfers.is_slow), *labels)
         if rank.speed is not None:
