@@ -15,7 +15,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Placement

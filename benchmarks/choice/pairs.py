@@ -32,7 +32,7 @@ from kvrouter.sim.summary import Summary, summarize
 from kvrouter.sim.timetable import LinkEvent, TimetableEvent
 from kvrouter.sim.tuning import merit, points, second_half
 from kvrouter.sim.variant import OURS, variants
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 
 HOSTS = 32
 """Each has a prefill and a decode worker; 4 are a rack, 16 a zone."""

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.masks import constraint_of
 from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View

@@ -5,7 +5,7 @@ import msgspec
 from benchmarks.live.decisions import SeenDecision, see
 from kvrouter.core.ids import RequestId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.mock import LegStamps
+from kvrouter.mock.sequence import LegStamps
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.request import Decision, RouteRequest, View
 

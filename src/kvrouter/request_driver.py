@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import KvLoss, Leg, Sampling
-from kvrouter.fleet import Fault, Suspicion
+from kvrouter.fleet.circuit import Fault, Suspicion
 from kvrouter.journey import (
     ClientLeft,
     Command,

@@ -9,7 +9,7 @@ from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.placement.link_speeds import Seen
 from kvrouter.placement.speeds import LearnedSpeeds, SpeedReading
 from kvrouter.service import transfer_speed
-from kvrouter.topology import Link, SharedLink
+from kvrouter.topology.links import Link, SharedLink
 from tests.support.examined import examined, found, names_of, not_made, the_finding
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import House, open_house

@@ -22,7 +22,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import Leg
 from kvrouter.engines.mock import MockEngineHandle
-from kvrouter.mock import LegStamps
+from kvrouter.mock.sequence import LegStamps
 from kvrouter.service.event_ingest import EventCacheView
 from kvrouter.sim.traces.request import TraceRequest
 from tests.support.mock_fleets import alike, pairs

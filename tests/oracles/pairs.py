@@ -10,16 +10,8 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.routing.costs.time import CHUNK_TOKENS, STALLS_WEIGHT
 from kvrouter.routing.request import RouteRequest, RoutingSettings, Times
-from kvrouter.topology import (
-    Fallback,
-    LinkState,
-    Preferred,
-    Required,
-    SharedLink,
-    TransferPolicy,
-    distance,
-    topology_taint,
-)
+from kvrouter.topology.links import LinkState, SharedLink, distance
+from kvrouter.topology.policy import Fallback, Preferred, Required, TransferPolicy, topology_taint
 from tests.oracles.prediction import RankLoad, predicted
 
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault
+from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault
 
 OPEN_S, OPEN_MAX_S = 4.0, 60.0
 FAULTS = st.sampled_from([Fault.LOST, Fault.SILENT])

@@ -10,9 +10,9 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import NODE_LEVEL, WORKER_LEVEL, Cordon, CordonRules
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import Reason, RoutingRefused
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, View, route
-from kvrouter.topology import topology_domains
+from kvrouter.topology.policy import topology_domains
 from tests.support.scenes import Scene, fleet_of, scenes, view_of
 
 

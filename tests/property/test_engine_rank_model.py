@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrouter.core.events import KvEvent, pack_hashes
 from kvrouter.core.ids import DpRank
 from kvrouter.core.timing import Timing
-from kvrouter.mock import EngineHashing, MockConfig
+from kvrouter.mock.config import EngineHashing, MockConfig
 from kvrouter.mock.ranks import EngineRanks, rank_of
 from tests.support.engine_rank_model import Did, EngineRankModel, Leg
 

@@ -21,7 +21,8 @@ from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.index import NativeBlockIndex
-from kvrouter.mock import EngineHashing, MockConfig, MockEngine
+from kvrouter.mock.config import EngineHashing, MockConfig
+from kvrouter.mock.engine import MockEngine
 from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry

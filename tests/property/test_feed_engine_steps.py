@@ -5,7 +5,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.mock import EngineHashing
+from kvrouter.mock.config import EngineHashing
 from kvrouter.service import event_ingest, index_work
 from tests.property.test_feed_engine_law import STEPS, run
 from tests.support.virtual_time import run_in_virtual_time

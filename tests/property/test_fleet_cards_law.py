@@ -10,7 +10,7 @@ from msgspec import structs
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.transports.discovery.wire import CardRecord, decode_record, encode_record
 
 MODEL = ModelName("m")

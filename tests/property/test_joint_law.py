@@ -14,15 +14,13 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.routing.links import links_of
 from kvrouter.routing.request import CostInput, Speeds
-from kvrouter.topology import (
+from kvrouter.topology.links import Link, LinkState, LinkTable
+from kvrouter.topology.policy import (
     Fallback,
-    Link,
-    LinkState,
-    LinkTable,
     MismatchPolicy,
     NearFrontend,
     Preferred,

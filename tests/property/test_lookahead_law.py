@@ -17,7 +17,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.index import NativeBlockIndex
 from tests.support.fleets import card
 

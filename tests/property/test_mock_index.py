@@ -11,7 +11,8 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.index import Applied
-from kvrouter.mock import EngineHashing, MockConfig, MockEngine
+from kvrouter.mock.config import EngineHashing, MockConfig
+from kvrouter.mock.engine import MockEngine
 from tests.oracles.index import NaiveBlockIndex
 
 BLOCK_SIZE = 4

@@ -10,15 +10,10 @@ from kvrouter.core.events import KvEvent, Removed, Stored, unpack_hashes
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, KvTransferParams, Leg, Sampling
 from kvrouter.core.workers import Role
-from kvrouter.mock import (
-    EngineHashing,
-    Fabric,
-    FabricOutputs,
-    KvLoadFailurePolicy,
-    Links,
-    MockConfig,
-    Party,
-)
+from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.fabric import Fabric, FabricOutputs
+from kvrouter.mock.handoff import Party
+from kvrouter.mock.links import Links
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone_links
 

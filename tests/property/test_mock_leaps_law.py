@@ -13,15 +13,11 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import (
-    EngineHashing,
-    Fabric,
-    KvLoadFailurePolicy,
-    LegStamps,
-    Links,
-    MockConfig,
-    Party,
-)
+from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.fabric import Fabric
+from kvrouter.mock.handoff import Party
+from kvrouter.mock.links import Links
+from kvrouter.mock.sequence import LegStamps
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone_links
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.mock import Network
+from kvrouter.mock.network import Network
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone, zone_links
 

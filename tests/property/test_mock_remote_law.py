@@ -15,19 +15,10 @@ from hypothesis import strategies as st
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import (
-    Fabric,
-    Failed,
-    KvLoadFailurePolicy,
-    MockConfig,
-    Party,
-    Peer,
-    PullId,
-    RemoteSink,
-    SinkWord,
-    SourceWord,
-    ToSource,
-)
+from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.fabric import Fabric
+from kvrouter.mock.handoff import Party, RemoteSink
+from kvrouter.mock.remote import Failed, Peer, PullId, SinkWord, SourceWord, ToSource
 from kvrouter.mock.sequence import sequence_key
 from kvrouter.topology.links import Link
 from tests.support.mock_engine import TIMING

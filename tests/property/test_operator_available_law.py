@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.operator.policy import DeploymentPolicy, RawLabel
 from kvrouter.operator.status.available import Registered, serves
 from kvrouter.routing import RouteRequest, RoutingSettings, View, route
-from kvrouter.topology import (
+from kvrouter.topology.policy import (
     Fallback,
     MismatchPolicy,
     Preferred,

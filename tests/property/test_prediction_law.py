@@ -13,7 +13,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import RouteRequest, RoutingSettings, View, route
 from kvrouter.routing.request import CostInput, Pick, Speeds, Times
 from tests.oracles.prediction import RankLoad, predicted

@@ -32,7 +32,7 @@ from kvrouter.recording.salt import Salt
 from kvrouter.request_driver import Attempt
 from kvrouter.routing.request import Decision, Pick, RouteRequest
 from kvrouter.service.traffic import Origin, TrafficRecorder
-from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
+from kvrouter.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from tests.support.siphash import siphash
 
 SALT = Salt(b"s" * 32)

@@ -22,7 +22,7 @@ from kvrouter.core.ids import (
 )
 from kvrouter.core.sync import Deltas, Goodbye, StateQuestion, SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.journal import Journal, SharedLedger
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import Asks, Replicas

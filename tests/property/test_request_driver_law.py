@@ -11,7 +11,8 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import RequestId, RouterId, WorkerId
 from kvrouter.core.requests import FinishReason, GenerateRequest, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Role
-from kvrouter.fleet import CircuitSettings, Fault, Fleet
+from kvrouter.fleet.circuit import CircuitSettings, Fault
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey import (
     Abandon,
     Command,

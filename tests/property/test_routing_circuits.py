@@ -9,7 +9,7 @@ from msgspec import structs
 from kvrouter.core.errors import NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, View, route
 from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
 

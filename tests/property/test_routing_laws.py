@@ -12,7 +12,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.requests import Leg
 from kvrouter.routing import Candidate, Decision, RouteRequest, View, route, route_decode
-from kvrouter.topology import Required
+from kvrouter.topology.policy import Required
 from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
 
 

@@ -15,7 +15,7 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, Rou
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, Pick, RouteRequest, RoutingSettings, View, route
 
 BLOCK = 8

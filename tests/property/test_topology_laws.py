@@ -8,20 +8,11 @@ from hypothesis import strategies as st
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
-from kvrouter.mock import Links
+from kvrouter.fleet.fleet import Fleet
+from kvrouter.mock.links import Links
 from kvrouter.routing.links import FleetLinks, links_of
-from kvrouter.topology import (
-    Link,
-    LinkState,
-    LinkTable,
-    SharedLink,
-    distance,
-    policy_of,
-    topology_domains,
-    topology_taint,
-    worker_taints,
-)
+from kvrouter.topology.links import Link, LinkState, LinkTable, SharedLink, distance
+from kvrouter.topology.policy import policy_of, topology_domains, topology_taint, worker_taints
 
 LEVELS = ("zone", "rack", "host")
 places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("abc"))

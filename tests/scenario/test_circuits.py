@@ -14,7 +14,7 @@ from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
-from kvrouter.fleet import CircuitState
+from kvrouter.fleet.circuit import CircuitState
 from kvrouter.frontend.fleet_state import Gauges, fleet_state
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
 from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all

@@ -12,7 +12,7 @@ from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, Unkno
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 from tests.support.mock_fleets import (
     PATIENT_S,
     MockBench,

@@ -25,7 +25,7 @@ from kvrouter.service import model_router, prompt_shapes
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.text.source import MOCK_FOLDER
-from kvrouter.topology import Link, SharedLink
+from kvrouter.topology.links import Link, SharedLink
 from tests.oracles.sync import MemorySyncPlane
 from tests.support.engine_server import JSON, Answer, page, scripted_engine
 from tests.support.fleets import MODEL, card, decode_card, prefill_card

@@ -8,7 +8,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NoEligibleWorker
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.fleet import CircuitState
+from kvrouter.fleet.circuit import CircuitState
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 from tests.support.fleets import Bench, bench_of, decode_card, generate_request, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of

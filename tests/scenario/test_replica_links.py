@@ -5,7 +5,7 @@ from msgspec import structs
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.topology import LinkLoad, SharedLink
+from kvrouter.topology.links import LinkLoad, SharedLink
 from tests.oracles.sync import MemorySyncPlane
 from tests.scenario.test_replica_sync import MakePlane, make_plane
 from tests.support.fleets import card

@@ -22,7 +22,7 @@ from kvrouter.engines.trtllm.polled import Polled
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode as decode_vllm
 from kvrouter.engines.vllm.introspect import ask_info as ask_vllm
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from tests.support.engine_event_sources import RecordedEvents
 from tests.support.engine_small import SmallEngine, Tongue, small_engine, timing
 from tests.support.engine_small_sglang import SglangTongue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.core.events import HashColumn, pack_hashes
 from kvrouter.core.hashing import finish64
-from kvrouter.mock import EngineHashing, MockConfig
+from kvrouter.mock.config import EngineHashing, MockConfig
 from kvrouter.mock.tokens import MASK
 from tests.support.paged_kv_model import PagedKvModel
 

@@ -10,7 +10,7 @@ from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.trtllm.introspect import CONFIG_METRIC, OWNER
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from kvrouter.transports.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
 from tests.support.engine_server import event_of

@@ -11,7 +11,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.vllm.calls import RANK_HEADER
 from kvrouter.engines.vllm.introspect import CACHE_METRIC, RUNNING, STARTED_METRIC, USED, WAITING
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from kvrouter.transports.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
 from tests.support.engine_publisher import Publisher, vllm_batch

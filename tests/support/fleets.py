@@ -10,7 +10,7 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import CircuitState, Pair
+from kvrouter.fleet.circuit import CircuitState, Pair
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService

@@ -17,7 +17,8 @@ from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.mock import MockConfig, MockEngine
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.engine import MockEngine
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.instrumentation import ModelInstrumentation

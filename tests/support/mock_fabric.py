@@ -8,7 +8,9 @@ from kvrouter.core.events import Stored, count_hashes
 from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import Fabric, KvLoadFailurePolicy, MockConfig, Party
+from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.fabric import Fabric
+from kvrouter.mock.handoff import Party
 from kvrouter.topology.links import Link
 from tests.support.mock_engine import TIMING
 from tests.support.mock_links import zone_links

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.mock import Links, Place
+from kvrouter.mock.links import Links, Place
 from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
 
 

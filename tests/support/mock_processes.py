@@ -12,7 +12,9 @@ from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
-from kvrouter.mock import KvLoadFailurePolicy, Links, MockConfig, Peer
+from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.links import Links
+from kvrouter.mock.remote import Peer
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone_links
 from tests.support.waits import until

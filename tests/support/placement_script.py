@@ -19,7 +19,8 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
-from kvrouter.fleet import CircuitSettings, Fault, Fleet
+from kvrouter.fleet.circuit import CircuitSettings, Fault
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.journal import Journal, SharedLedger

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.fleet import Fault
+from kvrouter.fleet.circuit import Fault
 from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Draw
 

@@ -8,7 +8,7 @@ from kvrouter.config.decision import routing_settings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Placement

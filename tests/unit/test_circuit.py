@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Suspicion
-from kvrouter.fleet.circuit import WELL_S
+from kvrouter.fleet.circuit import WELL_S, Circuit, CircuitSettings, CircuitState, Fault, Suspicion
 
 THREE = CircuitSettings(failures=3, open_s=4.0, open_max_s=20.0)
 

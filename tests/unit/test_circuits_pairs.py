@@ -7,7 +7,8 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
-from kvrouter.fleet import CircuitSettings, CircuitState, Fleet, Pair
+from kvrouter.fleet.circuit import CircuitSettings, CircuitState, Pair
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey import Shape
 from kvrouter.placement.circuits import Circuits
 from kvrouter.placement.placement import Placement

@@ -11,7 +11,7 @@ from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.placement.placement import Draw
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 from kvrouter.transports.discovery.clusters import ClustersDiscovery, placed_in
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink

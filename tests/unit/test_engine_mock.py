@@ -13,7 +13,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
 from kvrouter.engines.port import Engine
-from kvrouter.mock import KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.engine_legs import leg

@@ -5,10 +5,10 @@ from msgspec import structs
 
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.engine_sums import AGREE, HALF_S, TRANSFERS_MIN, EngineSums
 from kvrouter.placement.transfers import Transfers
-from kvrouter.topology import Link, LinkKind, LinkPace, LinkTable
+from kvrouter.topology.links import Link, LinkKind, LinkPace, LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents
 

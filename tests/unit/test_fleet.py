@@ -7,7 +7,8 @@ from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, KvTransfers, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank
+from kvrouter.fleet.columns import UNKNOWN, hash_rank
+from kvrouter.fleet.fleet import MAX_SLOTS, Fleet
 from kvrouter.routing.masks import ready
 
 MODEL = ModelName("m")

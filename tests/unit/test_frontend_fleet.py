@@ -15,7 +15,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.placement.link_speeds import Seen
 from kvrouter.service import transfer_speed
-from kvrouter.topology import Link, SharedLink
+from kvrouter.topology.links import Link, SharedLink
 from tests.support.fleets import MODEL, card
 from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.logged import event_of, events_of

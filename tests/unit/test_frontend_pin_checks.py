@@ -9,7 +9,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 from tests.support.fleets import MODEL, card
 from tests.support.front import open_house, says
 

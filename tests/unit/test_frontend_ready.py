@@ -7,7 +7,7 @@ import pytest
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 from tests.support.fleets import card
 from tests.support.front import House, error_of, open_house
 

@@ -13,7 +13,8 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.ids import RouterId, Slot, WorkerId
 from kvrouter.core.requests import CallRoute, ClientCall, GenerateRequest
 from kvrouter.core.workers import Role
-from kvrouter.fleet import CircuitSettings, Fleet
+from kvrouter.fleet.circuit import CircuitSettings
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.attempt_request import attempt_request, hash_prompt
@@ -22,7 +23,7 @@ from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.placements import KeptEvents
 

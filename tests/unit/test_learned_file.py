@@ -16,7 +16,7 @@ from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.placement.link_speeds import FORGET_S
 from kvrouter.service.router import RECALLED_S, RouterService
 from kvrouter.telemetry import Event
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.logged import events_of
 from tests.support.scripted_transport import ScriptedPlane

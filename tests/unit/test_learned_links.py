@@ -5,8 +5,7 @@ from random import Random
 import pytest
 
 from kvrouter.placement.link_speeds import FORGET_S, LearnedLinks, Seen
-from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
-from kvrouter.topology.links import UNKNOWN_KIND
+from kvrouter.topology.links import ACROSS_LINK, UNKNOWN_KIND, Link, LinkKind, LinkPace, LinkState, SharedLink
 from tests.support.placements import KeptEvents
 
 TABLE = Link(1e-3, 10e9)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.speeds import (
     CLIENT_WAITS_S,
     FORGET_S,

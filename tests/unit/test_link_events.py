@@ -9,7 +9,7 @@ from kvrouter.commands.link_events import LinkStep, happening, read_link_events
 from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
-from kvrouter.mock import LinkChange
+from kvrouter.mock.links import LinkChange
 from tests.support.logged import events_of
 from tests.support.mock_fleets import fleet_file, pairs
 from tests.support.waits import until

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LINK_NEWS_MAX, LinkName, LinkNews, LinkSeen, LinkUse
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.link_exchange import LinkExchange
 from kvrouter.placement.link_journal import LinkJournal, OnLink, as_seen
 from kvrouter.placement.link_speeds import KINDS_MAX
 from kvrouter.placement.transfers import NEWS_LASTS_S, Transfers
-from kvrouter.topology import Link, LinkLoad, LinkTable, SharedLink
+from kvrouter.topology.links import Link, LinkLoad, LinkTable, SharedLink
 from kvrouter.transports.sync.nats import decode_message
 from tests.support.fleets import BLOCK_SIZE, MODEL
 from tests.support.placements import KeptEvents

@@ -6,9 +6,9 @@ from msgspec import structs
 
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.transfers import Transfers
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 from kvrouter.transports.background import PAUSE_S, LoopPauses
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents

@@ -9,8 +9,8 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import Bootstrap, FinishReason, Leg
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock import MockConfig, MockEngine, Outputs
-from kvrouter.mock.engine import KvWanted
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.engine import KvWanted, MockEngine, Outputs
 from kvrouter.mock.network import Arrived
 from tests.support.mock_engine import cached_tokens_of, config, engine, request, tokens_of
 

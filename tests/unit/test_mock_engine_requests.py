@@ -5,7 +5,7 @@ import pytest
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.workers import Role
-from kvrouter.mock import EngineFull
+from kvrouter.mock.engine import EngineFull
 from kvrouter.mock.sequence import sequence_key
 from tests.support.mock_engine import config, engine, request, tokens_of
 

@@ -8,7 +8,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, RequestId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import KvTransfers
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from tests.support.mock_fabric import (
     D2,
     PREFILL_S,

@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import Role
-from kvrouter.mock import KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
 from tests.support.mock_engine import TIMING
 from tests.support.mock_fabric import D2, PREFILL_S, D, Fleet, P, aggregated_tokens
 

@@ -9,10 +9,10 @@ from kvrouter.config.problems import parse_document
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePool
-from kvrouter.topology import Link
+from kvrouter.topology.links import Link
 from kvrouter.wiring.fleet_build import text_mock_config
 from kvrouter.wiring.mock_fleet import MockFleet
 

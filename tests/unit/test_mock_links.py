@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.mock import LinkChange, LinkName, Links, Network, Place
+from kvrouter.mock.links import LinkChange, LinkName, Links, Place
+from kvrouter.mock.network import Network
 from kvrouter.topology.links import ACROSS_LINK, Link, LinkTable
 from tests.support.mock_links import zone, zone_links
 

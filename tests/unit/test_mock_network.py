@@ -1,6 +1,7 @@
 import pytest
 
-from kvrouter.mock import DomainPair, Network
+from kvrouter.mock.links import DomainPair
+from kvrouter.mock.network import Network
 from kvrouter.topology.links import Link
 from tests.support.mock_links import zone, zone_links
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.core.requests import FinishReason, Leg
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.mock_processes import N_PROMPT, processes, read_all
 

@@ -7,7 +7,8 @@ from msgspec import structs
 
 from kvrouter.core.requests import FinishReason, KvLoss, Leg
 from kvrouter.engines.mock import MockCluster, MockStream
-from kvrouter.mock import KvLoadFailurePolicy, Peer
+from kvrouter.mock.config import KvLoadFailurePolicy
+from kvrouter.mock.remote import Peer
 from tests.support.mock_processes import (
     SETTINGS,
     SLOW_LINKS,

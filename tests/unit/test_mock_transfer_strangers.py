@@ -21,7 +21,8 @@ from kvrouter.engines.mock.transfer import (
     encode_hello,
     encode_word,
 )
-from kvrouter.mock import Done, Failed, GiveUp, Join, MockConfig, Peer, Ready, SinkWord, Want
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.remote import Done, Failed, GiveUp, Join, Peer, Ready, SinkWord, Want
 from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.mock_links import zone
 from tests.support.mock_processes import (

@@ -13,7 +13,7 @@ from kvrouter.operator.api import deployment as deployment_module
 from kvrouter.operator.api.deployment import UNKNOWN_MAX, ComponentType, read_deployment
 from kvrouter.operator.api.status import ComponentStatus, DeploymentStatus
 from kvrouter.operator.plan.manifest import TYPE_LABEL, selector
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 from tests.support.operator_deployments import Document, deployment
 
 

@@ -14,7 +14,7 @@ from kvrouter.operator.reconcile.cards import Cards, fleet_of
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes
 from kvrouter.operator.status.finding import events_of
 from kvrouter.operator.status.resolved import RefusedObjects
-from kvrouter.topology import Fallback, Required
+from kvrouter.topology.policy import Fallback, Required
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
 

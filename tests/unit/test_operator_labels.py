@@ -26,7 +26,7 @@ from kvrouter.operator.labels.copies import (
     resolve,
 )
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
-from kvrouter.topology import Required
+from kvrouter.topology.policy import Required
 
 ZONE = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
 RACK = Copy("rack", "nvidia.com/rack", "grove.io/topology.rack")

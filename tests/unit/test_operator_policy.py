@@ -15,7 +15,7 @@ from kvrouter.operator.policy import (
     RawLabel,
     read_policy,
 )
-from kvrouter.topology import Fallback, Preferred, Required
+from kvrouter.topology.policy import Fallback, Preferred, Required
 from tests.support.operator_deployments import component, deployment
 
 Fields = dict[str, JsonValue]

@@ -13,7 +13,8 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, RouterId, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.fleet import CircuitSettings, Fleet
+from kvrouter.fleet.circuit import CircuitSettings
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.attempt_request import attempt_request, hash_prompt
@@ -22,7 +23,7 @@ from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.placements import A_DRAW, KeptEvents
 

@@ -6,13 +6,13 @@ from kvrouter.core.constraints import PdSelection
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.fleet import Fault
+from kvrouter.fleet.circuit import Fault
 from kvrouter.journey import Shape
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.routing.links import links_of
 from kvrouter.routing.request import RoutingSettings
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 from tests.support.fleets import card
 from tests.unit.test_placer import place, placer_of
 

@@ -21,7 +21,7 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
-from kvrouter.fleet import CircuitState, Fault
+from kvrouter.fleet.circuit import CircuitState, Fault
 from kvrouter.placement.placement import Placement
 from kvrouter.service.bookings import Bookings, RequestInUse
 from kvrouter.service.instrumentation import ServiceInstrumentation

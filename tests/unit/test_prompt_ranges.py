@@ -8,7 +8,7 @@ from kvrouter.config.problems import parse_document
 from kvrouter.core.errors import ConfigError, NoEligibleWorker, Reason
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import RouteRequest, RoutingSettings, View, route
 
 FILE = """version: 1

@@ -9,7 +9,7 @@ from kvrouter import KvRouter, KvRouterConfig
 from kvrouter.config.decision import routing_settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.service.instrumentation import ModelInstrumentation

@@ -26,7 +26,7 @@ from kvrouter.core.sync import (
     StatePart,
     StateQuestion,
 )
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.journal import Journal, SharedLedger, pieces
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import NEWS_AGE_S, Asks, Replicas

@@ -17,12 +17,12 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.routing.costs.time import predictor_of, prompt_s
 from kvrouter.routing.links import links_of
 from kvrouter.routing.request import CostInput, Speeds
-from kvrouter.topology import Link, LinkState, LinkTable
+from kvrouter.topology.links import Link, LinkState, LinkTable
 
 BLOCK = 16
 

@@ -12,7 +12,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.telemetry import Event
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 from kvrouter.wiring.followed_links import following_links
 from tests.support.fleets import Bench, card
 from tests.support.logged import event_of

@@ -10,9 +10,9 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, Rou
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route
-from kvrouter.topology import Link, LinkTable
+from kvrouter.topology.links import Link, LinkTable
 
 BLOCK = 4
 

@@ -7,9 +7,10 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Candidate, RouteRequest, RoutingSettings, View, route, route_decode
-from kvrouter.topology import Fallback, Link, LinkTable, Required, TransferConstraint
+from kvrouter.topology.links import Link, LinkTable
+from kvrouter.topology.policy import Fallback, Required, TransferConstraint
 
 REQUEST = RouteRequest(RequestId("r"), 8, 2)
 MISMATCH, BUSY = Reason.DOMAIN_MISMATCH, Reason.BUSY

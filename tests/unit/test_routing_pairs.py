@@ -7,9 +7,9 @@ from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Decision, RouteRequest, RoutingSettings, View, route, route_decode
-from kvrouter.topology import (
+from kvrouter.topology.policy import (
     Fallback,
     MismatchPolicy,
     Preferred,

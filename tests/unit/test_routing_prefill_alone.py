@@ -9,7 +9,7 @@ from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
-from kvrouter.topology import Fallback, MismatchPolicy, Preferred, Required, TransferConstraint
+from kvrouter.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferConstraint
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane
 

@@ -9,7 +9,7 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import Candidate, RouteRequest, RoutingSettings, View, route
 
 EVERY_MODE = pytest.mark.parametrize("mode", list(RouterMode))

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import structs
 
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing import route
 from kvrouter.routing.pick import UNSEEN_MAX, draw_unseen
 from kvrouter.routing.request import RouteRequest, RoutingSettings, View

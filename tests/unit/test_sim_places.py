@@ -16,7 +16,7 @@ from kvrouter.sim.simulation import Result
 from kvrouter.sim.summary import Carriage, Objective, Summary, summarize
 from kvrouter.sim.timetable import read_timetable
 from kvrouter.sim.traces.request import TraceRequest
-from kvrouter.topology import Link
+from kvrouter.topology.links import Link
 from tests.support.replays import TWO_ZONES, fleet, replayed, row
 
 GB = 10**9

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Slot
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import FloatColumn
+from kvrouter.fleet.columns import FloatColumn
 from kvrouter.routing.request import PickInput
 from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.fleet import SimFleet

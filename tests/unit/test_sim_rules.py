@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.costs.leg import leg_costs
 from kvrouter.routing.request import PickInput, RouteRequest, RoutingSettings, View
 from kvrouter.sim.fleet import SlotLoads

@@ -3,7 +3,7 @@ from math import inf, nan
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.topology import (
+from kvrouter.topology.links import (
     ACROSS_LINK,
     NO_SHARED_LEVEL,
     SAME_LEVEL_LINK,

@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.topology import (
+from kvrouter.topology.policy import (
     Fallback,
     MismatchPolicy,
     Preferred,

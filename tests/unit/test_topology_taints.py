@@ -5,7 +5,7 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.topology import (
+from kvrouter.topology.policy import (
     RESERVED_TAINT_PREFIX,
     named_domain,
     topology_domains,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvrouter.config.sources import Loaded
     from kvrouter.config.tree import Settings
     from kvrouter.core.ids import ModelName
-    from kvrouter.topology import LinkTable
+    from kvrouter.topology.links import LinkTable
 
 MODEL_PATH_HELP = (
     "A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "

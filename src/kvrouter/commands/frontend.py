@@ -26,7 +26,7 @@ from kvrouter.service.router import RouterService
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.events.port import SnapshotStore
 from kvrouter.wiring.followed_links import following_links

@@ -11,7 +11,7 @@ from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_engines import MockEngineSpec
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
-from kvrouter.mock import LinkChange
+from kvrouter.mock.links import LinkChange
 from kvrouter.sim.timetable import LINK, entry_of, read_timetable
 from kvrouter.sim.timetable_plan import plan_timetable
 from kvrouter.telemetry import Event, log_event

@@ -26,7 +26,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, WorkerCard
 from kvrouter.engines.mock import MockCluster, TransferSettings
-from kvrouter.mock import Peer
+from kvrouter.mock.remote import Peer
 from kvrouter.processes.standby import until_free
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.source import settled_source

@@ -21,7 +21,7 @@ from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.prefill_dispatch import PrefillDispatch
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from kvrouter.wiring.followed_links import following_links
 from kvrouter.wiring.frontend import GOODBYE_S, ServingApp, serving
 

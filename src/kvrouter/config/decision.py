@@ -10,10 +10,11 @@ from kvrouter.core.constraints import NearEnforcement, PdSelection
 from kvrouter.core.cost_rules import TIME
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import CircuitSettings
+from kvrouter.fleet.circuit import CircuitSettings
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings, cost_rule
-from kvrouter.topology import LinkTable, NearFrontend, RouterTopologyDefault
+from kvrouter.topology.links import LinkTable
+from kvrouter.topology.policy import NearFrontend, RouterTopologyDefault
 
 
 def routing_settings(

@@ -23,7 +23,7 @@ from kvrouter.config.setting import Finite, FleetPart, Fraction, NonNegative, Po
 from kvrouter.config.tree import FrontendSettings, LogSettings
 from kvrouter.config.variables import TopologyVariable
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.topology import ACROSS_LINK, SAME_LEVEL_LINK, Link
+from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
 _MODEL = re.compile(r"[A-Za-z0-9/.]([A-Za-z0-9._/:@+-]*[A-Za-z0-9])?")

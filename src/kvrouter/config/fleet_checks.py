@@ -28,7 +28,7 @@ from kvrouter.config.tree import Settings
 from kvrouter.core.constraints import PdSelection
 from kvrouter.core.cost_rules import TIME
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.topology import RESERVED_TAINT_PREFIX, MismatchPolicy
+from kvrouter.topology.policy import RESERVED_TAINT_PREFIX, MismatchPolicy
 
 ENTRY_SECTIONS = ("models", "workers")
 """Sections that are lists of named entries."""

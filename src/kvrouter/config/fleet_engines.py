@@ -21,7 +21,7 @@ from kvrouter.config.setting import (
 )
 from kvrouter.config.variables import ENGINE_KEY_VARIABLE, ENGINE_KEYS_PREFIX, OUR_PREFIX
 from kvrouter.engines.registry import ENGINES
-from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
+from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy
 
 MOCK: Final = "mock"
 """The kind of engine that is meant where none is named."""

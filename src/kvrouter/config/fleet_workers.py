@@ -10,8 +10,10 @@ from kvrouter.config.setting import installed_version
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
-from kvrouter.mock import Links, MockConfig, Peer
-from kvrouter.topology import Link, LinkTable
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.links import Links
+from kvrouter.mock.remote import Peer
+from kvrouter.topology.links import Link, LinkTable
 
 BOOTSTRAP_PORT = 8998
 """Mock engines of one process meet by host, port and room; nothing listens there."""

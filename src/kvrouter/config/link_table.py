@@ -11,7 +11,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cost_rules import BLOCKS
 from kvrouter.core.errors import ConfigError
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 
 FIELD = "router_links"
 

@@ -25,7 +25,7 @@ from kvrouter.config.setting import (
 from kvrouter.config.setting_spec import Aliases, SettingGroup
 from kvrouter.core.constraints import NearEnforcement, PdSelection, RouterMode
 from kvrouter.core.cost_rules import BLOCKS, COST_RULES, TIME
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 
 if TYPE_CHECKING:
     CostName = str

@@ -15,7 +15,7 @@ from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.frontend.cordons import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision

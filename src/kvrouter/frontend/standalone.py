@@ -19,7 +19,7 @@ from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_state import policy_state
@@ -64,7 +64,7 @@ from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
-from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
+from kvrouter.topology.policy import Fallback, Preferred, Required, TransferConstraint
 
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing

@@ -22,7 +22,7 @@ from kvrouter.core.sync import (
     OutputBlocks,
     StatePart,
 )
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.port import BlocksColumn, Ledger, LedgerColumns
 
 LEASES_MAX: Final = 65_536

@@ -22,7 +22,7 @@ from kvrouter.core.sync import (
     StateQuestion,
     SyncMessage,
 )
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.journal import LEASES_MAX, Journal, SharedLedger
 from kvrouter.ledger.link_exchange import LinkExchange
 from kvrouter.ledger.port import Ledger

@@ -15,7 +15,7 @@ from kvrouter.operator.api.deployment import (
     PrefillTopology,
 )
 from kvrouter.operator.api.qos import NetworkQoS
-from kvrouter.topology import Fallback, MismatchPolicy, Preferred, Required, TransferPolicy
+from kvrouter.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferPolicy
 
 GRAPH_POLICY: Path = ("spec", "experimental", "kvTransferPolicy")
 TOPOLOGY_NAME: Path = ("spec", "topologyConstraint", "clusterTopologyName")

@@ -13,7 +13,8 @@ from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, Suspicion
+from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault, Pair, Suspicion
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement
 

@@ -1,7 +1,7 @@
 """What placement reports as it happens: circuits that open, ranks and links that are slow."""
 
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.fleet import Fault
+from kvrouter.fleet.circuit import Fault
 
 
 class PlacementEvents:

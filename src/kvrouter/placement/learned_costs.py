@@ -10,7 +10,8 @@ from heapq import heapify, heappop, heappush
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, IntColumn
+from kvrouter.fleet.columns import IntColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement

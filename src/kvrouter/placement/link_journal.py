@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvrouter.core.sync import LINK_NEWS_MAX, LinkName, LinkSeen, LinkUse
 from kvrouter.placement.link_speeds import Seen
-from kvrouter.topology import Link, LinkLoad, SharedLink
+from kvrouter.topology.links import Link, LinkLoad, SharedLink
 
 
 class OnLink(NamedTuple):

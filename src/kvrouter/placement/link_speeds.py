@@ -29,10 +29,18 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrouter.core.ids import RouterId
-from kvrouter.fleet import FloatColumn
+from kvrouter.fleet.columns import FloatColumn
 from kvrouter.placement.events import PlacementEvents
-from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
-from kvrouter.topology.links import AS_GIVEN, UNKNOWN_KIND
+from kvrouter.topology.links import (
+    ACROSS_LINK,
+    AS_GIVEN,
+    UNKNOWN_KIND,
+    Link,
+    LinkKind,
+    LinkPace,
+    LinkState,
+    SharedLink,
+)
 
 KIND_TRANSFERS_MAX = 64
 LINK_TRANSFERS_MAX = 16

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import Bootstrap, Leg, TokenBuffer
-from kvrouter.fleet import Circuit, Pair
+from kvrouter.fleet.circuit import Circuit, Pair
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.placement.speeds import Expected
 from kvrouter.placement.transfers import Transfer

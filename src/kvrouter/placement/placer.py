@@ -20,7 +20,8 @@ from kvrouter.core.requests import (
     Leg,
 )
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
-from kvrouter.fleet import CircuitSettings, Fleet
+from kvrouter.fleet.circuit import CircuitSettings
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.port import Ledger, LedgerColumns
 from kvrouter.ledger.replicas import Replication

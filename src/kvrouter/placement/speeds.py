@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.ids import Slot, WorkerRank
-from kvrouter.fleet import Fleet
 from kvrouter.fleet.columns import resized
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.interference import Interference
 from kvrouter.routing.costs.time import ANSWER_S

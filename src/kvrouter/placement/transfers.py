@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.sync import LINK_NEWS_MAX, LinkNews, LinkSeen, LinkUse
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.engine_sums import EngineSums
 from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.link_journal import LinkJournal, OnLink, as_message, as_seen
 from kvrouter.placement.link_speeds import FIT_TRANSFERS, LearnedLinks, Seen
 from kvrouter.routing.links import kv_bytes_per_token, links_of
-from kvrouter.topology import Link, LinkLoad, LinkState, LinkTable, SharedLink
-from kvrouter.topology.links import NO_LOAD
+from kvrouter.topology.links import NO_LOAD, Link, LinkLoad, LinkState, LinkTable, SharedLink
 
 REFRESH_S = 0.1
 """Paces are looked at again after so long, when a decision asks for them."""

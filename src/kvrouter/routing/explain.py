@@ -8,7 +8,8 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
+from kvrouter.fleet.columns import UNKNOWN_VALUE, BoolColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.costs.leg import leg_costs
 from kvrouter.routing.masks import (
     DecodeMask,
@@ -24,7 +25,7 @@ from kvrouter.routing.masks import (
 )
 from kvrouter.routing.pick import Picked, pick_at, rules_of
 from kvrouter.routing.request import Candidate, Costs, RouteRequest, View
-from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
+from kvrouter.topology.policy import Fallback, Preferred, Required, TransferConstraint
 
 
 def rows_of(

@@ -26,7 +26,8 @@ from msgspec import structs
 from kvrouter._native import Senders
 from kvrouter.core.ids import Slot, Taint, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, FloatColumn
+from kvrouter.fleet.columns import FloatColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
 from kvrouter.routing.costs.time import LegTimes, timed_at
 from kvrouter.routing.explain import (
@@ -53,14 +54,8 @@ from kvrouter.routing.masks import (
 )
 from kvrouter.routing.pick import Rules, pick_at, pick_by
 from kvrouter.routing.request import Candidate, Columns, Costs, Pick, RouteRequest, Timed, View
-from kvrouter.topology import (
-    Fallback,
-    LinkTable,
-    Preferred,
-    Required,
-    RouterTopologyDefault,
-    TransferConstraint,
-)
+from kvrouter.topology.links import LinkTable
+from kvrouter.topology.policy import Fallback, Preferred, Required, RouterTopologyDefault, TransferConstraint
 
 
 class _Senders:

@@ -14,10 +14,19 @@ import numpy as np
 
 from kvrouter._native import LinkMap
 from kvrouter.core.ids import Slot
-from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
+from kvrouter.fleet.columns import UNKNOWN_VALUE, FloatColumn, IntColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.request import RouteRequest, View
-from kvrouter.topology import Link, LinkKind, LinkLoad, LinkPace, LinkState, LinkTable, SharedLink
-from kvrouter.topology.links import BYTES_PER_GB
+from kvrouter.topology.links import (
+    BYTES_PER_GB,
+    Link,
+    LinkKind,
+    LinkLoad,
+    LinkPace,
+    LinkState,
+    LinkTable,
+    SharedLink,
+)
 
 NAMES_MAX = 65_536
 """So many names of links are remembered with their numbers, and then found again."""

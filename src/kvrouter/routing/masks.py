@@ -16,10 +16,10 @@ from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import UNKNOWN, UNKNOWN_VALUE, BoolColumn, Fleet, IntColumn
-from kvrouter.fleet.columns import INTEGER_MAX
+from kvrouter.fleet.columns import INTEGER_MAX, UNKNOWN, UNKNOWN_VALUE, BoolColumn, IntColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.request import RouteRequest, View
-from kvrouter.topology import (
+from kvrouter.topology.policy import (
     Fallback,
     Preferred,
     Required,

@@ -9,11 +9,12 @@ from kvrouter.core.constraints import RouterConfigOverride, RouterMode
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, FloatColumn, SlotColumn
+from kvrouter.fleet.columns import FloatColumn, SlotColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.costs.leg import leg_costs
 from kvrouter.routing.masks import Mask
 from kvrouter.routing.request import Costs, Pick, PickInput, RouteRequest, RoutingSettings, View, cost_rule
-from kvrouter.topology import TransferConstraint
+from kvrouter.topology.policy import TransferConstraint
 
 _AGGREGATED, _PREFILL, _DECODE = Leg.AGGREGATED, Leg.PREFILL, Leg.DECODE
 """An enumeration's attributes are slow before Python 3.12."""

@@ -21,14 +21,10 @@ from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import BoolColumn, Fleet, FloatColumn, IntColumn, SlotColumn
-from kvrouter.topology import (
-    LinkState,
-    LinkTable,
-    NearFrontend,
-    RouterTopologyDefault,
-    TransferConstraint,
-)
+from kvrouter.fleet.columns import BoolColumn, FloatColumn, IntColumn, SlotColumn
+from kvrouter.fleet.fleet import Fleet
+from kvrouter.topology.links import LinkState, LinkTable
+from kvrouter.topology.policy import NearFrontend, RouterTopologyDefault, TransferConstraint
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):

@@ -13,7 +13,8 @@ from kvrouter.core.constraints import PdSelection, RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import BoolColumn, Fleet
+from kvrouter.fleet.columns import BoolColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.explain import candidates, receiver_steps, refuse_leg, refuse_pair, sender_steps
 from kvrouter.routing.joint import pick_together
 from kvrouter.routing.masks import (
@@ -34,7 +35,7 @@ from kvrouter.routing.masks import (
 )
 from kvrouter.routing.pick import pick_leg, rules_of
 from kvrouter.routing.request import Candidate, Decision, RouteRequest, View
-from kvrouter.topology import TransferConstraint
+from kvrouter.topology.policy import TransferConstraint
 
 _JOINT, _KV = PdSelection.JOINT, RouterMode.KV
 """An enumeration's attributes are slow before Python 3.12."""

@@ -22,7 +22,7 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.topology import topology_domains
+from kvrouter.topology.policy import topology_domains
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.port import CordonStore
 

@@ -13,7 +13,7 @@ from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedCount, FeedState
-from kvrouter.fleet import Fault
+from kvrouter.fleet.circuit import Fault
 from kvrouter.index import Applied
 from kvrouter.journey import KvLost, LegLost
 from kvrouter.placement.events import PlacementEvents

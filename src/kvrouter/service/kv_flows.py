@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrouter.core.ids import WorkerRank
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.placement.placement import Placement
 from kvrouter.routing.links import kv_bytes_per_token
 

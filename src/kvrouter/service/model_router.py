@@ -18,7 +18,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, TokenBuffer
 from kvrouter.core.workers import LoadReport
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.attempt_request import attempt_request, hash_prompt, prompt_of
@@ -31,7 +31,7 @@ from kvrouter.service.engine_reports import EngineReports
 from kvrouter.service.instrumentation import ModelInstrumentation, prefilling
 from kvrouter.service.kv_flows import KvFlows
 from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 
 ATTEMPTS_MAX = 16
 """Decisions kept for one request id: of a client that sends one id again and again, the last ones."""

@@ -24,7 +24,7 @@ from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.requests import Requests
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber

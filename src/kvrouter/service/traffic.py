@@ -17,7 +17,7 @@ from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, 
 from kvrouter.recording.request import AttemptFields, LegFields, RequestDetails
 from kvrouter.request_driver import Attempt
 from kvrouter.routing.request import Pick
-from kvrouter.topology import TransferConstraint, topology_domains, worker_taints
+from kvrouter.topology.policy import TransferConstraint, topology_domains, worker_taints
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):

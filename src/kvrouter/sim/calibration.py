@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
-from kvrouter.mock import MockConfig
+from kvrouter.mock.config import MockConfig
 from kvrouter.sim.engine_run import engine_config, simulate
 from kvrouter.sim.measured_run import F64, MeasuredRun, Stamps
 from kvrouter.sim.model_shape import ModelShape

@@ -7,7 +7,9 @@ import numpy as np
 from kvrouter.core.events import pack_hashes
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
-from kvrouter.mock import MockConfig, MockEngine, NamedContent, SequenceKey
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.engine import MockEngine
+from kvrouter.mock.sequence import NamedContent, SequenceKey
 from kvrouter.sim.measured_run import F64, I64, MeasuredRun, Stamps
 
 BEFORE_S = -1e6

@@ -22,10 +22,12 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
-from kvrouter.mock import Fabric, MockConfig, Peer
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.fabric import Fabric
+from kvrouter.mock.remote import Peer
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement

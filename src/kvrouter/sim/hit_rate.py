@@ -18,7 +18,8 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import BoolColumn, Fleet
+from kvrouter.fleet.columns import BoolColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.index import PrefixSet
 from kvrouter.recording.records import AttemptRecord, LegRecord, Worker
 from kvrouter.routing.masks import mask_of, prefill_mask, ready, screen, screens_of
@@ -44,7 +45,7 @@ from kvrouter.sim.past_caches import (
 )
 from kvrouter.sim.past_fleet import Moved, PastFleet, leg_called, rank_of
 from kvrouter.sim.traces.recording import Past, PastRequest
-from kvrouter.topology import MismatchPolicy, RouterTopologyDefault
+from kvrouter.topology.policy import MismatchPolicy, RouterTopologyDefault
 
 FACTORS = (2, 4)
 """The sizes of the fleet's caches that are tried too, by how many times as large they are."""

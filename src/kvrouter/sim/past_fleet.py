@@ -10,7 +10,8 @@ from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints, adapt
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet, IntColumn
+from kvrouter.fleet.columns import IntColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.recording.records import Constraints, LegRecord, Worker
 from kvrouter.routing.request import RouteRequest, RoutingSettings, View
 from kvrouter.sim.fleet_history import FleetHistory, FleetMove, Move, SeenWorker

@@ -12,7 +12,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Enforcement
 from kvrouter.recording.records import Worker
 from kvrouter.sim.fleet_history import FleetHistory, SeenWorker
-from kvrouter.topology import RESERVED_TAINT_PREFIX
+from kvrouter.topology.policy import RESERVED_TAINT_PREFIX
 
 
 class RecordedDocument(Document):

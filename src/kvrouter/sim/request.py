@@ -34,7 +34,9 @@ from kvrouter.journey import (
     Shape,
     State,
 )
-from kvrouter.mock import Content, EngineFull, Party
+from kvrouter.mock.engine import EngineFull
+from kvrouter.mock.handoff import Party
+from kvrouter.mock.sequence import Content
 from kvrouter.placement.attempt_request import attempt_request
 from kvrouter.placement.legs import last_leg, prefill_leg
 from kvrouter.placement.placement import Draw

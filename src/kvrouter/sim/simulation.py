@@ -23,7 +23,10 @@ from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Sampling
 from kvrouter.core.timing import Timing
 from kvrouter.index import PrefixSet
-from kvrouter.mock import Carried, Content, DomainPair, NamedContent, Party
+from kvrouter.mock.handoff import Party
+from kvrouter.mock.links import DomainPair
+from kvrouter.mock.network import Carried
+from kvrouter.mock.sequence import Content, NamedContent
 from kvrouter.placement.placement import Draw
 from kvrouter.sim.cache import EventCacheView
 from kvrouter.sim.content import block_names, check_block_size

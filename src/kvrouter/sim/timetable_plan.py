@@ -10,7 +10,7 @@ from kvrouter.config.fleet_workers import link_level, mock_links, numbered_worke
 from kvrouter.config.problems import Document, Path, Problem, did_you_mean, dotted
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.mock import LinkChange, Place
+from kvrouter.mock.links import LinkChange, Place
 from kvrouter.sim.fleet_check import group_problems
 from kvrouter.sim.timetable import (
     AddEvent,

@@ -16,7 +16,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.sim.timetable import PolicyEvent, TimetableEvent
 from kvrouter.sim.variant import VARIANTS_MAX, Variant, changed_fleet
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 
 PREFERRED_WEIGHT = 1.0
 """How strong ``preferred`` is where the fleet file does not say: as strong as it can be."""

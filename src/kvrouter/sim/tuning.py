@@ -11,7 +11,8 @@ from itertools import islice
 from kvrouter.config.fleet_checks import load_fleet
 from kvrouter.config.problems import Document
 from kvrouter.core.workers import Role
-from kvrouter.mock import Carried, DomainPair
+from kvrouter.mock.links import DomainPair
+from kvrouter.mock.network import Carried
 from kvrouter.sim.outcomes import Outcomes
 from kvrouter.sim.places import Places
 from kvrouter.sim.rules.registry import RULES

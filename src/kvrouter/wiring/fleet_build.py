@@ -12,11 +12,12 @@ from kvrouter.config.fleet_workers import mock_config, mock_workers, table_of
 from kvrouter.config.problems import Document, Problem, config_error, problem_of
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
-from kvrouter.mock import MockConfig, Peer
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.remote import Peer
 from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
 from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, checked_source, tokenizer_folder
 from kvrouter.text.tokenizer import EncodePool
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from kvrouter.wiring.text_models import read_text
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 

@@ -10,7 +10,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import ConfigError
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from kvrouter.transports.background import running
 
 logger = logging.getLogger("kvrouter.router")

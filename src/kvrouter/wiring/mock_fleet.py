@@ -17,7 +17,7 @@ from kvrouter.config.fleet_workers import (
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, MockEngineHandle
-from kvrouter.mock import Peer
+from kvrouter.mock.remote import Peer
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.events.memory import MemoryEventPlane

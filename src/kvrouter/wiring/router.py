@@ -10,7 +10,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
-from kvrouter.fleet import Fleet
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
@@ -21,7 +21,7 @@ from kvrouter.service.replica_sync import ReplicaSync, new_router_id
 from kvrouter.service.router import RouterService, ServiceParts
 from kvrouter.service.traffic import TrafficRecorder
 from kvrouter.telemetry import Telemetry
-from kvrouter.topology import LinkTable
+from kvrouter.topology.links import LinkTable
 from kvrouter.transports.discovery.memory import MemoryCordons
 from kvrouter.transports.discovery.port import CordonStore, Discovery
 from kvrouter.transports.events.port import EventSubscriber

@@ -14,7 +14,7 @@ from kvrouter.core.workers import (
     Role,
     WorkerCard,
 )
-from kvrouter.topology import validate_runtime_config
+from kvrouter.topology.policy import validate_runtime_config
 from kvrouter.transports.discovery.port import Discovery
 
 

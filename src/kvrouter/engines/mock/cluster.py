@@ -23,20 +23,14 @@ from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, merge_chunks
 from kvrouter.engines.mock.transfer import TransferCounts, Transfers, TransferSettings
 from kvrouter.engines.port import EventsSink, LoadSink
-from kvrouter.mock import (
-    Carried,
-    DomainPair,
-    EngineFull,
-    Fabric,
-    LegSink,
-    LinkChange,
-    Links,
-    MockConfig,
-    Party,
-    Peer,
-)
-from kvrouter.mock.engine import MockEngine
-from kvrouter.mock.sequence import sequence_key
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.engine import EngineFull, MockEngine
+from kvrouter.mock.fabric import Fabric
+from kvrouter.mock.handoff import Party
+from kvrouter.mock.links import DomainPair, LinkChange, Links
+from kvrouter.mock.network import Carried
+from kvrouter.mock.remote import Peer
+from kvrouter.mock.sequence import LegSink, sequence_key
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 

@@ -27,9 +27,11 @@ import msgspec
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.json import unpacked
 from kvrouter.core.requests import KvLoss
-from kvrouter.mock import (
+from kvrouter.mock.fabric import Fabric
+from kvrouter.mock.handoff import RemoteSink
+from kvrouter.mock.remote import (
+    REASON_CHARS_MAX,
     Done,
-    Fabric,
     Failed,
     GiveUp,
     Join,
@@ -37,13 +39,11 @@ from kvrouter.mock import (
     PullId,
     Ready,
     RemoteOutput,
-    RemoteSink,
     SinkWord,
     SourceWord,
     ToSource,
     Want,
 )
-from kvrouter.mock.remote import REASON_CHARS_MAX
 
 HELLO = b"kvrouter mock kv "
 VERSION = b"3"

@@ -28,7 +28,7 @@ from kvrouter.operator.api.names import (
 from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, Strategy
 from kvrouter.operator.api.status import NEVER_OBSERVED, DeploymentStatus
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 
 GROUP = "nvidia.com"
 VERSION = "v1beta1"

@@ -26,7 +26,7 @@ from kvrouter.operator.plan.pod import (
 )
 from kvrouter.operator.plan.serving import flag_of, is_sidecar, restricted
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology.policy import MismatchPolicy
 
 VOLUME = "topology-labels"
 WAIT = "topology-wait"

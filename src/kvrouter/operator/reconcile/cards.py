@@ -19,7 +19,7 @@ from kvrouter.kube.objects import (
     version_of,
 )
 from kvrouter.operator.status.available import Registered
-from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
+from kvrouter.topology.policy import policy_of, topology_domains, validate_runtime_config
 
 EXPIRE_S = 5.0
 """How often leases are checked."""

@@ -10,7 +10,7 @@ from kvrouter.operator.labels.copies import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
-from kvrouter.topology import Required, TransferPolicy
+from kvrouter.topology.policy import Required, TransferPolicy
 
 ROLE_OF = {
     ComponentType.PREFILL: Role.PREFILL,

@@ -15,11 +15,12 @@ import numpy as np
 
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import BoolColumn, Fleet, FloatColumn, IntColumn
+from kvrouter.fleet.columns import BoolColumn, FloatColumn, IntColumn
+from kvrouter.fleet.fleet import Fleet
 from kvrouter.routing.links import transfer_seconds
 from kvrouter.routing.masks import fitted
 from kvrouter.routing.request import Costs, LegInput, RouteRequest, View, cost_rule
-from kvrouter.topology import Preferred, TransferConstraint
+from kvrouter.topology.policy import Preferred, TransferConstraint
 
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 """An enumeration's attributes are slow before Python 3.12."""

@@ -11,7 +11,7 @@ equal, whatever they hold. A decode leg, which prefills nothing, goes to the few
 import numpy as np
 
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import FloatColumn, IntColumn
+from kvrouter.fleet.columns import FloatColumn, IntColumn
 from kvrouter.routing.costs.leg import decode_blocks, prefill_tokens
 from kvrouter.routing.masks import fitted
 from kvrouter.routing.request import Columns, CostRule, LegInput, Needs, RouteRequest, View

@@ -44,7 +44,7 @@ from kvrouter.core.constraints import PdSelection
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import BoolColumn, FloatColumn, IntColumn
+from kvrouter.fleet.columns import BoolColumn, FloatColumn, IntColumn
 from kvrouter.routing.links import price_seconds
 from kvrouter.routing.request import (
     Columns,

@@ -7,7 +7,7 @@ import numpy as np
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import FloatColumn, SlotColumn
+from kvrouter.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.routing.request import LegInput, PickInput
 from kvrouter.sim.rules.rule import PublishedRule, Scores
 

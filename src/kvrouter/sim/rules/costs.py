@@ -7,7 +7,7 @@ import numpy as np
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import FloatColumn, SlotColumn
+from kvrouter.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.routing.costs.lmetric import product
 from kvrouter.routing.request import LegInput, PickInput
 from kvrouter.sim.rules.rule import PublishedRule, Scores, new_tokens

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.fleet import FloatColumn, SlotColumn
+from kvrouter.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.routing.request import Columns, LegInput, PickingRule, PickInput, RouteRequest, View
 
 Scores = npt.NDArray[Any]
