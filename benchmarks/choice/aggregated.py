@@ -172,7 +172,7 @@ class _Replays(NamedTuple):
         simulation = simulation_of(variant, self.rows, seed, is_half=is_half)
         if is_knowing:
             placer = simulation.fleet.placer
-            placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.listener)
+            placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.events)
         return whole(simulation), variant
 
     def merit(self, policy: str) -> tuple[int, float]:

@@ -1,6 +1,7 @@
 """``python -m benchmarks.instructions``: count, print, and compare with the last row of the data.
 
-Exits with 1 if a figure grew by more than 5 %. With --keep it adds a row, for later commits.
+Exits with 1 if a figure grew by more than 5 %, also when all is counted once more: on a machine that has
+other work, bytes may arrive in more pieces. With --keep it adds a row, for later commits.
 """
 
 import os
@@ -49,6 +50,21 @@ def count_all(instruments: list[Callable[[], Instrument]]) -> Figures:
     return figures
 
 
+def least(first: Figures, second: Figures) -> Figures:
+    """Return the lesser of each figure."""
+    return {
+        operation: {what: min(figure, second[operation][what]) for what, figure in counts.items()}
+        for operation, counts in first.items()
+    }
+
+
+def _measured(figures: Figures) -> Measured:
+    return {
+        operation: {what: round(figure.cost, 2) for what, figure in counts.items()}
+        for operation, counts in figures.items()
+    }
+
+
 def show(console: Console, figures: Figures, last: Row | None) -> None:
     """Print each figure, its noise, and how it differs from the last row's."""
     table = Table("operation", "counted", "here", "noise", "last row", "difference")
@@ -90,20 +106,20 @@ def main(keep: str | None, *, dynamo: bool) -> None:
     figures = count_all(instruments)
     last = rows[-1] if rows else None
     show(console, figures, last)
-    measured: Measured = {
-        operation: {what: round(figure.cost, 2) for what, figure in counts.items()}
-        for operation, counts in figures.items()
-    }
     build = this_build(valgrind)
     if keep is not None:
         if not keep.strip():
             raise click.UsageError("--keep: say why the figures change")
-        append_row(FILE, Row(this_commit("src", "native"), keep, this_python(), build, measured))
+        append_row(FILE, Row(this_commit("src", "native"), keep, this_python(), build, _measured(figures)))
         console.print(f"added a row to {os.path.relpath(FILE)}")
         return
     if last is None:
         raise click.ClickException(f"{os.path.relpath(FILE)} has no row to compare with")
-    compared = compare(last, measured, python=this_python(), build=build)
+    compared = compare(last, _measured(figures), python=this_python(), build=build)
+    if not compared.is_good:
+        console.print("counting once more")
+        figures = least(figures, count_all(instruments))
+        compared = compare(last, _measured(figures), python=this_python(), build=build)
     for line in compared.lines:
         console.print(line, soft_wrap=True)
     if not compared.is_good:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from kvrouter.sim.page.document import escaped
+from kvrouter.sim.page.document import shown
 from kvrouter.sim.variant import OURS
 
 WIDTH_PX = 940
@@ -99,6 +99,8 @@ def _element(tag: str, *children: str, **attributes: str | float) -> Markup:
     """An element whose children are escaped unless they are markup; ``font_size`` is its font-size."""
     name = Markup(tag)
     given = Markup().join(
-        Markup(' {}="{}"').format(key.replace("_", "-"), escaped(value)) for key, value in attributes.items()
+        Markup(' {}="{}"').format(key.replace("_", "-"), shown(value)) for key, value in attributes.items()
     )
-    return Markup("<{}{}>{}</{}>").format(name, given, Markup().join(map(escaped, children)), name)
+    return Markup("<{}{}>{}</{}>").format(
+        name, given, Markup().join(escape(shown(each)) for each in children), name
+    )

@@ -17,7 +17,7 @@ from kvrouter.placement.circuits import Circuits
 from kvrouter.placement.placement import Placement
 from kvrouter.routing import Decision, Pick, RouteRequest
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import A_DRAW, CircuitEvents
+from tests.support.placements import A_DRAW, KeptEvents
 
 OPEN_MAX_S = 30.0
 PREFILL, DECODE = (1, 2), (3, 4)
@@ -38,7 +38,7 @@ class CircuitsMachine(RuleBasedStateMachine):
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(2, 2.0, OPEN_MAX_S),
-            CircuitEvents(),
+            KeptEvents(),
             seed=1,
             on_let_in=self.note,
         )

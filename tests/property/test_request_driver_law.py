@@ -35,7 +35,7 @@ from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.request_driver import Attempt, RequestDriver
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, decode_card, prefill_card
-from tests.support.placements import A_DRAW, CircuitEvents, SpeedEvents
+from tests.support.placements import A_DRAW, KeptEvents
 
 PROMPT = array("I", range(40))
 REQUEST = GenerateRequest(RequestId("r"), MODEL, PROMPT, Sampling(max_tokens=100, temperature=0.0))
@@ -56,7 +56,7 @@ class Drive:
         for each in FLEETS[shape]:
             fleet.join(each)
         self.now_s = 100.0
-        self.events = CircuitEvents()
+        self.events = KeptEvents()
         self.placer = Placer(
             fleet=fleet,
             cache=NoCacheView(),
@@ -66,8 +66,7 @@ class Drive:
             tracks_active_blocks=True,
             circuits=CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
             circuit_seed=1,
-            circuit_listener=self.events,
-            speed_listener=SpeedEvents(),
+            events=self.events,
             waiting=WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
             call_soon=lambda _call: None,
             now_s=self.now_s,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kvrouter.attach.attachment import EngineWorkers
 from kvrouter.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
-from kvrouter.attach.transport_provider import MemoryTransports, WorkerTransports
+from kvrouter.attach.transport_provider import MemoryTransports
 from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config.tree import Settings
 from kvrouter.core.ids import Epoch, WorkerId
@@ -20,6 +20,7 @@ from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
 from kvrouter.wiring.mock_fleet import MemoryPlanes
+from kvrouter.worker import WorkerTransports
 from tests.support.engine_pods import pod
 from tests.support.engine_server import ScriptedEngine
 from tests.support.waits import until

@@ -228,10 +228,7 @@ async def revive(fleet: MockFleet, old: Worker) -> Worker:
     worker = fleet.workers[worker_id] = Worker(
         old.engine,
         card,
-        discovery=fleet.discovery,
-        events=fleet.events,
-        requests=fleet.requests,
-        recovery=fleet.events,
+        fleet.planes.of_worker(),
     )
     await worker.start()
     return worker

@@ -32,7 +32,7 @@ from kvrouter.placement.placer import Placer
 from kvrouter.placement.waiting_line import Ticket, WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import CircuitEvents, SpeedEvents
+from tests.support.placements import KeptEvents
 
 WORKERS = 6
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -57,7 +57,7 @@ class PlacementScript:
     def __init__(self, seed: int) -> None:
         self.now_s = 50.0
         self.fleet = Fleet(MODEL, BLOCK_SIZE)
-        self.events = CircuitEvents()
+        self.events = KeptEvents()
         self.due: deque[Callable[[], None]] = deque()
         self.replicas = Replicas(RouterId("here"), silent_after_s=5.0, ask_again_s=1.0)
         self.journal = Journal(RouterId("here"), on_pending=lambda: None)
@@ -76,8 +76,7 @@ class PlacementScript:
             tracks_active_blocks=True,
             circuits=CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
             circuit_seed=seed,
-            circuit_listener=self.events,
-            speed_listener=SpeedEvents(),
+            events=self.events,
             waiting=WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
             call_soon=self.due.append,
             now_s=self.now_s,

@@ -4,17 +4,22 @@ from dataclasses import dataclass, field
 
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.fleet import Fault
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Draw
 
 A_DRAW = Draw(seed=0, turn=0, room=0)
 
 
 @dataclass(slots=True)
-class CircuitEvents:
-    """A circuit listener that keeps what it heard, in order."""
+class KeptEvents(PlacementEvents):
+    """What placement told, in order."""
 
     heard: list[tuple[object, ...]] = field(default_factory=list)
     failures: list[tuple[WorkerId, Fault]] = field(default_factory=list)
+    came_s: list[tuple[WorkerRank, float, float]] = field(default_factory=list)
+    left: list[WorkerRank] = field(default_factory=list)
+    turns: list[tuple[WorkerRank, bool, float]] = field(default_factory=list)
+    links: list[tuple[str, bool, float]] = field(default_factory=list)
 
     def failed(self, worker_id: WorkerId, fault: Fault) -> None:
         """A leg failed through its worker's fault."""
@@ -36,16 +41,6 @@ class CircuitEvents:
         """KV of a pair arrived again."""
         self.heard.append(("pair_closed", prefill, decode))
 
-
-class SpeedEvents:
-    """What was heard of predictions and of ranks that are slow, in order."""
-
-    def __init__(self) -> None:
-        self.came_s: list[tuple[WorkerRank, float, float]] = []
-        self.left: list[WorkerRank] = []
-        self.turns: list[tuple[WorkerRank, bool, float]] = []
-        self.links: list[tuple[str, bool, float]] = []
-
     def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
         """A first token came."""
         self.came_s.append((rank, predicted_s, seen_s))
@@ -58,6 +53,6 @@ class SpeedEvents:
         """A link is slow from now on, or no longer."""
         self.links.append((name, is_slow, slowness))
 
-    def gone(self, rank: WorkerRank) -> None:
+    def rank_gone(self, rank: WorkerRank) -> None:
         """A rank left of which first tokens came."""
         self.left.append(rank)

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from benchmarks.http_replay.machine import Commit
-from benchmarks.instructions.count import COSTS, RANKS, WORDS
+from benchmarks.instructions.__main__ import least
+from benchmarks.instructions.count import COSTS, RANKS, WORDS, Figure
 from benchmarks.instructions.instruments import read_dump
 from benchmarks.instructions.marks import COUNT_CALLS
 from benchmarks.instructions.rows import (
@@ -204,3 +205,9 @@ def test_a_dump_of_callgrind_has_its_instructions_and_the_calls_of_allocators(tm
         "totals: 1234\n"
     )
     assert read_dump(dump) == {"instructions": 1234, "allocations": 9}
+
+
+def test_of_what_is_counted_twice_the_lesser_of_each_figure_counts() -> None:
+    first = {REQUEST: {"syscalls": Figure(39.0, 0.0), "turns": Figure(6.0, 0.0)}}
+    again = {REQUEST: {"syscalls": Figure(36.5, 0.1), "turns": Figure(6.2, 0.0)}}
+    assert least(first, again) == {REQUEST: {"syscalls": Figure(36.5, 0.1), "turns": Figure(6.0, 0.0)}}

@@ -13,7 +13,7 @@ from kvrouter.placement.circuits import Circuits
 from kvrouter.placement.placement import Placement
 from kvrouter.routing import Decision, Pick, RouteRequest
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import A_DRAW, CircuitEvents
+from tests.support.placements import A_DRAW, KeptEvents
 
 OPEN_S, OPEN_MAX_S = 2.0, 30.0
 REQUEST = RequestId("r")
@@ -33,7 +33,7 @@ class Bench:
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(3, OPEN_S, OPEN_MAX_S),
-            CircuitEvents(),
+            KeptEvents(),
             seed=1,
             on_let_in=self.note,
         )

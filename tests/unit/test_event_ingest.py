@@ -13,7 +13,7 @@ from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.service import event_ingest
+from kvrouter.service import event_ingest, feed_commands
 from kvrouter.service.event_ingest import RANK_BLOCKS_MAX, EventCacheView, EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
@@ -283,7 +283,8 @@ async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_aske
     bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=3))
     assert bench.state() is FeedState.LIVE
     now_s = asyncio.get_running_loop().time() + 60.0  # its last snapshot is a while ago
-    monkeypatch.setattr(bench.pump, "_now_s", lambda: now_s)
+    for module in (event_ingest, feed_commands):
+        monkeypatch.setattr(module, "loop_time_s", lambda: now_s)
     bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (), held_blocks=0))
     assert bench.state() is FeedState.LIVE, "a count is compared with that of the same id"
     bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=4))

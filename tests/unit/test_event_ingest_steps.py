@@ -9,7 +9,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Re
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.states import FeedState
 from kvrouter.index import NativeBlockIndex
-from kvrouter.service import event_ingest, index_work, rank_ingest
+from kvrouter.service import event_ingest, feed_commands, index_work, rank_ingest
 from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
 from kvrouter.transports.events.port import AnswerTooLarge
 from tests.support.waits import until
@@ -378,7 +378,8 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     assert (bench.index.held(SLOT), bench.state()) == (0, FeedState.OVER_LIMIT)
     asked = len(bench.subscriber.snapshots)
     now_s = asyncio.get_running_loop().time() + 61.0
-    monkeypatch.setattr(bench.pump, "_now_s", lambda: now_s)
+    for module in (event_ingest, feed_commands):
+        monkeypatch.setattr(module, "loop_time_s", lambda: now_s)
     (entrance_there,) = (each for each in bench.pump._rank_ingests.values() if each.slot == SLOT)
     bench.pump._timed_out(entrance_there)
     await until(lambda: len(bench.subscriber.snapshots) > asked)

@@ -24,7 +24,7 @@ from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from kvrouter.topology import LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
-from tests.support.placements import CircuitEvents, SpeedEvents
+from tests.support.placements import KeptEvents
 
 HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
 ATTACKER, ATTACKERS, ATTACKER_TOKENS = 7, 2, 1200
@@ -55,7 +55,7 @@ class Engines:
                 joins.runtime_config, kv_bytes_per_token=100_000, max_num_seqs=64, total_kv_blocks=20_000
             )
             fleet.join(structs.replace(joins, runtime_config=config))
-        self.events = SpeedEvents()
+        self.events = KeptEvents()
         self.placer = Placer(
             fleet=fleet,
             cache=NoCacheView(),
@@ -65,8 +65,7 @@ class Engines:
             tracks_active_blocks=True,
             circuits=CircuitSettings(2, 1.0, 30.0),
             circuit_seed=1,
-            circuit_listener=CircuitEvents(),
-            speed_listener=self.events,
+            events=self.events,
             waiting=WaitingLimits(8, 5.0, 5.0),
             call_soon=lambda _call: None,
             now_s=0.0,

@@ -7,7 +7,7 @@ import pytest
 from kvrouter.placement.link_speeds import FORGET_S, LearnedLinks, Seen
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
 from kvrouter.topology.links import UNKNOWN_KIND
-from tests.support.placements import SpeedEvents
+from tests.support.placements import KeptEvents
 
 TABLE = Link(1e-3, 10e9)
 WITHIN = LinkKind("zone", True)
@@ -26,7 +26,7 @@ class Way:
 
     def __init__(self, table: Link = TABLE, seed: int = 0) -> None:
         self.table, self.rng = table, Random(seed)
-        self.state, self.events = LinkState(), SpeedEvents()
+        self.state, self.events = LinkState(), KeptEvents()
         self.learned = LearnedLinks(self.state, self.events)
         self.now_s = 100.0
 

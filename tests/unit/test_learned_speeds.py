@@ -23,7 +23,7 @@ from kvrouter.placement.speeds import (
 )
 from kvrouter.routing.request import Pick, Times
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import SpeedEvents
+from tests.support.placements import KeptEvents
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
         self.fleet = Fleet(MODEL, BLOCK_SIZE)
         for worker_id in range(1, n_ranks + 1):
             self.fleet.join(card(worker_id, Role.BOTH))
-        self.events = SpeedEvents()
+        self.events = KeptEvents()
         self.learned = LearnedSpeeds(self.fleet, self.events)
         self.n_ranks = n_ranks
         self.now_s = 1000.0

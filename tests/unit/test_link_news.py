@@ -19,7 +19,7 @@ from kvrouter.placement.transfers import NEWS_LASTS_S, Transfers
 from kvrouter.topology import Link, LinkLoad, LinkTable, SharedLink
 from kvrouter.transports.sync.nats import decode_message
 from tests.support.fleets import BLOCK_SIZE, MODEL
-from tests.support.placements import SpeedEvents
+from tests.support.placements import KeptEvents
 
 HERE = RouterId("here")
 TABLE = LinkTable()
@@ -30,7 +30,7 @@ def link(number: int) -> SharedLink:
 
 
 def transfers() -> Transfers:
-    made = Transfers(Fleet(MODEL, BLOCK_SIZE), SpeedEvents(), TABLE, HERE)
+    made = Transfers(Fleet(MODEL, BLOCK_SIZE), KeptEvents(), TABLE, HERE)
     made.begin_sharing()
     return made
 

@@ -11,7 +11,7 @@ from kvrouter.placement.transfers import Transfers
 from kvrouter.topology import Link, LinkTable
 from kvrouter.transports.background import PAUSE_S, LoopPauses
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import SpeedEvents
+from tests.support.placements import KeptEvents
 from tests.support.waits import until
 
 TABLE = LinkTable(otherwise=Link(1e-3, 1e9))
@@ -28,8 +28,8 @@ async def test_a_loop_that_stands_still_is_noticed_and_says_for_how_long() -> No
     assert pauses._timer is None
 
 
-def moving() -> tuple[Transfers, SpeedEvents]:
-    fleet, events = Fleet(MODEL, BLOCK_SIZE), SpeedEvents()
+def moving() -> tuple[Transfers, KeptEvents]:
+    fleet, events = Fleet(MODEL, BLOCK_SIZE), KeptEvents()
     for worker, zone in ((1, "a"), (2, "b")):
         config = ModelRuntimeConfig(
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=100_000

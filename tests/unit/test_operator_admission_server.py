@@ -9,7 +9,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from kvrouter.operator.admission.server import (
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import UNKNOWN_MAX
 from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.operator.plan.defaults import PlanDefaults
 from tests.support.deployments import DEFAULTS
@@ -64,12 +65,13 @@ def write(folder: Path, data: Data) -> tuple[Path, Path]:
     return folder / SERVING_CERT, folder / SERVING_KEY
 
 
-@dataclass
-class Heard:
-    verdicts: list[Verdict] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    labels: list[Mapping[str, str] | None] = field(default_factory=list)
-    certificates: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+class Heard(OperatorInstrumentation):
+    def __init__(self) -> None:
+        super().__init__(ReplicaHealth())
+        self.verdicts: list[Verdict] = []
+        self.reasons: list[str] = []
+        self.labels: list[Mapping[str, str] | None] = []
+        self.certificates: asyncio.Queue[str] = asyncio.Queue()
 
     def judged(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)

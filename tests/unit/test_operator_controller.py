@@ -17,6 +17,7 @@ from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
 from kvrouter.operator.api.status import Condition
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, PODS, TOPOLOGIES
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.plan.budgets import zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.plan import plan
@@ -31,30 +32,27 @@ from tests.support.quiet_cluster import QuietCluster
 from tests.support.statuses import REQUIRED
 
 
-class Looks:
+class Looks(OperatorInstrumentation):
     """Hears which deployments are looked at."""
 
     def __init__(self) -> None:
+        super().__init__(ReplicaHealth())
         self.done: asyncio.Queue[Key] = asyncio.Queue()
         self.losses: list[ResourceKind] = []
         self.errors: list[Exception | None] = []
         self.refused_events: list[RequestRefused] = []
         self.conditions: asyncio.Queue[dict[str, str]] = asyncio.Queue()
 
-    def conditions_are(self, _key: Key, conditions: Iterable[Condition]) -> None:
+    def conditions_are(self, key: Key, conditions: Iterable[Condition]) -> None:
         self.conditions.put_nowait({each.type: each.status.value for each in conditions})
 
-    def looked(self, key: Key, _duration_s: float, error: Exception | None, _retry_s: float) -> None:
+    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
         self.errors.append(error)
         self.done.put_nowait(key)
 
-    def stood_back(self, _key: Key, _holder: str | None) -> None: ...
-    def waiting(self, _deployments: int) -> None: ...
-    def lost(self, kind: ResourceKind, _error: object) -> None:
+    def lost(self, kind: ResourceKind, error: object) -> None:
         self.losses.append(kind)
 
-    def changed(self, _key: Key, _changes: object) -> None: ...
-    def labelled(self, _pod: Key) -> None: ...
     def event_refused(self, error: RequestRefused) -> None:
         self.refused_events.append(error)
 

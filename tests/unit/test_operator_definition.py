@@ -57,10 +57,11 @@ class Looked(QuietCluster):
         return self.definition
 
 
-class Reports:
+class Reports(OperatorInstrumentation):
     """Collects why the definition is not kvrouter's, each time that changes."""
 
     def __init__(self) -> None:
+        super().__init__(ReplicaHealth())
         self.queue: asyncio.Queue[str | None] = asyncio.Queue()
 
     def definition_is(self, why: str | None) -> None:

@@ -24,7 +24,7 @@ from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from kvrouter.topology import Link, LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
-from tests.support.placements import A_DRAW, CircuitEvents, SpeedEvents
+from tests.support.placements import A_DRAW, KeptEvents
 
 
 def placer_of(
@@ -42,8 +42,7 @@ def placer_of(
         tracks_active_blocks=True,
         circuits=CircuitSettings(2, 1.0, 30.0),
         circuit_seed=1,
-        circuit_listener=CircuitEvents(),
-        speed_listener=SpeedEvents(),
+        events=KeptEvents(),
         waiting=WaitingLimits(8, 5.0, 5.0),
         call_soon=lambda _call: None,
         now_s=0.0,

@@ -10,7 +10,7 @@ from kvrouter.sim.dispatch import ByTimeStamp
 from kvrouter.sim.simulation import Simulation
 from kvrouter.sim.timetable import LinkEvent, PolicyEvent, TimetableEvent
 from kvrouter.sim.traces.request import TraceRequest
-from tests.support.placements import SpeedEvents
+from tests.support.placements import KeptEvents
 from tests.support.replays import PIECE_TOKENS, by_number, fleet, replayed, row
 
 JOINT = "router: {router_cost: time, router_pd_selection: joint}\n"
@@ -41,7 +41,7 @@ def traffic(n: int, *, per_s: float) -> list[TraceRequest]:
 
 def simulated(
     file: FleetFile, rows: list[TraceRequest], timetable: tuple[TimetableEvent, ...] = ()
-) -> tuple[Simulation, SpeedEvents]:
+) -> tuple[Simulation, KeptEvents]:
     simulation = Simulation(
         file,
         rows,
@@ -51,8 +51,8 @@ def simulated(
         seed=1,
         timetable=timetable,
     )
-    events = SpeedEvents()
-    simulation.fleet.placer.transfers.learned.listener = events
+    events = KeptEvents()
+    simulation.fleet.placer.transfers.learned.events = events
     simulation.run()
     return simulation, events
 

@@ -17,6 +17,9 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.processes.standby import holders
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.worker import WorkerTransports
 from tests.support.fleets import card
 
 ONE, TWO = WorkerId(1), WorkerId(2)
@@ -65,9 +68,8 @@ async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_pla
     @asynccontextmanager
     async def wires(_: Settings, *, component: str, **__: object) -> AsyncIterator[Any]:
         opened.append(component)
-        events = SimpleNamespace(source=None)
-        requests = SimpleNamespace(address_of=None)
-        yield SimpleNamespace(discovery=discovery, events=events, requests=requests, recovery=None)
+        events = MemoryEventPlane()
+        yield WorkerTransports(discovery, MemoryRequestPlane(), events, events)
 
     monkeypatch.setattr(transport_provider, "open_worker_transports", wires)
     async with network_transports(Settings()) as wired:

@@ -160,18 +160,15 @@ class EngineWorkers:
                 spec,
                 attached,
                 incarnation=incarnation,
-                address=transports.address_of(spec.worker_id, incarnation),
+                address=transports.requests.address_of(spec.worker_id, incarnation),
                 namespace=self._settings.planes.namespace,
-                event_source=transports.source,
+                event_source=transports.events.source,
                 here=advertised(self._settings),
             )
             worker = Worker(
                 attached.engine,
                 msgspec.structs.replace(card, draining=rests()),
-                discovery=transports.discovery,
-                events=transports.events,
-                requests=transports.requests,
-                recovery=transports.recovery,
+                transports,
                 topology=contract,
             )
             await worker.start()

@@ -2,41 +2,26 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
 from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.workers import EventLane, EventSource, Role
+from kvrouter.core.workers import Role
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.processes.standby import Holders, holders
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.card_tracker import lost_why
-from kvrouter.transports.discovery.port import Discovery, Gone
-from kvrouter.transports.events.port import EventPublisher, RecoveryServer
-from kvrouter.transports.requests.memory import memory_address
-from kvrouter.transports.requests.port import RequestAcceptor
+from kvrouter.transports.discovery.port import Gone, GoneSink
 from kvrouter.wiring.mock_fleet import MemoryPlanes
 from kvrouter.wiring.router_transports import settled
 from kvrouter.wiring.worker_transports import open_worker_transports
+from kvrouter.worker import WorkerTransports
 
 _log = logging.getLogger("kvrouter.worker")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTransports:
-    """The transports of one worker; ``lost`` is set when another start of its id has its place."""
-
-    discovery: Discovery
-    events: EventPublisher
-    requests: RequestAcceptor
-    recovery: RecoveryServer
-    source: EventSource
-    address_of: Callable[[WorkerId, Epoch], str]
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TransportProvider(Protocol):
@@ -55,14 +40,7 @@ class MemoryTransports:
     @asynccontextmanager
     async def stand(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Nothing has to be made, and nobody else can have its place."""
-        yield WorkerTransports(
-            discovery=self._planes.discovery,
-            events=self._planes.events,
-            requests=self._planes.requests,
-            recovery=self._planes.events,
-            source=EventSource(EventLane.MEMORY),
-            address_of=memory_address,
-        )
+        yield self._planes.of_worker()
 
 
 class NetworkTransports:
@@ -82,22 +60,21 @@ class NetworkTransports:
             lost.set()
 
         await self._known.until_free(spec.worker_id)
-        async with open_worker_transports(
-            self._settings,
-            component="prefill" if spec.role is Role.PREFILL else "backend",
-            has_local_indexer=spec.enable_local_indexer,
-            publishes_kv_events=attached.publishes_kv_events,
-            on_lost=on_lost,
-        ) as wires:
-            yield WorkerTransports(
-                discovery=wires.discovery,
-                events=wires.events,
-                requests=wires.requests,
-                recovery=wires.recovery,
-                source=wires.events.source,
-                address_of=wires.requests.address_of,
-                lost=lost,
-            )
+        async with open_engine_transports(self._settings, spec, attached, on_lost) as wires:
+            yield replace(wires, lost=lost)
+
+
+def open_engine_transports(
+    settings: Settings, spec: AttachSpec, attached: Attached, on_lost: GoneSink | None
+) -> AbstractAsyncContextManager[WorkerTransports]:
+    """Connect what the settings ask for a worker of this engine."""
+    return open_worker_transports(
+        settings,
+        component="prefill" if spec.role is Role.PREFILL else "backend",
+        has_local_indexer=spec.enable_local_indexer,
+        publishes_kv_events=attached.publishes_kv_events,
+        on_lost=on_lost,
+    )
 
 
 @asynccontextmanager

@@ -6,18 +6,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
-from kvrouter.attach.transport_provider import WorkerTransports
+from kvrouter.attach.transport_provider import open_engine_transports
 from kvrouter.commands.worker_process import WorkerProcess, logger
 from kvrouter.config.tree import Settings
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.workers import Role
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.processes.standby import until_free
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.port import GoneSink
 from kvrouter.wiring.router_transports import settled
-from kvrouter.wiring.worker_transports import open_worker_transports
-from kvrouter.worker import Worker
+from kvrouter.worker import Worker, WorkerTransports
 from kvrouter.worker.topology_env import parse_topology_env
 
 
@@ -34,23 +32,10 @@ class ProcessTransports:
     @asynccontextmanager
     async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Connect what the settings ask for; a standby waits until the worker's place is free."""
-        async with open_worker_transports(
-            self._settings,
-            component="prefill" if spec.role is Role.PREFILL else "backend",
-            has_local_indexer=spec.enable_local_indexer,
-            publishes_kv_events=attached.publishes_kv_events,
-            on_lost=self._on_lost,
-        ) as wires:
+        async with open_engine_transports(self._settings, spec, attached, self._on_lost) as wires:
             if spec.is_standby:
                 await until_free(wires.discovery, spec.worker_id)
-            yield WorkerTransports(
-                discovery=wires.discovery,
-                events=wires.events,
-                requests=wires.requests,
-                recovery=wires.recovery,
-                source=wires.events.source,
-                address_of=wires.requests.address_of,
-            )
+            yield wires
 
 
 class RunningEngineWorker:

@@ -37,8 +37,8 @@ from kvrouter.wiring.mock_fleet import tell_mock_account
 from kvrouter.wiring.nats import revealed
 from kvrouter.wiring.router_transports import settled
 from kvrouter.wiring.tls import advertised, tls_of
-from kvrouter.wiring.worker_transports import NetworkWorkerTransports, open_worker_transports
-from kvrouter.worker import EngineDoor, Worker, new_incarnation
+from kvrouter.wiring.worker_transports import open_worker_transports
+from kvrouter.worker import EngineDoor, Worker, WorkerTransports, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
@@ -148,10 +148,7 @@ async def mock_worker(
             worker = Worker(
                 engine,
                 _card_of(settings, spec, wires, bootstrap),
-                discovery=wires.discovery,
-                events=wires.events,
-                requests=wires.requests,
-                recovery=wires.recovery,
+                wires,
                 topology=topology,
                 engine_tells_events=spec.run.engine_events is None,
             )
@@ -168,7 +165,7 @@ async def mock_worker(
 
 
 def _card_of(
-    settings: Settings, spec: MockWorkerSpec, wires: NetworkWorkerTransports, bootstrap: Peer | None
+    settings: Settings, spec: MockWorkerSpec, wires: WorkerTransports, bootstrap: Peer | None
 ) -> WorkerCard:
     """Return the card that the worker publishes."""
     fleet, group, run, planes = spec.fleet, spec.group, spec.run, settings.planes

@@ -465,8 +465,8 @@ class Gauges:
             self._add_links(name, transfers.learned.readings(), transfers.engine_sums.reading())
             self._set(telemetry.ledger_leases, len(model.ledger), name)
             self._set(telemetry.queue_depth, len(model.placer.waiting.admission), name)
-            parted = model.placer.circuits.pairs(now_s=model.clock())
-            self._set(telemetry.pairs_parted, sum(1 for _ in parted), name)
+            pairs = model.placer.circuits.pairs(now_s=model.clock())
+            self._set(telemetry.pairs_parted, sum(1 for _ in pairs), name)
         telemetry.retry_body_bytes.set(self._service.requests.retry_body_bytes)
         for gauge, values in self._values.items():
             gauge.replace(values)

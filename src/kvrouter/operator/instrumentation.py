@@ -136,7 +136,7 @@ class OperatorInstrumentation:
             log_event(log, Event.API_SERVER_WARNS, detail=line)
 
     def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
-        """A reconcile of a deployment ended."""
+        """A reconcile of a deployment ended; with ``error`` it is tried again in ``retry_s`` seconds."""
         self.telemetry.looks.inc("done" if error is None else "failed")
         self.telemetry.reconcile_s.observe(duration_s)
         if error is None:

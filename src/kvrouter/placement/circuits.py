@@ -7,7 +7,6 @@ something, and at most :data:`PAIRS_MAX` pairs.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
 
 from kvrouter.core.clock import DueTimes
 from kvrouter.core.hashing import mix64
@@ -15,27 +14,8 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, Suspicion
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement
-
-
-class CircuitListener(Protocol):
-    """Who hears of failed legs, and that a circuit opened or closed."""
-
-    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
-        """A leg failed through the fault of a worker that is here."""
-
-    def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
-        """A worker failed too often in a row."""
-
-    def closed(self, worker_id: WorkerId) -> None:
-        """A worker brought something again."""
-
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
-        """KV of a pair was lost, or lost again."""
-
-    def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
-        """KV of a pair arrived again."""
-
 
 PAIRS_MAX = 4096
 """How many pairs that lost KV are remembered; the one that was noted first is forgotten first."""
@@ -60,7 +40,7 @@ class Circuits:
         self,
         fleet: Fleet,
         settings: CircuitSettings,
-        listener: CircuitListener,
+        events: PlacementEvents,
         *,
         seed: int,
         on_let_in: Callable[[], None],
@@ -68,7 +48,7 @@ class Circuits:
         self._fleet = fleet
         self._settings = settings
         self._pair_settings = replace(settings, failures=1)
-        self._listener = listener
+        self._events = events
         self._seed = seed
         self._on_let_in = on_let_in
         self._workers: dict[WorkerId, _Kept] = {}
@@ -127,7 +107,7 @@ class Circuits:
             self._begun(pair.prefill, has_ended=True, now_s=now_s)
             if pair in self._pairs:
                 self._forget_pair(pair)
-                self._listener.pair_closed(pair.prefill, pair.decode)
+                self._events.pair_closed(pair.prefill, pair.decode)
         self.give_back(placement, now_s=now_s)
 
     def suspected(self, placement: Placement, leg: Leg, *, now_s: float) -> bool:
@@ -161,7 +141,7 @@ class Circuits:
         """
         worker_id = _picked(placement, leg)
         if self._fleet.card(worker_id) is not None:
-            self._listener.failed(worker_id, fault)
+            self._events.failed(worker_id, fault)
         if failed_s is None:
             self.suspected(placement, leg, now_s=now_s)
         circuit = self._countable(placement, leg)
@@ -170,7 +150,7 @@ class Circuits:
         if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun, failed_s=failed_s):
             self.not_closed.add(worker_id)
             self._show_worker(worker_id, now_s)
-            self._listener.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
+            self._events.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
 
     def kv_lost(self, placement: Placement, *, since_s: float, now_s: float) -> None:
         """KV of a pair did not arrive, and neither worker is known to be to blame."""
@@ -187,7 +167,7 @@ class Circuits:
         if kept.circuit.failed(now_s, Fault.KV_LOST, since_s=since_s, has_begun=False):
             self._show_pair(pair, now_s)
             for_s = self._open_for(kept.circuit, now_s)
-            self._listener.pair_opened(pair.prefill, pair.decode, for_s=for_s)
+            self._events.pair_opened(pair.prefill, pair.decode, for_s=for_s)
 
     def give_back(self, placement: Placement, *, now_s: float) -> None:
         """What the attempt was let in for is known, or it will never be known. Idempotent."""
@@ -254,7 +234,7 @@ class Circuits:
         if was_open:
             self._closed(worker_id)
             self._fleet.set_circuit_open(worker_id, False)
-            self._listener.closed(worker_id)
+            self._events.closed(worker_id)
             self._on_let_in()
 
     def _circuit_of(self, card: WorkerCard) -> Circuit:

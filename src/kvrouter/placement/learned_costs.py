@@ -12,8 +12,9 @@ from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, IntColumn
 from kvrouter.ledger.port import Ledger
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement
-from kvrouter.placement.speeds import LearnedSpeeds, SpeedListener
+from kvrouter.placement.speeds import LearnedSpeeds
 from kvrouter.placement.transfers import Transfers
 from kvrouter.routing.costs.time import CHUNK_TOKENS, prompt_s
 from kvrouter.routing.request import CostInput, Pick, RoutingSettings
@@ -28,13 +29,13 @@ class LearnedCosts:
         self,
         fleet: Fleet,
         ledger: Ledger,
-        listener: SpeedListener,
+        events: PlacementEvents,
         settings: RoutingSettings,
         router_id: RouterId,
     ) -> None:
         self.settings = settings
-        self.speeds = LearnedSpeeds(fleet, listener)
-        self.transfers = Transfers(fleet, listener, settings.links, router_id)
+        self.speeds = LearnedSpeeds(fleet, events)
+        self.transfers = Transfers(fleet, events, settings.links, router_id)
         self._fleet = fleet
         self._ledger = ledger
 

@@ -24,12 +24,13 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import islice, takewhile
 from math import exp, inf, log, sqrt
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from kvrouter.core.ids import RouterId
 from kvrouter.fleet import FloatColumn
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.topology import ACROSS_LINK, Link, LinkKind, LinkPace, LinkState, SharedLink
 from kvrouter.topology.links import AS_GIVEN, UNKNOWN_KIND
 
@@ -118,21 +119,12 @@ class LinkReading(NamedTuple):
     is_slow: bool
 
 
-class LinkListener(Protocol):
-    """Who hears what links turn out to be."""
-
-    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
-        """A link, or a kind of link, is slow from now on, or no longer: it takes ``slowness`` times as long
-        as it should.
-        """
-
-
 class LearnedLinks:
     """The paces of one model's links, in ``state``. ``now_s`` is a moment of one monotonic clock."""
 
-    def __init__(self, state: LinkState, listener: LinkListener) -> None:
+    def __init__(self, state: LinkState, events: PlacementEvents) -> None:
         self._state = state
-        self.listener = listener
+        self.events = events
         self._kinds: dict[LinkKind, _Kind] = {}
         self._links: dict[SharedLink, _Link] = {}
         self._unsettled: set[SharedLink] = set()
@@ -198,7 +190,7 @@ class LearnedLinks:
             self._state.set_pace(of, None)
         for key, kind in self._kinds.items():
             if kind.is_slow:
-                self.listener.link_turned(kind_name(key), is_slow=False, slowness=1.0)
+                self.events.link_turned(kind_name(key), is_slow=False, slowness=1.0)
         self._kinds.clear()
         self._unsettled.clear()
         self._levels.clear()
@@ -253,7 +245,7 @@ class LearnedLinks:
         self._state.set_pace(key, None if pace == AS_GIVEN else pace)
         turned = kind.judge()
         if turned is not None:
-            self.listener.link_turned(kind_name(key), is_slow=kind.is_slow, slowness=turned)
+            self.events.link_turned(kind_name(key), is_slow=kind.is_slow, slowness=turned)
 
     def _settle_others(self) -> None:
         """Kinds of which nothing was seen are as slow as the others are in the middle; never faster than the
@@ -290,13 +282,13 @@ class LearnedLinks:
         is_slow = relative >= (WELL if link.is_slow else SLOW)
         if is_slow != link.is_slow and is_sure:
             link.is_slow = is_slow
-            self.listener.link_turned(link_name(name), is_slow=is_slow, slowness=relative)
+            self.events.link_turned(link_name(name), is_slow=is_slow, slowness=relative)
         if not link.seen and not late:
             self._forget(name)
 
     def _forget(self, name: SharedLink) -> None:
         if self._links.pop(name).is_slow:
-            self.listener.link_turned(link_name(name), is_slow=False, slowness=1.0)
+            self.events.link_turned(link_name(name), is_slow=False, slowness=1.0)
         self._unsettled.discard(name)
         self._state.set_pace(name, None)
 

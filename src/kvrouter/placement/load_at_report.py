@@ -6,6 +6,7 @@ import numpy as np
 
 from kvrouter.core.ids import Slot
 from kvrouter.ledger.port import CountColumn, LedgerColumns
+from kvrouter.routing.request import RoutingSettings
 
 REPORT_AGE_S: Final = 0.1
 """How old a load report may be when it comes: its way from the engine, and a request's way to it."""
@@ -54,6 +55,12 @@ class LoadAtReport:
         self.look(columns, now_s=now_s)
         self._tokens.reported(slot)
         self._blocks.reported(slot)
+
+
+def load_at_report(settings: RoutingSettings, columns: LedgerColumns, *, now_s: float) -> LoadAtReport | None:
+    """Keep what reports have found from now on; nobody needs it while no worker is ever busy."""
+    thresholds = settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
+    return None if thresholds == (None, None) else LoadAtReport(columns, now_s=now_s)
 
 
 class _Lows:

@@ -13,7 +13,7 @@ from msgspec import structs
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerRank
+from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot, WorkerRank
 from kvrouter.core.requests import (
     Bootstrap,
     GenerateRequest,
@@ -26,11 +26,11 @@ from kvrouter.ledger.port import Ledger, LedgerColumns
 from kvrouter.ledger.replicas import Replication
 from kvrouter.placement.attempt_request import prompt_of, route_request
 from kvrouter.placement.cache_view import CacheView
-from kvrouter.placement.circuits import CircuitListener, Circuits
+from kvrouter.placement.circuits import Circuits
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
-from kvrouter.placement.load_at_report import LoadAtReport
+from kvrouter.placement.load_at_report import load_at_report
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.placement.speeds import SpeedListener
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.routing.request import (
     CostInput,
@@ -66,8 +66,8 @@ class Placer:
     """Places the attempts of one model's requests, and keeps their leases true.
 
     With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``call_soon`` calls those who wait. ``rule`` costs and picks
-    instead of the settings' cost and mode.
+    circuits draw their open times from; ``events`` receives what happens to workers and links;
+    ``call_soon`` calls those who wait. ``rule`` costs and picks instead of the settings' cost and mode.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class Placer:
         tracks_active_blocks: bool,
         circuits: CircuitSettings,
         circuit_seed: int,
-        circuit_listener: CircuitListener,
-        speed_listener: SpeedListener,
+        events: PlacementEvents,
         waiting: WaitingLimits,
         call_soon: CallSoon,
         now_s: float,
@@ -97,17 +96,16 @@ class Placer:
         self.settings = settings
         self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
-        self.circuits = Circuits(
-            fleet, circuits, circuit_listener, seed=circuit_seed, on_let_in=self.load_changed
-        )
+        on_less = self.waiting.admission.pulse
+        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_let_in=on_less)
         self._tracks_active_blocks = tracks_active_blocks
-        self._at_report = self._begin_at_report(now_s)
+        self._at_report = load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
         self._replication = replication
         if replication is not None:
             self.ledger = replication.share(
-                fleet, ledger, on_less=self.load_changed, before_more=self._read_load, now_s=now_s
+                fleet, ledger, on_less=on_less, before_more=self._read_load, now_s=now_s
             )
-        self.learned = LearnedCosts(fleet, self.ledger, speed_listener, settings, router_id)
+        self.learned = LearnedCosts(fleet, self.ledger, events, settings, router_id)
         self.speeds, self.transfers = self.learned.speeds, self.learned.transfers
         if replication is not None:
             self.transfers.begin_sharing()
@@ -127,8 +125,8 @@ class Placer:
             active_decode_blocks_threshold=decode_blocks,
             active_prefill_tokens_threshold=prefill_tokens,
         )
-        self._at_report = self._at_report or self._begin_at_report(now_s)
-        self.load_changed()
+        self._at_report = self._at_report or load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
+        self.waiting.admission.pulse()
 
     def set_routing(self, settings: RoutingSettings, *, now_s: float) -> None:
         """Decide by these from now on; requests that wait may try again. What bookings depend on stays as it
@@ -141,9 +139,9 @@ class Placer:
             track_active_blocks=self.settings.track_active_blocks,
         )
         self._needs = (self.rule or cost_rule(settings.cost)).needs
-        self._at_report = self._at_report or self._begin_at_report(now_s)
+        self._at_report = self._at_report or load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
         self.waiting.domain.pulse()
-        self.load_changed()
+        self.waiting.admission.pulse()
 
     def set_prefill_alone(self, is_alone: bool) -> None:
         """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
@@ -154,12 +152,6 @@ class Placer:
             prefill_alone=is_alone,
             track_active_blocks=self._tracks_active_blocks and not is_alone,
         )
-
-    def _begin_at_report(self, now_s: float) -> LoadAtReport | None:
-        """Keep what reports have found from now on; nobody needs it while no worker is ever busy."""
-        settings = self.settings
-        thresholds = settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
-        return None if thresholds == (None, None) else LoadAtReport(self.ledger.columns(), now_s=now_s)
 
     # The fleet
 
@@ -184,7 +176,7 @@ class Placer:
         if self._at_report is not None:
             self.ledger.ensure_slots(self.fleet.n_slots)
             self._at_report.reported(slot, self.ledger.columns(), now_s=now_s)
-        self.load_changed()
+        self.waiting.admission.pulse()
 
     def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
         """Leading blocks held, by slot, as far as they are sure to be found again."""
@@ -193,10 +185,6 @@ class Placer:
         if overlap is not None and unsure is not None:
             overlap -= np.minimum(overlap, unsure)
         return overlap
-
-    def load_changed(self) -> None:
-        """Some worker may be less busy: requests that wait for that may try again."""
-        self.waiting.admission.pulse()
 
     def _read_load(self, now_s: float) -> None:
         if self._at_report is not None:
@@ -342,16 +330,10 @@ class Placer:
         try:
             again = route_decode(wanted, view, old.constraint, prefill=sender)
         except RoutingRefused:
-            if is_here and self._is_kept_from_new_alone(slot):
+            if is_here and _is_kept_from_new_alone(fleet, slot):
                 return old
             raise
         return self._picked_again(wanted, view, again, sender)
-
-    def _is_kept_from_new_alone(self, slot: Slot) -> bool:
-        """Whether a cordon is why nothing new goes to the rank at ``slot``: what is booked there goes on."""
-        columns = self.fleet.columns
-        leaves = columns.draining[slot] or columns.engine_silent[slot] or not columns.alive[slot]
-        return bool(columns.cordoned[slot] and not leaves)
 
     def _picked_again(
         self, wanted: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
@@ -378,7 +360,7 @@ class Placer:
         prefill_lease: LeaseId | None = None
         if prefill is not None:
             prefill_lease = self.ledger.book(
-                key=self._key(decision.request_id, 2 * decision.attempt),
+                key=LeaseKey(self._router_id, decision.request_id, 2 * decision.attempt),
                 slot=prefill.slot,
                 prompt=prompt,
                 prefill_tokens=self._uncached_tokens(prefill, prompt),
@@ -423,7 +405,7 @@ class Placer:
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
         decode = decision.decode
         return self.ledger.book(
-            key=self._key(decision.request_id, 2 * decision.attempt + 1),
+            key=LeaseKey(self._router_id, decision.request_id, 2 * decision.attempt + 1),
             slot=decode.slot,
             prompt=prompt,
             prefill_tokens=self._uncached_tokens(decode, prompt) if decision.prefill is None else 0,
@@ -432,9 +414,6 @@ class Placer:
 
     def _uncached_tokens(self, pick: Pick, prompt: Prompt) -> int:
         return missing_tokens(self.fleet, pick, prompt) if self.settings.track_prefill_tokens else 0
-
-    def _key(self, request_id: RequestId, number: int) -> LeaseKey:
-        return LeaseKey(self._router_id, request_id, number)
 
     def _card(self, pick: Pick) -> WorkerCard:
         card = self.fleet.card_at(pick.slot)
@@ -462,7 +441,7 @@ class Placer:
         self.learned.prefill_done(placement, now_s=now_s)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
-            self.load_changed()
+            self.waiting.admission.pulse()
         if not placement.shows_first_token and placement.decision.prefill is not None:
             self._unseen_prefills.expect(placement, self.learned.transfer_ends_s(placement, now_s=now_s))
 
@@ -476,7 +455,7 @@ class Placer:
         self.ledger.first_token(placement.decode_lease)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
-        self.load_changed()
+        self.waiting.admission.pulse()
 
     def _end_unseen_prefills(self, now_s: float) -> None:
         """Move the load of requests whose first token stays unseen when it is expected to have come."""
@@ -497,7 +476,14 @@ class Placer:
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)
-        self.load_changed()
+        self.waiting.admission.pulse()
+
+
+def _is_kept_from_new_alone(fleet: Fleet, slot: Slot) -> bool:
+    """Whether a cordon is why nothing new goes to the rank at ``slot``: what is booked there goes on."""
+    columns = fleet.columns
+    leaves = columns.draining[slot] or columns.engine_silent[slot] or not columns.alive[slot]
+    return bool(columns.cordoned[slot] and not leaves)
 
 
 def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:

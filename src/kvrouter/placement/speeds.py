@@ -13,7 +13,7 @@ as slow for it would get nothing for minutes where the others are not busy.
 from collections import deque
 from collections.abc import Mapping
 from math import ceil, inf, log
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.fleet import Fleet
 from kvrouter.fleet.columns import resized
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.interference import Interference
-from kvrouter.placement.link_speeds import LinkListener
 from kvrouter.routing.costs.time import ANSWER_S
 from kvrouter.routing.request import Pick, Speeds
 
@@ -85,19 +85,6 @@ _REFRESH_S = 1.0
 _REBASE = 60.0
 
 
-class SpeedListener(LinkListener, Protocol):
-    """Who hears how predictions fare."""
-
-    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
-        """A first token came, after so long."""
-
-    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
-        """A rank is slow from now on, or no longer: it takes ``slowness`` times as long as the others."""
-
-    def gone(self, rank: WorkerRank) -> None:
-        """A rank left of which first tokens came."""
-
-
 class Expected(NamedTuple):
     """What one leg was expected to take at a slot when it was placed."""
 
@@ -134,9 +121,9 @@ class SpeedReading(NamedTuple):
 class LearnedSpeeds:
     """The speeds of one model's ranks. ``now_s`` is a moment of one monotonic clock."""
 
-    def __init__(self, fleet: Fleet, listener: SpeedListener) -> None:
+    def __init__(self, fleet: Fleet, events: PlacementEvents) -> None:
         self._fleet = fleet
-        self.listener = listener
+        self.events = events
         self._slowness: npt.NDArray[np.float64] = np.ones(16)
         self._decode_slowness: npt.NDArray[np.float64] = np.ones(16)
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
@@ -144,8 +131,7 @@ class LearnedSpeeds:
         """Tokens that came into each cache, each counted 2^(its age before ``_base_s`` / TURNOVER_S)."""
         self._ranks: dict[Slot, _Rank] = {}
         self._decoding: dict[Slot, _Rank] = {}
-        self._base_s = self._refreshed_s = 0.0
-        self._has_begun = False
+        self._base_s, self._refreshed_s = 0.0, -inf
         self._is_settled = self._decode_is_settled = False
         """Whether some rank was seen often enough; until then each request changes what all count as."""
         self._mean = self._median = self._decode_mean = 1.0
@@ -159,7 +145,7 @@ class LearnedSpeeds:
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
         """What is known now; the columns are those of the next reading too."""
         self._ensure_slots(n_slots)
-        if now_s - self._refreshed_s >= _REFRESH_S or not self._has_begun:
+        if now_s - self._refreshed_s >= _REFRESH_S:
             self._refresh(now_s)
         return Speeds(
             self._slowness[:n_slots],
@@ -196,7 +182,7 @@ class LearnedSpeeds:
         slot, seen_s = expected.slot, now_s - expected.at_s
         if self._fleet.rank_at(slot) != expected.rank:
             return
-        self.listener.came(expected.rank, predicted_s=expected.predicted_s, seen_s=seen_s)
+        self.events.came(expected.rank, predicted_s=expected.predicted_s, seen_s=seen_s)
         rank = self._ranks.get(slot)
         if rank is None:
             rank = self._ranks[slot] = _Rank()
@@ -267,7 +253,7 @@ class LearnedSpeeds:
         """The slot's rank is gone."""
         rank = self._ranks.pop(slot, None)
         if rank is not None and rank.who is not None:
-            self.listener.gone(rank.who)
+            self.events.rank_gone(rank.who)
         self._decoding.pop(slot, None)
         self._interference.freed(slot)
         if slot < len(self._slowness):
@@ -306,7 +292,7 @@ class LearnedSpeeds:
         is_slow = relative > (WELL if rank.is_slow else SLOW)
         if is_slow != rank.is_slow:
             rank.is_slow = is_slow
-            self.listener.turned(who, is_slow=is_slow, slowness=relative)
+            self.events.turned(who, is_slow=is_slow, slowness=relative)
 
     def _insert(self, slot: Slot, tokens: int, now_s: float) -> None:
         self._inserted[slot] += tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
@@ -316,8 +302,8 @@ class LearnedSpeeds:
 
     def _refresh(self, now_s: float) -> None:
         """Let what is old count less, and columns be of now."""
-        if not self._has_begun:
-            self._has_begun, self._base_s = True, now_s
+        if self._refreshed_s == -inf:
+            self._base_s = now_s
         if (now_s - self._base_s) / TURNOVER_S > _REBASE:
             self._inserted *= 2.0 ** -((now_s - self._base_s) / TURNOVER_S)
             self._base_s = now_s

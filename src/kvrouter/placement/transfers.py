@@ -9,8 +9,9 @@ from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.sync import LINK_NEWS_MAX, LinkNews, LinkSeen, LinkUse
 from kvrouter.fleet import Fleet
 from kvrouter.placement.engine_sums import EngineSums
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.link_journal import LinkJournal, OnLink, as_message, as_seen
-from kvrouter.placement.link_speeds import FIT_TRANSFERS, LearnedLinks, LinkListener, Seen
+from kvrouter.placement.link_speeds import FIT_TRANSFERS, LearnedLinks, Seen
 from kvrouter.routing.links import kv_bytes_per_token, links_of
 from kvrouter.topology import Link, LinkLoad, LinkState, LinkTable, SharedLink
 from kvrouter.topology.links import NO_LOAD
@@ -78,7 +79,7 @@ class Transfers:
     """
 
     def __init__(
-        self, fleet: Fleet, listener: LinkListener, table: LinkTable | None, router_id: RouterId
+        self, fleet: Fleet, events: PlacementEvents, table: LinkTable | None, router_id: RouterId
     ) -> None:
         self._fleet = fleet
         self._router_id = router_id
@@ -87,7 +88,7 @@ class Transfers:
         """Transfers of other routers that count already: more than one router may pass them on."""
         self.table = table
         self.state = LinkState()
-        self.learned = LearnedLinks(self.state, listener)
+        self.learned = LearnedLinks(self.state, events)
         self.engine_sums = EngineSums()
         self._moving: dict[SharedLink | None, _Moving] = {}
         self._refreshed_s = 0.0

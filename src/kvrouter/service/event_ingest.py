@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Generator, Iterator, Sequence
-from functools import partial
+from collections.abc import Coroutine, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -11,37 +10,29 @@ import numpy.typing as npt
 
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot, Medium
+from kvrouter.core.events import Held, KvBatch, KvSnapshot
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.states import (
-    Apply,
     AskRange,
     AskSnapshot,
     Command,
-    Count,
-    Empty,
     FeedCount,
     FeedState,
-    Load,
 )
-from kvrouter.index import Applied, ApproximateIndex, BlockIndex
+from kvrouter.index import ApproximateIndex, BlockIndex
 from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.routing.request import Decision
+from kvrouter.service.feed_commands import FeedCommands, let_go
 from kvrouter.service.index_work import (
-    STEP_BLOCKS,
-    STEP_EVENTS,
     IndexWork,
     Steps,
-    apply,
     empty,
-    is_short,
     listed,
-    place,
 )
 from kvrouter.service.instrumentation import ModelInstrumentation
-from kvrouter.service.rank_ingest import Capacity, RankIngest
+from kvrouter.service.rank_ingest import Capacity, RankIngest, loop_time_s
 from kvrouter.transports.events.port import AnswerTooLarge, EventSubscriber
 
 T = TypeVar("T")
@@ -96,6 +87,7 @@ class EventIngest:
         self._rank_blocks_max = rank_blocks_max
         self._subscriber = subscriber
         self._observed = observed
+        self._commands = FeedCommands(index, observed, self._ask)
         self._work = IndexWork(self._caught_up, self._fell_behind)
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
         self._rank_ingests: dict[WorkerRank, RankIngest] = {}
@@ -127,7 +119,7 @@ class EventIngest:
 
     def feed_readings(self) -> Iterator[tuple[Slot, FeedReading]]:
         """The reading of each slot's feed."""
-        now_s = self._now_s()
+        now_s = loop_time_s()
         for ingest in self._rank_ingests.values():
             since_s = now_s if ingest.stale_since_s is None else ingest.stale_since_s
             yield (
@@ -145,13 +137,13 @@ class EventIngest:
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """A worker rank was discovered: ask it for what it holds."""
         self._grow(slot + 1)
-        now_s = self._now_s()
+        now_s = loop_time_s()
         ingest = self._rank_ingests[rank] = self._by_slot[slot] = RankIngest(
             RankFeed(rank), slot, now_s, capacity=Capacity.of(None, blocks_max=self._rank_blocks_max)
         )
         self._silent += 1
         self._watch_silence()
-        self._run(ingest, self._begin(ingest, epoch))
+        self._run(ingest, self._commands.begin(ingest, epoch))
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int = 1) -> None:
         """So many blocks the rank at the slot can hold on its GPU; None where its worker does not say.
@@ -173,21 +165,21 @@ class EventIngest:
             if not ingest.is_scoring:
                 self._silent -= 1
             self._scores[slot] = False
-        self._work.run(slot, empty(self._index, slot, _let_go))
+        self._work.run(slot, empty(self._index, slot, let_go))
 
     def on_batch(self, batch: KvBatch) -> None:
         """A batch arrived; of a rank that is not known yet it is dropped: a snapshot will have it."""
         ingest = self._rank_ingests.get(batch.rank)
         if ingest is None:
             return
-        ingest.heard_s = self._now_s()
+        ingest.heard_s = loop_time_s()
         if batch.published_s:
             ahead_s = batch.published_s - time.time()
             ingest.lag_s = max(0.0, -ahead_s)
             ingest.clock.note(ahead_s, now_s=ingest.heard_s)
         ingest.is_missing = False
         if ingest.idle.is_set():
-            self._after(ingest, self._taken(ingest, batch))
+            self._after(ingest, self._commands.taken(ingest, batch))
         elif not ingest.waiting.add(batch):
             self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
 
@@ -199,7 +191,7 @@ class EventIngest:
         """
         ingest = self._by_slot.get(slot)
         if ingest is not None and ingest.idle.is_set():
-            self._after(ingest, ingest.feed.on_doubt(now_s=self._now_s()))
+            self._after(ingest, ingest.feed.on_doubt(now_s=loop_time_s()))
 
     async def snapshot(self, slot: Slot) -> KvSnapshot | None:
         """What the rank at the slot holds now, read step by step; what it publishes meanwhile waits.
@@ -232,13 +224,9 @@ class EventIngest:
             self._silence_timer.cancel()
             self._silence_timer = None
 
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
-
     def _after(self, ingest: RankIngest, commands: list[Command]) -> None:
         """Do what a feed said, until it says nothing more; then set its next timer."""
-        self._run(ingest, self._carry_out(ingest, commands))
+        self._run(ingest, self._commands.carry_out(ingest, commands))
 
     def _run(self, ingest: RankIngest, steps: Steps) -> None:
         """Do the first step now; if that is not all, the rank scores nothing until the last."""
@@ -265,7 +253,7 @@ class EventIngest:
         if ingest is not None:
             ingest.is_behind = False
             ingest.idle.set()
-            self._after(ingest, ingest.feed.on_orphan(now_s=self._now_s()))
+            self._after(ingest, ingest.feed.on_orphan(now_s=loop_time_s()))
 
     def _settle(self, ingest: RankIngest) -> None:
         if ingest.ask is not None and not ingest.feed.is_asking:
@@ -274,125 +262,12 @@ class EventIngest:
         self._note_state(ingest)
         self._set_timer(ingest)
 
-    def _begin(self, ingest: RankIngest, epoch: Epoch) -> Steps:
-        """The feed begins once what was at its slot before is forgotten."""
-        yield from empty(self._index, ingest.slot, _let_go)
-        yield from self._carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=self._now_s()))
-
-    def _carry_out(self, ingest: RankIngest, commands: list[Command]) -> Steps:
-        """Do what the feed said, then hand it what waits."""
-        slot = ingest.slot
-        n_events = 0
-        while True:
-            orphaned, is_overfilled = 0, False
-            for command in commands:
-                match command:
-                    case Apply(events):
-                        if is_short(events):
-                            orphaned += self._apply(ingest, events)
-                        else:
-                            orphaned += yield from self._apply_in_steps(ingest, events)
-                    case Empty():
-                        yield from empty(self._index, slot, _let_go)
-                        ingest.unchecked_blocks = 0
-                    case Load(snapshot):
-                        yield from empty(self._index, slot, self._observed.events_applied)
-                        ingest.unchecked_blocks = 0
-                        yield from self._until_full(ingest, self._placing(ingest, snapshot.events))
-                    case AskRange() | AskSnapshot():
-                        self._ask(ingest, command)
-                    case Count(name, n):
-                        self._observed.feed_counted(name, n)
-                if self._is_overfilled(ingest):
-                    is_overfilled = True
-                    break
-            if is_overfilled:
-                self._observed.kv_events_over_limit(ingest.feed.rank, f"{self._held(ingest)} blocks")
-                ingest.unchecked_blocks = 0
-                commands = ingest.feed.on_overfilled(now_s=self._now_s())
-                continue
-            if orphaned:
-                commands = ingest.feed.on_orphan(now_s=self._now_s())
-                continue
-            if not ingest.waiting:
-                return
-            if n_events >= STEP_EVENTS:
-                yield
-                n_events = 0
-            batch = ingest.waiting.take()
-            n_events += 1 + batch.weight
-            commands = self._taken(ingest, batch)
-
-    def _taken(self, ingest: RankIngest, batch: KvBatch) -> list[Command]:
-        """What the feed says to a batch, and to a heartbeat whose count of blocks is not the index's."""
-        feed, now_s = ingest.feed, self._now_s()
-        commands = feed.on_batch(batch, now_s=now_s)
-        is_here = feed.state is FeedState.LIVE and feed.next_event_id == batch.next_event_id
-        if commands or not is_here or batch.held_blocks is None or self._held(ingest) == batch.held_blocks:
-            return commands
-        return feed.on_contradiction(now_s=now_s)
-
-    def _held(self, ingest: RankIngest) -> int:
-        return sum(self._index.held(ingest.slot, medium) for medium in Medium)
-
-    def _apply(self, ingest: RankIngest, events: tuple[KvEvent, ...]) -> int:
-        """Apply what one step is enough for; return how many blocks have no parent."""
-        try:
-            applied = self._index.apply(ingest.slot, events)
-        except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
-            self._observed.mistaken_events(ingest.feed.rank, str(error))
-            return 1
-        self._note(ingest, applied)
-        return applied.orphaned
-
-    def _note(self, ingest: RankIngest, applied: Applied) -> None:
-        ingest.unchecked_blocks += applied.stored
-        self._observed.events_applied(applied)
-
-    def _placing(self, ingest: RankIngest, held: Sequence[Held]) -> Steps:
-        return place(self._index, ingest.slot, held, partial(self._note, ingest))
-
-    def _until_full(self, ingest: RankIngest, steps: Steps) -> Steps:
-        """Take the steps, and no more of them once the rank has more blocks than it can hold."""
-        for _ in steps:
-            if self._is_overfilled(ingest):
-                return
-            yield
-
-    def _is_overfilled(self, ingest: RankIngest) -> bool:
-        """Whether the index has more of the rank than its worker can hold. Compared rarely, so that it costs
-        nothing next to what is stored meanwhile.
-        """
-        capacity = ingest.capacity
-        if ingest.unchecked_blocks < STEP_BLOCKS // 2:
-            return False
-        held = {medium: self._index.held(ingest.slot, medium) for medium in Medium}
-        if any(n_blocks > capacity.holds(medium) for medium, n_blocks in held.items()):
-            return True
-        ingest.unchecked_blocks = 0
-        return False
-
-    def _apply_in_steps(self, ingest: RankIngest, events: tuple[KvEvent, ...]) -> Generator[None, None, int]:
-        orphaned = 0
-
-        def note(applied: Applied) -> None:
-            nonlocal orphaned
-            orphaned += applied.orphaned
-            self._note(ingest, applied)
-
-        try:
-            yield from self._until_full(ingest, apply(self._index, ingest.slot, events, note))
-        except ValueError as error:
-            self._observed.mistaken_events(ingest.feed.rank, str(error))
-            return 1
-        return orphaned
-
     def _note_state(self, ingest: RankIngest) -> None:
         state = ingest.feed.state
         if state is FeedState.LIVE:
             ingest.stale_since_s = None
         elif ingest.stale_since_s is None:
-            ingest.stale_since_s = self._now_s()
+            ingest.stale_since_s = loop_time_s()
         if state is not ingest.reported:
             ingest.reported = state
             self._observed.feed_changed(ingest.feed.rank, state)
@@ -418,7 +293,7 @@ class EventIngest:
     def _timed_out(self, ingest: RankIngest) -> None:
         ingest.timer = None
         if ingest.idle.is_set():  # else it is set again once the index has done its work
-            self._after(ingest, ingest.feed.on_timeout(now_s=self._now_s()))
+            self._after(ingest, ingest.feed.on_timeout(now_s=loop_time_s()))
 
     def _ask(self, ingest: RankIngest, command: AskRange | AskSnapshot) -> None:
         """Ask the worker; an older question that is still open has been given up by the feed."""
@@ -432,20 +307,20 @@ class EventIngest:
         if isinstance(command, AskRange):
             asked = subscriber.recover_range(feed.rank, command.first, command.last)
             batch = await self._asked(ingest, ticket, asked)
-            await self._is_ready(ingest)
-            self._after(ingest, feed.on_range(ticket, batch, now_s=self._now_s()))
+            await _is_ready(ingest)
+            self._after(ingest, feed.on_range(ticket, batch, now_s=loop_time_s()))
             return
         async with self._snapshots:
             whole = subscriber.recover_snapshot(feed.rank, blocks_max=ingest.capacity.total)
             try:
                 snapshot = await self._asked(ingest, ticket, whole)
             except AnswerTooLarge as error:
-                await self._is_ready(ingest)
+                await _is_ready(ingest)
                 self._observed.kv_events_over_limit(feed.rank, error.message)
-                self._after(ingest, feed.on_overfilled(now_s=self._now_s()))
+                self._after(ingest, feed.on_overfilled(now_s=loop_time_s()))
                 return
-            await self._is_ready(ingest)
-            self._after(ingest, feed.on_snapshot(ticket, snapshot, now_s=self._now_s()))
+            await _is_ready(ingest)
+            self._after(ingest, feed.on_snapshot(ticket, snapshot, now_s=loop_time_s()))
             await ingest.idle.wait()  # the next whole state is asked for when this one has its place
 
     async def _asked(
@@ -455,7 +330,7 @@ class EventIngest:
 
         Raises AnswerTooLarge.
         """
-        ingest.feed.on_asked(ticket, now_s=self._now_s())
+        ingest.feed.on_asked(ticket, now_s=loop_time_s())
         self._set_timer(ingest)
         try:
             return await question
@@ -464,14 +339,6 @@ class EventIngest:
         except (KvrouterError, OSError, ValueError) as error:
             self._observed.recovery_failed(ingest.feed.rank, str(error))
             return None
-
-    @staticmethod
-    async def _is_ready(ingest: RankIngest) -> None:
-        """Return once the feed may be handed the answer that the current task has."""
-        while not ingest.idle.is_set():
-            await ingest.idle.wait()
-        if ingest.ask is asyncio.current_task():
-            ingest.ask = None
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         """A mistake of ours in the task must not vanish; the feed's timer asks again."""
@@ -482,11 +349,11 @@ class EventIngest:
         if self._silence_timer is None and self._rank_ingests:
             loop = asyncio.get_running_loop()
             self._silence_timer = loop.call_later(self._awake.every_s, self._check_silence)
-            self._silence_checked_s = self._now_s()
+            self._silence_checked_s = loop_time_s()
 
     def _check_silence(self) -> None:
         self._silence_timer = None
-        now_s = self._now_s()
+        now_s = loop_time_s()
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
         stood_still = self._awake.advance(elapsed_s)  # then what the workers said is read only after this
         for rank, ingest in self._rank_ingests.items():
@@ -511,14 +378,18 @@ class EventIngest:
         ingest.idle.set()
 
 
+async def _is_ready(ingest: RankIngest) -> None:
+    """Return once the feed may be handed the answer that the current task has."""
+    while not ingest.idle.is_set():
+        await ingest.idle.wait()
+    if ingest.ask is asyncio.current_task():
+        ingest.ask = None
+
+
 def _to_the_end(steps: Steps, ended: asyncio.Event) -> Steps:
     """Take the steps; ``ended`` is set when none of them failed or was given up."""
     yield from steps
     ended.set()
-
-
-def _let_go(_applied: Applied) -> None:
-    """Blocks of a rank that is gone, or restarts, are not counted as cleared by it."""
 
 
 U32 = npt.NDArray[np.uint32]

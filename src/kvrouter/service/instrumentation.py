@@ -16,6 +16,7 @@ from kvrouter.feed.states import FeedCount, FeedState
 from kvrouter.fleet import Fault
 from kvrouter.index import Applied
 from kvrouter.journey import KvLost, LegLost
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement
 from kvrouter.recording.records import FleetChange
 from kvrouter.routing.request import Decision, Pick
@@ -40,8 +41,8 @@ _OUTCOMES = (
 """What can become of a block of an event; see ``index.port.Applied``."""
 
 
-class CircuitInstrumentation:
-    """The events of one model's circuits."""
+class PlacementInstrumentation(PlacementEvents):
+    """The events of one model's circuits, and what is learned of how fast its ranks and links are."""
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self._telemetry = telemetry
@@ -68,7 +69,7 @@ class CircuitInstrumentation:
         """A worker brought something again."""
         log_event(logger, Event.CIRCUIT_CLOSED, model=self._model, worker=str(worker_id))
 
-    def gone(self, worker_id: WorkerId) -> None:
+    def worker_gone(self, worker_id: WorkerId) -> None:
         """A worker left: its counters go with it, or those of all that ever were would fill the page."""
         telemetry, labels = self._telemetry, (self._model, str(worker_id))
         for fault in Fault:
@@ -105,14 +106,6 @@ class CircuitInstrumentation:
             decode_worker=str(decode),
         )
 
-
-class SpeedInstrumentation:
-    """What is learned of how fast one model's ranks are, and the links between them."""
-
-    def __init__(self, telemetry: Telemetry, model: str) -> None:
-        self._telemetry = telemetry
-        self._model = model
-
     def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
         """A first token came, after so long."""
         labels = self._model, str(rank.worker_id), str(rank.dp_rank)
@@ -141,7 +134,7 @@ class SpeedInstrumentation:
             slowness=round(slowness, 2),
         )
 
-    def gone(self, rank: WorkerRank) -> None:
+    def rank_gone(self, rank: WorkerRank) -> None:
         """A rank left: its counters go with it."""
         labels = self._model, str(rank.worker_id), str(rank.dp_rank)
         self._telemetry.ttft_predicted.forget(*labels)
@@ -149,14 +142,13 @@ class SpeedInstrumentation:
 
 
 class ModelInstrumentation:
-    """The events of one model; ``engines`` has those that its engines report of themselves, ``circuits``
-    those of its workers' circuits, ``speeds`` what is learned of its ranks' speeds.
+    """The events of one model; ``engines`` has those that its engines report of themselves, ``placement``
+    those that its placer tells.
     """
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self.engines = EngineInstrumentation(telemetry, model)
-        self.circuits = CircuitInstrumentation(telemetry, model)
-        self.speeds = SpeedInstrumentation(telemetry, model)
+        self.placement = PlacementInstrumentation(telemetry, model)
         self._telemetry = telemetry
         self._model = model
 

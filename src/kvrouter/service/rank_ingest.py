@@ -15,6 +15,11 @@ feed sees a gap.
 """
 
 
+def loop_time_s() -> float:
+    """Return the time of the running loop, by which feeds and their timers go."""
+    return asyncio.get_running_loop().time()
+
+
 class WaitingBatches:
     """Batches in the order of arrival, which weigh as much as so many events at most."""
 

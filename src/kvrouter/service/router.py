@@ -415,7 +415,7 @@ class RouterService:
             model.freed(slot)
         self.engine_tokenizer.gone(card)
         self._parts.observed.worker_gone(card)
-        model.observed.circuits.gone(worker_id)
+        model.observed.placement.worker_gone(worker_id)
         model.placer.fleet_changed(now_s=model.clock())
 
     def _on_batch(self, batch: KvBatch) -> None:

@@ -19,14 +19,15 @@ from kvrouter.config.fleet_workers import (
 )
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId, WorkerRank
+from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.fleet import Fault, Fleet
+from kvrouter.fleet import Fleet
 from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.mock import Fabric, MockConfig, Peer
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
+from kvrouter.placement.events import PlacementEvents
 from kvrouter.placement.placement import Placement
 from kvrouter.placement.placer import Placer
 from kvrouter.sim.cache import EventCacheView
@@ -37,37 +38,6 @@ from kvrouter.sim.timetable_plan import Step, relabelled
 
 VOCABULARY = 16
 """Nobody reads the tokens of a replay."""
-
-
-class NoListener:
-    """What circuits and slow ranks cost is in the outcomes of requests."""
-
-    def failed(self, worker_id: WorkerId, fault: Fault) -> None:
-        """A leg failed through its worker's fault."""
-
-    def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
-        """A worker failed too often in a row."""
-
-    def closed(self, worker_id: WorkerId) -> None:
-        """A worker brought something again."""
-
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
-        """KV of a pair was lost."""
-
-    def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
-        """KV of a pair arrived again."""
-
-    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
-        """A first token came."""
-
-    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
-        """A rank is slow from now on, or no longer."""
-
-    def gone(self, rank: WorkerRank) -> None:
-        """A rank left."""
-
-    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
-        """A link is slow from now on, or no longer."""
 
 
 class SlotLoads:
@@ -167,8 +137,7 @@ class SimFleet:
             tracks_active_blocks=config.track_active_blocks,
             circuits=circuit_settings(config),
             circuit_seed=seed,
-            circuit_listener=NoListener(),
-            speed_listener=NoListener(),
+            events=PlacementEvents(),  # what circuits and slow ranks cost is in the outcomes of requests
             waiting=waiting_limits(config),
             call_soon=call_soon,
             now_s=0.0,

@@ -24,7 +24,7 @@ from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
 from kvrouter.wiring.fleet_build import contract_of, load_texts, text_mock_config
 from kvrouter.wiring.text_models import encode_pool
-from kvrouter.worker import Worker, new_incarnation
+from kvrouter.worker import Worker, WorkerTransports, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv
 
@@ -65,6 +65,10 @@ class MemoryPlanes:
     discovery: MemoryDiscovery
     events: MemoryEventPlane
     requests: MemoryRequestPlane
+
+    def of_worker(self) -> WorkerTransports:
+        """The transports of one of them: nothing has to be made, and nobody else can have its place."""
+        return WorkerTransports(self.discovery, self.requests, self.events, self.events)
 
 
 class MockFleet:
@@ -148,9 +152,6 @@ class MockFleet:
                 address=memory_address(worker_id, incarnation),
                 bootstrap=bootstrap,
             ),
-            discovery=self.discovery,
-            events=self.events,
-            requests=self.requests,
-            recovery=self.events,
+            self.planes.of_worker(),
             topology=topology,
         )

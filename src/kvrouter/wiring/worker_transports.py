@@ -3,7 +3,6 @@
 import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from nats.aio.client import Client
@@ -17,11 +16,10 @@ from kvrouter.config.planes import (
 )
 from kvrouter.config.tree import Settings
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
 from kvrouter.processes.lifetime import share_descriptors
 from kvrouter.transports.discovery.memory import StaticDiscovery
-from kvrouter.transports.discovery.port import Discovery, GoneSink
+from kvrouter.transports.discovery.port import GoneSink
 from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.events.nats import NatsEventPublisher
@@ -38,6 +36,7 @@ from kvrouter.wiring.nats import nats_connection, revealed
 from kvrouter.wiring.router_transports import make_discovery, settled, stream_limits, token_of, wanted
 from kvrouter.wiring.telemetry_hooks import StreamHooks, drops_on, refusals_on
 from kvrouter.wiring.tls import Tls, advertised, tls_of
+from kvrouter.worker import WorkerTransports
 
 PORT_MAX = 65_535
 
@@ -48,26 +47,13 @@ _HAS_NO_PORT = {errno.EADDRINUSE: "is taken", errno.EACCES: "is not for this use
 
 
 class ListeningAcceptor(RequestAcceptor, Protocol):
-    """A worker's end of a wire: it listens, and knows under which address."""
+    """A worker's end of a wire that listens."""
 
     async def start(self) -> None:
         """Listen."""
 
-    def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
-        """The address of a worker that is served here."""
-
     async def close(self) -> None:
         """Listen no more; open streams break."""
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkWorkerTransports:
-    """The transports of a worker."""
-
-    discovery: Discovery
-    requests: ListeningAcceptor
-    events: EventPublisher
-    recovery: RecoveryServer
 
 
 @asynccontextmanager
@@ -79,7 +65,7 @@ async def open_worker_transports(
     publishes_kv_events: bool,
     is_static: bool = False,
     on_lost: GoneSink | None = None,
-) -> AsyncIterator[NetworkWorkerTransports]:
+) -> AsyncIterator[WorkerTransports]:
     """Connect everything that the settings ask for; it is closed at the end.
 
     ``on_lost`` hears when the worker's card lost its place to a newer start of the same id.
@@ -108,10 +94,10 @@ async def open_worker_transports(
         stack.push_async_callback(listener.close)
         if is_static:
             nobody = MemoryEventPlane()
-            yield NetworkWorkerTransports(discovery, listener, nobody, nobody)
+            yield WorkerTransports(discovery, listener, nobody, nobody)
             return
         events, recovery = await _events(settings, nats, lane, component, stack)
-        yield NetworkWorkerTransports(discovery, listener, events, recovery)
+        yield WorkerTransports(discovery, listener, events, recovery)
 
 
 def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True) -> EventLane:

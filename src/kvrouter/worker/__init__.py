@@ -4,13 +4,14 @@ from kvrouter.worker.engine_door import EngineDoor
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.register import new_incarnation, register_llm
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
-from kvrouter.worker.worker import Worker
+from kvrouter.worker.worker import Worker, WorkerTransports
 
 __all__ = [
     "EngineDoor",
     "KvPublisher",
     "TopologyEnv",
     "Worker",
+    "WorkerTransports",
     "new_incarnation",
     "parse_topology_env",
     "register_llm",

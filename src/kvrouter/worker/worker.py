@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -82,6 +83,17 @@ SKIPPED_AGAIN_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerTransports:
+    """The transports of one worker; ``lost`` is set when another start of its id has its place."""
+
+    discovery: Discovery
+    requests: RequestAcceptor
+    events: EventPublisher
+    recovery: RecoveryServer
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Worker:
     """One engine in the fleet: ``start``, ``drain``, ``stop``; ``die`` is a death without goodbye.
 
@@ -94,21 +106,18 @@ class Worker:
         self,
         engine: Engine,
         card: WorkerCard,
+        transports: WorkerTransports,
         *,
-        discovery: Discovery,
-        events: EventPublisher,
-        requests: RequestAcceptor,
-        recovery: RecoveryServer,
         topology: TopologyEnv | None = None,
         engine_tells_events: bool = True,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.engine = engine
         self.card = card
-        self._discovery = discovery
-        self._events = events
-        self._requests = requests
-        self._recovery = recovery
+        self._discovery = transports.discovery
+        self._events = transports.events
+        self._requests = transports.requests
+        self._recovery = transports.recovery
         self._topology = topology
         self._engine_tells_events = engine_tells_events
         self._heartbeat_s = heartbeat_s
@@ -119,7 +128,7 @@ class Worker:
         self._skipped: dict[DpRank, Mapping[str, int]] = {}
         account = engine if engine_tells_events and isinstance(engine, SnapshotEngine) else None
         self.publisher = KvPublisher(
-            events,
+            transports.events,
             worker_id=card.worker_id,
             epoch=card.incarnation,
             block_size=card.block_size or BLOCK_SIZE_UNKNOWN,

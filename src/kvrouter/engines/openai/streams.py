@@ -63,27 +63,13 @@ class SseStream:
         self._opening = asyncio.create_task(opening)
         self._is_open = False
         self._reading = reading
-        self._read = read
-        self._cutter = EventCutter()
-        self._finish: FinishReason | None = None
-        self._params: KvTransferParams | None = None
+        self._events = _StreamedEvents(reading, read)
         self._cancelled: str | None = None
         self._is_over = False
-        self._has_begun = False
-        self._is_done = False
-        """Whether the engine wrote that it is done: nothing that comes now is read, nor can it break."""
-        self._ready: deque[EngineChunk] = deque()
         self._pieces = 0
         self._is_reading = False
         self._lost: str | None = None
-        self._failure: KvrouterError | None = None
-        self._error: Failure | None = None
-        self._error_raw = b""
-        """The event that says that the engine failed, and what came behind it."""
-        self._gathered = _Gathered(reading)
-        self._comments: list[bytes] = []
         self._headers = AnswerHeaders(EVENTS_TYPE)
-        self._raw = RawEvents(reading)
 
     def __aiter__(self) -> "SseStream":
         return self
@@ -160,27 +146,24 @@ class SseStream:
         self._close()
 
     async def _next(self) -> EngineChunk:
-        while not self._ready:
-            if self._failure is not None:
-                raise self._failure
-            if self._error is not None:
-                raise await self._failed(self._error)
+        events = self._events
+        while not events.ready:
+            if events.failure is not None:
+                raise events.failure
+            if events.error is not None:
+                raise await self._failed(events.error)
+            content = self._answer.content
             self._is_reading = True
-            piece = await (self._read_behind_end() if self._is_done else self._answer.content.readany())
+            piece = await (self._read_behind_end() if events.is_done else content.readany())
             self._is_reading = False
             self._pieces += 1
             if piece:
-                self._cut(piece)
-                continue
-            raw, data = self._cutter.end()
-            if raw.strip() and not self._reading.passes_raw:
-                raise StreamBroken("the engine closed the connection in the middle of an event")
-            if raw:
-                self._take(raw, data)
-                self._send_comments()
-            if self._error is None:
-                self._ready.extend(self._last())
-        chunk = self._ready.popleft()
+                events.cut(piece)
+                if events.is_done and not content.at_eof():
+                    events.flush()
+            else:
+                events.end()
+        chunk = events.ready.popleft()
         if self._headers.passed:
             chunk = replace(chunk, headers=self._headers.passed)
             self._headers.passed = ()
@@ -196,101 +179,22 @@ class SseStream:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return b""
 
-    def _cut(self, piece: bytes) -> None:
-        """Make chunks of the events that ``piece`` completes; what came before a failure is read first."""
-        try:
-            for raw, data in self._cutter.push(piece):
-                self._take(raw, data)
-                if self._gathered.is_full and not self._raw.is_waiting:
-                    self._flush()
-        except (StreamBroken, InvalidRequest, ProtocolError) as error:
-            self._failure = error
-        self._send_comments()
-        if self._is_done:
-            if not self._answer.content.at_eof() and not self._gathered.is_empty:
-                self._flush()
-        elif self._gathered.is_worth_sending and not self._raw.is_waiting:
-            self._flush()
-
     async def _failed(self, error: Failure) -> KvrouterError:
         """Return what the engine's error event means, with all that the engine sends of it and behind it."""
         is_whole = False
-        rest = self._cutter.end()[0]
+        body = self._events.raw_of_error()
         with suppress(TimeoutError, aiohttp.ClientError, OSError):  # then it ends here
             async with asyncio.timeout(END_LIMIT_S):
-                while len(rest) <= BODY_MAX_BYTES and not is_whole:
+                while len(body) <= BODY_MAX_BYTES and not is_whole:
                     piece = await self._answer.content.readany()
-                    rest += piece
+                    body += piece
                     is_whole = not piece
-        before = self._gathered.raw + self._raw.end()
-        body = before + self._error_raw + rest
         answer = None
         if self._reading.passes_raw and len(body) <= BODY_MAX_BYTES:
             headers = passed_headers(tuple(self._answer.raw_headers), of_error=True)
             answer = EngineAnswer(self._answer.status, headers, body, is_events=True)
         # Once it began to answer, the call cannot be what was wrong.
-        return failure_inside(replace(error, code=None) if self._has_begun else error, answer)
-
-    def _flush(self) -> None:
-        self._ready.extend(_in_pieces(self._gathered.chunk(None, None)))
-        self._gathered = _Gathered(self._reading)
-
-    def _send_comments(self) -> None:
-        """Comments that came alone are no part of an answer: nothing waits for them, nor do they begin it."""
-        if self._comments:
-            if self._reading.passes_raw:
-                comments = b"".join(self._comments)
-                pieces = range(0, len(comments), PIECE_BYTES)
-                self._ready.extend(EngineChunk(comments=comments[at : at + PIECE_BYTES]) for at in pieces)
-            self._comments.clear()
-
-    def _take(self, raw: bytes, data: bytes | None) -> None:
-        if self._error is not None:
-            self._error_raw += raw
-        elif self._is_done:
-            self._gathered.add_urgent(raw)
-        elif data == DONE:
-            self._is_done = True
-            self._send_comments()
-            self._gathered.add_urgent(self._raw.end() + raw)
-        elif data is None:
-            self._take_event(
-                UnreadEvent(why=f"an event is over the {EVENT_MAX_BYTES} bytes that are read"), raw
-            )
-        elif data:
-            self._take_event(self._read(data), raw)
-        elif self._raw.is_waiting:
-            self._gathered.add_urgent(self._raw.hold(raw))
-        elif self._gathered.is_empty:
-            self._comments.append(raw)
-        else:
-            self._gathered.add_urgent(raw)
-
-    def _take_event(self, event: AnswerEvent, raw: bytes) -> None:
-        if event.error is not None:
-            self._error, self._error_raw = event.error, raw
-            return
-        if isinstance(event, UnreadEvent) and not self._reading.passes_raw:
-            raise ProtocolError(event.why, param="data")
-        self._send_comments()
-        # Tokens are asked for where another engine can go on from them.
-        can_go_on = self._reading.added_token_ids or not self._has_begun
-        is_lost = can_go_on or not self._reading.shows_aborts
-        if event.finish is FinishReason.CANCELLED and self._reading.passes_raw and is_lost:
-            raise StreamBroken(ABORTED)
-        self._has_begun = True
-        self._finish = event.finish or self._finish
-        self._params = event.kv_transfer_params or self._params
-        self._gathered.take(event)
-        self._gathered.add_raw(self._raw.take(event, raw))
-
-    def _last(self) -> "deque[EngineChunk]":
-        """The engine ended its answer, with or without its last words."""
-        finish = self._reading.finish_of(self._finish)
-        if finish is None:
-            raise StreamBroken("the engine's answer ended without a finish reason")
-        self._gathered.add_raw(self._raw.end())
-        return _in_pieces(self._gathered.chunk(finish, self._params))
+        return failure_inside(replace(error, code=None) if self._events.has_begun else error, answer)
 
 
 class WholeStream:
@@ -480,6 +384,116 @@ class _Gathered:
             completion_tokens=self._completion_tokens,
             unread=self._unread,
         )
+
+
+class _StreamedEvents:
+    """The events of a streamed answer, and the chunks that they make, which wait in ``ready``."""
+
+    def __init__(self, reading: AnswerReading, read: ReadEvent) -> None:
+        self.ready: deque[EngineChunk] = deque()
+        self.has_begun = False
+        self.is_done = False
+        """Whether the engine wrote that it is done: nothing that comes now is read, nor can it break."""
+        self.failure: KvrouterError | None = None
+        """Raised once what came before it is read."""
+        self.error: Failure | None = None
+        self._error_raw = b""
+        """The event that says that the engine failed, and what came behind it."""
+        self._reading = reading
+        self._read = read
+        self._cutter = EventCutter()
+        self._finish: FinishReason | None = None
+        self._params: KvTransferParams | None = None
+        self._gathered = _Gathered(reading)
+        self._comments: list[bytes] = []
+        self._raw = RawEvents(reading)
+
+    def cut(self, piece: bytes) -> None:
+        """Make chunks of the events that ``piece`` completes; what came before a failure is read first."""
+        try:
+            for raw, data in self._cutter.push(piece):
+                self._take(raw, data)
+                if self._gathered.is_full and not self._raw.is_waiting:
+                    self.flush()
+        except (StreamBroken, InvalidRequest, ProtocolError) as error:
+            self.failure = error
+        self._send_comments()
+        if not self.is_done and self._gathered.is_worth_sending and not self._raw.is_waiting:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make a chunk of what was gathered, if anything was."""
+        if not self._gathered.is_empty:
+            self.ready.extend(_in_pieces(self._gathered.chunk(None, None)))
+            self._gathered = _Gathered(self._reading)
+
+    def end(self) -> None:
+        """The engine ended its answer, with or without its last words. Raises StreamBroken."""
+        raw, data = self._cutter.end()
+        if raw.strip() and not self._reading.passes_raw:
+            raise StreamBroken("the engine closed the connection in the middle of an event")
+        if raw:
+            self._take(raw, data)
+            self._send_comments()
+        if self.error is None:
+            finish = self._reading.finish_of(self._finish)
+            if finish is None:
+                raise StreamBroken("the engine's answer ended without a finish reason")
+            self._gathered.add_raw(self._raw.end())
+            self.ready.extend(_in_pieces(self._gathered.chunk(finish, self._params)))
+
+    def raw_of_error(self) -> bytes:
+        """Return the error event's bytes, those before it that were not sent, and those behind it."""
+        return self._gathered.raw + self._raw.end() + self._error_raw + self._cutter.end()[0]
+
+    def _send_comments(self) -> None:
+        """Comments that came alone are no part of an answer: nothing waits for them, nor do they begin it."""
+        if self._comments:
+            if self._reading.passes_raw:
+                comments = b"".join(self._comments)
+                pieces = range(0, len(comments), PIECE_BYTES)
+                self.ready.extend(EngineChunk(comments=comments[at : at + PIECE_BYTES]) for at in pieces)
+            self._comments.clear()
+
+    def _take(self, raw: bytes, data: bytes | None) -> None:
+        if self.error is not None:
+            self._error_raw += raw
+        elif self.is_done:
+            self._gathered.add_urgent(raw)
+        elif data == DONE:
+            self.is_done = True
+            self._send_comments()
+            self._gathered.add_urgent(self._raw.end() + raw)
+        elif data is None:
+            self._take_event(
+                UnreadEvent(why=f"an event is over the {EVENT_MAX_BYTES} bytes that are read"), raw
+            )
+        elif data:
+            self._take_event(self._read(data), raw)
+        elif self._raw.is_waiting:
+            self._gathered.add_urgent(self._raw.hold(raw))
+        elif self._gathered.is_empty:
+            self._comments.append(raw)
+        else:
+            self._gathered.add_urgent(raw)
+
+    def _take_event(self, event: AnswerEvent, raw: bytes) -> None:
+        if event.error is not None:
+            self.error, self._error_raw = event.error, raw
+            return
+        if isinstance(event, UnreadEvent) and not self._reading.passes_raw:
+            raise ProtocolError(event.why, param="data")
+        self._send_comments()
+        # Tokens are asked for where another engine can go on from them.
+        can_go_on = self._reading.added_token_ids or not self.has_begun
+        is_lost = can_go_on or not self._reading.shows_aborts
+        if event.finish is FinishReason.CANCELLED and self._reading.passes_raw and is_lost:
+            raise StreamBroken(ABORTED)
+        self.has_begun = True
+        self._finish = event.finish or self._finish
+        self._params = event.kv_transfer_params or self._params
+        self._gathered.take(event)
+        self._gathered.add_raw(self._raw.take(event, raw))
 
 
 class Awaiting(Protocol):

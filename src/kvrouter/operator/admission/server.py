@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -25,6 +25,7 @@ from kvrouter.operator.admission.review import (
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.operator.plan.defaults import PlanDefaults
 
@@ -58,25 +59,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _T = TypeVar("_T")
 
 
-class AdmissionListener(Protocol):
-    """Is notified of what the server does."""
-
-    def judged(self, verdict: Verdict) -> None:
-        """A question was answered with this verdict."""
-
-    def bound(self, labels: Mapping[str, str] | None) -> None:
-        """A pod's binding was allowed with these labels; None when they were not known in time."""
-
-    def not_answered(self, reason: str) -> None:
-        """A request was not valid, or came when the server was at its limit."""
-
-    def certificate_changed(self) -> None:
-        """Another certificate is shown from now on."""
-
-    def certificate_refused(self, reason: str) -> None:
-        """The files changed, and cannot be shown: what was shown is shown still."""
-
-
 class AdmissionServer:
     """``POST /validate``, ``POST /bind``, ``GET /healthz`` and ``GET /readyz`` over TLS.
 
@@ -95,7 +77,7 @@ class AdmissionServer:
         tried: Tried,
         defaults: PlanDefaults,
         certificate: ServingCertificate,
-        listener: AdmissionListener,
+        listener: OperatorInstrumentation,
         not_ready: Callable[[], str | None],
         is_ours: Callable[[], bool] = lambda: True,
         class_name: str = DEFAULT_CLASS,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem, did_you_mean
+from kvrouter.kube.objects import labels_of
 from kvrouter.operator.api.deployment import (
     TOPOLOGY_IS_IMMUTABLE,
     TYPE_IS_IMMUTABLE,
@@ -20,7 +21,7 @@ from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels.copies import resolve
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.links import level_problems
-from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest, mapping
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest
 from kvrouter.operator.plan.plan import Plan, plan
 from kvrouter.operator.plan.wiring import prefill_problem
 from kvrouter.operator.policy import (
@@ -40,35 +41,25 @@ def topology_problems(declared: Declared, facts: ClusterFacts) -> list[Problem]:
     source = declared.policy.source
     if not isinstance(source, NamedTopology):
         return []
-    if facts.grove is Grove.ABSENT:
-        return [
-            Problem(
-                declared.source_at,
-                f"{source.name!r} cannot be read: this cluster knows no ClusterTopologyBinding and no "
-                f"ClusterTopology (grove.io). Install Grove, or {_without_grove(declared)}",
-            )
-        ]
-    if facts.grove is Grove.UNREAD:
-        because = f" ({facts.unread_because})" if facts.unread_because else ""
-        return [
-            Problem(
-                declared.source_at,
-                f"{source.name!r} could not be read just now{because}: try again, "
-                f"or {_without_grove(declared)}",
-            )
-        ]
     topology = facts.topologies.get(source.name)
-    if topology is None:
+    if facts.grove is Grove.ABSENT:
+        must = (
+            f"{source.name!r} cannot be read: this cluster knows no ClusterTopologyBinding and no "
+            "ClusterTopology (grove.io). Install Grove"
+        )
+    elif facts.grove is Grove.UNREAD:
+        because = f" ({facts.unread_because})" if facts.unread_because else ""
+        must = f"{source.name!r} could not be read just now{because}: try again"
+    elif topology is None:
         names = sorted(facts.topologies)
         there = f"there are {listed(names)}{did_you_mean(source.name, names)}" if names else "there is none"
-        return [
-            Problem(
-                declared.source_at,
-                f"no ClusterTopologyBinding or ClusterTopology {source.name!r} is in this cluster; {there}. "
-                f"Name one that is there, create it, or {_without_grove(declared)}",
-            )
-        ]
-    return _level_problems(declared, topology)
+        must = (
+            f"no ClusterTopologyBinding or ClusterTopology {source.name!r} is in this cluster; {there}. "
+            "Name one that is there, create it"
+        )
+    else:
+        return _level_problems(declared, topology)
+    return [Problem(declared.source_at, f"{must}, or {_without_grove(declared)}")]
 
 
 def _level_problems(declared: Declared, topology: ClusterTopology) -> list[Problem]:
@@ -301,8 +292,7 @@ def changed_manifests(
 
 
 def _place_of(manifest: Manifest, indexes: Mapping[str, int]) -> Path:
-    labels = mapping(mapping(manifest.get("metadata")).get("labels"))
-    component = labels.get(COMPONENT_LABEL)
+    component = labels_of(manifest).get(COMPONENT_LABEL)
     return ("spec", "components", indexes[component]) if isinstance(component, str) else ()
 
 

@@ -95,69 +95,34 @@ PART_OF = {"app.kubernetes.io/part-of": "kvrouter"}
 """Label of every definition that is kvrouter's, by which they are picked."""
 
 
-def _condition(kind: str, field: str) -> str:
+def _column(name: str, description: str, path: str, **others: JsonValue) -> Schema:
+    return {"name": name, "type": "string", "description": description, "jsonPath": path, **others}
+
+
+def _condition(kind: str, field: str = "status") -> str:
     return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
 
-COLUMNS: tuple[dict[str, JsonValue], ...] = (
-    {
-        "name": "Ready",
-        "type": "string",
-        "description": "Whether every component has its pods, and they are Ready.",
-        "jsonPath": _condition("Ready", "status"),
-    },
-    {
-        "name": "Available",
-        "type": "string",
-        "description": "Whether requests are served.",
-        "jsonPath": _condition("Available", "status"),
-    },
-    {
-        "name": "Domain",
-        "type": "string",
-        "description": "Domain that KV transfers keep to.",
-        "jsonPath": ".status.policy.domain",
-    },
-    {
-        "name": "Enforcement",
-        "type": "string",
-        "description": "How strictly they keep to it.",
-        "jsonPath": ".status.policy.enforcement",
-    },
-    {
-        "name": "Prefill/Decode",
-        "type": "string",
-        "description": "Ready prefill and decode workers of each domain.",
-        "jsonPath": ".status.balance",
-    },
-    {
-        "name": "Balanced",
-        "type": "string",
-        "description": "Whether every domain with prefill workers has decode workers.",
-        "jsonPath": _condition("DomainBalanced", "status"),
-        "priority": 1,
-    },
-    {
-        "name": "Placed",
-        "type": "string",
-        "description": "Whether every worker knows its value of the domain.",
-        "jsonPath": _condition("TopologyResolved", "status"),
-        "priority": 1,
-    },
-    {
-        "name": "Reason",
-        "type": "string",
-        "description": "Why it is Ready, or is not.",
-        "jsonPath": _condition("Ready", "reason"),
-        "priority": 1,
-    },
-    {
-        "name": "Message",
-        "type": "string",
-        "description": "The same in a sentence.",
-        "jsonPath": _condition("Ready", "message"),
-        "priority": 1,
-    },
+COLUMNS: tuple[Schema, ...] = (
+    _column("Ready", "Whether every component has its pods, and they are Ready.", _condition("Ready")),
+    _column("Available", "Whether requests are served.", _condition("Available")),
+    _column("Domain", "Domain that KV transfers keep to.", ".status.policy.domain"),
+    _column("Enforcement", "How strictly they keep to it.", ".status.policy.enforcement"),
+    _column("Prefill/Decode", "Ready prefill and decode workers of each domain.", ".status.balance"),
+    _column(
+        "Balanced",
+        "Whether every domain with prefill workers has decode workers.",
+        _condition("DomainBalanced"),
+        priority=1,
+    ),
+    _column(
+        "Placed",
+        "Whether every worker knows its value of the domain.",
+        _condition("TopologyResolved"),
+        priority=1,
+    ),
+    _column("Reason", "Why it is Ready, or is not.", _condition("Ready", "reason"), priority=1),
+    _column("Message", "The same in a sentence.", _condition("Ready", "message"), priority=1),
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
 )
 

@@ -1,6 +1,5 @@
 """Dynamo's manifests as kvrouter's, and what becomes of each field that kvrouter does not have."""
 
 from kvrouter.operator.convert.convert import Conversion, convert
-from kvrouter.operator.convert.part import Note
 
-__all__ = ["Conversion", "Note", "convert"]
+__all__ = ["Conversion", "convert"]

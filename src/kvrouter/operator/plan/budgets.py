@@ -8,9 +8,10 @@ from math import ceil
 from typing import NamedTuple
 
 from kvrouter.config.problems import Problem
+from kvrouter.kube.objects import annotations_of, key_of
 from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.manifest import Manifest, labels_of, mapping, object_name, selector, strings
-from kvrouter.operator.plan.workload import owned_metadata
+from kvrouter.operator.plan.workload import component_metadata, owned_metadata
 
 SHARE = 0.25
 """Of the pods, as in a rolling update of workers; at least one."""
@@ -68,11 +69,8 @@ def held_for(before: HeldBudget, ready: int, now: datetime, hold_s: float) -> He
 
 def component_budget(deployment: DynamoGraphDeployment, component: ComponentSpec) -> Manifest:
     """Return the budget of all pods of a component. A share of one pod is that pod: it can be drained."""
-    name = object_name(deployment.metadata.name, component.name)
-    metadata = owned_metadata(deployment, name, labels_of(deployment, component))
-    return _budget(
-        metadata, {"maxUnavailable": f"{SHARE:.0%}"}, selector(deployment.metadata.name, component.name)
-    )
+    picks = selector(deployment.metadata.name, component.name)
+    return _budget(component_metadata(deployment, component), {"maxUnavailable": f"{SHARE:.0%}"}, picks)
 
 
 def zone_budgets(
@@ -90,7 +88,7 @@ def zone_budgets(
 
     They say how many must stay, in a number: of what may go, Kubernetes would count by the whole component.
     """
-    before = {str(mapping(each.get("metadata")).get("name")): _read(each) for each in there}
+    before = {key_of(each).name: _read(each) for each in there}
     picks = selector(deployment.metadata.name, component.name)
     known = {
         str(value)
@@ -145,7 +143,7 @@ def _match_labels(budget: Manifest) -> Manifest:
 
 def _read(budget: Manifest) -> HeldBudget:
     """What a budget was made for; nothing where its annotations do not say so."""
-    annotations = mapping(mapping(budget.get("metadata")).get("annotations"))
+    annotations = annotations_of(budget)
     workers, since = str(annotations.get(WORKERS)), annotations.get(FEWER_SINCE)
     if not (workers.isascii() and workers.isdigit() and len(workers) <= COUNT_DIGITS_MAX):
         return HeldBudget(0)

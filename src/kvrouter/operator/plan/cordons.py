@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.core.cordons import CORDON_REASON_CHARS_MAX, NODE_LEVEL, Cordon, CordonSource
-from kvrouter.kube.objects import FLEET_LABEL, cordon_object, key_of, metadata_of
+from kvrouter.kube.objects import FLEET_LABEL, annotations_of, cordon_object, key_of
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.manifest import Manifest, fleet_name, labels_of, mapping
+from kvrouter.operator.plan.manifest import Manifest, fleet_name, labels_of
 from kvrouter.operator.plan.workload import owned_metadata
 
 CORDON_ANNOTATION = "kvrouter.dev/cordon"
@@ -22,7 +22,7 @@ ON = "true"
 
 def node_cordon(node: Manifest) -> Cordon | None:
     """Return the cordon that a node's annotation asks for; None where it asks for none."""
-    text = mapping(metadata_of(node).get("annotations")).get(CORDON_ANNOTATION)
+    text = annotations_of(node).get(CORDON_ANNOTATION)
     if not isinstance(text, str) or text.strip().lower() == OFF:
         return None
     reason = "".join(letter if letter.isprintable() else " " for letter in text).strip()

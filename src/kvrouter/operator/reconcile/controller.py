@@ -8,11 +8,12 @@ from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.kube.client import KubeClient
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
+from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims
 from kvrouter.operator.reconcile.info_reader import FACTS_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
-from kvrouter.operator.reconcile.reconciler import ControllerListener, Reconciler
+from kvrouter.operator.reconcile.reconciler import Reconciler
 from kvrouter.operator.reconcile.recorder import Recorder
 from kvrouter.operator.reconcile.sources import Sources, every
 from kvrouter.operator.reconcile.status_writer import StatusWriter
@@ -34,7 +35,7 @@ class Controller:
         identity: str,
         lease: Key,
         namespace: str,
-        listener: ControllerListener,
+        listener: OperatorInstrumentation,
         class_name: str = DEFAULT_CLASS,
         facts_s: float = FACTS_S,
         links_s: float = READ_AGAIN_S,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvrouter.kube.client import FORBIDDEN, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.objects import (
@@ -16,6 +16,7 @@ from kvrouter.kube.objects import (
     objects_in,
 )
 from kvrouter.operator.api.crd import CRD_NAME, DEFINITION
+from kvrouter.operator.instrumentation import OperatorInstrumentation
 
 DEFINITIONS = ResourceKind(
     "apiextensions.k8s.io/v1",
@@ -29,13 +30,6 @@ LOOK_AGAIN_S = 1.0
 """How soon while it is not kvrouter's: it may be installed any moment."""
 
 
-class DefinitionListener(Protocol):
-    """Is notified whether the operator works, or stands back."""
-
-    def definition_is(self, why: str | None) -> None:
-        """The definition is not kvrouter's, for this reason; with None it is."""
-
-
 class Definition:
     """Reads the definition, and lets work run only while it is kvrouter's.
 
@@ -44,7 +38,7 @@ class Definition:
     """
 
     def __init__(
-        self, cluster: KubeClient, listener: DefinitionListener, *, check_each_s: float = CHECK_EACH_S
+        self, cluster: KubeClient, listener: OperatorInstrumentation, *, check_each_s: float = CHECK_EACH_S
     ) -> None:
         self._cluster, self._listener, self._look_s = cluster, listener, check_each_s
         self._ours, self._not_ours = asyncio.Event(), asyncio.Event()

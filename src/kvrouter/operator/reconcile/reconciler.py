@@ -1,17 +1,15 @@
 """The reconciler: what is done for one deployment, from whose it is to its status and events."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Protocol
 
 from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
 from kvrouter.kube.objects import (
     CORDONS,
     Key,
     Manifest,
-    ResourceKind,
     annotations_of,
     key_of,
     metadata_of,
@@ -20,8 +18,8 @@ from kvrouter.kube.objects import (
 from kvrouter.operator.admission.validate import warnings
 from kvrouter.operator.api.deployment import ComponentType, DynamoGraphDeployment, read_deployment
 from kvrouter.operator.api.grove import Level
-from kvrouter.operator.api.status import Condition
 from kvrouter.operator.cluster_info import PODS, ClusterFacts
+from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.labels.binding import backfill_labels
 from kvrouter.operator.labels.copies import Pod, read_node, read_pod
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
@@ -68,34 +66,6 @@ class NotApplied(ClusterError):
     code = "not_applied"
 
 
-class ControllerListener(Protocol):
-    """Is notified of what the controller and its reconciler do."""
-
-    def changed(self, key: Key, changes: Changes) -> None:
-        """Objects of this deployment were written."""
-
-    def labelled(self, pod: Key) -> None:
-        """A pod got the labels of its node late."""
-
-    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
-        """A reconcile of a deployment ended; with ``error`` it is tried again in ``retry_s`` seconds."""
-
-    def stood_back(self, key: Key, holder: str | None) -> None:
-        """Another operator manages a deployment; with None this one does, or nobody has to any more."""
-
-    def conditions_are(self, key: Key, conditions: Iterable[Condition]) -> None:
-        """A deployment has these conditions; without any it is gone, or another operator's."""
-
-    def event_refused(self, error: RequestRefused) -> None:
-        """The API server refused an event, which is dropped."""
-
-    def waiting(self, deployments: int) -> None:
-        """So many deployments wait to be reconciled."""
-
-    def lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
-        """This kind cannot be watched; with None it can again."""
-
-
 class Reconciler:
     """Reconciles deployments; no two calls at a time for the same one."""
 
@@ -107,7 +77,7 @@ class Reconciler:
         statuses: StatusWriter,
         *,
         defaults: PlanDefaults,
-        listener: ControllerListener,
+        listener: OperatorInstrumentation,
     ) -> None:
         self._cluster, self._sources, self._claims = cluster, sources, claims
         self._statuses, self._recorder = statuses, statuses.recorder

@@ -2,13 +2,11 @@
 into them is escaped, so that no name can become a tag.
 """
 
-import html
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from kvrouter.sim.comparison import NOTHING
 from kvrouter.sim.page.charts import courses, distributions
@@ -34,12 +32,14 @@ def render_page(report: ReplayReport) -> bytes:
     return page.encode()
 
 
-def escaped(value: str | float) -> Markup:
-    """Return a text or a number as markup that shows it, a number to a hundredth at most."""
-    if isinstance(value, Markup):
+def shown(value: object) -> object:
+    """Return a number as text, to a hundredth at most, and a text without what XML cannot hold; markup stays
+    as it is. The template escapes the text.
+    """
+    if hasattr(value, "__html__"):
         return value
-    text = value if isinstance(value, str) else f"{float(value):.2f}".rstrip("0").rstrip(".")
-    return Markup(html.escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)))  # noqa: S704 - it is escaped
+    text = f"{float(value):.2f}".rstrip("0").rstrip(".") if isinstance(value, int | float) else str(value)
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _shown_seeds(seeds: Sequence[int]) -> str:
@@ -51,7 +51,7 @@ def _shown_seeds(seeds: Sequence[int]) -> str:
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
-    finalize=escaped,
+    finalize=shown,
     undefined=StrictUndefined,
     keep_trailing_newline=True,
     trim_blocks=True,

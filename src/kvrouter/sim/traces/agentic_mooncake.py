@@ -21,17 +21,18 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hashing import mix64
-from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
+from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import (
+    Asked,
     Milliseconds,
     MooncakeRow,
+    asked,
     block_size,
     check_pieces,
     delay_ms,
-    lengths,
     timestamp_ms,
 )
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 
 SCHEMA = "dynamo.agentic_mooncake"
 
@@ -99,14 +100,11 @@ class _Request(msgspec.Struct):
     ``has_time`` not.
     """
 
-    line: int
+    asked: Asked
     name: str
     play: str
     session: str
     said_ms: float | None
-    input_tokens: int
-    output_tokens: int
-    pieces: Pieces
     links: list[_Link]
     at_ms: float = 0.0
     has_time: bool = True
@@ -140,20 +138,15 @@ class AgenticMooncakeReader:
         numbers: dict[str, int] = {}
         for number, request in enumerate(requests):
             numbers[request.name] = number
-            yield TraceRequest(
-                number=number,
-                at_s=(request.at_ms - first_ms) / 1e3,
-                input_tokens=request.input_tokens,
-                output_tokens=request.output_tokens,
-                piece_tokens=piece_tokens,
-                pieces=request.pieces,
+            yield request.asked.request(
+                number,
+                request.at_ms - first_ms,
+                piece_tokens,
                 session=request.session,
                 waits=tuple(
                     Wait(numbers[link.name], link.delay_ms / 1e3, link.for_arrival) for link in request.links
                 ),
                 not_before_s=self._not_before_s(request, first_ms),
-                path=self._path,
-                line=request.line,
             )
 
     def _read(self) -> tuple[list[_Request], int]:
@@ -161,14 +154,14 @@ class AgenticMooncakeReader:
         rows = read_lines(self._path)
         if self._header is None:
             requests = [self._request(line, text) for line, text in rows]
-            piece_tokens = block_size(self._path, requests)
+            piece_tokens = block_size(request.asked for request in requests)
         else:
             next(rows, None)
             piece_tokens = self._header.block_size
             salts: dict[str, int] = {}
             requests = [self._request_2(line, text, salts) for line, text in rows]
             for request in requests:
-                check_pieces(self._path, request, piece_tokens)
+                check_pieces(request.asked, piece_tokens)
         if not requests:
             raise ConfigError(f"{self._path}: has a header and no requests", param=str(self._path))
         ordered = _in_turn(self._path, requests)
@@ -194,7 +187,7 @@ class AgenticMooncakeReader:
                 if said_ms < other.at_ms:
                     wrong_row(
                         self._path,
-                        request.line,
+                        request.asked.line,
                         f"timestamp: {said_ms:g} is before {other.at_ms:g} of {link.name!r}, which it waits "
                         "for",
                     )
@@ -218,16 +211,12 @@ class AgenticMooncakeReader:
         if not row.wait_for and think_ms:
             field = "delay" if after_ms else "tool_wait_ms"
             wrong_row(self._path, line, f"{field}: is there, and the request waits for no other")
-        input_tokens, output_tokens = lengths(self._path, line, row)
         return _Request(
-            line=line,
+            asked=asked(self._path, line, row),
             name=row.request_id,
             play="",
             session=row.session_id or "",
             said_ms=at_ms,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            pieces=named_pieces(self._path, line, "hash_ids", row.hash_ids),
             links=[
                 _Link(f"wait_for[{position}]", name, think_ms, for_arrival=False)
                 for position, name in enumerate(row.wait_for)
@@ -239,18 +228,15 @@ class AgenticMooncakeReader:
         row = decode_row(self._decode_2, self._path, line, text)
         if row.wait_for is not UNSET:
             self._not_of_version(line, "wait_for")
-        input_tokens, output_tokens = lengths(self._path, line, row)
-        names = named_pieces(self._path, line, "hash_ids", row.hash_ids)
-        salt = salts.setdefault(row.play_id, mix64(len(salts)))
+        found = asked(self._path, line, row)
+        salt = np.uint64(salts.setdefault(row.play_id, mix64(len(salts))))
+        pieces = array("Q", (np.frombuffer(found.pieces, np.uint64) * _SPREAD + salt).tobytes())
         return _Request(
-            line=line,
+            asked=msgspec.structs.replace(found, pieces=pieces),
             name=row.request_id,
             play=row.play_id,
             session=f"{row.play_id}/{row.session_id}",
             said_ms=row.not_before_ms,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            pieces=array("Q", (np.frombuffer(names, np.uint64) * _SPREAD + np.uint64(salt)).tobytes()),
             links=[
                 _Link(
                     f"dependencies[{position}].request_id",
@@ -297,18 +283,22 @@ def _in_turn(path: Path, requests: Sequence[_Request]) -> list[_Request]:
     for request in requests:
         other = by_name.setdefault(request.name, request)
         if other is not request:
-            wrong_row(path, request.line, f"request_id: {request.name!r} is that of line {other.line}, too")
+            wrong_row(
+                path,
+                request.asked.line,
+                f"request_id: {request.name!r} is that of line {other.asked.line}, too",
+            )
     n_left = {request.name: len(request.links) for request in requests}
     waiting: dict[str, list[_Request]] = {}
     for request in requests:
         for link in request.links:
             awaited = by_name.get(link.name)
             if awaited is None:
-                wrong_row(path, request.line, f"{link.field}: no row has the request_id {link.name!r}")
+                wrong_row(path, request.asked.line, f"{link.field}: no row has the request_id {link.name!r}")
             if awaited.play != request.play:
                 wrong_row(
                     path,
-                    request.line,
+                    request.asked.line,
                     f"{link.field}: {link.name!r} is of the play {awaited.play!r}, and the request of "
                     f"{request.play!r}",
                 )
@@ -336,4 +326,4 @@ def _wrong_circle(path: Path, by_name: dict[str, _Request], n_left: dict[str, in
         request = by_name[link.name]
     link = followed[request.name]
     what = "is the request itself" if link.name == request.name else f"waits for {request.name!r} in its turn"
-    wrong_row(path, request.line, f"{link.field}: {link.name!r} {what}, so none of them can come")
+    wrong_row(path, request.asked.line, f"{link.field}: {link.name!r} {what}, so none of them can come")

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
-from kvrouter.sim.traces.mooncake_row import PIECE_TOKENS, MooncakeRow, check_pieces, lengths, timestamp_ms
+from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
+from kvrouter.sim.traces.mooncake_row import PIECE_TOKENS, MooncakeRow, asked, check_pieces, timestamp_ms
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest
 
 INFO = TraceInfo("Mooncake", PIECE_TOKENS, has_sessions=False)
@@ -35,16 +35,6 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
         if at_ms < last_ms:
             wrong_row(path, line, f"timestamp: {at_ms:g} is before {last_ms:g} of the row above")
         last_ms = at_ms
-        input_tokens, output_tokens = lengths(path, line, row)
-        request = TraceRequest(
-            number=number,
-            at_s=(at_ms - first_ms) / 1e3,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            piece_tokens=PIECE_TOKENS,
-            pieces=named_pieces(path, line, "hash_ids", row.hash_ids),
-            path=path,
-            line=line,
-        )
-        check_pieces(path, request, PIECE_TOKENS)
-        yield request
+        found = asked(path, line, row)
+        check_pieces(found, PIECE_TOKENS)
+        yield found.request(number, at_ms - first_ms, PIECE_TOKENS)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kvrouter.sim.traces.lines import wrong_row
-from kvrouter.sim.traces.request import Pieces
+from kvrouter.sim.traces.lines import named_pieces, wrong_row
+from kvrouter.sim.traces.request import Pieces, TraceRequest, Wait
 
 PIECE_TOKENS = 512
 
@@ -49,20 +49,39 @@ class MooncakeRow(msgspec.Struct, kw_only=True):
     delay_ms: Milliseconds | UnsetType | None = UNSET
 
 
-class Named(Protocol):
-    """A request of a trace, as far as the block size goes."""
+class Asked(msgspec.Struct, frozen=True):
+    """What a row asks for. It stands in ``line`` of the file at ``path``."""
 
-    @property
-    def line(self) -> int:
-        """Where it stands."""
+    path: Path
+    line: int
+    input_tokens: int
+    output_tokens: int
+    pieces: Pieces
 
-    @property
-    def input_tokens(self) -> int:
-        """The tokens of its prompt."""
-
-    @property
-    def pieces(self) -> Pieces:
-        """The names of its blocks."""
+    def request(
+        self,
+        number: int,
+        at_ms: float,
+        piece_tokens: int,
+        *,
+        session: str = "",
+        waits: tuple[Wait, ...] = (),
+        not_before_s: float = 0.0,
+    ) -> TraceRequest:
+        """Return it as a request of the trace, so many milliseconds after the first one."""
+        return TraceRequest(
+            number=number,
+            at_s=at_ms / 1e3,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            piece_tokens=piece_tokens,
+            pieces=self.pieces,
+            session=session,
+            waits=waits,
+            not_before_s=not_before_s,
+            path=self.path,
+            line=self.line,
+        )
 
 
 def has_keys(row: dict[str, object]) -> bool:
@@ -70,9 +89,9 @@ def has_keys(row: dict[str, object]) -> bool:
     return all(name in row or ALIASES[name] in row for name in ("timestamp", "input_length", "output_length"))
 
 
-def lengths(path: Path, line: int, row: MooncakeRow) -> tuple[int, int]:
-    """Return the tokens of prompt and answer. An answer of 0 tokens is read as one of 1: an engine that was
-    asked says something. Raises ConfigError where a row says one of them twice, or not.
+def asked(path: Path, line: int, row: MooncakeRow) -> Asked:
+    """Return what a row asks for. An answer of 0 tokens is read as one of 1: an engine that was asked says
+    something. Raises ConfigError where a row says a number of tokens twice, or not.
     """
     input_tokens = _either(path, line, "input_length", row.input_length, row.input_tokens)
     output_tokens = _either(path, line, "output_length", row.output_length, row.output_tokens)
@@ -80,7 +99,8 @@ def lengths(path: Path, line: int, row: MooncakeRow) -> tuple[int, int]:
         wrong_row(path, line, "input_length: is missing")
     if output_tokens is None:
         wrong_row(path, line, "output_length: is missing")
-    return input_tokens, max(1, output_tokens)
+    pieces = named_pieces(path, line, "hash_ids", row.hash_ids)
+    return Asked(path, line, input_tokens, max(1, output_tokens), pieces)
 
 
 def timestamp_ms(path: Path, line: int, row: MooncakeRow) -> float | None:
@@ -93,31 +113,27 @@ def delay_ms(path: Path, line: int, row: MooncakeRow) -> float | None:
     return _either(path, line, "delay", row.delay, row.delay_ms)
 
 
-def check_pieces(path: Path, row: Named, piece_tokens: int) -> None:
+def check_pieces(row: Asked, piece_tokens: int) -> None:
     """Raise ConfigError where a prompt has more or fewer blocks of this size than names."""
-    if len(row.pieces) != -(-row.input_tokens // piece_tokens):
-        _wrong_pieces(path, row, piece_tokens)
+    n_pieces = -(-row.input_tokens // piece_tokens)
+    if len(row.pieces) != n_pieces:
+        wrong_row(
+            row.path,
+            row.line,
+            f"hash_ids: {len(row.pieces)} of them, where {row.input_tokens} tokens have {n_pieces} blocks of "
+            f"{piece_tokens}",
+        )
 
 
-def block_size(path: Path, rows: Iterable[Named]) -> int:
+def block_size(rows: Iterable[Asked]) -> int:
     """Return the tokens of a block that fit all rows: 512, or where they do not, another power of two."""
     sizes = list(_BLOCK_SIZES)
     for row in rows:
         kept = [size for size in sizes if -(-row.input_tokens // size) == len(row.pieces)]
         if not kept:
-            _wrong_pieces(path, row, sizes[0])
+            check_pieces(row, sizes[0])
         sizes = kept
     return sizes[0]
-
-
-def _wrong_pieces(path: Path, row: Named, piece_tokens: int) -> NoReturn:
-    n_pieces = -(-row.input_tokens // piece_tokens)
-    wrong_row(
-        path,
-        row.line,
-        f"hash_ids: {len(row.pieces)} of them, where {row.input_tokens} tokens have {n_pieces} blocks of "
-        f"{piece_tokens}",
-    )
 
 
 def _either(

@@ -17,18 +17,19 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
+from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake import INFO
 from kvrouter.sim.traces.mooncake_delta import PIECES_MAX, Dialogue
 from kvrouter.sim.traces.mooncake_row import (
     TOKENS_MAX,
+    Asked,
     MooncakeRow,
+    asked,
     block_size,
     delay_ms,
-    lengths,
     timestamp_ms,
 )
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 
 KEY = "session_id"
 
@@ -52,12 +53,9 @@ class _Turn(msgspec.Struct):
     has a delay alone.
     """
 
-    line: int
+    asked: Asked
     session: str
     at_ms: float
-    input_tokens: int
-    output_tokens: int
-    pieces: Pieces
     before: "_Turn | None"
     think_ms: float
     number: int = -1
@@ -89,42 +87,33 @@ class MooncakeSessionsReader:
         turns, _ = self._read()
         turns.sort(key=lambda turn: turn.at_ms)
         first_ms = turns[0].at_ms if turns else 0.0
-        prompts = (
-            self._whole(turns) if self._is_delta else ((each.input_tokens, each.pieces) for each in turns)
-        )
-        for number, (turn, (input_tokens, pieces)) in enumerate(zip(turns, prompts, strict=True)):
+        prompts = self._whole(turns) if self._is_delta else (turn.asked for turn in turns)
+        for number, (turn, asked_for) in enumerate(zip(turns, prompts, strict=True)):
             turn.number = number
-            yield TraceRequest(
-                number=number,
-                at_s=(turn.at_ms - first_ms) / 1e3,
-                input_tokens=input_tokens,
-                output_tokens=turn.output_tokens,
-                piece_tokens=self._piece_tokens,
-                pieces=pieces,
-                session=turn.session,
-                waits=() if turn.before is None else (Wait(turn.before.number, turn.think_ms / 1e3),),
-                path=self._path,
-                line=turn.line,
+            waits = () if turn.before is None else (Wait(turn.before.number, turn.think_ms / 1e3),)
+            yield asked_for.request(
+                number, turn.at_ms - first_ms, self._piece_tokens, session=turn.session, waits=waits
             )
 
-    def _whole(self, turns: list[_Turn]) -> Iterator[tuple[int, Pieces]]:
-        """Yield the tokens and the pieces of whole prompts, where rows have what turns add."""
+    def _whole(self, turns: list[_Turn]) -> Iterator[Asked]:
+        """Yield whole prompts, where rows have what turns add."""
         last = {turn.session: turn for turn in turns}
         dialogues: dict[str, Dialogue] = {}
         for turn in turns:
-            dialogue = dialogues.get(turn.session)
+            added, dialogue = turn.asked, dialogues.get(turn.session)
             if dialogue is None:
-                dialogue = dialogues[turn.session] = Dialogue(turn.line, self._piece_tokens)
-            tokens = dialogue.length_with(turn.input_tokens)
+                dialogue = dialogues[turn.session] = Dialogue(added.line, self._piece_tokens)
+            tokens = dialogue.length_with(added.input_tokens)
             most = min(TOKENS_MAX, PIECES_MAX * self._piece_tokens)
             if tokens > most:
                 wrong_row(
                     self._path,
-                    turn.line,
+                    added.line,
                     f"input_length: with the turns before it the prompt has {tokens} tokens, and {most} is "
                     "the most",
                 )
-            yield tokens, dialogue.ask(turn.pieces, turn.input_tokens, turn.output_tokens)
+            pieces = dialogue.ask(added.pieces, added.input_tokens, added.output_tokens)
+            yield msgspec.structs.replace(added, input_tokens=tokens, pieces=pieces)
             if last[turn.session] is turn:
                 del dialogues[turn.session]
 
@@ -142,19 +131,10 @@ class MooncakeSessionsReader:
             before = last.get(row.session_id)
             at_ms, think_ms, has_time = self._times(line, row, before)
             has_times &= has_time
-            input_tokens, output_tokens = lengths(self._path, line, row)
-            turn = last[row.session_id] = _Turn(
-                line=line,
-                session=row.session_id,
-                at_ms=at_ms,
-                input_tokens=input_tokens,
-                output_tokens=output_tokens,
-                pieces=named_pieces(self._path, line, "hash_ids", row.hash_ids),
-                before=before,
-                think_ms=think_ms,
-            )
+            turn = _Turn(asked(self._path, line, row), row.session_id, at_ms, before, think_ms)
+            last[row.session_id] = turn
             turns.append(turn)
-        self._piece_tokens = block_size(self._path, turns)
+        self._piece_tokens = block_size(turn.asked for turn in turns)
         return turns, has_times
 
     def _times(self, line: int, row: _Line, before: _Turn | None) -> tuple[float, float, bool]:
@@ -187,9 +167,10 @@ def _check_whole(path: Path, turns: Iterable[_Turn], piece_tokens: int) -> None:
         before = turn.before
         if before is None:
             continue
-        is_longer = turn.input_tokens > before.input_tokens
-        has_full_piece = before.input_tokens >= piece_tokens
-        begins_alike = has_full_piece and turn.pieces[0] == before.pieces[0]
+        now, then = turn.asked, before.asked
+        is_longer = now.input_tokens > then.input_tokens
+        has_full_piece = then.input_tokens >= piece_tokens
+        begins_alike = has_full_piece and now.pieces[0] == then.pieces[0]
         if begins_alike and is_longer:
             n_whole += 1
             continue
@@ -197,9 +178,9 @@ def _check_whole(path: Path, turns: Iterable[_Turn], piece_tokens: int) -> None:
         n_other += not begins_alike and (has_full_piece or not is_longer)
     if doubtful is not None and n_whole < max(1, n_other):
         raise ConfigError(
-            f"{path}:{doubtful.line}: hash_ids: do not say whether rows have whole prompts or only what a "
-            f"turn adds: {n_whole} turns begin as the one before in their session and are longer, {n_other} "
-            f"begin otherwise; say it with --trace-format mooncake (whole prompts) or "
+            f"{path}:{doubtful.asked.line}: hash_ids: do not say whether rows have whole prompts or only "
+            f"what a turn adds: {n_whole} turns begin as the one before in their session and are longer, "
+            f"{n_other} begin otherwise; say it with --trace-format mooncake (whole prompts) or "
             "--trace-format mooncake-delta (what a turn adds)",
             param=str(path),
         )

@@ -9,13 +9,12 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.transports.background import go_on
 from kvrouter.transports.events.loads import TELL_EVERY_S, Drops, LatestLoads, SealedLoads
 from kvrouter.transports.events.port import (
-    BLOCKS_MAX,
     DropReason,
     DropSink,
     ForeignSink,
@@ -72,6 +71,7 @@ class NatsEventPublisher:
         self._queued_bytes = 0
         self._more = asyncio.Event()
         self._loads = LatestLoads(self._send_load)
+        self.publish_load = self._loads.publish
         self._sender = go_on(self._send(), name="events: send")
 
     @property
@@ -84,10 +84,6 @@ class NatsEventPublisher:
         subject = events_subject(self._namespace, self._component, batch.rank)
         for body, _ in encode_parts(batch, max_bytes=self._client.max_payload - MESSAGE_AUTH_BYTES):
             self._enqueue(subject, self._seal.seal(subject, body), is_batch=True)
-
-    def publish_load(self, report: LoadReport) -> None:
-        """Send the latest load of one rank; only the newest matters."""
-        self._loads.publish(report)
 
     async def close(self) -> None:
         """Publish nothing any more."""
@@ -155,7 +151,8 @@ class NatsEventSubscriber(EventSinks):
     ) -> None:
         super().__init__()
         self._client = client
-        self._recovery = recovery
+        self.recover_range = recovery.recover_range
+        self.recover_snapshot = recovery.recover_snapshot
         self._namespace = namespace
         seal = message_auth_of(token, namespace)
         self._opened = OpenedMessages(seal, on_malformed=on_malformed, on_foreign=on_foreign)
@@ -198,14 +195,6 @@ class NatsEventSubscriber(EventSinks):
                 del self._followed[worker_id]
 
         return end
-
-    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
-        return await self._recovery.recover_range(rank, first, last)
-
-    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """The rank's whole state, or None when its worker does not answer."""
-        return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
 
     def _is_of_its_component(self, subject: str, rank: WorkerRank) -> bool:
         """Whether the rank's worker, if it is followed, is of the subject's component; report it if not."""

@@ -155,6 +155,10 @@ class MemoryRequestPlane:
         self._notify(address, is_alive=True)
         return registration
 
+    def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
+        """The address of a worker that is served here."""
+        return memory_address(worker_id, incarnation)
+
     def forget(self, address: str) -> None:
         """Nobody serves ``address`` any more."""
         if self._registrations.pop(address, None) is not None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest
 
 AliveSink = Callable[[bool], None]
@@ -146,6 +147,9 @@ class RequestAcceptor(Protocol):
 
     def serve(self, address: str, server: RequestServer) -> Registration:
         """Make ``server`` reachable under ``address`` until the registration leaves."""
+
+    def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
+        """The address of a worker that is served here."""
 
 
 class LivenessListeners:

@@ -1,17 +1,15 @@
 """The worker's end of ZeroMQ: a socket that publishes, and one that answers recovery."""
 
 import asyncio
-from collections.abc import Callable
 
 import zmq
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hosts import advertised_host, bracketed
-from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.transports.events.loads import Drops, LatestLoads
-from kvrouter.transports.events.port import DropSink, MalformedSink, RecoverySource
+from kvrouter.transports.events.port import DropSink, MalformedSink
 from kvrouter.transports.events.recovery import QUESTION_MAX_BYTES, RecoveryAnswers
 from kvrouter.transports.events.wire import BATCH_MAX_BYTES, encode_load, encode_parts
 from kvrouter.transports.events.zmq.sockets import (
@@ -54,7 +52,9 @@ class ZmqEventPublisher:
         self._drops = Drops(on_dropped)
         self._on_malformed = on_malformed
         self._recovery_answers = RecoveryAnswers()
+        self.serve_recovery = self._recovery_answers.serve
         self._loads = LatestLoads(self._send_load)
+        self.publish_load = self._loads.publish
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out = new_socket(self._context, zmq.PUB, message_max_bytes=QUESTION_MAX_BYTES)
         self._answers = new_socket(self._context, zmq.ROUTER, message_max_bytes=QUESTION_MAX_BYTES)
@@ -84,14 +84,6 @@ class ZmqEventPublisher:
                 self._drops.add(1, f"an event of {len(frame)} bytes is too large for routers to read")
             elif not self._send(topic + frame):
                 self._drops.add(1, "ZeroMQ did not take it")
-
-    def publish_load(self, report: LoadReport) -> None:
-        """Send the latest load of one rank; only the newest matters."""
-        self._loads.publish(report)
-
-    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
-        """Let ``source`` answer for the worker; return the function that ends it."""
-        return self._recovery_answers.serve(worker_id, source)
 
     async def close(self) -> None:
         """Publish and answer nothing any more."""
