@@ -108,11 +108,11 @@ def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[W
         assert columns.total_blocks[slot] == (config.total_kv_blocks or np.inf)
         for level in LEVELS:
             value = topology_domains(config).get(level)
-            assert fleet.domain_value_at(level, slot) == value
-            same = fleet.domain_value_id(level, value) if value else -1
-            assert fleet.domain_ids(level)[slot] == same
+            assert fleet.places.value_at(level, slot) == value
+            same = fleet.places.value_id(level, value) if value else -1
+            assert fleet.places.ids(level)[slot] == same
         for taint in (Taint("gpu"), Taint("fast"), *(topology_taint(level, "b") for level in LEVELS)):
-            assert fleet.carries(taint)[slot] == (taint in worker_taints(config))
+            assert fleet.places.carries(taint)[slot] == (taint in worker_taints(config))
     published = {Slot(slot): policy for policy, at in fleet.policies for slot in at.tolist()}
     assert published == {
         slots[rank]: policy_of(there.runtime_config, None)
@@ -120,9 +120,9 @@ def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[W
         if there.role is Role.PREFILL
     }
     free = ~columns.present
-    assert not (columns.alive | columns.prefill | columns.decode_or_both | fleet.carries(Taint("gpu")))[
-        free
-    ].any()
+    assert not (
+        columns.alive | columns.prefill | columns.decode_or_both | fleet.places.carries(Taint("gpu"))
+    )[free].any()
 
 
 @settings(max_examples=100)

@@ -104,7 +104,7 @@ def test_a_new_card_of_a_present_worker_keeps_slots_and_liveness(fleet: Fleet) -
     assert fleet.columns.prefill.tolist() == [True, True]
     assert fleet.columns.draining.tolist() == [True, True]
     assert fleet.columns.alive.tolist() == [False, False]
-    assert fleet.domain_value_at("zone", Slot(0)) == "b"
+    assert fleet.places.value_at("zone", Slot(0)) == "b"
     assert fleet.join(card(1)).freed == (1,)
 
 
@@ -145,7 +145,7 @@ def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
     with pytest.raises(ValueError, match="read-only"):
         columns.alive[0] = False
     fleet.join(card(2, config=in_zone("a", "fast")))
-    for column in (fleet.domain_ids("zone"), fleet.carries(Taint("fast"))):
+    for column in (fleet.places.ids("zone"), fleet.places.carries(Taint("fast"))):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0
 
@@ -216,49 +216,49 @@ def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> No
 def test_domain_values_are_small_ids_that_are_given_back(fleet: Fleet) -> None:
     for worker_id in range(40):
         fleet.join(card(worker_id, config=in_zone(f"z{worker_id}")))
-    assert fleet.n_domain_ids("zone") == 40
+    assert fleet.places.n_ids("zone") == 40
     for incarnation in range(2, 6):
         for worker_id in range(40):
             fleet.join(
                 card(worker_id, incarnation=incarnation, config=in_zone(f"z{worker_id}-{incarnation}"))
             )
-    assert fleet.n_domain_ids("zone") <= 41
-    assert fleet.domain_value_id("zone", "z3") is None
+    assert fleet.places.n_ids("zone") <= 41
+    assert fleet.places.value_id("zone", "z3") is None
     slot = fleet.slot_of(rank(3))
     assert slot is not None
-    assert fleet.domain_value_at("zone", slot) == "z3-5"
-    assert fleet.domain_ids("zone")[slot] == fleet.domain_value_id("zone", "z3-5")
+    assert fleet.places.value_at("zone", slot) == "z3-5"
+    assert fleet.places.ids("zone")[slot] == fleet.places.value_id("zone", "z3-5")
 
 
 def test_a_domain_that_nobody_has_is_unknown_everywhere(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a")))
-    assert fleet.domain_ids("rack").tolist() == [-1]
-    assert fleet.n_domain_ids("rack") == 0
-    assert fleet.domain_value_at("rack", Slot(0)) is None
+    assert fleet.places.ids("rack").tolist() == [-1]
+    assert fleet.places.n_ids("rack") == 0
+    assert fleet.places.value_at("rack", Slot(0)) is None
     fleet.leave(WorkerId(1), Epoch(1))
-    assert fleet.n_domain_ids("zone") == 0
+    assert fleet.places.n_ids("zone") == 0
 
 
 def test_taints_own_and_from_domains(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a", "fast")))
     fleet.join(card(2, config=in_zone("b", "fast")))
     fleet.join(card(3, config=in_zone(None)))
-    assert fleet.carries(Taint("fast")).tolist() == [True, True, False]
-    assert fleet.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, True, False]
-    assert fleet.carries(Taint("dynamo.topology/zone=")).tolist() == [False, False, False]
-    assert fleet.carries(Taint("dynamo.topology/rack=")).tolist() == [False, False, False]
+    assert fleet.places.carries(Taint("fast")).tolist() == [True, True, False]
+    assert fleet.places.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, True, False]
+    assert fleet.places.carries(Taint("dynamo.topology/zone=")).tolist() == [False, False, False]
+    assert fleet.places.carries(Taint("dynamo.topology/rack=")).tolist() == [False, False, False]
     fleet.join(card(2, config=in_zone("a")))
-    assert fleet.carries(Taint("fast")).tolist() == [True, False, False]
-    assert fleet.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, False, False]
+    assert fleet.places.carries(Taint("fast")).tolist() == [True, False, False]
+    assert fleet.places.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, False, False]
     fleet.leave(WorkerId(3), Epoch(1))
-    assert fleet.carries(Taint("fast")).tolist() == [True, False]
+    assert fleet.places.carries(Taint("fast")).tolist() == [True, False]
 
 
 def test_many_asked_taints_do_not_pile_up(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a", "fast")))
     for number in range(1000):
-        assert not fleet.carries(Taint(f"asked-{number}")).any()
-    assert fleet.carries(Taint("fast")).tolist() == [True]
+        assert not fleet.places.carries(Taint(f"asked-{number}")).any()
+    assert fleet.places.carries(Taint("fast")).tolist() == [True]
 
 
 def takes_prefill(fleet: Fleet) -> bool:
@@ -329,9 +329,9 @@ def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:
         kv_transfer_enforcement=Enforcement.REQUIRED,
     )
     fleet.join(card(1, Role.DECODE, config=required))
-    assert fleet.required_domain is None
+    assert fleet.policies.required_domain is None
     fleet.join(card(2, Role.PREFILL, config=required))
-    assert fleet.required_domain == "zone"
+    assert fleet.policies.required_domain == "zone"
 
 
 def test_what_was_derived_is_kept_until_a_change(fleet: Fleet) -> None:
@@ -369,9 +369,9 @@ def test_a_big_fleet_that_left_leaves_small_columns(fleet: Fleet) -> None:
     base = fleet.columns.alive.base
     assert base is not None
     assert base.nbytes <= 64
-    assert fleet.carries(Taint("dynamo.topology/zone=z0")).tolist() == [True]
+    assert fleet.places.carries(Taint("dynamo.topology/zone=z0")).tolist() == [True]
     fleet.join(card(5000, config=in_zone("z0")))
-    assert fleet.domain_ids("zone").tolist() == [fleet.domain_value_id("zone", "z0")] * 2
+    assert fleet.places.ids("zone").tolist() == [fleet.places.value_id("zone", "z0")] * 2
 
 
 def test_hashes_are_the_same_everywhere() -> None:

@@ -253,12 +253,24 @@ class PlaceColumns:
         """The domains that some worker has a value of, by name."""
         return tuple(sorted(self._domains))
 
-    def domain(self, name: str) -> DomainColumn | None:
-        """Return the column of one domain; None when no worker has a value of it."""
-        return self._domains.get(name)
+    def n_ids(self, domain: str) -> int:
+        """Return one more than the largest id that :meth:`ids` holds."""
+        column = self._domains.get(domain)
+        return 0 if column is None else column.n_ids
+
+    def value_id(self, domain: str, value: str) -> int | None:
+        """Return the id of the domain's value; None when no worker has it."""
+        column = self._domains.get(domain)
+        at = -1 if column is None else column.id_of(value)
+        return None if at < 0 else at
+
+    def value_at(self, domain: str, slot: Slot) -> str | None:
+        """Return the domain's value at ``slot``."""
+        column = self._domains.get(domain)
+        return None if column is None else column.value_at(slot)
 
     def ids(self, name: str) -> npt.NDArray[np.int32]:
-        """Return the value ids of one domain over slots."""
+        """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
         column = self._domains.get(name)
         if column is None:
             return np.full(self._n_slots, UNKNOWN_VALUE, np.int32)

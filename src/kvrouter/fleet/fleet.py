@@ -1,29 +1,25 @@
 """The fleet of one model: worker ranks and their slots."""
 
-import heapq
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.cordons import Cordon, CordonRules
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard
 from kvrouter.fleet.circuit import BrokenPairs
 from kvrouter.fleet.columns import (
     INTEGER_MAX,
     UNKNOWN,
     BoolColumn,
-    Columns,
-    PlaceColumns,
-    Policies,
     SlotColumn,
-    hash_rank,
 )
+from kvrouter.fleet.slots import Slots
 from kvrouter.topology.policy import policy_of, topology_domains, validate_runtime_config
 
 MAX_SLOTS: Final = 65_536
@@ -67,6 +63,76 @@ class _Member:
         self.slots: dict[DpRank, Slot] = {}
 
 
+def _answering(fleet: "Fleet") -> list[WorkerCard]:
+    """The cards of those who answer; of all, where nobody does."""
+    return [card for card in fleet if fleet.is_alive(card.worker_id)] or list(fleet)
+
+
+def _takes_calls(fleet: "Fleet", _key: None) -> bool:
+    return all(card.takes_calls for card in _answering(fleet))
+
+
+def _names(fleet: "Fleet", _: None) -> Mapping[str, str | None]:
+    said = Counter(item for card in _answering(fleet) for item in card.names.items())
+    return dict(item for item, _ in reversed(said.most_common()))
+
+
+def _context_length_tokens(fleet: "Fleet", _: None) -> int | None:
+    cards = _answering(fleet)
+    answers = [card for card in cards if card.role is not Role.PREFILL]
+    takes_new = [card for card in answers if card.takes_new_requests and not fleet.cordons_on(card.worker_id)]
+    lengths = [card.context_length for card in takes_new or answers or cards]
+    return max((length for length in lengths if length is not None), default=None)
+
+
+def _engine_kind(fleet: "Fleet", _: None) -> str:
+    kinds = Counter(card.engine.partition(" ")[0] for card in fleet)
+    return max(sorted(kinds), key=kinds.__getitem__, default="")
+
+
+def _unsure_blocks(fleet: "Fleet", _: None) -> npt.NDArray[np.uint32] | None:
+    unsure = np.zeros(fleet.n_slots, np.uint32)
+    for card in fleet:
+        for slot in fleet.slots_of(card.worker_id):
+            unsure[slot] = -(-card.lookahead_tokens // fleet.block_size)
+    return unsure if unsure.any() else None
+
+
+def _shortest_context_tokens(fleet: "Fleet", _: None) -> int:
+    return min((card.context_length or INTEGER_MAX for card in fleet), default=0)
+
+
+def _has_open_circuits(fleet: "Fleet", _: None) -> bool:
+    return bool(fleet.columns.circuit_open.any())
+
+
+def _unreached_from(fleet: "Fleet", prefill_slot: Slot) -> BoolColumn | None:
+    rank = fleet.rank_at(prefill_slot)
+    workers = () if rank is None else fleet.broken_pairs.of(rank.worker_id)
+    column = np.zeros(fleet.n_slots, np.bool_)
+    for worker_id in workers:
+        column[list(fleet.slots_of(worker_id))] = True
+    return column if column.any() else None
+
+
+def _rank_order(fleet: "Fleet", _: None) -> SlotColumn:
+    columns = fleet.columns
+    order = np.lexsort((columns.dp_rank, columns.worker_id))
+    return order[columns.present[order]]
+
+
+class Derived(Generic[Built]):
+    """An attribute that follows from a fleet's cards and liveness: built when it is read, and kept until the
+    fleet changes.
+    """
+
+    def __init__(self, build: Callable[["Fleet", None], Built]) -> None:
+        self._build = build
+
+    def __get__(self, fleet: "Fleet", _: type["Fleet"]) -> Built:
+        return fleet.derived(self._build, None)
+
+
 class Fleet:
     """Who serves one model. Reading changes nothing.
 
@@ -77,13 +143,12 @@ class Fleet:
     def __init__(self, model: ModelName, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
-        self.columns = Columns()
-        self.policies = Policies()
+        self._slots = Slots()
+        self.columns = self._slots.columns
+        self.places = self._slots.places
+        self.policies = self._slots.policies
         self.broken_pairs = BrokenPairs()
-        self._places = PlaceColumns()
         self._members: dict[WorkerId, _Member] = {}
-        self._rank_at: list[WorkerRank | None] = []
-        self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
         self._derived_from_places: dict[tuple[object, object], object] = {}
         self._kv_bytes_per_token: int | None = None
@@ -102,7 +167,7 @@ class Fleet:
     @property
     def n_slots(self) -> int:
         """One more than the highest slot in use."""
-        return len(self._rank_at)
+        return len(self._slots.ranks)
 
     def card(self, worker_id: WorkerId) -> WorkerCard | None:
         """Return the worker's card; None when it is not here."""
@@ -136,7 +201,8 @@ class Fleet:
 
     def rank_at(self, slot: Slot) -> WorkerRank | None:
         """Return the worker rank at ``slot``; None when the slot is free."""
-        return self._rank_at[slot] if 0 <= slot < len(self._rank_at) else None
+        ranks = self._slots.ranks
+        return ranks[slot] if 0 <= slot < len(ranks) else None
 
     def card_at(self, slot: Slot) -> WorkerCard | None:
         """Return the card of the worker at ``slot``; None when the slot is free."""
@@ -154,10 +220,8 @@ class Fleet:
         in_card, reported = card.runtime_config.total_kv_blocks, int(self.columns.total_blocks[slot])
         return min(max(in_card, reported), REPORTED_BLOCKS_FACTOR * in_card)
 
-    @property
-    def has_open_circuits(self) -> bool:
-        """Whether some worker is passed over because its circuit is open."""
-        return self.derived(_has_open_circuits, None)
+    has_open_circuits = Derived(_has_open_circuits)
+    """Whether some worker is passed over because its circuit is open."""
 
     @property
     def takes_calls(self) -> bool:
@@ -166,29 +230,21 @@ class Fleet:
         """
         return self.derived(_takes_calls, None) if self._members else self._last_took_calls
 
-    @property
-    def context_length_tokens(self) -> int | None:
-        """What a client may ask for, prompt and answer: the longest context of those who may answer now, else
+    context_length_tokens = Derived(_context_length_tokens)
+    """What a client may ask for, prompt and answer: the longest context of those who may answer now, else
         of those who are here. None without any worker.
         """
-        return self.derived(_context_length_tokens, None)
 
-    @property
-    def engine_kind(self) -> str:
-        """What most workers have behind them, such as ``vllm``; empty where nobody says."""
-        return self.derived(_engine_kind, None)
+    engine_kind = Derived(_engine_kind)
+    """What most workers have behind them, such as ``vllm``; empty where nobody says."""
 
-    @property
-    def unsure_blocks(self) -> npt.NDArray[np.uint32] | None:
-        """How many blocks at the end of a match each slot's engine may not have, because what follows them
+    unsure_blocks = Derived(_unsure_blocks)
+    """How many blocks at the end of a match each slot's engine may not have, because what follows them
         decides; None where there are none.
         """
-        return self.derived(_unsure_blocks, None)
 
-    @property
-    def shortest_context_tokens(self) -> int:
-        """What fits into the context of every worker here."""
-        return self.derived(_shortest_context_tokens, None)
+    shortest_context_tokens = Derived(_shortest_context_tokens)
+    """What fits into the context of every worker here."""
 
     @property
     def names(self) -> Mapping[str, str | None]:
@@ -197,41 +253,7 @@ class Fleet:
         """
         return self.derived(_names, None) if self._members else self._last_names
 
-    @property
-    def required_domain(self) -> str | None:
-        """A domain that some prefill worker here requires its KV transfers to keep to."""
-        return self.policies.required_domain
-
     # --- columns over slots
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """The domains that some worker has a value of, by name."""
-        return self._places.domains
-
-    def domain_ids(self, domain: str) -> npt.NDArray[np.int32]:
-        """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
-        return self._places.ids(domain)
-
-    def n_domain_ids(self, domain: str) -> int:
-        """Return one more than the largest id that :meth:`domain_ids` holds."""
-        column = self._places.domain(domain)
-        return 0 if column is None else column.n_ids
-
-    def domain_value_id(self, domain: str, value: str) -> int | None:
-        """Return the id of the domain's value; None when no worker has it."""
-        column = self._places.domain(domain)
-        at = -1 if column is None else column.id_of(value)
-        return None if at < 0 else at
-
-    def domain_value_at(self, domain: str, slot: Slot) -> str | None:
-        """Return the domain's value at ``slot``."""
-        column = self._places.domain(domain)
-        return None if column is None else column.value_at(slot)
-
-    def carries(self, taint: Taint) -> BoolColumn:
-        """Return which slots carry ``taint``, whether their own or made from a topology domain."""
-        return self._places.carries(taint)
 
     def unreached_from(self, prefill_slot: Slot) -> BoolColumn | None:
         """Return the slots that KV from the prefill worker at ``prefill_slot`` does not reach at present;
@@ -239,10 +261,8 @@ class Fleet:
         """
         return self.derived(_unreached_from, prefill_slot) if self.broken_pairs else None
 
-    @property
-    def rank_order(self) -> SlotColumn:
-        """The slots in use in the order of their worker ranks, which does not depend on who joined first."""
-        return self.derived(_rank_order, None)
+    rank_order = Derived(_rank_order)
+    """The slots in use in the order of their worker ranks, which does not depend on who joined first."""
 
     def derived(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, kept until the fleet changes; ``key`` must be hashable.
@@ -276,7 +296,8 @@ class Fleet:
         config that cannot be run with.
         """
         member = self._members.get(card.worker_id)
-        warnings = self._validate(card, member)
+        n_own = 0 if member is None else len(member.slots)
+        warnings = _validate(card, self, self._slots.in_use - n_own)
         freed: list[Slot] = []
         if member is not None and member.card.incarnation != card.incarnation:
             freed += self._drop(member)
@@ -379,37 +400,10 @@ class Fleet:
         self._derived_from_places.clear()
         self._derived.clear()
 
-    def _kv_bytes_of(self, card: WorkerCard) -> int | None:
-        said = card.runtime_config.kv_bytes_per_token
-        return self._kv_bytes_per_token if said is None else said
-
-    def _validate(self, card: WorkerCard, member: _Member | None) -> list[str]:
-        if card.model != self.model:
-            raise ConfigError(f"model: worker {card.worker_id} serves {card.model!r}, not {self.model!r}",
-                              param="model")  # fmt: skip
-        if card.block_size not in (None, self.block_size):
-            raise ConfigError(
-                f"block_size: worker {card.worker_id} has blocks of {card.block_size} tokens, "
-                f"the fleet of {self.model!r} has {self.block_size}",
-                param="block_size",
-            )
-        if card.dp_size < 1 or card.dp_start < 0:
-            raise ConfigError(
-                f"dp_size: worker {card.worker_id} has {card.dp_size} ranks from {card.dp_start}",
-                param="dp_size",
-            )
-        _check_integers(card)
-        in_use = self.n_slots - len(self._free) - (0 if member is None else len(member.slots))
-        if in_use + card.dp_size > MAX_SLOTS:
-            raise ConfigError(
-                f"dp_size: the fleet of {self.model!r} is full: {MAX_SLOTS} worker ranks", param="dp_size"
-            )
-        return validate_runtime_config(card.runtime_config)
-
     def _apply(self, member: _Member, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
         wanted = {rank.dp_rank for rank in card.ranks()}
         gone = [dp_rank for dp_rank in member.slots if dp_rank not in wanted]
-        freed.extend(self._free_slot(member.slots.pop(dp_rank)) for dp_rank in gone)
+        freed.extend(self._slots.free(member.slots.pop(dp_rank)) for dp_rank in gone)
         same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
         is_elsewhere = _place_of(member.card) != _place_of(card)
         member.card = card
@@ -419,7 +413,7 @@ class Fleet:
             slot = member.slots.get(rank.dp_rank)
             is_new = slot is None
             if slot is None:
-                slot = member.slots[rank.dp_rank] = self._take_slot(rank)
+                slot = member.slots[rank.dp_rank] = self._slots.take(rank)
                 joined.append(slot)
             self._write(slot, member, keep_total_blocks=same_blocks and not is_new)
         if joined or gone or is_elsewhere:
@@ -437,7 +431,8 @@ class Fleet:
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
         write(slot, "decode_only", card.decode_only)
-        write(slot, "kv_bytes_per_token", _known(self._kv_bytes_of(card)))
+        kv_bytes = config.kv_bytes_per_token
+        write(slot, "kv_bytes_per_token", _known(self._kv_bytes_per_token if kv_bytes is None else kv_bytes))
         write(slot, "context_length", card.context_length or INTEGER_MAX)
         write(slot, "prompt_tokens_min", config.prompt_tokens_min or 0)
         longest = config.prompt_tokens_max
@@ -445,54 +440,47 @@ class Fleet:
         write(slot, "seats", config.max_num_seqs or np.inf)
         if not keep_total_blocks:  # a load report may have said better meanwhile
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
-        self._places.put(slot, topology_domains(config), config.taints)
+        self.places.put(slot, topology_domains(config), config.taints)
         if card.role is Role.PREFILL:
             self.policies.put(slot, policy_of(config, None))
         else:
             self.policies.remove(slot)
 
-    def _take_slot(self, rank: WorkerRank) -> Slot:
-        if self._free:
-            slot = heapq.heappop(self._free)
-            self._rank_at[slot] = rank
-        else:
-            slot = Slot(len(self._rank_at))
-            self._rank_at.append(rank)
-            self._resize(len(self._rank_at))
-        self.columns.write(slot, "present", True)
-        self.columns.write(slot, "worker_id", rank.worker_id)
-        self.columns.write(slot, "dp_rank", rank.dp_rank)
-        self.columns.write(slot, "rank_hash", hash_rank(rank))
-        return slot
-
-    def _free_slot(self, slot: Slot) -> Slot:
-        self._rank_at[slot] = None
-        self.columns.clear(slot)
-        self._places.put(slot, {}, frozenset())
-        self.policies.remove(slot)
-        heapq.heappush(self._free, slot)
-        return slot
-
-    def _resize(self, n_slots: int) -> None:
-        self.columns.resize(n_slots)
-        self._places.resize(n_slots)
-
     def _drop(self, member: _Member) -> list[Slot]:
-        freed = [self._free_slot(slot) for slot in member.slots.values()]
+        freed = [self._slots.free(slot) for slot in member.slots.values()]
         member.slots.clear()
         self._derived_from_places.clear()
         return freed
 
     def _changed(self) -> None:
-        n_slots = len(self._rank_at)
-        while n_slots and self._rank_at[n_slots - 1] is None:
-            n_slots -= 1
-        if n_slots < len(self._rank_at):
-            del self._rank_at[n_slots:]
-            self._free = [slot for slot in self._free if slot < n_slots]
-            heapq.heapify(self._free)
-            self._resize(n_slots)
+        self._slots.trim()
         self._derived.clear()
+
+
+def _validate(card: WorkerCard, fleet: Fleet, n_others: int) -> list[str]:
+    """Return what is doubtful about a card, where ``n_others`` slots have other workers' ranks. Raises
+    ConfigError.
+    """
+    if card.model != fleet.model:
+        raise ConfigError(f"model: worker {card.worker_id} serves {card.model!r}, not {fleet.model!r}",
+                          param="model")  # fmt: skip
+    if card.block_size not in (None, fleet.block_size):
+        raise ConfigError(
+            f"block_size: worker {card.worker_id} has blocks of {card.block_size} tokens, "
+            f"the fleet of {fleet.model!r} has {fleet.block_size}",
+            param="block_size",
+        )
+    if card.dp_size < 1 or card.dp_start < 0:
+        raise ConfigError(
+            f"dp_size: worker {card.worker_id} has {card.dp_size} ranks from {card.dp_start}",
+            param="dp_size",
+        )
+    _check_integers(card)
+    if n_others + card.dp_size > MAX_SLOTS:
+        raise ConfigError(
+            f"dp_size: the fleet of {fleet.model!r} is full: {MAX_SLOTS} worker ranks", param="dp_size"
+        )
+    return validate_runtime_config(card.runtime_config)
 
 
 def _place_of(card: WorkerCard) -> tuple[object, ...]:
@@ -528,61 +516,3 @@ def _check_integers(card: WorkerCard) -> None:
 
 def _known(count: int | None) -> int:
     return UNKNOWN if count is None else count
-
-
-def _answering(fleet: Fleet) -> list[WorkerCard]:
-    """The cards of those who answer; of all, where nobody does."""
-    return [card for card in fleet if fleet.is_alive(card.worker_id)] or list(fleet)
-
-
-def _takes_calls(fleet: Fleet, _key: None) -> bool:
-    return all(card.takes_calls for card in _answering(fleet))
-
-
-def _names(fleet: Fleet, _: None) -> Mapping[str, str | None]:
-    said = Counter(item for card in _answering(fleet) for item in card.names.items())
-    return dict(item for item, _ in reversed(said.most_common()))
-
-
-def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
-    cards = _answering(fleet)
-    answers = [card for card in cards if card.role is not Role.PREFILL]
-    takes_new = [card for card in answers if card.takes_new_requests and not fleet.cordons_on(card.worker_id)]
-    lengths = [card.context_length for card in takes_new or answers or cards]
-    return max((length for length in lengths if length is not None), default=None)
-
-
-def _engine_kind(fleet: Fleet, _: None) -> str:
-    kinds = Counter(card.engine.partition(" ")[0] for card in fleet)
-    return max(sorted(kinds), key=kinds.__getitem__, default="")
-
-
-def _unsure_blocks(fleet: Fleet, _: None) -> npt.NDArray[np.uint32] | None:
-    unsure = np.zeros(fleet.n_slots, np.uint32)
-    for card in fleet:
-        for slot in fleet.slots_of(card.worker_id):
-            unsure[slot] = -(-card.lookahead_tokens // fleet.block_size)
-    return unsure if unsure.any() else None
-
-
-def _shortest_context_tokens(fleet: Fleet, _: None) -> int:
-    return min((card.context_length or INTEGER_MAX for card in fleet), default=0)
-
-
-def _has_open_circuits(fleet: Fleet, _: None) -> bool:
-    return bool(fleet.columns.circuit_open.any())
-
-
-def _unreached_from(fleet: Fleet, prefill_slot: Slot) -> BoolColumn | None:
-    rank = fleet.rank_at(prefill_slot)
-    workers = () if rank is None else fleet.broken_pairs.of(rank.worker_id)
-    column = np.zeros(fleet.n_slots, np.bool_)
-    for worker_id in workers:
-        column[list(fleet.slots_of(worker_id))] = True
-    return column if column.any() else None
-
-
-def _rank_order(fleet: Fleet, _: None) -> SlotColumn:
-    columns = fleet.columns
-    order = np.lexsort((columns.dp_rank, columns.worker_id))
-    return order[columns.present[order]]

@@ -88,7 +88,7 @@ def _check_sender_role(card: WorkerCard, fleet: Fleet) -> None:
 def _check_taints(taints: Iterable[Taint], card: WorkerCard, fleet: Fleet, *, field: str, at: str) -> None:
     """A pin may not name a worker that does not carry what is required of its leg."""
     slot = fleet.slots_of(card.worker_id)[0]  # the ranks of a worker carry the same
-    missing = [taint for taint in taints if not fleet.carries(taint)[slot]]
+    missing = [taint for taint in taints if not fleet.places.carries(taint)[slot]]
     if missing:
         names = ", ".join(map(repr, sorted(missing)))
         raise _wrong(at, f"worker {card.worker_id}, which {field} asks for, does not carry {names}")

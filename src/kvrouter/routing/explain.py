@@ -82,7 +82,7 @@ def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[S
     """The steps of a decode rank that must share the domain of one prefill worker."""
     if constraint is None or isinstance(constraint.policy, Preferred):
         return ()
-    known = fleet.domain_ids(constraint.domain) != UNKNOWN_VALUE
+    known = fleet.places.ids(constraint.domain) != UNKNOWN_VALUE
     if constraint.value is None:
         known = np.zeros(fleet.n_slots, np.bool_)
     return (
@@ -95,7 +95,7 @@ def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tup
     """The steps of a prefill rank that must have a decode rank in its domain; ``passed`` have."""
     known = passed | groups.unbound
     for group in groups.bound:
-        known = known | (group.members & (fleet.domain_ids(group.policy.domain) != UNKNOWN_VALUE))
+        known = known | (group.members & (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE))
     return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, passed))
 
 
@@ -131,12 +131,12 @@ def reach_steps(
         senders = group.members & prefill
         if isinstance(group.policy, Fallback) and senders.any():
             return ()
-        ids = fleet.domain_ids(group.policy.domain)
-        values = np.zeros(fleet.n_domain_ids(group.policy.domain) + 1, np.bool_)
+        ids = fleet.places.ids(group.policy.domain)
+        values = np.zeros(fleet.places.n_ids(group.policy.domain) + 1, np.bool_)
         values[ids[senders]] = True
         values[UNKNOWN_VALUE] = False
         reached = reached | values[ids]
-    ids = fleet.domain_ids(domain)
+    ids = fleet.places.ids(domain)
     senders_known = bool((ids[prefill] != UNKNOWN_VALUE).any())
     known = reached | (ids != UNKNOWN_VALUE) if senders_known else reached
     return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, reached))
@@ -282,6 +282,6 @@ def _bound_domain(groups: DomainGroups, prefill: BoolColumn) -> str | None:
 def _values(fleet: Fleet, domain: str | None, prefill: BoolColumn) -> tuple[str, ...]:
     if domain is None:
         return ()
-    at = (fleet.domain_value_at(domain, Slot(slot)) for slot in np.flatnonzero(prefill).tolist())
+    at = (fleet.places.value_at(domain, Slot(slot)) for slot in np.flatnonzero(prefill).tolist())
     found = sorted({value for value in at if value is not None})
     return tuple(found[:_VALUES_SHOWN]) + (("…",) if len(found) > _VALUES_SHOWN else ())

@@ -87,7 +87,7 @@ def _limit(
     if limit is None:
         return "anywhere", None
     rule = {Required: "required", Fallback: "fallback", Preferred: "preferred"}[type(limit.policy)]
-    value_id = None if limit.value is None else fleet.domain_value_id(limit.domain, limit.value)
+    value_id = None if limit.value is None else fleet.places.value_id(limit.domain, limit.value)
     if value_id is None or limit.domain not in domains:
         return rule, None
     return rule, (domains.index(limit.domain), value_id)

@@ -49,18 +49,18 @@ class FleetLinks:
         order_at = [orders.setdefault(_levels_at(fleet, slot), len(orders)) for slot in slots]
         levels = (level for order in orders for level in order)
         measured = (domain for domain, _, _ in table.pairs)
-        self.domains = tuple(dict.fromkeys((*levels, *measured, *fleet.domains)))
+        self.domains = tuple(dict.fromkeys((*levels, *measured, *fleet.places.domains)))
         self._at = at = {domain: number for number, domain in enumerate(self.domains)}
         self.links = (table.otherwise, *table.by_level.values(), *table.pairs.values())
         of_level = {level: number for number, level in enumerate(table.by_level, start=1)}
         pairs = []
         for number, (domain, one, other) in enumerate(table.pairs, start=1 + len(of_level)):
-            here, there = fleet.domain_value_id(domain, one), fleet.domain_value_id(domain, other)
+            here, there = fleet.places.value_id(domain, one), fleet.places.value_id(domain, other)
             if here is not None and there is not None:
                 pairs.append((at[domain], here, there, number))
         columns = fleet.columns
         self.map = LinkMap(
-            [np.ascontiguousarray(fleet.domain_ids(domain)) for domain in self.domains],
+            [np.ascontiguousarray(fleet.places.ids(domain)) for domain in self.domains],
             order_at,
             [[(at[level], of_level.get(level)) for level in order] for order in orders] or [[]],
             pairs,
@@ -86,7 +86,7 @@ class FleetLinks:
         if found is None:
             return None
         source, _ = found
-        value_at = self._fleet.domain_value_at
+        value_at = self._fleet.places.value_at
         levels = [self.domains[domain] for domain, _ in source]
         name = SharedLink(tuple((level, value_at(level, src)) for level in levels), value_at(levels[-1], dst))
         if len(self._numbers) >= NAMES_MAX:
@@ -152,7 +152,7 @@ class FleetLinks:
         return None if far is None else self.map.number(source, far)
 
     def _id(self, domain: str, value: str | None) -> int | None:
-        return UNKNOWN_VALUE if value is None else self._fleet.domain_value_id(domain, value)
+        return UNKNOWN_VALUE if value is None else self._fleet.places.value_id(domain, value)
 
 
 def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:

@@ -130,9 +130,9 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
         steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
     if near is not None and near.is_required:
         nobody = np.zeros(fleet.n_slots, np.bool_)
-        passed = nobody if near.taint is None else fleet.carries(near.taint)
+        passed = nobody if near.taint is None else fleet.places.carries(near.taint)
         steps.append(Step(Reason.FAR_FROM_FRONTEND, passed))
-    steps.extend(Step(Reason.TAINT_MISSING, fleet.carries(taint)) for taint in sorted(required))
+    steps.extend(Step(Reason.TAINT_MISSING, fleet.places.carries(taint)) for taint in sorted(required))
     allowed = columns.ready.allowed
     for step in steps:
         allowed = allowed & step.passed
@@ -371,8 +371,8 @@ def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
         return Tiers(nobody, nobody)
     home, away = groups.unbound, nobody
     for group in groups.bound:
-        ids = fleet.domain_ids(group.policy.domain)
-        served = np.zeros(fleet.n_domain_ids(group.policy.domain) + 1, np.bool_)
+        ids = fleet.places.ids(group.policy.domain)
+        served = np.zeros(fleet.places.n_ids(group.policy.domain) + 1, np.bool_)
         served[ids[decode.allowed]] = True
         served[UNKNOWN_VALUE] = False  # the last entry: no value is not a value that two workers share
         at_home = group.members & served[ids]
@@ -387,7 +387,7 @@ def knows_its_place(fleet: Fleet, router_default: RouterTopologyDefault | None) 
     placed = np.ones(fleet.n_slots, np.bool_)
     for group in fleet.derived(_groups, router_default).bound:
         if isinstance(group.policy, Required):
-            placed &= ~group.members | (fleet.domain_ids(group.policy.domain) != UNKNOWN_VALUE)
+            placed &= ~group.members | (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE)
     return placed
 
 
@@ -437,7 +437,7 @@ def reaching(
 def shares_domain(fleet: Fleet, constraint: TransferConstraint) -> BoolColumn:
     """Return the slots whose value of the constraint's domain is the constraint's own, and known."""
     taint = constraint.taint
-    return np.zeros(fleet.n_slots, np.bool_) if taint is None else fleet.carries(taint)
+    return np.zeros(fleet.n_slots, np.bool_) if taint is None else fleet.places.carries(taint)
 
 
 def crosses_domain(fleet: Fleet, constraint: TransferConstraint | None, decode: Slot) -> bool:
@@ -456,7 +456,7 @@ def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None])
     slot, router_default = key
     card = fleet.card_at(slot)
     if card is None:
-        return derive(None, router_default=router_default, required_elsewhere=fleet.required_domain)
+        return derive(None, router_default=router_default, required_elsewhere=fleet.policies.required_domain)
     return derive(card.runtime_config, router_default=router_default)
 
 

@@ -318,7 +318,7 @@ class _Run:
             for role, leg in ((Role.PREFILL, Leg.PREFILL), (Role.DECODE, Leg.DECODE)):
                 allowed = ready(fleet, leg, last_resort=True).allowed
                 for slot in np.flatnonzero(fleet.columns.present).tolist():
-                    roles = present[fleet.domain_value_at(level, Slot(slot)) or NO_VALUE]
+                    roles = present[fleet.places.value_at(level, Slot(slot)) or NO_VALUE]
                     if allowed[slot]:
                         roles.add(role)
             self._missing = tuple(

@@ -103,7 +103,7 @@ def multiplier_of(
     sums = np.zeros(fleet.n_slots)
     with np.errstate(over="ignore"):  # tanh of an infinite sum is 1
         for taint in sorted(weights):
-            sums += fleet.carries(taint) * weights[taint]
+            sums += fleet.places.carries(taint) * weights[taint]
         sums += everywhere
     # The few distinct sums go through math and not numpy, whose last bits depend on the machine.
     distinct = {*weights.values()} if len(weights) == 1 and not everywhere else {*sums.tolist()}
