@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.mock.config import EngineHashing
-from kvrouter.service import event_ingest, index_work
+from kvrouter.service import feed_commands, index_work
 from tests.property.test_feed_engine_law import STEPS, run
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -19,6 +19,6 @@ def test_the_index_ends_as_the_engines_cache_though_it_works_in_the_smallest_ste
     with (
         patch.object(index_work, "STEP_BLOCKS", step),
         patch.object(index_work, "STEP_EVENTS", step),
-        patch.object(event_ingest, "STEP_EVENTS", step),
+        patch.object(feed_commands, "STEP_EVENTS", step),
     ):
         run_in_virtual_time(run(steps, seed, EngineHashing.OPAQUE))

@@ -11,7 +11,7 @@ from kvrouter.engines.port import EventsSink, LoadSink, StateSink
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.worker import Worker, WorkerTransports, parse_topology_env
+from kvrouter.worker import Worker, parse_topology_env
 
 WORKER, EPOCH = WorkerId(6), Epoch(123)
 RANK = WorkerRank(WORKER, DpRank(0))
@@ -101,7 +101,10 @@ class House:
         self.worker = Worker(
             self.engine,
             card,
-            WorkerTransports(self.discovery, self.requests, self.events, self.events),
+            discovery=self.discovery,
+            events=self.events,
+            requests=self.requests,
+            recovery=self.events,
             topology=None if environ is None else parse_topology_env(environ),
             heartbeat_s=heartbeat_s,
         )

@@ -228,7 +228,10 @@ async def revive(fleet: MockFleet, old: Worker) -> Worker:
     worker = fleet.workers[worker_id] = Worker(
         old.engine,
         card,
-        fleet.planes.of_worker(),
+        discovery=fleet.planes.discovery,
+        events=fleet.planes.events,
+        requests=fleet.planes.requests,
+        recovery=fleet.planes.events,
     )
     await worker.start()
     return worker

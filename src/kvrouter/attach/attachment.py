@@ -168,7 +168,10 @@ class EngineWorkers:
             worker = Worker(
                 attached.engine,
                 msgspec.structs.replace(card, draining=rests()),
-                transports,
+                discovery=transports.discovery,
+                events=transports.events,
+                requests=transports.requests,
+                recovery=transports.recovery,
                 topology=contract,
             )
             await worker.start()

@@ -148,7 +148,10 @@ async def mock_worker(
             worker = Worker(
                 engine,
                 _card_of(settings, spec, wires, bootstrap),
-                wires,
+                discovery=wires.discovery,
+                events=wires.events,
+                requests=wires.requests,
+                recovery=wires.recovery,
                 topology=topology,
                 engine_tells_events=spec.run.engine_events is None,
             )

@@ -152,6 +152,9 @@ class MockFleet:
                 address=memory_address(worker_id, incarnation),
                 bootstrap=bootstrap,
             ),
-            self.planes.of_worker(),
+            discovery=self.planes.discovery,
+            events=self.planes.events,
+            requests=self.planes.requests,
+            recovery=self.planes.events,
             topology=topology,
         )

@@ -106,18 +106,21 @@ class Worker:
         self,
         engine: Engine,
         card: WorkerCard,
-        transports: WorkerTransports,
         *,
+        discovery: Discovery,
+        events: EventPublisher,
+        requests: RequestAcceptor,
+        recovery: RecoveryServer,
         topology: TopologyEnv | None = None,
         engine_tells_events: bool = True,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.engine = engine
         self.card = card
-        self._discovery = transports.discovery
-        self._events = transports.events
-        self._requests = transports.requests
-        self._recovery = transports.recovery
+        self._discovery = discovery
+        self._events = events
+        self._requests = requests
+        self._recovery = recovery
         self._topology = topology
         self._engine_tells_events = engine_tells_events
         self._heartbeat_s = heartbeat_s
@@ -128,7 +131,7 @@ class Worker:
         self._skipped: dict[DpRank, Mapping[str, int]] = {}
         account = engine if engine_tells_events and isinstance(engine, SnapshotEngine) else None
         self.publisher = KvPublisher(
-            transports.events,
+            events,
             worker_id=card.worker_id,
             epoch=card.incarnation,
             block_size=card.block_size or BLOCK_SIZE_UNKNOWN,
