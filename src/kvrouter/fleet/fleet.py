@@ -64,7 +64,7 @@ class _Member:
 
 
 def _answering(fleet: "Fleet") -> list[WorkerCard]:
-    """The cards of those who answer; of all, where nobody does."""
+    """Return the cards of the workers that answer; all cards where none answers."""
     return [card for card in fleet if fleet.is_alive(card.worker_id)] or list(fleet)
 
 

@@ -58,7 +58,7 @@ class LoadAtReport:
 
 
 def load_at_report(settings: RoutingSettings, columns: LedgerColumns, *, now_s: float) -> LoadAtReport | None:
-    """Keep what reports have found from now on; nobody needs it while no worker is ever busy."""
+    """Return what keeps the load that reports have found; None where no threshold makes a worker busy."""
     thresholds = settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
     return None if thresholds == (None, None) else LoadAtReport(columns, now_s=now_s)
 

@@ -1,4 +1,4 @@
-"""What feeds say of their ranks, carried out in the index of their model."""
+"""The commands of feeds, carried out in the index of their model."""
 
 from collections.abc import Callable, Generator
 from functools import partial
@@ -22,7 +22,7 @@ from kvrouter.service.rank_ingest import RankIngest, loop_time_s
 
 
 class FeedCommands:
-    """Carries out what a feed says, step by step; ``ask`` asks its worker."""
+    """Carries out a feed's commands, step by step; ``ask`` sends a question to its worker."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FeedCommands:
         yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=loop_time_s()))
 
     def carry_out(self, ingest: RankIngest, commands: list[Command]) -> Steps:
-        """Do what the feed said, then hand it what waits."""
+        """Carry out the feed's commands, then give it the batches that wait."""
         slot = ingest.slot
         n_events = 0
         while True:

@@ -143,7 +143,7 @@ class PlacementInstrumentation(PlacementEvents):
 
 class ModelInstrumentation:
     """The events of one model; ``engines`` has those that its engines report of themselves, ``placement``
-    those that its placer tells.
+    those that its placer reports.
     """
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
