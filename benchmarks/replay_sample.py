@@ -34,12 +34,12 @@ from benchmarks.http_replay.result import ModeResult, Observed, Report, problems
 from benchmarks.http_replay.schedule import PlannedRequest, first_rows, plan
 from benchmarks.http_replay.table import markdown, rich_table
 from benchmarks.http_replay.trace import read_sample
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.problems import read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.settings.problems import read_document
 from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.model import mock_words
 from kvrouter.text.source import MOCK_FOLDER

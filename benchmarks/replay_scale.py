@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.replay_scale WORKERS REQUESTS OUT``: a generated trace whose prompts have 12,000 tokens
 on average and whose answers have 340, at the same load for each worker whatever their number. The time of
-decisions (:meth:`kvrouter.placement.placer.Placer.place`, from the view of the fleet to the booking) is taken
-apart: what a decision costs grows with the fleet, all else must not.
+decisions (:meth:`kvrouter.kernel.placement.placer.Placer.place`, from the view of the fleet to the booking)
+is taken apart: what a decision costs grows with the fleet, all else must not.
 """
 
 import json
@@ -15,13 +15,13 @@ from unittest.mock import patch
 
 import yaml
 
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.problems import parse_document
-from kvrouter.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.placement.placer import Placer
-from kvrouter.sim.dispatch import ByTimeStamp
-from kvrouter.sim.simulation import Simulation
-from kvrouter.sim.summary import Objective, summarize
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.settings.problems import parse_document
+from kvrouter.sim.replay.dispatch import ByTimeStamp
+from kvrouter.sim.replay.simulation import Simulation
+from kvrouter.sim.replay.summary import Objective, summarize
 from kvrouter.sim.traces.generated import generate, generated_info, parse_generator
 
 RATE_OF_A_WORKER = 0.4

@@ -26,15 +26,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvrouter import ModelInput, ModelType, register_llm
-from kvrouter.config.sources import load_settings
+from kvrouter.app.worker_transports import open_worker_transports
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
 from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
+from kvrouter.settings.sources import load_settings
 from kvrouter.transports.requests.port import StreamBroken
-from kvrouter.wiring.worker_transports import open_worker_transports
 from kvrouter.worker import KvPublisher, new_incarnation
 
 WORKER_ID = WorkerId(1)

@@ -34,7 +34,7 @@ FOLDER_VARIABLE = "TEST_TIMES_FOLDER"
 Lane = tuple[str, ...]
 STAGES: tuple[tuple[Lane, ...], ...] = (
     (("setup",),),
-    (("lint",), ("types",)),
+    (("lint", "types"), ("test-repo",)),
     (("test",),),
     (("test-timed",),),
     (("test-cluster",), ("test-hostile", "test-chaos", "bench-instructions")),

@@ -21,9 +21,9 @@ import aiohttp
 import uvloop
 
 import kvrouter
-from kvrouter.commands.frontend import frontend
-from kvrouter.config.sources import load_settings
+from kvrouter.cli.frontend.run import frontend
 from kvrouter.core.ids import ModelName
+from kvrouter.settings.sources import load_settings
 
 HOME = Path(kvrouter.__file__).parent
 FIRST_BYTE = ("frontend/http/protocol.py", "data_received")

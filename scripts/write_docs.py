@@ -16,15 +16,15 @@ from urllib.parse import unquote
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
-from kvrouter.config.setting import choices_of, limits_of, model_in, models_in
-from kvrouter.config.setting_spec import SettingGroup, SettingKind, SettingSpec
-from kvrouter.config.tree import SETTINGS, Settings
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.settings.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
+from kvrouter.settings.setting import choices_of, limits_of, model_in, models_in
+from kvrouter.settings.setting_spec import SettingGroup, SettingKind, SettingSpec
+from kvrouter.settings.tree import SETTINGS, Settings
 from kvrouter.telemetry import Event, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
 from kvrouter.telemetry.gen_ai import GEN_AI_OPT_IN, GEN_AI_SWITCH
-from tests.differential.differences import DIFFERENCES
+from tests.system.differential.differences import DIFFERENCES
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE = "<!-- Made by `make docs` from the code: change the code, not this page. -->\n"

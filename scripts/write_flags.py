@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrouter.config.setting_spec import SETTINGS_FILE, settings_text
-from kvrouter.config.tree import SETTINGS
+from kvrouter.settings.setting_spec import SETTINGS_FILE, settings_text
+from kvrouter.settings.tree import SETTINGS
 from scripts.generated_files import write_or_check
 
 ROOT = Path(__file__).parents[1]

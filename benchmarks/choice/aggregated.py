@@ -10,18 +10,18 @@ import yaml
 
 from benchmarks.replay.cases import BLOCK, CASES, Rows, rows_of
 from benchmarks.replay.replays import OBJECTIVE
-from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.timing import Timing
-from kvrouter.placement.speeds import LearnedSpeeds
-from kvrouter.routing.request import Speeds
-from kvrouter.sim.dispatch import ByTimeStamp, ClosedLoop
-from kvrouter.sim.places import Places
-from kvrouter.sim.rules.registry import RULES
-from kvrouter.sim.simulation import Result, Simulation
-from kvrouter.sim.summary import summarize
-from kvrouter.sim.timetable import TimetableEvent
-from kvrouter.sim.tuning import merit, points, second_half
-from kvrouter.sim.variant import OURS, Variant, variants
+from kvrouter.kernel.placement.speeds import LearnedSpeeds
+from kvrouter.kernel.routing.request import Speeds
+from kvrouter.settings.problems import Document, parse_document
+from kvrouter.sim.policies.registry import RULES
+from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
+from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.simulation import Result, Simulation
+from kvrouter.sim.replay.summary import summarize
+from kvrouter.sim.replay.timetable import TimetableEvent
+from kvrouter.sim.replay.tuning import merit, points, second_half
+from kvrouter.sim.replay.variant import OURS, Variant, variants
 
 WORKERS = 8
 LOADS = (1.0, 3.0, 5.0)

@@ -18,7 +18,7 @@ from benchmarks.choice.aggregated import (
 )
 from benchmarks.http_replay.machine import Commit, Machine
 from benchmarks.replay.cases import CASES, LATE_S
-from kvrouter.sim.variant import OURS
+from kvrouter.sim.replay.variant import OURS
 
 OF_BLOCKS = 0.75
 """On the conversation trace at 3 times its speed: the mean TTFT by time over that by blocks, at most."""

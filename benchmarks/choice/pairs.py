@@ -21,18 +21,18 @@ from benchmarks.choice.aggregated import (
 )
 from benchmarks.replay.cases import BLOCK, BLOCKS, CASES, Rows, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE
-from kvrouter.config.fleet_workers import link_table
-from kvrouter.config.problems import Document, parse_document
-from kvrouter.placement.placer import Placer
-from kvrouter.sim.outcomes import Outcomes
-from kvrouter.sim.places import Places
-from kvrouter.sim.rules.registry import RULES
-from kvrouter.sim.simulation import Result
-from kvrouter.sim.summary import Summary, summarize
-from kvrouter.sim.timetable import LinkEvent, TimetableEvent
-from kvrouter.sim.tuning import merit, points, second_half
-from kvrouter.sim.variant import OURS, variants
-from kvrouter.topology.links import Link, LinkTable
+from kvrouter.fleetfile.fleet_workers import link_table
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.settings.problems import Document, parse_document
+from kvrouter.sim.policies.registry import RULES
+from kvrouter.sim.replay.outcomes import Outcomes
+from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.simulation import Result
+from kvrouter.sim.replay.summary import Summary, summarize
+from kvrouter.sim.replay.timetable import LinkEvent, TimetableEvent
+from kvrouter.sim.replay.tuning import merit, points, second_half
+from kvrouter.sim.replay.variant import OURS, variants
 
 HOSTS = 32
 """Each has a prefill and a decode worker; 4 are a rack, 16 a zone."""

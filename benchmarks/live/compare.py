@@ -7,7 +7,7 @@ import msgspec
 from benchmarks.live.decisions import SeenDecision, decide_again, have_equal_views
 from benchmarks.live.observe import Figures, Observed, figures
 from benchmarks.measure import quantile
-from kvrouter.placement.placer import Placer
+from kvrouter.kernel.placement.placer import Placer
 
 QUANTILES = (0.5, 0.99)
 

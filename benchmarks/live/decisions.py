@@ -9,11 +9,11 @@ from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
-from kvrouter.fleet.fleet import Fleet
-from kvrouter.placement.placer import Placer
-from kvrouter.routing.masks import constraint_of
-from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View
-from kvrouter.routing.route import route, route_decode
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.routing.masks import constraint_of
+from kvrouter.kernel.routing.request import Decision, RouteRequest, RoutingSettings, View
+from kvrouter.kernel.routing.route import route, route_decode
 
 Count = TypeVar("Count", np.uint32, np.int64)
 

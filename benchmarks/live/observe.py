@@ -5,9 +5,9 @@ import msgspec
 from benchmarks.live.decisions import SeenDecision, see
 from kvrouter.core.ids import RequestId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.mock.sequence import LegStamps
-from kvrouter.placement.placer import Placer
-from kvrouter.routing.request import Decision, RouteRequest, View
+from kvrouter.engines.mock_engine.sequence import LegStamps
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.routing.request import Decision, RouteRequest, View
 
 
 class Observed(msgspec.Struct):

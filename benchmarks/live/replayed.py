@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from benchmarks.live.observe import Observed, Observer
-from kvrouter.config.fleet import FleetFile
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.dispatch import ByTimeStamp
-from kvrouter.sim.simulation import Simulation
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.sim.replay.dispatch import ByTimeStamp
+from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.traces.request import TraceRequest
 
 

@@ -19,12 +19,12 @@ from benchmarks.live.compare import Choices, Latencies, cached_share, compare_ch
 from benchmarks.live.observe import Observed
 from benchmarks.live.replayed import observe_replay, simulation_of
 from benchmarks.measure import quantile
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.problems import read_document
 from kvrouter.core.errors import ConfigError
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.recording.files import recording_files
-from kvrouter.sim.simulation import check_room, longest_request
+from kvrouter.settings.problems import read_document
+from kvrouter.sim.replay.simulation import check_room, longest_request
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.request import TraceRequest
 

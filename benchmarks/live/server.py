@@ -10,13 +10,13 @@ import msgspec
 import uvloop
 
 from benchmarks.live.observe import Observed, Observer
-from kvrouter.commands.up import embedded, serve_until
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.problems import read_document
-from kvrouter.config.recording import RecordingSettings
-from kvrouter.config.tree import FrontendSettings, Settings
-from kvrouter.processes.lifetime import stop_on_signals
+from kvrouter.app.lifetime import stop_on_signals
+from kvrouter.cli.up.run import embedded, serve_until
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.settings.problems import read_document
+from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.tree import FrontendSettings, Settings
 
 
 async def serve(fleet: FleetFile, *, port: int, record: Path) -> Observed:

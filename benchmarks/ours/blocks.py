@@ -23,8 +23,8 @@ from benchmarks.workload import (
 from kvrouter.core.events import Cleared, KvBatch, KvEvent, Stored, unpack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
-from kvrouter.index import BlockIndex
-from kvrouter.index import NativeBlockIndex as NativeIndex
+from kvrouter.kernel.index import BlockIndex
+from kvrouter.kernel.index import NativeBlockIndex as NativeIndex
 
 RUN_BLOCKS = 128
 

@@ -9,7 +9,7 @@ from benchmarks.measure import settle, time_awaits, time_fresh
 from benchmarks.ours.workers import EPOCH, QuietWorkers, UnaskedWorker
 from benchmarks.side import Facts, Params
 from benchmarks.workload import BLOCK_SIZE, HASH_BYTES, DecisionLoad, Tokens
-from kvrouter.config.router import KvRouterConfig
+from kvrouter.app.router import build_service
 from kvrouter.core.events import KvBatch, KvEvent, Stored
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import (
@@ -25,14 +25,14 @@ from kvrouter.core.ids import (
 )
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.feed.states import FeedState
-from kvrouter.routing.request import RouteRequest
-from kvrouter.service.event_ingest import EventCacheView
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.router import RouterService
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.routing.request import RouteRequest
+from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.router import RouterService
+from kvrouter.settings.router import KvRouterConfig
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.requests.memory import MemoryRequestPlane
-from kvrouter.wiring.router import build_service
 
 MODEL = ModelName("bench")
 REQUEST = RequestId("bench")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from kvrouter.config.problems import Document, parse_document
+from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.traces.request import TraceRequest
 

@@ -10,7 +10,7 @@ from benchmarks.replay.cases import Cell, ZoneCell
 from benchmarks.replay.plots import Bar, Group, is_ours, plot
 from benchmarks.replay.policies import TUNED
 from benchmarks.replay.zones import ONE
-from kvrouter.sim.summary import interval
+from kvrouter.sim.replay.summary import interval
 
 LEAST_MS = 1.0
 CLOSE = 1.05

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from kvrouter.sim.page.document import shown
-from kvrouter.sim.variant import OURS
+from kvrouter.sim.replay.variant import OURS
+from kvrouter.sim.report.document import shown
 
 WIDTH_PX = 940
 NAME_PX = 410

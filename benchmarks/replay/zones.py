@@ -6,11 +6,11 @@ import msgspec
 
 from benchmarks.replay.cases import CASES, RATIOS, Rows, ZoneCell, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE, figures, over_seeds, replayed
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.sim.places import Places
-from kvrouter.sim.simulation import Result
-from kvrouter.sim.summary import Summary, summarize
-from kvrouter.sim.timetable import DieEvent, TimetableEvent
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.simulation import Result
+from kvrouter.sim.replay.summary import Summary, summarize
+from kvrouter.sim.replay.timetable import DieEvent, TimetableEvent
 
 ZONES = (2, 3)
 LOAD = 2.0

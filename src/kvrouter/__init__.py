@@ -7,9 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvrouter.config.planes import PlaneSettings as PlaneSettings
-    from kvrouter.config.router import KvRouterConfig as KvRouterConfig
-    from kvrouter.config.tree import Settings as Settings
     from kvrouter.core.constraints import RoutingConstraints as RoutingConstraints
     from kvrouter.core.errors import KvrouterError as KvrouterError
     from kvrouter.core.workers import ModelInput as ModelInput
@@ -22,6 +19,9 @@ if TYPE_CHECKING:
     from kvrouter.library import KvRouter as KvRouter
     from kvrouter.library import Runtime as Runtime
     from kvrouter.library import mock_fleet as mock_fleet
+    from kvrouter.settings.planes import PlaneSettings as PlaneSettings
+    from kvrouter.settings.router import KvRouterConfig as KvRouterConfig
+    from kvrouter.settings.tree import Settings as Settings
     from kvrouter.worker import KvPublisher as KvPublisher
     from kvrouter.worker import register_llm as register_llm
 
@@ -32,15 +32,15 @@ _HOME = {
     "KvPublisher": "kvrouter.worker",
     "KvPushRouter": "kvrouter.library",
     "KvRouter": "kvrouter.library",
-    "KvRouterConfig": "kvrouter.config.router",
+    "KvRouterConfig": "kvrouter.settings.router",
     "KvrouterError": "kvrouter.core.errors",
     "ModelInput": "kvrouter.core.workers",
     "ModelRuntimeConfig": "kvrouter.core.workers",
     "ModelType": "kvrouter.core.workers",
-    "PlaneSettings": "kvrouter.config.planes",
+    "PlaneSettings": "kvrouter.settings.planes",
     "RoutingConstraints": "kvrouter.core.constraints",
     "Runtime": "kvrouter.library",
-    "Settings": "kvrouter.config.tree",
+    "Settings": "kvrouter.settings.tree",
     "mock_fleet": "kvrouter.library",
     "register_llm": "kvrouter.worker",
 }

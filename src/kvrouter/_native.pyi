@@ -173,7 +173,7 @@ def sequence_hashes(block_hashes: bytes) -> bytes:
 
 @final
 class Applied:
-    """What became of the blocks of some events; see kvrouter.index.Applied for each count."""
+    """What became of the blocks of some events; see kvrouter.kernel.index.Applied for each count."""
 
     @property
     def stored(self) -> int: ...
@@ -194,7 +194,7 @@ class Applied:
 
 @final
 class IndexStats:
-    """Sizes of a BlockIndex; see kvrouter.index.IndexStats."""
+    """Sizes of a BlockIndex; see kvrouter.kernel.index.IndexStats."""
 
     @property
     def blocks(self) -> tuple[int, int, int, int]: ...
@@ -220,7 +220,7 @@ class KvEvents:
 
 @final
 class BlockIndex:
-    """Who holds which blocks, as the engines' events say; the contract is kvrouter.index.BlockIndex.
+    """Who holds which blocks, as the engines' events say; the contract is kvrouter.kernel.index.BlockIndex.
 
     An engine hash is opaque and means something at its own rank alone. A block stored n times at one (rank,
     medium) takes n removals. Two engine hashes of one rank may name the same block, which stays until both
@@ -260,7 +260,7 @@ class ApproximateStats:
 
 @final
 class ApproximateIndex:
-    """Who may hold which blocks, predicted; the contract is kvrouter.index.ApproximateIndex.
+    """Who may hold which blocks, predicted; the contract is kvrouter.kernel.index.ApproximateIndex.
 
     Raises ValueError for a ttl_s that is not above 0, max_blocks below 1, a ratio outside 0..1, a time that
     is not finite.
@@ -282,7 +282,8 @@ class ApproximateIndex:
 
 @final
 class LinkMap:
-    """The links between slots, by the values of their domains; :mod:`kvrouter.routing.links` has the rules.
+    """The links between slots, by the values of their domains. :mod:`kvrouter.kernel.routing.links` has the
+    rules.
 
     ``domains`` are columns of value ids over slots, -1 where there is none. ``order_at`` says for each slot
     which of the ``orders`` of levels its worker has: each level is the number of its domain, and that of its
@@ -383,7 +384,7 @@ class Senders:
 
 @final
 class Predictor:
-    """Predicts what a request takes at each slot; :mod:`kvrouter.routing.costs.time` has the formulas.
+    """Predicts what a request takes at each slot; :mod:`kvrouter.kernel.routing.costs.time` has the formulas.
 
     ``timing`` has the figures of kvrouter.core.timing.Timing in their order. Raises ValueError for
     ``chunk_tokens`` below 1.
@@ -474,7 +475,8 @@ class RecordQueue:
         """
 
 class EngineRanks:
-    """The schedulers of mock engines' ranks, on one clock that the caller advances; see kvrouter.mock.engine.
+    """The schedulers of mock engines' ranks, on one clock that the caller advances; see
+    kvrouter.engines.mock_engine.engine.
 
     A rank and a sequence are called by the numbers that :meth:`add` and :meth:`submit` return; a sequence's
     has its rank's in its upper 32 bits. Times are in seconds. Raises KeyError for one that is not here, and
@@ -645,7 +647,7 @@ class Column:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Ledger:
-    """Load by slot; the contract is kvrouter.ledger.port.Ledger. ``n_slots`` is the room to begin with.
+    """Load by slot; the contract is kvrouter.kernel.ledger.port.Ledger. ``n_slots`` is the room at first.
 
     Raises ValueError for a number out of range, by the argument's name (at most 65,536 slots, and 2**32-1
     prefill tokens a lease), and OverflowError for a sum that would not fit; then nothing has changed.
@@ -675,7 +677,7 @@ class Ledger:
     def book(
         self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
     ) -> LeaseId:
-        """Open a lease. Raises kvrouter.ledger.port.LeaseExists, or ValueError for a slot without room."""
+        """Open a lease. Raises kvrouter.kernel.ledger.port.LeaseExists; ValueError for a slot beyond."""
     def find(self, key: LeaseKey) -> LeaseId | None:
         """The open lease with this key."""
     def first_token(self, lease: LeaseId) -> bool:

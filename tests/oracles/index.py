@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kvrouter.core.events import Held, KvEvent, Medium, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import Prompt, sequence_hashes
 from kvrouter.core.ids import EngineHash, SequenceHash, Slot
-from kvrouter.index import SLOTS_MAX, OverlapColumn
+from kvrouter.kernel.index import SLOTS_MAX, OverlapColumn
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Held:
 
 @dataclass
 class NaiveBlockIndex:
-    """Who holds which blocks; see :class:`kvrouter.index.BlockIndex`."""
+    """Who holds which blocks; see :class:`kvrouter.kernel.index.BlockIndex`."""
 
     blocks_per_rank_max: int = 1 << 26
     _media: dict[Medium, dict[Slot, dict[EngineHash, _Held]]] = field(
@@ -202,7 +202,7 @@ class _Touched:
 
 @dataclass
 class NaiveApproximateIndex:
-    """Who may hold which blocks; see :class:`kvrouter.index.ApproximateIndex`."""
+    """Who may hold which blocks; see :class:`kvrouter.kernel.index.ApproximateIndex`."""
 
     ttl_s: float = 120.0
     max_blocks: int = 1 << 20

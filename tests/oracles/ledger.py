@@ -7,7 +7,7 @@ import numpy as np
 from kvrouter.core.events import unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
-from kvrouter.ledger.port import BlocksColumn, LeaseExists, LedgerColumns
+from kvrouter.kernel.ledger.port import BlocksColumn, LeaseExists, LedgerColumns
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Lease:
 
 
 class NaiveLedger:
-    """Load by slot; see :class:`kvrouter.ledger.port.Ledger`."""
+    """Load by slot; see :class:`kvrouter.kernel.ledger.port.Ledger`."""
 
     def __init__(self, n_slots: int = 64) -> None:
         self._leases: dict[LeaseId, _Lease] = {}

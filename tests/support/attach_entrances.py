@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-from kvrouter.commands.engine_worker import engine_worker
-from kvrouter.commands.up import embedded
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.planes import DiscoveryBackend, PlaneSettings
-from kvrouter.config.problems import parse_document
-from kvrouter.config.tree import FrontendSettings, Settings
+from kvrouter.cli.up.run import embedded
+from kvrouter.cli.worker.engine_worker import engine_worker
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.attach import AttachSpec
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.settings.planes import DiscoveryBackend, PlaneSettings
+from kvrouter.settings.problems import parse_document
+from kvrouter.settings.tree import FrontendSettings, Settings
 from tests.support.engine_pods import ENGINE
 from tests.support.engine_pods_served import here, pod_at
 from tests.support.engine_server import ScriptedEngine

@@ -6,10 +6,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvrouter.core.timing import Timing
-from kvrouter.sim.client_run import ClientRequest
-from kvrouter.sim.engine_load import EngineLoad, LoadPhase, LoadRequest
-from kvrouter.sim.engine_run import engine_config, simulate
-from kvrouter.sim.measured_run import EngineFlags, MeasuredRun, RunMeta, Stamps
+from kvrouter.sim.calibrate.client_run import ClientRequest
+from kvrouter.sim.calibrate.engine_load import EngineLoad, LoadPhase, LoadRequest
+from kvrouter.sim.calibrate.engine_run import engine_config, simulate
+from kvrouter.sim.calibrate.measured_run import EngineFlags, MeasuredRun, RunMeta, Stamps
 
 META = RunMeta(
     model="mock",

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from kvrouter.core.requests import Sampling
-from kvrouter.mock.tokens import TokenModel
+from kvrouter.engines.mock_engine.tokens import TokenModel
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from tests.support.processes import Frontend
 from tests.support.served import word_ids

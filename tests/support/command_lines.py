@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from unittest import mock
 
 from kvrouter.cli import main
-from kvrouter.config.tree import Settings
+from kvrouter.settings.tree import Settings
 
-SERVE = ("frontend.serve_frontend", "mock_worker.serve_mock_worker", "engine_worker.serve_engine_worker")
+SERVE = (
+    "frontend.run.serve_frontend",
+    "worker.mock_worker.serve_mock_worker",
+    "worker.engine_worker.serve_engine_worker",
+)
 """What the commands call once flags, variables and files are read."""
 
 
@@ -46,7 +50,7 @@ def start_of(arguments: Sequence[str], environ: Mapping[str, str]) -> Start:
 @contextmanager
 def _served_by(serve: object) -> Iterator[None]:
     with mock.patch("kvrouter.telemetry.logs.configure_logging"):
-        patches = [mock.patch(f"kvrouter.commands.{each}", serve) for each in SERVE]
+        patches = [mock.patch(f"kvrouter.cli.{each}", serve) for each in SERVE]
         for patch in patches:
             patch.start()
         try:

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvrouter.config.fleet import FleetFile
+from kvrouter.app.mock_fleet import MockFleet
+from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.library import AnswerPieces, Endpoint, Runtime
-from kvrouter.wiring.mock_fleet import MockFleet
 from tests.support.waits import until
 
 

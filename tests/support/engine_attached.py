@@ -10,6 +10,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
+from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import Engine, WatchedEngine
@@ -22,7 +23,6 @@ from kvrouter.engines.trtllm.polled import Polled
 from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode as decode_vllm
 from kvrouter.engines.vllm.introspect import ask_info as ask_vllm
-from kvrouter.mock.config import MockConfig
 from tests.support.engine_event_sources import RecordedEvents
 from tests.support.engine_small import SmallEngine, Tongue, small_engine, timing
 from tests.support.engine_small_sglang import SglangTongue

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvrouter.attach.attachment import EngineWorkers
-from kvrouter.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
-from kvrouter.attach.transport_provider import MemoryTransports
-from kvrouter.commands.engine_pods import PodsDiscovery
-from kvrouter.config.tree import Settings
+from kvrouter.app.attach.attachment import EngineWorkers
+from kvrouter.app.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.app.attach.transport_provider import MemoryTransports
+from kvrouter.app.mock_fleet import MemoryPlanes
+from kvrouter.cli.worker.engine_pods import PodsDiscovery
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EnginePod, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
+from kvrouter.settings.tree import Settings
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
-from kvrouter.wiring.mock_fleet import MemoryPlanes
 from kvrouter.worker import WorkerTransports
 from tests.support.engine_pods import pod
 from tests.support.engine_server import ScriptedEngine

@@ -1,4 +1,4 @@
-"""A model of one rank of :class:`kvrouter.mock.ranks.EngineRanks`, as plain as can be: it makes every step.
+"""A plain model of one rank of :class:`kvrouter.engines.mock_engine.ranks.EngineRanks`: it makes every step.
 What it does, the native one has to do.
 """
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvrouter.core.events import HashColumn, pack_hashes
 from kvrouter.core.hashing import finish64
-from kvrouter.mock.config import EngineHashing, MockConfig
-from kvrouter.mock.tokens import MASK
+from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
+from kvrouter.engines.mock_engine.tokens import MASK
 from tests.support.paged_kv_model import PagedKvModel
 
 STEP = 0xD1342543DE82EF95

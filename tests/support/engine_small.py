@@ -21,8 +21,8 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, mer
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
-from kvrouter.mock.config import MockConfig
-from kvrouter.mock.tokens import TokenModel
+from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.tokens import TokenModel
 from tests.support.engine_publisher import Publisher
 from tests.support.engine_server import EVENT_STREAM, JSON
 

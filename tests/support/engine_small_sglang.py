@@ -10,7 +10,7 @@ from kvrouter.core.events import HASH_BYTES
 from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock.config import MockConfig
+from kvrouter.engines.mock_engine.config import MockConfig
 from tests.support.engine_legs import MODEL
 from tests.support.engine_publisher import vllm_batch
 from tests.support.engine_server import event_of

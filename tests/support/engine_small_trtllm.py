@@ -9,8 +9,8 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Kvrouter
 from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport
+from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.trtllm.introspect import CONFIG_METRIC, OWNER
-from kvrouter.mock.config import MockConfig
 from kvrouter.transports.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
 from tests.support.engine_server import event_of

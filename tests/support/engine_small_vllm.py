@@ -9,9 +9,9 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Kvrouter
 from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.workers import LoadReport
+from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.vllm.calls import RANK_HEADER
 from kvrouter.engines.vllm.introspect import CACHE_METRIC, RUNNING, STARTED_METRIC, USED, WAITING
-from kvrouter.mock.config import MockConfig
 from kvrouter.transports.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
 from tests.support.engine_publisher import Publisher, vllm_batch

@@ -1,10 +1,10 @@
 """What ``kvrouter doctor`` says of the fleet of a test."""
 
 from kvrouter.api.client import RouterClient
-from kvrouter.commands.doctor.diagnosis import diagnose
-from kvrouter.commands.doctor.findings import Finding, Report, Severity
-from kvrouter.commands.options import DoctorOptions
-from kvrouter.config.router import KvRouterConfig
+from kvrouter.cli.doctor.diagnosis import diagnose
+from kvrouter.cli.doctor.findings import Finding, Report, Severity
+from kvrouter.cli.doctor.flags import DoctorOptions
+from kvrouter.settings.router import KvRouterConfig
 from tests.support.front import House
 from tests.support.served import MODEL, Served, user, words
 

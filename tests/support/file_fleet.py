@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.fleet_workers import numbered_workers
-from kvrouter.config.problems import read_document
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_workers import numbered_workers
+from kvrouter.settings.problems import read_document
 from tests.support.checks import Prompts, all_is_well
 from tests.support.nats_server import NatsServer
 from tests.support.process_transports import Planes

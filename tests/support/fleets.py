@@ -4,22 +4,22 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvrouter.config.router import KvRouterConfig
+from kvrouter.app.router import build_service
 from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet.circuit import CircuitState, Pair
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.router import RouterService
-from kvrouter.service.traffic import TrafficRecorder
+from kvrouter.kernel.fleet.circuit import CircuitState, Pair
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.router.router import RouterService
+from kvrouter.router.traffic import TrafficRecorder
+from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.discovery.port import CardSink, CordonStore, Gone, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
 from kvrouter.transports.requests.port import RequestPlane
-from kvrouter.wiring.router import build_service
 from tests.support.scripted_transport import address_of
 
 MODEL = ModelName("mock")

@@ -8,15 +8,15 @@ from functools import cache
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.config.router import KvRouterConfig
-from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontendApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.pages import SETTLE_S
-from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.traffic import TrafficRecorder
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.router.traffic import TrafficRecorder
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.model import TextModel
 from kvrouter.transports.requests.port import RequestPlane
 from tests.support.fleets import MODEL, Bench, decode_card, prefill_card

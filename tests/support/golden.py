@@ -1,6 +1,6 @@
 """Answers of our own HTTP routes, kept byte for byte as golden files under ``tests/data/http-api``.
 
-``KVROUTER_WRITE_GOLDEN=1 pytest tests/scenario/test_http_api_answers.py`` writes the files anew.
+``KVROUTER_WRITE_GOLDEN=1 pytest tests/system/scenario/test_http_api_answers.py`` writes the files anew.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.config.setting import installed_version
+from kvrouter.settings.setting import installed_version
 
 FOLDER = Path(__file__).parents[1] / "data" / "http-api"
 WRITE = "KVROUTER_WRITE_GOLDEN"

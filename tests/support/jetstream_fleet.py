@@ -15,13 +15,13 @@ from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.feed.states import FeedState
-from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.mock.config import MockConfig
-from kvrouter.mock.engine import MockEngine
-from kvrouter.service.event_ingest import EventCacheView, EventIngest
-from kvrouter.service.index_snapshots import IndexSnapshots
-from kvrouter.service.instrumentation import ModelInstrumentation
+from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.engine import MockEngine
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
+from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.index_snapshots import IndexSnapshots
+from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.transports.events.jetstream.publisher import PublisherLimits

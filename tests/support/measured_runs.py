@@ -7,8 +7,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvrouter.core.timing import Timing
-from kvrouter.sim.engine_run import engine_config, simulate
-from kvrouter.sim.measured_run import MeasuredRun, Stamps, read_run
+from kvrouter.sim.calibrate.engine_run import engine_config, simulate
+from kvrouter.sim.calibrate.measured_run import MeasuredRun, Stamps, read_run
 
 MODEL = "meta-llama/Llama-3.1-8B"
 META: dict[str, object] = {

@@ -7,8 +7,8 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, Leg, Sampling
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Role
-from kvrouter.mock.config import MockConfig
-from kvrouter.mock.engine import MockEngine, Outputs
+from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.engine import MockEngine, Outputs
 
 # Round figures: a step takes 100 ms for its prefill part and 1 ms a token, and 10 ms for its decode part.
 TIMING = Timing(

@@ -8,10 +8,10 @@ from kvrouter.core.events import Stored, count_hashes
 from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
-from kvrouter.mock.fabric import Fabric
-from kvrouter.mock.handoff import Party
-from kvrouter.topology.links import Link
+from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
+from kvrouter.engines.mock_engine.fabric import Fabric
+from kvrouter.engines.mock_engine.handoff import Party
+from kvrouter.kernel.topology.links import Link
 from tests.support.mock_engine import TIMING
 from tests.support.mock_links import zone_links
 

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.fleet_checks import load_fleet
-from kvrouter.config.problems import parse_document
-from kvrouter.config.router import KvRouterConfig
+from kvrouter.app.mock_fleet import MockFleet
+from kvrouter.app.router import build_service
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
-from kvrouter.service.event_ingest import EventCacheView
-from kvrouter.service.generation import Generation
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.router import RouterService
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.generation import Generation
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.router import RouterService
+from kvrouter.settings.problems import parse_document
+from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
 from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestPlane
-from kvrouter.wiring.mock_fleet import MockFleet
-from kvrouter.wiring.router import build_service
 from kvrouter.worker import Worker, new_incarnation
 from tests.support.blocks import Blocks, blocks, blocks_of_cache, reported_by
 from tests.support.waits import until

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.mock.links import Links, Place
-from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
+from kvrouter.engines.mock_engine.links import Links, Place
+from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
 
 
 def zone_links(

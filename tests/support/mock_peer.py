@@ -14,7 +14,7 @@ from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
-from kvrouter.mock.config import MockConfig
+from kvrouter.engines.mock_engine.config import MockConfig
 from tests.support.mock_processes import N_PROMPT, SETTINGS, SLOW_LINKS, SPEEDUP, read_all, start
 
 

@@ -12,10 +12,10 @@ from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
-from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
-from kvrouter.mock.links import Links
-from kvrouter.mock.remote import Peer
-from kvrouter.topology.links import Link
+from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
+from kvrouter.engines.mock_engine.links import Links
+from kvrouter.engines.mock_engine.remote import Peer
+from kvrouter.kernel.topology.links import Link
 from tests.support.mock_links import zone_links
 from tests.support.waits import until
 

@@ -9,7 +9,7 @@ from itertools import count
 from kvrouter.core.events import HashColumn, KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import finish64, sequence_hashes
 from kvrouter.core.ids import EngineHash
-from kvrouter.mock.tokens import MASK, SPREAD
+from kvrouter.engines.mock_engine.tokens import MASK, SPREAD
 
 NEVER = -1
 

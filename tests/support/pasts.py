@@ -15,7 +15,7 @@ from kvrouter.recording.records import (
     Status,
     Worker,
 )
-from kvrouter.sim.fleet_history import FleetNote, Span, fleet_history
+from kvrouter.sim.past.fleet_history import FleetNote, Span, fleet_history
 from kvrouter.sim.traces.recording import Past, PastRequest
 
 FILE = Path("recording.jsonl.gz")

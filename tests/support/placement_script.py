@@ -19,19 +19,19 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
-from kvrouter.fleet.circuit import CircuitSettings, Fault
-from kvrouter.fleet.fleet import Fleet
-from kvrouter.index import NativeApproximateIndex
-from kvrouter.journey import RetryPlan, Shape
-from kvrouter.ledger.journal import Journal, SharedLedger
-from kvrouter.ledger.port import NativeLedger
-from kvrouter.ledger.replicas import Replicas, Replication
-from kvrouter.placement.attempt_request import attempt_request, hash_prompt
-from kvrouter.placement.cache_view import PredictedCacheView
-from kvrouter.placement.placement import Draw, Placement
-from kvrouter.placement.placer import Placer
-from kvrouter.placement.waiting_line import Ticket, WaitingLimits
-from kvrouter.routing.request import RoutingSettings
+from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.index import NativeApproximateIndex
+from kvrouter.kernel.journey import RetryPlan, Shape
+from kvrouter.kernel.ledger.journal import Journal, SharedLedger
+from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.ledger.replicas import Replicas, Replication
+from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
+from kvrouter.kernel.placement.cache_view import PredictedCacheView
+from kvrouter.kernel.placement.placement import Draw, Placement
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLimits
+from kvrouter.kernel.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.fleet.circuit import Fault
-from kvrouter.placement.events import PlacementEvents
-from kvrouter.placement.placement import Draw
+from kvrouter.kernel.fleet.circuit import Fault
+from kvrouter.kernel.placement.events import PlacementEvents
+from kvrouter.kernel.placement.placement import Draw
 
 A_DRAW = Draw(seed=0, turn=0, room=0)
 

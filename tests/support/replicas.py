@@ -4,17 +4,17 @@ from array import array
 from collections.abc import Iterable
 from zlib import crc32
 
-from kvrouter.config.decision import routing_settings
-from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
-from kvrouter.fleet.fleet import Fleet
-from kvrouter.ledger.port import NativeLedger
-from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.placement.placement import Placement
-from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.model_router import DecisionLog, ModelRouter
-from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.router.instrumentation import ServiceInstrumentation
+from kvrouter.router.model_router import DecisionLog, ModelRouter
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import SyncPlane
 from tests.support.fleets import BLOCK_SIZE, MODEL, card

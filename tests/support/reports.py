@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrouter.sim.summary import (
+from kvrouter.sim.replay.summary import (
     Carriage,
     Objective,
     Part,
@@ -13,7 +13,7 @@ from kvrouter.sim.summary import (
     Summary,
     VariantReport,
 )
-from kvrouter.sim.timetable import TimetableEntry
+from kvrouter.sim.replay.timetable import TimetableEntry
 
 NOTHING = Spread(None, None, None, None, None)
 

@@ -14,9 +14,9 @@ from kvrouter.core.errors import Reason
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet.fleet import Fleet
-from kvrouter.routing import Candidate, RouteRequest, RoutingSettings, View
-from kvrouter.topology.policy import MismatchPolicy, RouterTopologyDefault
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View
+from kvrouter.kernel.topology.policy import MismatchPolicy, RouterTopologyDefault
 
 ZONES = ("a", "b", "c")
 OWN_TAINTS = ("gpu", "fast")

@@ -9,12 +9,12 @@ import openai
 from openai.types.chat import ChatCompletionUserMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.commands.up import Embedded, embedded
-from kvrouter.config.fleet import FleetFile
-from kvrouter.config.recording import RecordingSettings
-from kvrouter.config.router import KvRouterConfig
-from kvrouter.config.tree import FrontendSettings, Settings
+from kvrouter.cli.up.run import Embedded, embedded
 from kvrouter.core.ids import WorkerId
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from tests.support.waits import until
 

@@ -9,10 +9,10 @@ import random
 import sys
 from collections.abc import Callable
 
+from kvrouter.app.router_transports import LaneSubscriber
 from kvrouter.cli import main
 from kvrouter.core.events import KvBatch
 from kvrouter.transports.events.port import BatchSink, LoadSink
-from kvrouter.wiring.router_transports import LaneSubscriber
 
 ROUND_BATCHES = 100
 LATE_BATCHES = 3

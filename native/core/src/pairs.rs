@@ -1,5 +1,5 @@
 //! The least that each prefill slot and any decode slot it may send its KV to cost together;
-//! `kvrouter.routing.joint` has the formula.
+//! `kvrouter.kernel.routing.joint` has the formula.
 
 use std::collections::HashMap;
 use std::sync::Arc;

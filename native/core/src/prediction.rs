@@ -1,5 +1,5 @@
 //! The seconds that a request is expected to take to its first token at each slot, part by part;
-//! `kvrouter.routing.prediction` has the formulas.
+//! `kvrouter.kernel.routing.prediction` has the formulas.
 
 use crate::timing::Timing;
 

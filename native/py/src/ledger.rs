@@ -12,7 +12,7 @@ use crate::buffers::OutColumn;
 use crate::checked;
 use crate::hashing::Prompt;
 
-pyo3::import_exception!(kvrouter.ledger.port, LeaseExists);
+pyo3::import_exception!(kvrouter.kernel.ledger.port, LeaseExists);
 
 /// A signed 64-bit count for each slot, as a read-only buffer (`memoryview`, `numpy.asarray`). It shows every
 /// change, until the ledger grows and hands out longer ones.

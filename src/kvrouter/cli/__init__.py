@@ -9,7 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import click
 
 from kvrouter.cli.commands import kvrouter
-from kvrouter.commands.output import echo
+from kvrouter.cli.output import echo
 from kvrouter.core.errors import INTERRUPTED, ConfigError, KvrouterError, TopologyUnavailable
 
 RUNTIME_ERROR = 1

@@ -19,36 +19,46 @@ class LazyCommand(NamedTuple):
 
 LAZY: Mapping[str, LazyCommand] = {
     "calibrate": LazyCommand(
-        "calibrate",
+        "calibrate.flags",
         "calibrate",
         "Fit the timing of mock engines to a measured run of a real one, or to a live one.",
     ),
-    "cordon": LazyCommand("cordon", "cordon", "Keep new requests away from a worker, a node or a zone."),
-    "doctor": LazyCommand("doctor", "doctor", "Name what is wrong with a running fleet, and the remedy."),
-    "drain": LazyCommand("cordon", "drain", "Cordon, and wait until nothing runs there any more."),
-    "dry-run": LazyCommand(
-        "dry_run", "dry_run", "Say which recorded requests a transfer policy would have refused."
+    "cordon": LazyCommand(
+        "cordon.flags", "cordon", "Keep new requests away from a worker, a node or a zone."
     ),
-    "explain": LazyCommand("ask", "explain", "Show where a prompt would go, or a request went, and why."),
-    "fleet": LazyCommand("fleet", "fleet", "Write, show and check fleet files."),
-    "frontend": LazyCommand("processes", "frontend", "Serve workers that run in other processes."),
+    "doctor": LazyCommand(
+        "doctor.flags", "doctor", "Name what is wrong with a running fleet, and the remedy."
+    ),
+    "drain": LazyCommand("cordon.flags", "drain", "Cordon, and wait until nothing runs there any more."),
+    "dry-run": LazyCommand(
+        "dry_run.flags", "dry_run", "Say which recorded requests a transfer policy would have refused."
+    ),
+    "explain": LazyCommand(
+        "explain.flags", "explain", "Show where a prompt would go, or a request went, and why."
+    ),
+    "fleet": LazyCommand("fleet.flags", "fleet", "Write, show and check fleet files."),
+    "frontend": LazyCommand("frontend.flags", "frontend", "Serve workers that run in other processes."),
     "hit-rate": LazyCommand(
-        "hit_rate", "hit_rate", "Show where recorded requests lost their cache hits, and what helps."
+        "hit_rate.flags",
+        "hit_rate",
+        "Show where recorded requests lost their cache hits, and what helps.",
     ),
     "operator": LazyCommand(
-        "operator", "operator", "Look after DynamoGraphDeployments in a Kubernetes cluster."
+        "operator.flags", "operator", "Look after DynamoGraphDeployments in a Kubernetes cluster."
     ),
     "replay": LazyCommand(
-        "replay", "replay", "Replay recorded traffic over a fleet, and compare routing rules."
+        "replay.flags", "replay", "Replay recorded traffic over a fleet, and compare routing rules."
     ),
-    "router": LazyCommand("processes", "router", "Decide for engines that something else fronts."),
-    "top": LazyCommand("ask", "top", "Show the fleet of a running router, live."),
-    "topology": LazyCommand("engines", "topology", "Where a worker is."),
-    "uncordon": LazyCommand("cordon", "uncordon", "Take a cordon back."),
-    "up": LazyCommand("up", "up", "Serve a fleet."),
-    "worker": LazyCommand("engines", "worker", "Run a worker: an engine, and what makes it part of a fleet."),
+    "router": LazyCommand("router.flags", "router", "Decide for engines that something else fronts."),
+    "top": LazyCommand("top.flags", "top", "Show the fleet of a running router, live."),
+    "topology": LazyCommand("worker.flags", "topology", "Where a worker is."),
+    "uncordon": LazyCommand("cordon.flags", "uncordon", "Take a cordon back."),
+    "up": LazyCommand("up.flags", "up", "Serve a fleet."),
+    "worker": LazyCommand(
+        "worker.flags", "worker", "Run a worker: an engine, and what makes it part of a fleet."
+    ),
     "worth": LazyCommand(
-        "worth", "worth", "Say what other transfer policies would change, and whether to switch."
+        "worth.flags", "worth", "Say what other transfer policies would change, and whether to switch."
     ),
 }
 """The commands by name; a test holds their lines to their own."""

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import click
 
-from kvrouter.cli.flags import output_option
-from kvrouter.commands.output import Output
-from kvrouter.config.option import Option, option_of
+from kvrouter.cli.output import Output
+from kvrouter.cli.setting_flags import output_option
+from kvrouter.settings.option import Option, option_of
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

@@ -1,7 +1,7 @@
 """The registry of cost rules, by which a rank is the cheapest: one line for each.
 
-A rule is a module with ``RULE``, a :class:`kvrouter.routing.request.CostRule`. It is imported when a router
-decides by it.
+A rule is a module with ``RULE``, a :class:`kvrouter.kernel.routing.request.CostRule`. It is imported when a
+router decides by it.
 """
 
 from typing import Final
@@ -10,9 +10,9 @@ BLOCKS: Final = "blocks"
 TIME: Final = "time"
 
 COST_RULES = {
-    BLOCKS: "kvrouter.routing.costs.blocks",
-    TIME: "kvrouter.routing.costs.time",
-    "lmetric": "kvrouter.routing.costs.lmetric",
+    BLOCKS: "kvrouter.kernel.routing.costs.blocks",
+    TIME: "kvrouter.kernel.routing.costs.time",
+    "lmetric": "kvrouter.kernel.routing.costs.lmetric",
 }
 """Modules by the rule's name: the values of ``--router-cost``."""
 

@@ -134,7 +134,7 @@ _Value = Annotated[str, Meta(max_length=VALUE_CHARS_MAX)]
 
 
 class LinkName(NamedTuple):
-    """Which link; see :class:`kvrouter.topology.SharedLink`."""
+    """Which link; see :class:`kvrouter.kernel.topology.SharedLink`."""
 
     src: Annotated[
         tuple[tuple[Annotated[str, Meta(max_length=LEVEL_CHARS_MAX)], _Value | None], ...],

@@ -11,11 +11,9 @@ from msgspec import UNSET
 from kvrouter.api.decisions import Decisions, LastDecisions
 from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
 from kvrouter.api.pages import BusyBody, ThresholdList, Thresholds
-from kvrouter.config.tree import AdminAccess, FrontendSettings
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
-from kvrouter.fleet.fleet import Fleet
 from kvrouter.frontend.cordons import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
@@ -27,8 +25,10 @@ from kvrouter.frontend.openai.passthrough import parse_passthrough
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
 from kvrouter.frontend.routes import Endpoint, Page, PageRequest, Route, json_page
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.router import RouterService
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.router import RouterService
+from kvrouter.settings.tree import AdminAccess, FrontendSettings
 
 DECISIONS_LISTED = 50
 """Requests whose decisions ``GET /v1/decisions`` lists, unless another number is asked for;"""

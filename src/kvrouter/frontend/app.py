@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrouter.config.setting import installed_version
-from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes
@@ -46,8 +44,10 @@ from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.web_page import WebPage
-from kvrouter.service.router import RouterService
-from kvrouter.service.traffic import TrafficRecorder
+from kvrouter.router.router import RouterService
+from kvrouter.router.traffic import TrafficRecorder
+from kvrouter.settings.setting import installed_version
+from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Enforcement
-from kvrouter.fleet.fleet import Fleet
 from kvrouter.frontend.errors import refusal_counts
-from kvrouter.routing.request import Candidate, Decision, Pick, Times
-from kvrouter.service.model_router import KeptDecision
-from kvrouter.topology.policy import Fallback, Preferred, Required, TransferConstraint, TransferPolicy
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.request import Candidate, Decision, Pick, Times
+from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint, TransferPolicy
+from kvrouter.router.model_router import KeptDecision
 
 
 def decided(request: GenerateRequest, fleet: Fleet, decision: Decision) -> api.Explanation:

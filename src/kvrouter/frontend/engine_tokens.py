@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.config.tree import FrontendSettings, TokenizeFallback
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.frontend.chat_renderings import ChatRenderings, UnrenderedChats
@@ -16,11 +15,12 @@ from kvrouter.frontend.response_passthrough import (
     estimated_tokens,
     passthrough_tokens,
 )
-from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.service.engine_tokenizer import ASKED_BYTES_MAX
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.prompt_shapes import by_engine
-from kvrouter.service.router import RouterService
+from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.router.engine_tokenizer import ASKED_BYTES_MAX
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.prompt_shapes import by_engine
+from kvrouter.router.router import RouterService
+from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from kvrouter.text.model import TextModel
 from kvrouter.text.prompts.fields import PromptFields
 from kvrouter.text.prompts.shape import shape_of

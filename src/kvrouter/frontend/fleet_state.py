@@ -8,34 +8,34 @@ from math import inf
 import numpy as np
 
 from kvrouter.api import fleet as api
-from kvrouter.config.setting import installed_version
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.feed.states import FeedState
-from kvrouter.fleet.circuit import CircuitState
-from kvrouter.fleet.columns import UNKNOWN, Columns
 from kvrouter.frontend.cordons import cordoned
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
-from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
-from kvrouter.placement.engine_sums import SumsReading
-from kvrouter.placement.link_speeds import LinkReading
-from kvrouter.placement.speeds import SpeedReading
-from kvrouter.routing.request import cost_rule
-from kvrouter.service.engine_reports import AnswerCounts, ReportReading
-from kvrouter.service.event_ingest import EventCacheView, FeedReading
-from kvrouter.service.kv_flows import RECENT_S
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.router import RefusedCard, RouterService
-from kvrouter.service.traffic import TrafficRecorder
-from kvrouter.service.transfer_speed import TransferReading
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.fleet.circuit import CircuitState
+from kvrouter.kernel.fleet.columns import UNKNOWN, Columns
+from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
+from kvrouter.kernel.placement.engine_sums import SumsReading
+from kvrouter.kernel.placement.link_speeds import LinkReading
+from kvrouter.kernel.placement.speeds import SpeedReading
+from kvrouter.kernel.routing.request import cost_rule
+from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
+from kvrouter.router.engine_reports import AnswerCounts, ReportReading
+from kvrouter.router.event_ingest import EventCacheView, FeedReading
+from kvrouter.router.kv_flows import RECENT_S
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.router.router import RefusedCard, RouterService
+from kvrouter.router.traffic import TrafficRecorder
+from kvrouter.router.transfer_speed import TransferReading
+from kvrouter.settings.setting import installed_version
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import GaugeFamily
-from kvrouter.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
 
 
 @dataclass(frozen=True, slots=True)

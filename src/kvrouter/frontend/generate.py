@@ -48,10 +48,10 @@ from kvrouter.frontend.response_writer import (
     query_workers,
     routing_nvext,
 )
-from kvrouter.routing.request import Decision
-from kvrouter.service.generation import ANSWERED, Generation
-from kvrouter.service.router import RouterService
-from kvrouter.service.traffic import NO_ORIGIN, Origin
+from kvrouter.kernel.routing.request import Decision
+from kvrouter.router.generation import ANSWERED, Generation
+from kvrouter.router.router import RouterService
+from kvrouter.router.traffic import NO_ORIGIN, Origin
 from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
 
 if TYPE_CHECKING:

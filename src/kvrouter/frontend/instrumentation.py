@@ -8,8 +8,8 @@ from typing import NamedTuple
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute, TraceContext
 from kvrouter.frontend.http import HttpServer
-from kvrouter.service.generation import Generation
-from kvrouter.service.instrumentation import prefilling
+from kvrouter.router.generation import Generation
+from kvrouter.router.instrumentation import prefilling
 from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle
 

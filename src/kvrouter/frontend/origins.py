@@ -3,14 +3,14 @@
 import ipaddress
 import re
 
-from kvrouter.config.sources import LOOPBACK_HOSTS
-from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.form import UnsupportedMediaType
 from kvrouter.frontend.routes import NO_CONTENT_POLICY, Route
+from kvrouter.settings.sources import LOOPBACK_HOSTS
+from kvrouter.settings.tree import FrontendSettings
 
 ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
 LEGS = (b"prefill", b"decode")

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from itertools import starmap
 
 from kvrouter.api.pages import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
-from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
 from kvrouter.frontend.prepare import Named, RequestPreparer
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
-from kvrouter.routing.request import RouteRequest
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.router import RouterService
+from kvrouter.kernel.routing.request import RouteRequest
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.router import RouterService
+from kvrouter.settings.setting import installed_version
 from kvrouter.telemetry import MetricsFormat, Telemetry
 
 _PROBE = RequestId("ready")

@@ -6,14 +6,14 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import Taint, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.fleet.fleet import Fleet
 from kvrouter.frontend.errors import UnknownWorker
 from kvrouter.frontend.openai.parse import Call
-from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.routing.pick import rules_of
-from kvrouter.routing.request import RoutingSettings
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.topology.policy import Required, RouterTopologyDefault, derive, topology_domains
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.routing.pick import rules_of
+from kvrouter.kernel.routing.request import RoutingSettings
+from kvrouter.kernel.topology.policy import Required, RouterTopologyDefault, derive, topology_domains
+from kvrouter.router.model_router import ModelRouter
 
 _PIN = "nvext.worker_id"
 _PREFILL_PIN = "nvext.prefill_worker_id"

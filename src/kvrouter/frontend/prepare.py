@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.config.tree import FrontendSettings, UnknownNvext
 from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
@@ -34,8 +33,9 @@ from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Heade
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.response_passthrough import estimated_tokens
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.router import RouterService
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.router import RouterService
+from kvrouter.settings.tree import FrontendSettings, UnknownNvext
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
 

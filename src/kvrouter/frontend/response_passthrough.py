@@ -23,7 +23,7 @@ from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import EventStream, ResponseWriter, routing_nvext
-from kvrouter.service.generation import ANSWERED, Generation
+from kvrouter.router.generation import ANSWERED, Generation
 from kvrouter.text.chat import text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 from kvrouter.text.prompts import prompt_maker

@@ -24,9 +24,9 @@ from kvrouter.frontend.keep_alive import KeepAliveStream
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed import PassedRoute
-from kvrouter.routing.request import Decision
-from kvrouter.service.generation import Generation
-from kvrouter.service.instrumentation import prefilling
+from kvrouter.kernel.routing.request import Decision
+from kvrouter.router.generation import Generation
+from kvrouter.router.instrumentation import prefilling
 
 QUOTED_MAX = 4096
 """How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""

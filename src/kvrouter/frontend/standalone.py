@@ -15,11 +15,9 @@ from msgspec.structs import asdict, replace
 
 from kvrouter.api import bookings as api
 from kvrouter.api.cordons import Name
-from kvrouter.config.tree import FrontendSettings
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
-from kvrouter.fleet.fleet import Fleet
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_state import policy_state
@@ -58,13 +56,15 @@ from kvrouter.frontend.prepare import (
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
-from kvrouter.routing.request import Decision, Pick
-from kvrouter.service.bookings import Bookings
-from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled
-from kvrouter.service.router import RouterService
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.request import Decision, Pick
+from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
+from kvrouter.router.bookings import Bookings
+from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled
+from kvrouter.router.router import RouterService
+from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
-from kvrouter.topology.policy import Fallback, Preferred, Required, TransferConstraint
 
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing

@@ -24,10 +24,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import Leg, TraceContext
 from kvrouter.frontend.http import Request
-from kvrouter.placement.placement import Placement
-from kvrouter.request_driver import Attempt
-from kvrouter.routing.request import Decision, Pick
-from kvrouter.service.generation import Generation
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.request_driver import Attempt
+from kvrouter.kernel.routing.request import Decision, Pick
+from kvrouter.router.generation import Generation
 
 Attributes = dict[str, str | bool | int | float]
 

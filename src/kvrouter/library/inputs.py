@@ -28,7 +28,7 @@ from kvrouter.frontend.openai.body import (
 from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX, check_hints
 from kvrouter.frontend.prepare import answer_tokens
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID
-from kvrouter.service.prefill_dispatch import Prefilled
+from kvrouter.router.prefill_dispatch import Prefilled
 from kvrouter.transports.requests.port import EngineStream
 
 MAX_TOKENS_DEFAULT = 16

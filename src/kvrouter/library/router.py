@@ -8,7 +8,7 @@ from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
-from kvrouter.config.router import KvRouterConfig
+from kvrouter.app.router import build_service
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
 from kvrouter.core.events import unpack_hashes
@@ -16,6 +16,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.openai.parse import pin_of
+from kvrouter.kernel.routing.request import Pick
 from kvrouter.library.inputs import (
     AnswerPiece,
     AnswerPieces,
@@ -28,19 +29,18 @@ from kvrouter.library.inputs import (
     token_buffer,
 )
 from kvrouter.library.runtime import Endpoint, Runtime
-from kvrouter.routing.request import Pick
-from kvrouter.service.bookings import Bookings
-from kvrouter.service.event_ingest import EventCacheView
-from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.prefill_dispatch import PrefillDispatch
-from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.router import RouterService
+from kvrouter.router.bookings import Bookings
+from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.instrumentation import ServiceInstrumentation
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.prefill_dispatch import PrefillDispatch
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.router.router import RouterService
+from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
-from kvrouter.wiring.router import build_service
 
 _log = logging.getLogger(__name__)
 

@@ -20,16 +20,14 @@ from typing import Self
 
 import msgspec
 
-from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
-from kvrouter.config.fleet_engines import MockEngineSpec
-from kvrouter.config.problems import dotted, read_document
-from kvrouter.config.router import KvRouterConfig
-from kvrouter.config.sources import load_settings
-from kvrouter.config.tree import Settings
+from kvrouter.app.mock_fleet import MockFleet
+from kvrouter.app.router_transports import router_wires
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
+from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.fleetfile.fleet_engines import MockEngineSpec
 from kvrouter.library.inputs import (
     AnswerPieces,
     answers_of,
@@ -39,13 +37,15 @@ from kvrouter.library.inputs import (
     sampling_of,
     token_buffer,
 )
-from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.settings.problems import dotted, read_document
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.sources import load_settings
+from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
-from kvrouter.wiring.mock_fleet import MockFleet
-from kvrouter.wiring.router_transports import router_wires
 
 NO_PORT = 0
 """A program has no frontend, after whose port its connection to NATS would be called."""

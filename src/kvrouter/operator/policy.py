@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from kvrouter.config.problems import Path, Problem, dotted
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
+from kvrouter.kernel.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferPolicy
 from kvrouter.operator.api.deployment import (
     ComponentSpec,
     ComponentType,
@@ -15,7 +15,7 @@ from kvrouter.operator.api.deployment import (
     PrefillTopology,
 )
 from kvrouter.operator.api.qos import NetworkQoS
-from kvrouter.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferPolicy
+from kvrouter.settings.problems import Path, Problem, dotted
 
 GRAPH_POLICY: Path = ("spec", "experimental", "kvTransferPolicy")
 TOPOLOGY_NAME: Path = ("spec", "topologyConstraint", "clusterTopologyName")

@@ -21,7 +21,7 @@ from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.index import NativeBlockIndex
+from kvrouter.kernel.index import NativeBlockIndex
 from kvrouter.transports.events.port import EventPublisher
 
 FIRST_RANK = DpRank(0)

@@ -2,7 +2,6 @@
 
 import secrets
 
-from kvrouter.config.setting import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WORKER_IDS, Epoch, ModelName, WorkerId
 from kvrouter.core.workers import (
@@ -14,7 +13,8 @@ from kvrouter.core.workers import (
     Role,
     WorkerCard,
 )
-from kvrouter.topology.policy import validate_runtime_config
+from kvrouter.kernel.topology.policy import validate_runtime_config
+from kvrouter.settings.setting import installed_version
 from kvrouter.transports.discovery.port import Discovery
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.topology.policy import validate_runtime_config, worker_taints
+from kvrouter.kernel.topology.policy import validate_runtime_config, worker_taints
 from kvrouter.worker.topology_env import (
     DEFAULT_MOUNT_PATH,
     ENABLED,

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.config.setting_spec import parse_switch
-from kvrouter.config.variables import text_of
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
+from kvrouter.settings.setting_spec import parse_switch
+from kvrouter.settings.variables import text_of
 
 ENABLED = "DYN_TOPOLOGY_ENABLED"
 MOUNT_PATH = "DYN_TOPOLOGY_MOUNT_PATH"

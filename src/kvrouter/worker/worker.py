@@ -13,9 +13,9 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelRuntimeConfig, WorkerCard
 from kvrouter.engines.port import Engine, EngineState, SnapshotEngine, WatchedEngine
+from kvrouter.kernel.topology.policy import validate_runtime_config
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
-from kvrouter.topology.policy import validate_runtime_config
 from kvrouter.transports.discovery.port import Discovery
 from kvrouter.transports.events.port import EventPublisher, RecoveryServer
 from kvrouter.transports.requests.port import EngineStream, Registration, RequestAcceptor

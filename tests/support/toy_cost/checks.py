@@ -6,13 +6,13 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from kvrouter.cli.commands import kvrouter
-from kvrouter.config.router import KvRouterConfig
-from kvrouter.config.setting import settings_of
 from kvrouter.core.workers import Role
-from kvrouter.placement.placement import Draw
-from kvrouter.routing import RoutingSettings
+from kvrouter.kernel.placement.placement import Draw
+from kvrouter.kernel.routing import RoutingSettings
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.setting import settings_of
+from tests.kernel.unit.test_placer import place, placer_of
 from tests.support.fleets import generate_request
-from tests.unit.test_placer import place, placer_of
 
 SAMPLE = Path("data/mooncake-conversation-sample.jsonl").absolute()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvrouter.attach import attachment
+from kvrouter.app.attach import attachment
 from kvrouter.cli.commands import kvrouter
 from tests.support.attach_entrances import ENTRANCES, CardNow
 from tests.support.engine_server import scripted_engine

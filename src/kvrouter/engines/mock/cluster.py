@@ -22,15 +22,15 @@ from kvrouter.core.hosts import advertised_host
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, merge_chunks
 from kvrouter.engines.mock.transfer import TransferCounts, Transfers, TransferSettings
+from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.engine import EngineFull, MockEngine
+from kvrouter.engines.mock_engine.fabric import Fabric
+from kvrouter.engines.mock_engine.handoff import Party
+from kvrouter.engines.mock_engine.links import DomainPair, LinkChange, Links
+from kvrouter.engines.mock_engine.network import Carried
+from kvrouter.engines.mock_engine.remote import Peer
+from kvrouter.engines.mock_engine.sequence import LegSink, sequence_key
 from kvrouter.engines.port import EventsSink, LoadSink
-from kvrouter.mock.config import MockConfig
-from kvrouter.mock.engine import EngineFull, MockEngine
-from kvrouter.mock.fabric import Fabric
-from kvrouter.mock.handoff import Party
-from kvrouter.mock.links import DomainPair, LinkChange, Links
-from kvrouter.mock.network import Carried
-from kvrouter.mock.remote import Peer
-from kvrouter.mock.sequence import LegSink, sequence_key
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 

@@ -2,15 +2,15 @@
 
 The connection is the pull: it opens when a decode leg was accepted whose KV is elsewhere, and when it is
 lost, both sides end the handoff as if the other's engine had died. No bytes of KV cross it, only the few
-words of :mod:`kvrouter.mock.remote`: the time that the bytes would take is simulated by the sink's process.
+words of :mod:`kvrouter.engines.mock_engine.remote`: the sink's process simulates the time that bytes take.
 
 Who hears a last word closes; who says one waits for that, for ``linger_s`` at most. Every side gives a sign
 of life each ``keep_alive_s``, and one that was silent for ``silence_max_s`` is lost.
 
 A frame is its length (4 bytes, big-endian) and that many bytes. The first frame of the side that connects is
 the hello: a fixed beginning, the version and the shared token, in plain bytes, so that a stranger is refused
-before anything of it is parsed. Every other frame is a word of :mod:`kvrouter.mock.remote` or a sign of life,
-in msgpack.
+before anything of it is parsed. Every other frame is a word of
+:mod:`kvrouter.engines.mock_engine.remote` or a sign of life, in msgpack.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ import msgspec
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.json import unpacked
 from kvrouter.core.requests import KvLoss
-from kvrouter.mock.fabric import Fabric
-from kvrouter.mock.handoff import RemoteSink
-from kvrouter.mock.remote import (
+from kvrouter.engines.mock_engine.fabric import Fabric
+from kvrouter.engines.mock_engine.handoff import RemoteSink
+from kvrouter.engines.mock_engine.remote import (
     REASON_CHARS_MAX,
     Done,
     Failed,

@@ -7,7 +7,6 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from kvrouter.config.problems import did_you_mean
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, Taint, WorkerId
@@ -29,8 +28,9 @@ from kvrouter.frontend.openai.body import (
     refuse_fields,
     shown,
 )
-from kvrouter.routing.masks import required_taints
-from kvrouter.topology.policy import named_domain
+from kvrouter.kernel.routing.masks import required_taints
+from kvrouter.kernel.topology.policy import named_domain
+from kvrouter.settings.problems import did_you_mean
 
 TAINTS_MAX = 32
 TAINT_CHARS_MAX = 512

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Problem, dotted
 from kvrouter.core.errors import ProtocolError
 from kvrouter.operator.admission.validate import Verdict, validate
 from kvrouter.operator.api.deployment import GROUP, KIND
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels.binding import BindingTarget, binding_patch
 from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.settings.problems import Problem, dotted
 
 API_VERSION = "admission.k8s.io/v1"
 REVIEW_KIND = "AdmissionReview"

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.config.problems import Path, Problem, did_you_mean
 from kvrouter.kube.objects import labels_of
 from kvrouter.operator.api.deployment import (
     TOPOLOGY_IS_IMMUTABLE,
@@ -32,6 +31,7 @@ from kvrouter.operator.policy import (
     RawLabel,
     read_policy,
 )
+from kvrouter.settings.problems import Path, Problem, did_you_mean
 
 LISTED_MAX = 10
 

@@ -9,9 +9,9 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvrouter.config.problems import Path, Problem, did_you_mean, innermost, problem_of
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
+from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.operator.api.names import (
     TOPOLOGY_LABEL_PREFIX,
     ComponentName,
@@ -28,7 +28,7 @@ from kvrouter.operator.api.names import (
 from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, Strategy
 from kvrouter.operator.api.status import NEVER_OBSERVED, DeploymentStatus
-from kvrouter.topology.policy import MismatchPolicy
+from kvrouter.settings.problems import Path, Problem, did_you_mean, innermost, problem_of
 
 GROUP = "nvidia.com"
 VERSION = "v1beta1"

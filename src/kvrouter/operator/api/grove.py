@@ -5,7 +5,6 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from kvrouter.config.problems import Path, Problem, dotted, problem_of
 from kvrouter.kube.objects import fields_of
 from kvrouter.operator.api.names import label_key_problem, level_problem
 from kvrouter.operator.api.qos import (
@@ -16,6 +15,7 @@ from kvrouter.operator.api.qos import (
     NetworkQoS,
     PairQoS,
 )
+from kvrouter.settings.problems import Path, Problem, dotted, problem_of
 
 GROVE_GROUP = "grove.io"
 GROVE_VERSION = "v1alpha1"

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.names import COMPONENT_PATTERN
 from kvrouter.operator.convert.frontend import Places, as_our_frontend
 from kvrouter.operator.convert.part import Json, Part, check_container, listed, named
 from kvrouter.operator.plan.manifest import mapping, object_name, objects
 from kvrouter.operator.plan.programs import Program, Speaks, program_of, words_of
+from kvrouter.settings.problems import Path, Problem
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the mount of a container, and no file of ours
 SHARED_MEMORY_DEFAULT = "8Gi"

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.admission.validate import name_problems
 from kvrouter.operator.api.deployment import (
     API_VERSION,
@@ -30,6 +29,7 @@ from kvrouter.operator.plan.manifest import mapping, objects
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.plan.pod import read_pod_template
 from kvrouter.operator.plan.programs import unregistered
+from kvrouter.settings.problems import Path, Problem
 
 VERSIONS = (f"{GROUP}/v1alpha1", f"{GROUP}/v1beta1")
 SCALING_ADAPTER = "DynamoGraphDeploymentScalingAdapter"

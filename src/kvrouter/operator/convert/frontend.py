@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path
-from kvrouter.config.setting_spec import SettingKind, SettingSpec, written_settings
-from kvrouter.config.variables import OUR_PREFIX, SHARED_PREFIX, TOPOLOGY_VARIABLES, spellings
 from kvrouter.operator.convert.part import Json, Notes
 from kvrouter.operator.plan.manifest import objects
 from kvrouter.operator.plan.programs import Speaks, program_of, words_of
 from kvrouter.operator.plan.serving import HTTP_PORT_VARIABLE
+from kvrouter.settings.problems import Path
+from kvrouter.settings.setting_spec import SettingKind, SettingSpec, written_settings
+from kvrouter.settings.variables import OUR_PREFIX, SHARED_PREFIX, TOPOLOGY_VARIABLES, spellings
 
 MODULE = "dynamo.frontend"
 _PYTHON = re.compile(r"(.*/)?(python[0-9.]*|(ba)?sh)|exec|-m|-u|-e?c|-l?c")

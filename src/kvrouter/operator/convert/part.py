@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue
 
-from kvrouter.config.problems import Path, Problem
+from kvrouter.settings.problems import Path, Problem
 
 Json = dict[str, JsonValue]
 

@@ -4,13 +4,13 @@ from enum import StrEnum
 
 from pydantic import JsonValue
 
-from kvrouter.config.planes import DiscoveryBackend
-from kvrouter.config.problems import Problem
 from kvrouter.operator.api.deployment import ComponentType, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, labels_of, object_name
 from kvrouter.operator.plan.pod import PodDraft
 from kvrouter.operator.plan.workload import owned_metadata
+from kvrouter.settings.planes import DiscoveryBackend
+from kvrouter.settings.problems import Problem
 
 CARDS_GROUP = "kvrouter.dev"
 CARDS = "kvrouterworkers"

@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 from math import ceil
 from typing import NamedTuple
 
-from kvrouter.config.problems import Problem
 from kvrouter.kube.objects import annotations_of, key_of
 from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.manifest import Manifest, labels_of, mapping, object_name, selector, strings
 from kvrouter.operator.plan.workload import component_metadata, owned_metadata
+from kvrouter.settings.problems import Problem
 
 SHARE = 0.25
 """Of the pods, as in a rolling update of workers; at least one."""

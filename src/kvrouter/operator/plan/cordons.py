@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.core.cordons import CORDON_REASON_CHARS_MAX, NODE_LEVEL, Cordon, CordonSource
 from kvrouter.kube.objects import FLEET_LABEL, annotations_of, cordon_object, key_of
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, labels_of
 from kvrouter.operator.plan.workload import owned_metadata
+from kvrouter.settings.planes import DiscoveryBackend
 
 CORDON_ANNOTATION = "kvrouter.dev/cordon"
 """Annotation of a node: its workers get no new requests, for the reason that its value says."""

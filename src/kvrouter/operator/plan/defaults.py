@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import decoded
 from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.settings.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
 
 API_SERVER_PORTS = (443, 6443)
 """Where API servers listen: in most hosted clusters, and as kubeadm and others make them."""

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from kvrouter.config.fleet import LinkSpec, LinksSpec, PairLink
-from kvrouter.config.problems import Problem, did_you_mean
+from kvrouter.fleetfile.fleet import LinkSpec, LinksSpec, PairLink
+from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.operator.api.qos import QOS_PAIRS_MAX, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels.copies import Resolution
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, NamedTopology
-from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
+from kvrouter.settings.problems import Problem, did_you_mean
 
 ASSUMED = (
     "weighs links that are assumed, 100 Gbit/s inside every level and 25 Gbit/s otherwise: measure them and "

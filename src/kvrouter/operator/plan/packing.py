@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path, Problem, did_you_mean
 from kvrouter.operator.api.deployment import ComponentSpec, DeploymentSpec, DynamoGraphDeployment
 from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import PACKED_LABEL
@@ -23,6 +22,7 @@ from kvrouter.operator.plan.manifest import (
 )
 from kvrouter.operator.plan.pod import PodDraft
 from kvrouter.operator.policy import DeploymentPolicy, RawLabel
+from kvrouter.settings.problems import Path, Problem, did_you_mean
 
 PACKING_ANNOTATION = "kvrouter.dev/pack-level"
 """Annotation of Deployments: the level that their pods are packed into, ``domain=node label``."""

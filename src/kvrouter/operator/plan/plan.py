@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
 from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import level_problem
@@ -45,6 +44,7 @@ from kvrouter.operator.plan.wiring import (
 )
 from kvrouter.operator.plan.workload import rollout_problems, service, workload
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
+from kvrouter.settings.problems import Path, Problem
 
 LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
 """Annotation of worker Deployments: the levels that they were planned with, ``domain=node label,…``."""

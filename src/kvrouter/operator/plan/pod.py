@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path, Problem
-from kvrouter.config.variables import spellings
 from kvrouter.operator.api.deployment import ComponentSpec
 from kvrouter.operator.plan.manifest import Manifest, listed, mapping, objects, without_nothing
+from kvrouter.settings.problems import Path, Problem
+from kvrouter.settings.variables import spellings
 
 _LISTS = ("containers", "initContainers", "volumes")
 _READ_FIRST = ("name", "image", "command", "args", "env", "ports")

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api.deployment import ComponentType
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.pod import PodDraft
 from kvrouter.operator.plan.serving import is_sidecar
+from kvrouter.settings.problems import Path, Problem
 
 WORDS_MAX = 4_096
 """So many words of a command are read; what comes after them says nothing about the program."""

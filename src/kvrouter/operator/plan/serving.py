@@ -5,8 +5,6 @@ from itertools import count
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Problem
-from kvrouter.config.tree import AdminAccess
 from kvrouter.operator.api.deployment import (
     ComponentSpec,
     ComponentType,
@@ -17,6 +15,8 @@ from kvrouter.operator.api.names import is_nothing
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, listed, mapping, objects
 from kvrouter.operator.plan.pod import PodDraft, entry_of, offered, read_pod_template, value_of, variable
+from kvrouter.settings.problems import Problem
+from kvrouter.settings.tree import AdminAccess
 
 HTTP_PORT = 8000
 HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"

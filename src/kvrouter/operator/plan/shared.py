@@ -4,8 +4,6 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from kvrouter.config.problems import Path, Problem
-from kvrouter.config.variables import spellings
 from kvrouter.operator.api.deployment import (
     OPERATORS_PREFIX,
     RESERVED_LABELS,
@@ -16,6 +14,8 @@ from kvrouter.operator.api.deployment import (
 from kvrouter.operator.api.names import LABEL_VALUE_CHARS_MAX, LABEL_VALUE_PATTERN, label_key_problem
 from kvrouter.operator.plan.manifest import Manifest, listed, mapping, objects
 from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.settings.problems import Path, Problem
+from kvrouter.settings.variables import spellings
 
 
 class SharedEnv(NamedTuple):

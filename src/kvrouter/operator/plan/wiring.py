@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement
+from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.operator.api.deployment import ComponentType, PrefillTopology
 from kvrouter.operator.api.names import topology_label
 from kvrouter.operator.labels.copies import Copy, Resolution
@@ -26,7 +26,7 @@ from kvrouter.operator.plan.pod import (
 )
 from kvrouter.operator.plan.serving import flag_of, is_sidecar, restricted
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings
-from kvrouter.topology.policy import MismatchPolicy
+from kvrouter.settings.problems import Path, Problem
 
 VOLUME = "topology-labels"
 WAIT = "topology-wait"

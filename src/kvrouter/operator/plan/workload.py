@@ -2,7 +2,6 @@
 
 from pydantic import JsonValue
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api.deployment import (
     API_VERSION,
     BELOW_DEADLINE,
@@ -25,6 +24,7 @@ from kvrouter.operator.plan.manifest import (
     template_hash,
 )
 from kvrouter.operator.plan.shared import annotation_problems
+from kvrouter.settings.problems import Path, Problem
 
 
 def owned_metadata(

@@ -8,6 +8,7 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.kernel.topology.policy import policy_of, topology_domains, validate_runtime_config
 from kvrouter.kube.objects import (
     FLEET_LABEL,
     Key,
@@ -19,7 +20,6 @@ from kvrouter.kube.objects import (
     version_of,
 )
 from kvrouter.operator.status.available import Registered
-from kvrouter.topology.policy import policy_of, topology_domains, validate_runtime_config
 
 EXPIRE_S = 5.0
 """How often leases are checked."""

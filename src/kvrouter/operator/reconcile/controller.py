@@ -4,7 +4,6 @@ import asyncio
 import time
 from contextlib import suppress
 
-from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.kube.client import KubeClient
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
@@ -18,6 +17,7 @@ from kvrouter.operator.reconcile.recorder import Recorder
 from kvrouter.operator.reconcile.sources import Sources, every
 from kvrouter.operator.reconcile.status_writer import StatusWriter
 from kvrouter.operator.reconcile.workqueue import Workqueue
+from kvrouter.settings.planes import DiscoveryBackend
 
 RECONCILES_AT_A_TIME = 4
 RESYNC_S = 600.0

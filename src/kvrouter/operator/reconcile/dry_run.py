@@ -3,7 +3,6 @@
 import asyncio
 import re
 
-from kvrouter.config.problems import Path, Problem
 from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused, collected_warnings
 from kvrouter.kube.objects import Manifest, key_of
 from kvrouter.operator.admission.review import Review
@@ -11,6 +10,7 @@ from kvrouter.operator.admission.validate import Verdict, changed_manifests
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.apply import ObjectRef, is_orphan, kind_of, owner_uid_of
+from kvrouter.settings.problems import Path, Problem
 
 WITHIN_S = 3.0
 """What is left of the API server's ten seconds after topologies were read, with some to spare."""

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.client import KubeClient, RequestRefused
 from kvrouter.kube.objects import EVENTS, Involved, Key, Manifest, event_of, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import API_VERSION, KIND
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import Changes
+from kvrouter.settings.problems import Problem, dotted
 
 WARNINGS_REPORTED_MAX = 20
 SET_BACK = (

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.kernel.topology.policy import Required, TransferPolicy
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ConditionStatus
 from kvrouter.operator.labels.copies import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
-from kvrouter.topology.policy import Required, TransferPolicy
 
 ROLE_OF = {
     ComponentType.PREFILL: Role.PREFILL,

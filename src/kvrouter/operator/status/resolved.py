@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrouter.config.problems import Problem, dotted
 from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ComponentStatus, ConditionStatus
@@ -12,6 +11,7 @@ from kvrouter.operator.labels.copies import Copy, Pod, Resolution, Source
 from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
+from kvrouter.settings.problems import Problem, dotted
 
 PROBLEMS_REPORTED_MAX = 5
 MESSAGE_CHARS_MAX = 1024

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from kvrouter.config.problems import Problem
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
 from kvrouter.operator.api.status import (
     ComponentStatus,
@@ -44,6 +43,7 @@ from kvrouter.operator.status.resolved import (
     resolved,
 )
 from kvrouter.operator.status.stalled import Rollout, progress
+from kvrouter.settings.problems import Problem
 
 
 def deployment_status(

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvrouter.config.problems import Document
 from kvrouter.core.hashing import finish64
 from kvrouter.core.json import Unreadable, converted
+from kvrouter.settings.problems import Document
 from kvrouter.sim.traces.lines import field_first, wrong_row
 from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvrouter.config.problems import Document, parse_document
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, attempted
 from kvrouter.recording.records import SCHEMA as RECORDING
-from kvrouter.sim.fleet_history import FleetHistory
+from kvrouter.settings.problems import Document, parse_document
+from kvrouter.sim.past.fleet_history import FleetHistory
 from kvrouter.sim.traces import (
     agentic,
     agentic_mooncake,

@@ -24,7 +24,7 @@ from kvrouter.recording.records import (
     RefusalRecord,
     RequestRecord,
 )
-from kvrouter.sim.fleet_history import FleetHistory, FleetNote, Span, fleet_history
+from kvrouter.sim.past.fleet_history import FleetHistory, FleetNote, Span, fleet_history
 from kvrouter.sim.traces.lines import read_lines, wrong_row
 from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
 

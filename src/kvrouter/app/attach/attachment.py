@@ -1,0 +1,386 @@
+"""The attach loop: probes an engine, runs a worker for it, and attaches again when it changed."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import cast
+
+import msgspec
+
+from kvrouter.app.attach.spec import engine_card
+from kvrouter.app.attach.transport_provider import TransportProvider
+from kvrouter.app.tls import advertised
+from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import Role
+from kvrouter.engines.attach import Attached, AttachEngine, AttachSpec, KeyRefused
+from kvrouter.engines.registry import ENGINES
+from kvrouter.settings.tree import Settings
+from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
+from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.requests.port import WorkerUnreachable
+from kvrouter.worker import TopologyEnv, Worker, new_incarnation
+
+logger = logging.getLogger("kvrouter.worker")
+
+UP_LOG = logging.getLogger("kvrouter.up")
+"""What becomes of engines whose workers share a process is logged here."""
+
+ASK_AGAIN_S = 2.0
+"""How long after an engine did not answer it is asked again."""
+
+SAID_EACH_S = 30.0
+"""How often a log line says that the engine is still waited for."""
+
+
+AwaitedSink = Callable[[str], None]
+"""Hears, each time that an engine did not answer, why."""
+
+
+def _nobody(*_: object) -> None:
+    """The default of a callback: nobody else listens."""
+
+
+class NotAnswered(ConfigError):
+    """No engine answered in time."""
+
+
+async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Attached:
+    """Ask the engine until it answers, and attach it.
+
+    Raises ConfigError whose ``param`` is the field that contradicts what the engine says, and NotAnswered for
+    an engine that does not answer within ``spec.wait_s``.
+    """
+    attach_engine = cast("AttachEngine", import_module(f"{ENGINES[spec.kind]}.attach").attach)
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + spec.wait_s
+    said_s = loop.time() - SAID_EACH_S
+    while True:
+        try:
+            return await attach_engine(spec)
+        except KeyRefused as error:
+            raise ConfigError(f"{error.message}: {_about_key(spec)}", param="url") from error
+        except WorkerUnreachable as error:
+            if loop.time() >= until_s:
+                raise NotAnswered(
+                    f"no engine answered within {spec.wait_s:g} s: {error.message}", param="url"
+                ) from error
+            on_awaited(error.message)
+            if loop.time() - said_s >= SAID_EACH_S:
+                said_s = loop.time()
+                log_event(logger, Event.ENGINE_AWAITED, worker=str(spec.worker_id), reason=error.message)
+        await asyncio.sleep(ASK_AGAIN_S)
+
+
+def _about_key(spec: AttachSpec) -> str:
+    at = spec.key_at or ENGINE_KEY_VARIABLE
+    return f"give its key in {at}" if spec.api_key is None else f"it takes another key than that of {at}"
+
+
+def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Attached) -> None:
+    """Log which engine the worker is attached to, what it said of itself, and the warnings."""
+    worker = str(spec.worker_id)
+    log_event(
+        worker_logger,
+        Event.ENGINE_ATTACHED,
+        worker=worker,
+        url=spec.url,
+        version=attached.version,
+        model=attached.model,
+        block_size=attached.block_size,
+        context_length=attached.context_length,
+        dp_size=attached.dp_size,
+        total_kv_blocks=attached.total_kv_blocks,
+        publishes_kv_events=attached.publishes_kv_events,
+    )
+    for warning in attached.warnings:
+        log_event(worker_logger, Event.CONFIG_WARNING, worker=worker, detail=warning)
+
+
+TRIED_AGAIN_S = 10.0
+"""How long after an engine was refused it is asked again: it may have been restarted as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedWorker:
+    """A worker that serves; ``lost`` is set when another has its place.
+
+    ``spec`` is what was asked for; closing ``wires`` stops it first.
+    """
+
+    worker: Worker
+    spec: AttachSpec
+    attached: Attached
+    lost: asyncio.Event
+    wires: AsyncExitStack
+
+
+class EngineWorkers:
+    """The workers of this process: their transports, and what their engines said of themselves.
+
+    What happens is logged to ``log``.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        transports: TransportProvider,
+        *,
+        log: logging.Logger = UP_LOG,
+    ) -> None:
+        self._settings = settings
+        self._transports = transports
+        self.log = log
+        self._engines: dict[WorkerId, tuple[Attached, AttachSpec]] = {}
+
+    async def start(
+        self,
+        spec: AttachSpec,
+        attached: Attached,
+        *,
+        contract: TopologyEnv | None,
+        rests: Callable[[], bool],
+    ) -> AttachedWorker:
+        """Start the worker of an engine that answered. ``contract`` is the worker's own topology contract.
+
+        Raises ConfigError where the engine contradicts what was said of it, or others of its model.
+        """
+        self._check(spec, attached)
+        self._engines[spec.worker_id] = attached, spec
+        wires = AsyncExitStack()
+        try:
+            log_attached(self.log, spec, attached)
+            transports = await wires.enter_async_context(self._transports.stand(spec, attached))
+            incarnation = new_incarnation()
+            card = engine_card(
+                spec,
+                attached,
+                incarnation=incarnation,
+                address=transports.requests.address_of(spec.worker_id, incarnation),
+                namespace=self._settings.planes.namespace,
+                event_source=transports.events.source,
+                here=advertised(self._settings),
+            )
+            worker = Worker(
+                attached.engine,
+                msgspec.structs.replace(card, draining=rests()),
+                discovery=transports.discovery,
+                events=transports.events,
+                requests=transports.requests,
+                recovery=transports.recovery,
+                topology=contract,
+            )
+            await worker.start()
+            wires.push_async_callback(worker.stop)
+        except BaseException:
+            await wires.aclose()
+            del self._engines[spec.worker_id]
+            raise
+        return AttachedWorker(worker, spec, attached, transports.lost, wires)
+
+    async def end(self, spec: AttachSpec, standing: AttachedWorker, *, drain_limit_s: float) -> None:
+        """Let running requests finish for so long, and be gone."""
+        try:
+            if drain_limit_s:
+                await standing.worker.drain(drain_limit_s)
+        finally:
+            self._engines.pop(spec.worker_id, None)
+            await standing.wires.aclose()
+
+    def _check(self, spec: AttachSpec, attached: Attached) -> None:
+        if spec.dp_size not in (None, attached.dp_size):
+            raise spec.mistake(
+                f"the engine has {attached.dp_size} data-parallel ranks, not {spec.dp_size}: leave it out",
+                param="dp_size",
+            )
+        for other, its in self._engines.values():
+            if other.model != attached.model or its.worker_id == spec.worker_id:
+                continue
+            kind, its_kind = spec.kind, its.kind
+            if Role.PREFILL in (spec.role, its.role) and kind != its_kind:
+                raise spec.mistake(
+                    f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
+                    param="kind",
+                )
+            if _differ(other.block_size, attached.block_size):
+                raise spec.mistake(
+                    f"the engine's blocks have {attached.block_size} tokens, and those of "
+                    f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
+                    param="block_size",
+                )
+            if _differ(other.context_length, attached.context_length):
+                raise spec.mistake(
+                    f"the engine's context holds {attached.context_length} tokens, and that of "
+                    f"{its.written_at} {other.context_length}: say the smaller one, for both",
+                    param="context_length",
+                )
+
+
+def _differ(one: int | None, other: int | None) -> bool:
+    """Whether two figures of engines contradict each other: what is not known contradicts nothing."""
+    return one is not None and other is not None and one != other
+
+
+Heard = Callable[[], None]
+"""Is called when the engine answered for the first time, or did not."""
+
+Refused = Callable[[KvrouterError], None]
+"""Hears why the engine has no worker, once for each reason until it has one. What is no ConfigError is of the
+transports, or a mistake of ours.
+"""
+
+Joined = Callable[[Worker], None]
+"""Hears of each worker that the engine gets."""
+
+
+class EngineAttachment:
+    """One engine, from its first answer on: :meth:`run`, then :meth:`leave`.
+
+    ``contract`` is the worker's own topology contract. ``drain_limit_s`` is for how long running requests may
+    go on once another process has the worker's place.
+    """
+
+    def __init__(
+        self,
+        spec: AttachSpec,
+        workers: EngineWorkers,
+        *,
+        on_refused: Refused,
+        contract: TopologyEnv | None = None,
+        on_heard: Heard = _nobody,
+        on_joined: Joined = _nobody,
+        drain_limit_s: float = 0.0,
+    ) -> None:
+        self.spec = spec
+        self.awaited = "does not answer"
+        """Why it has no worker yet."""
+
+        self._workers = workers
+        self._contract = contract
+        self._wait_s = spec.wait_s
+        self._on_refused = on_refused
+        self._on_heard = on_heard
+        self._on_joined = on_joined
+        self._drain_limit_s = drain_limit_s
+        self._rests = False
+        self._refusal = ""
+        """What was reported last; a worker that joins ends it."""
+        self._standing: AttachedWorker | None = None
+
+    @property
+    def worker(self) -> Worker | None:
+        """Its worker, once it has one."""
+        return None if self._standing is None else self._standing.worker
+
+    async def run(self) -> None:
+        """Let the engine's worker join as soon as the engine answers as was asked for, and join again when
+        the engine was started as another one, with another model, block size, context or other ranks; until
+        cancelled.
+        """
+        while True:
+            try:
+                standing = self._standing = await self._joined()
+                await self._catch_up(standing)
+                self._wait_s, self._refusal = math.inf, ""
+                self._on_joined(standing.worker)
+                self._on_heard()
+                self.awaited = await self._until_another(standing)
+                is_lost = standing.lost.is_set()
+                await self.leave(drain_limit_s=self._drain_limit_s if is_lost else 0.0)
+                continue
+            except KvrouterError as error:
+                self._refused(error)
+            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
+                self._mistaken(error)
+                self._refused(InternalError(f"{self.spec.url}: a mistake of ours; the log has the traceback"))
+            self._on_heard()
+            try:
+                await self.leave()
+            except Exception as error:  # noqa: BLE001 - the same
+                self._mistaken(error)
+            await asyncio.sleep(TRIED_AGAIN_S)
+
+    async def rest(self, rests: bool) -> None:
+        """Take no new requests while the engine ``rests``; running ones go on."""
+        self._rests = rests
+        if self.worker is not None and self.worker.card.draining != rests:
+            await (self.worker.begin_drain() if rests else self.worker.end_drain())
+
+    async def move(self, spec: AttachSpec) -> None:
+        """The engine is in other domains than was asked for, and else the same one."""
+        self.spec = spec
+        if self.worker is not None:
+            config, place = self.worker.card.runtime_config, spec.runtime_config
+            await self.worker.publish_runtime_config(
+                msgspec.structs.replace(
+                    config, topology_domains=place.topology_domains, topology_levels=place.topology_levels
+                )
+            )
+
+    async def leave(self, *, drain_limit_s: float = 0.0) -> None:
+        """Let running requests finish for so long, and be gone; idempotent."""
+        standing, self._standing = self._standing, None
+        if standing is not None:
+            await self._workers.end(self.spec, standing, drain_limit_s=drain_limit_s)
+
+    async def _catch_up(self, standing: AttachedWorker) -> None:
+        """Do what was asked for while the worker joined: it began as it was wanted before."""
+        await self.rest(self._rests)
+        if self.spec is not standing.spec:
+            await self.move(self.spec)
+
+    async def _joined(self) -> AttachedWorker:
+        attached = await self._attached()
+        self.awaited = "is served by another process"
+        try:
+            return await self._workers.start(
+                self.spec, attached, contract=self._contract, rests=lambda: self._rests
+            )
+        except BaseException:
+            await attached.engine.stop()
+            raise
+
+    async def _attached(self) -> Attached:
+        spec = replace(self.spec, wait_s=self._wait_s)
+        try:
+            return await attach(spec, on_awaited=lambda _: self._on_heard())
+        except KvrouterError as error:
+            raise self.spec.mistake(error.message, param=error.param) from error
+
+    async def _until_another(self, standing: AttachedWorker) -> str:
+        """Wait until an engine that was set aside answers as another one than its worker's card describes, or
+        until another process has the worker's place; return which, in words. Raises ConfigError for another
+        engine that contradicts what is asked for. One whose pages cannot be read keeps its worker.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(TRIED_AGAIN_S):
+                    await standing.lost.wait()
+                return "is served by another process"
+            except TimeoutError:
+                pass
+            if standing.worker.card.engine_silent:
+                try:
+                    attached = await attach(replace(self.spec, wait_s=0.0))
+                except KvrouterError as error:
+                    if self.spec.is_contradicted_by(error):
+                        raise self.spec.mistake(error.message, param=error.param) from error
+                    continue  # it may be the same one still, with legs that run: the worker logs why
+                await attached.engine.stop()
+                if not attached.is_same_as(standing.attached):
+                    return "restarted"
+
+    def _refused(self, error: KvrouterError) -> None:
+        is_its_own = isinstance(error, ConfigError)
+        self.awaited = f"{'was refused' if is_its_own else 'cannot be announced'}: the log says why"
+        if error.message != self._refusal:
+            self._refusal = error.message
+            self._on_refused(error)
+
+    def _mistaken(self, error: Exception) -> None:
+        worker = str(self.spec.worker_id)
+        log_event(self._workers.log, Event.INTERNAL_ERROR, worker=worker, exc_info=error)

@@ -1,0 +1,390 @@
+"""Attaches the engines of labelled pods: a worker for each, as long as its pod is there."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+from msgspec import structs
+
+from kvrouter.app.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWorkers
+from kvrouter.app.attach.spec import attach_spec, with_key
+from kvrouter.app.telemetry_hooks import troubles_on
+from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
+from kvrouter.core.workers import Enforcement, EnginePod
+from kvrouter.engines.attach import AttachSpec
+from kvrouter.fleetfile.engine_pods import KIND_LABEL, PLACES, engine_of
+from kvrouter.fleetfile.fleet import KvTransferSpec
+from kvrouter.fleetfile.worker_options import EnginePods
+from kvrouter.kube.account import Account, account_of_pod
+from kvrouter.kube.client import ClusterError
+from kvrouter.settings.tree import Settings
+from kvrouter.settings.variables import ENGINE_KEYS_PREFIX
+from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.discovery.kubernetes import PodsApi, PodsWatch, pods_reason
+from kvrouter.transports.discovery.port import StoreSink
+from kvrouter.worker import Worker
+from kvrouter.worker.topology_env import ENABLED, ROUTER_LEVEL, parse_topology_env
+
+_log = logging.getLogger("kvrouter.up")
+
+JOINED, MISTAKEN, REFUSED = "EngineJoined", "EngineMistaken", "EngineRefused"
+"""The reasons of events about a pod: it is served; its labels or annotations are wrong; its engine
+contradicts them, or other engines."""
+
+
+class PodEventWriter(Protocol):
+    """Writes an event about a pod, some time."""
+
+    def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        """``reason`` is a stable word in CamelCase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPolicy:
+    """What holds for all pods: the policy of KV transfers, the order of the domains, the engines' keys."""
+
+    transfer: KvTransferSpec | None = None
+    levels: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The variables that hold keys of engines, by name: no pod can name another one."""
+
+
+def worker_id_of(uid: str) -> WorkerId:
+    """The id of a pod's worker: the same for every process that serves it, at each of its starts."""
+    digest = hashlib.sha256(uid.encode()).digest()
+    return WorkerId(int.from_bytes(digest[:8], "big") % DRAWN_WORKER_IDS)
+
+
+def is_same_worker(one: AttachSpec, other: AttachSpec) -> bool:
+    """Whether the worker of one may go on as the other's, whichever domains that is in."""
+    domains = other.runtime_config.topology_domains
+    levels = other.runtime_config.topology_levels
+    moved = structs.replace(one.runtime_config, topology_domains=domains, topology_levels=levels)
+    return replace(one, runtime_config=moved) == other
+
+
+class PodAttachment:
+    """One pod's engine: what is wanted of it, and the task that makes it so."""
+
+    def __init__(
+        self,
+        pod: EnginePod,
+        spec: AttachSpec,
+        workers: EngineWorkers,
+        write_event: PodEventWriter,
+        *,
+        drain_limit_s: float,
+    ) -> None:
+        self.pod = pod
+        self.spec: AttachSpec | None = spec
+        self.attachment: EngineAttachment | None = None
+        self._workers = workers
+        self._write_event = write_event
+        self._drain_limit_s = drain_limit_s
+        self._rests = False
+        self._changed = asyncio.Event()
+
+    def want(self, spec: AttachSpec | None) -> None:
+        """What is asked for from now on; None when the pod is gone."""
+        self.spec, self._rests = spec, False
+        self._changed.set()
+
+    def rest(self) -> None:
+        """The worker takes no new requests until :meth:`want`."""
+        self._rests = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Make it so until the pod is gone."""
+        while (spec := self.spec) is not None:
+            self._changed.clear()
+            attachment = self.attachment = EngineAttachment(
+                spec,
+                self._workers,
+                on_refused=self._refused,
+                on_joined=self._joined,
+                drain_limit_s=self._drain_limit_s,
+            )
+            await attachment.rest(self._rests)
+            life = asyncio.create_task(attachment.run())
+            drain_limit_s = 0.0
+            try:
+                await self._until_another(attachment, spec)
+                # A restarted engine has nobody's answers any more.
+                is_restarted = self.spec is not None and self.spec.start != spec.start
+                drain_limit_s = 0.0 if is_restarted else self._drain_limit_s
+            finally:
+                life.cancel()
+                await asyncio.wait({life})
+                await attachment.leave(drain_limit_s=drain_limit_s)
+
+    async def _until_another(self, attachment: EngineAttachment, spec: AttachSpec) -> None:
+        """Let the worker rest and move as its pod does, until another worker is wanted, or none."""
+        while (now := self.spec) is not None and is_same_worker(spec, now):
+            await attachment.rest(self._rests)
+            if now != attachment.spec:
+                await attachment.move(now)
+            await self._changed.wait()
+            self._changed.clear()
+
+    def _joined(self, worker: Worker) -> None:
+        card = worker.card
+        message = f"kvrouter serves {card.model} here, as worker {card.worker_id} ({card.role.value})"
+        self._write_event(self.pod, reason=JOINED, message=message, warns=False)
+
+    def _refused(self, error: KvrouterError) -> None:
+        if not isinstance(error, ConfigError):
+            reason = f"the worker of pod {self.pod.name}: {error.message}"
+            log_event(_log, Event.PLANE_DISTURBED, plane="pods", reason=reason)
+            return
+        log_event(_log, Event.ENGINE_POD_REFUSED, pod=self.pod.name, reason=error.message)
+        self._write_event(self.pod, reason=REFUSED, message=error.message, warns=True)
+
+
+class PodFleet:
+    """The workers of all pods that it hears of. Use it as an async context manager: its end ends them.
+
+    ``on_pod`` and ``on_gone`` are callbacks of a watch of pods. A pod that is Ready gets a worker; while it
+    is not, that takes no new requests, and when the pod is gone it lets those that run finish, and leaves.
+    Nothing here waits for an engine that does not answer.
+    """
+
+    def __init__(
+        self, workers: EngineWorkers, policy: PodPolicy, write_event: PodEventWriter, *, drain_limit_s: float
+    ) -> None:
+        self._workers = workers
+        self._policy = policy
+        self._write_event = write_event
+        self._drain_limit_s = drain_limit_s
+        self._entries: dict[str, PodAttachment] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_draining = False
+        self._without: dict[str, tuple[EnginePod, str, str]] = {}
+        """Pods that get no worker now: why, in short, and in full where it is a mistake."""
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Those that have joined, by the names of their pods."""
+        entries = [(entry.pod.name, entry.attachment) for entry in self._entries.values()]
+        return {name: each.worker for name, each in entries if each is not None and each.worker is not None}
+
+    def awaited(self) -> list[str]:
+        """The pods whose engines have no worker: a line for each, as clients may see it."""
+        lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
+        for entry in self._entries.values():
+            if entry.spec is not None and (entry.attachment is None or entry.attachment.worker is None):
+                why = "does not answer" if entry.attachment is None else entry.attachment.awaited
+                lines.append(f"the engine of pod {entry.pod.name} {why}")
+        return lines
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Let every worker finish what runs, and leave; nobody joins any more."""
+        self._is_draining = True
+        for entry in self._entries.values():
+            entry.want(None)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def on_pod(self, pod: EnginePod) -> None:
+        """A pod is there, or changed."""
+        entry = self._entries.get(pod.uid)
+        if self._is_draining:
+            return
+        if pod.is_ready and not pod.is_leaving:
+            self._serve(pod, entry)
+        elif entry is None or entry.spec is None:
+            self._without[pod.uid] = pod, "is not ready", ""
+        else:
+            entry.rest()
+
+    def on_gone(self, uid: str) -> None:
+        """A pod is gone, has ended, or is no engine any more."""
+        self._without.pop(uid, None)
+        entry = self._entries.get(uid)
+        if entry is not None and entry.spec is not None:
+            log_event(_log, Event.ENGINE_POD_GONE, pod=entry.pod.name)
+            entry.want(None)
+
+    def _serve(self, pod: EnginePod, entry: PodAttachment | None) -> None:
+        try:
+            spec = self._spec_of(pod)
+        except ConfigError as error:
+            self._mistaken(pod, error)
+            if entry is not None:
+                entry.want(None)
+            return
+        self._without.pop(pod.uid, None)
+        if entry is not None:
+            entry.pod = pod
+            entry.want(spec)
+            return
+        log_event(
+            _log,
+            Event.ENGINE_POD_FOUND,
+            pod=pod.name,
+            worker=str(spec.worker_id),
+            url=spec.url,
+        )
+        entry = PodAttachment(pod, spec, self._workers, self._write_event, drain_limit_s=self._drain_limit_s)
+        self._entries[pod.uid] = entry
+        self._tasks[pod.uid] = asyncio.create_task(self._run(entry))
+
+    async def _run(self, entry: PodAttachment) -> None:
+        uid = entry.pod.uid
+        try:
+            while entry.spec is not None:
+                try:
+                    await entry.run()
+                except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
+                    log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
+                    await asyncio.sleep(TRIED_AGAIN_S)
+        finally:
+            del self._entries[uid], self._tasks[uid]
+
+    def _mistaken(self, pod: EnginePod, error: ConfigError) -> None:
+        known = self._without.get(pod.uid)
+        if known is None or known[2] != error.message:
+            reason = "; ".join(error.message.splitlines())
+            log_event(_log, Event.ENGINE_POD_REFUSED, pod=pod.name, reason=reason)
+            self._write_event(pod, reason=MISTAKEN, message=error.message, warns=True)
+        self._without[pod.uid] = pod, "is described wrongly: an event on the pod says how", error.message
+
+    def _spec_of(self, pod: EnginePod) -> AttachSpec:
+        described = engine_of(pod, policy=self._policy.transfer, levels=self._policy.levels)
+        spec = attach_spec(
+            described.fleet,
+            described.group,
+            described.engine,
+            worker_id=worker_id_of(pod.uid),
+            url=described.url,
+            written_at=f"pod {pod.name}",
+            fields_at=PLACES,
+        )
+        spec = with_key(spec, described.engine, self._policy.keys)
+        return replace(spec, model=described.model, start=described.start, pod=pod.name, node=pod.node)
+
+
+ANSWER_S = 5.0
+"""How long the API server may take for an answer."""
+
+EVENTS_AT_ONCE = 256
+"""How many events about pods may wait to be written; those beyond are in the log alone."""
+
+
+def whole_selector(pods: EnginePods) -> str:
+    """What the API server is asked for."""
+    return f"{KIND_LABEL},{pods.selector}" if pods.selector else KIND_LABEL
+
+
+class PodEvents:
+    """Writes events about pods in background tasks; what cannot be written is logged and dropped."""
+
+    def __init__(self, api: PodsApi) -> None:
+        self._api = api
+        self._on_trouble = troubles_on("pods")
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        """Write an event some time."""
+        if len(self._writing) >= EVENTS_AT_ONCE:
+            self._on_trouble("events", f"more than {EVENTS_AT_ONCE} wait to be written: the log has them all")
+            return
+        task = asyncio.create_task(self._write(pod, reason=reason, message=message, warns=warns))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def close(self) -> None:
+        """Write nothing any more."""
+        writing = tuple(self._writing)
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+
+    async def _write(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        try:
+            await self._api.tell(pod, reason=reason, message=message, warns=warns)
+        except ClusterError as error:
+            reason = pods_reason(error, needs="create on events")
+            self._on_trouble("events about pods", f"not written: {reason}")
+
+
+def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
+    """Return the policy of KV transfers that ``environ`` states, in the words of a worker's contract, and
+    warnings. Pods have no files: their labels are read. Raises ConfigError that names the variable.
+    """
+    # A level of the router's own is asked for where a worker has no policy; no worker waits for it here.
+    contract = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
+    env = parse_topology_env(contract)
+    transfer = None
+    if env.transfer_domain is not None:
+        transfer = KvTransferSpec(
+            domain=env.transfer_domain,
+            enforcement=env.enforcement or Enforcement.REQUIRED,
+            preferred_weight=env.preferred_weight,
+        )
+    keys = {name: key for name, key in environ.items() if f"{name}_".startswith(ENGINE_KEYS_PREFIX)}
+    return PodPolicy(transfer=transfer, levels=env.levels, keys=keys), env.warnings
+
+
+def account_of(settings: Settings, wanted_by: str) -> Account:
+    """The account with which ``wanted_by`` watches pods. Raises ConfigError outside of one."""
+    planes = settings.planes
+    return account_of_pod(
+        Path(planes.kubernetes_account),
+        host=planes.kubernetes_host,
+        port=planes.kubernetes_port,
+        wanted_by=wanted_by,
+        elsewhere="run kvrouter in a pod next to the engines, or name them in a fleet file",
+    )
+
+
+@asynccontextmanager
+async def pods_followed(
+    account: Account,
+    pods: EnginePods,
+    policy: PodPolicy,
+    workers: EngineWorkers,
+    *,
+    drain_limit_s: float,
+    on_store: StoreSink,
+) -> AsyncIterator[PodFleet]:
+    """The workers of the pods that the API server shows, from its first list on or from when it answers."""
+    api = PodsApi(
+        account,
+        namespace=pods.namespace or account.namespace,
+        selector=whole_selector(pods),
+        answer_s=ANSWER_S,
+    )
+    events = PodEvents(api)
+    try:
+        async with PodFleet(workers, policy, events, drain_limit_s=drain_limit_s) as fleet:
+            watch = PodsWatch(
+                api,
+                on_pod=fleet.on_pod,
+                on_gone=fleet.on_gone,
+                on_store=on_store,
+                on_refused=troubles_on("pods"),
+            )
+            try:
+                await watch.start()
+                yield fleet
+            finally:
+                watch.end()
+                await watch.ended()
+    finally:
+        await events.close()
+        await api.close()

@@ -1,0 +1,221 @@
+"""The attach specs of a fleet file's engines, and the card that an engine's worker publishes."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from msgspec.structs import replace
+
+from kvrouter.app.fleet_build import said_context_length
+from kvrouter.app.tls import LOOPBACK
+from kvrouter.core.constraints import adapter_taint
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.secret import secret_file, secret_variable
+from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
+from kvrouter.engines.attach import Attached, AttachSpec
+from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
+from kvrouter.fleetfile.fleet_checks import url_path
+from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_workers import numbered_workers, placed_config
+from kvrouter.settings.problems import dotted
+from kvrouter.settings.setting import installed_version
+from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
+from kvrouter.text.source import settled_source
+from kvrouter.worker.topology_env import parse_topology_env
+
+
+def engine_card(
+    spec: AttachSpec,
+    attached: Attached,
+    *,
+    incarnation: Epoch,
+    address: str,
+    namespace: str,
+    event_source: EventSource,
+    here: str,
+) -> WorkerCard:
+    """What the worker publishes. ``here`` is the host under which others reach this one."""
+    return WorkerCard(
+        worker_id=spec.worker_id,
+        incarnation=incarnation,
+        model=ModelName(attached.model),
+        role=spec.role,
+        block_size=attached.block_size,
+        context_length=attached.context_length,
+        address=address,
+        dp_size=attached.dp_size,
+        dp_start=attached.dp_start,
+        namespace=namespace,
+        component="prefill" if spec.role is Role.PREFILL else "backend",
+        serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
+        publishes_kv_events=attached.publishes_kv_events,
+        event_source=event_source,
+        tokenizer=tokenizer_of(spec, attached),
+        takes_calls=True,
+        names=attached.names,
+        engine=attached.version,
+        pod=spec.pod,
+        node=spec.node,
+        decode_only=attached.decode_only,
+        ends_after_transfer=attached.ends_after_transfer,
+        engine_url=without_credentials(spec.url),
+        version=installed_version(),
+        runtime_config=replace(
+            spec.runtime_config,
+            taints=spec.runtime_config.taints
+            | {adapter_taint(name) for name in attached.names.values() if name is not None},
+            total_kv_blocks=attached.total_kv_blocks,
+            enable_local_indexer=spec.enable_local_indexer,
+            bootstrap_host=None if attached.bootstrap is None else _reached_at(attached.bootstrap[0], here),
+            bootstrap_port=None if attached.bootstrap is None else attached.bootstrap[1],
+        ),
+    )
+
+
+def without_credentials(url: str) -> str:
+    """Return an engine's URL without what others must not read: its user, its password and its query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def tokenizer_of(spec: AttachSpec, attached: Attached) -> str | None:
+    """What the model is tokenized with: what was said, else the engine's own. It is a folder of this host, or
+    a Hugging Face repository; the engine's own may be a folder of its host alone. None where none is named.
+    """
+    source = spec.tokenizer or attached.tokenizer
+    if not source:
+        return None
+    is_here = spec.tokenizer is not None or Path(source).is_dir()
+    return settled_source(source) if is_here else source
+
+
+def _reached_at(engine_host: str, here: str) -> str:
+    """Where others reach an engine's host: its worker may know it by a name that holds on this host alone."""
+    return here if engine_host in LOOPBACK else engine_host
+
+
+class FileEngine(NamedTuple):
+    """One engine of a fleet file, without its key, and the group that it is in."""
+
+    group: WorkerGroup
+    spec: AttachSpec
+
+    def with_key(self, environ: Mapping[str, str]) -> AttachSpec:
+        """Return its spec with the key that it asks for. Raises ConfigError for one that cannot be read."""
+        engine = self.group.engine
+        if not isinstance(engine, AttachedEngineSpec):
+            raise TypeError("a mock engine asks for no key")
+        return with_key(self.spec, engine, environ)
+
+
+def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str, str]) -> AttachSpec:
+    """Return ``spec`` with the engine's key: its own where it has one, else that of all engines, if any.
+
+    Raises ConfigError that names the field, or the variable.
+    """
+    if engine.api_key_file is not None:
+        key = secret_file(Path(engine.api_key_file), spec.fields_at["api_key_file"])
+        return dataclasses.replace(spec, api_key=key, key_at=engine.api_key_file)
+    variable = engine.api_key_env or ENGINE_KEY_VARIABLE
+    found = secret_variable(environ, variable)
+    if found is None and engine.api_key_env is not None:
+        must = f"the variable {variable} is unset or empty"
+        raise ConfigError(f"{spec.fields_at['api_key_env']}: {must}", param="api_key_env")
+    return dataclasses.replace(spec, api_key=found, key_at=variable)
+
+
+def file_engines(fleet: FleetFile, *, wait_s: float = math.inf) -> Iterator[FileEngine]:
+    """Every engine of the file that runs already; each may take ``wait_s`` seconds to answer at first."""
+    seen = Counter[str]()
+    for worker_id, group in numbered_workers(fleet):
+        if not isinstance(group.engine, AttachedEngineSpec):
+            continue
+        number = seen[group.name]
+        seen[group.name] += 1
+        position = fleet.workers.index(group)
+        model = f"models[{fleet.models.index(fleet.model_of(group))}]"
+        line = f"workers[{position}]"
+        spec = attach_spec(
+            fleet,
+            group,
+            group.engine,
+            worker_id=worker_id,
+            url=group.engine.all_urls[number],
+            written_at=dotted(url_path(position, group.engine, number)),
+            fields_at={
+                "model": f"{model}.name",
+                "tokenizer": f"{model}.tokenizer",
+                "block_size": f"{model}.block_size",
+                "context_length": f"{model}.context_length",
+                "role": f"{line}.role",
+                "dp_size": f"{line}.dp_size",
+                "kind": f"{line}.engine.kind",
+                "api_key_env": f"{line}.engine.api_key_env",
+                "api_key_file": f"{line}.engine.api_key_file",
+                "kv_events": f"{line}.engine.kv_events_endpoint",
+                "kv_events_replay": f"{line}.engine.kv_events_replay_endpoint",
+            },
+        )
+        yield FileEngine(group, dataclasses.replace(spec, wait_s=wait_s))
+
+
+def attach_spec(
+    fleet: FleetFile,
+    group: WorkerGroup,
+    engine: AttachedEngineSpec,
+    *,
+    worker_id: WorkerId,
+    url: str,
+    written_at: str,
+    fields_at: Mapping[str, str],
+) -> AttachSpec:
+    """Return what is asked for of one engine of a group."""
+    model = fleet.model_of(group)
+    return AttachSpec(
+        kind=engine.kind,
+        url=url,
+        worker_id=worker_id,
+        role=group.role,
+        model=model.name,
+        tokenizer=fleet.said_tokenizer(model),
+        block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
+        context_length=said_context_length(fleet, model),
+        dp_size=group.dp_size,
+        kv_events=engine.kv_events_endpoint,
+        kv_events_replay=engine.kv_events_replay_endpoint,
+        publishes_kv_events=engine.kv_events,
+        runtime_config=placed_config(fleet, group),
+        written_at=written_at,
+        fields_at=fields_at,
+    )
+
+
+def pick_engine(engines: Iterable[FileEngine], kind: str, *, group: str | None, index: int) -> FileEngine:
+    """Return engine ``index`` of a group of engines of this kind. Raises ConfigError that names the flag."""
+    of_kind = [engine for engine in engines if engine.spec.kind == kind]
+    names = list(dict.fromkeys(engine.group.name for engine in of_kind))
+    if not names:
+        raise ConfigError(f"--fleet: the file has no engines of kind {kind!r}", param="fleet")
+    if group is None and len(names) > 1:
+        raise ConfigError(f"--group: must be one of {', '.join(names)}", param="group")
+    if group is not None and group not in names:
+        raise ConfigError(f"--group: must be one of {', '.join(names)}, not {group!r}", param="group")
+    found = [engine for engine in of_kind if engine.group.name == (group or names[0])]
+    if not 0 <= index < len(found):
+        raise ConfigError(
+            f"--index: group {found[0].group.name!r} has engines 0 to {len(found) - 1}, not {index}",
+            param="index",
+        )
+    return found[index]
+
+
+def worker_environ(group: WorkerGroup, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of a worker process: its own topology contract, else that of its group."""
+    own = parse_topology_env(environ)
+    contract = {str(name): value for name, value in group.topology_env.items()}
+    return environ if own.enabled else {**environ, **contract}

@@ -1,0 +1,100 @@
+"""An HTTP frontend over a router, from its sockets to its drain."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from socket import socket
+from typing import TYPE_CHECKING
+
+from kvrouter.app.lifetime import descriptors_for, explained
+from kvrouter.frontend.app import FrontendApp, HttpApp
+from kvrouter.frontend.engine_tokens import ModelTexts
+from kvrouter.frontend.http import HttpServer
+from kvrouter.frontend.pages import Awaited, nobody_awaited
+from kvrouter.router.router import RouterService
+from kvrouter.settings.tree import FrontendSettings
+from kvrouter.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.tracing import RequestTracing
+
+GOODBYE_S = 1.0
+"""How long the last answers may take to reach their clients once all requests have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingApp:
+    """A router that serves HTTP."""
+
+    service: RouterService
+    server: HttpServer
+    telemetry: Telemetry
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the frontend listens."""
+        return self.server.addresses[0]
+
+    async def drain(self, limit_s: float) -> int:
+        """Take no new requests, let running ones finish; return how many were cut at the limit.
+
+        Until they have finished the server keeps accepting: a new client gets the error that the router shuts
+        down, and what is cut gets an error, not silence.
+        """
+        cut = await self.service.requests.drain(limit_s)
+        await self.server.drain(GOODBYE_S)
+        return cut
+
+
+@asynccontextmanager
+async def open_door(
+    service: RouterService,
+    texts: ModelTexts,
+    *,
+    settings: FrontendSettings,
+    telemetry: Telemetry,
+    sockets: list[socket],
+    awaited: Awaited = nobody_awaited,
+    tracing: "RequestTracing | None" = None,
+) -> AsyncIterator[ServingApp]:
+    """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` returns the
+    engines that are to come; ``tracing`` begins the spans of requests. Raises CannotListen.
+    """
+    app = FrontendApp(
+        service,
+        texts,
+        settings=settings,
+        telemetry=telemetry,
+        awaited=awaited,
+        tracing=tracing,
+    )
+    end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
+    try:
+        async with serving(service, app, settings=settings, sockets=sockets) as server:
+            yield ServingApp(service, server, telemetry)
+    finally:
+        end()
+        app.close()
+
+
+@asynccontextmanager
+async def serving(
+    service: RouterService, app: HttpApp, *, settings: FrontendSettings, sockets: list[socket]
+) -> AsyncIterator[HttpServer]:
+    """Start the router and serve this HTTP app of it, whichever it is. Raises CannotListen."""
+    limits = descriptors_for(settings.connections_max)
+    server = app.server(
+        connections_max=limits.connections_max,
+        descriptors_max=limits.numbers_max,
+        refused_max=limits.refused_max,
+    )
+    end = app.observed.watch(server)
+    try:
+        await service.start()
+        with explained(settings.http_host, settings.http_port):
+            await server.serve(sockets=sockets)
+        yield server
+    finally:
+        await server.drain(0.0)
+        service.stop()
+        end()

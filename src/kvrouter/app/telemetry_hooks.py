@@ -1,0 +1,146 @@
+"""Callbacks of transports into telemetry: refused peers, malformed frames, broken connections."""
+
+import logging
+import re
+from collections.abc import Callable
+
+from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.telemetry.logs import LogThrottle
+from kvrouter.transports.events.port import DropReason, ForeignRank, ForeignSink, MalformedSink
+
+_PORT = re.compile(r":\d+(?=: )")
+
+_log = logging.getLogger("kvrouter.planes")  # as log lines name it
+
+
+def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
+    """Return the sink of one plane's refusals; without ``telemetry`` they are only logged.
+
+    All are counted. A peer that is refused tries again for ever: it is logged once in a while, whatever port
+    it comes from.
+    """
+    throttle = LogThrottle()
+
+    def on_refused(why: str) -> None:
+        if telemetry is not None:
+            telemetry.planes_refused.inc(plane)
+        if throttle.allows(_PORT.sub("", why)):
+            log_event(_log, Event.PLANE_REFUSED, plane=plane, reason=why)
+
+    return on_refused
+
+
+def malformed_on(plane: str, telemetry: Telemetry) -> MalformedSink:
+    """Return the sink of a router's messages that cannot be read: refused, and counted as dropped."""
+    on_refused = refusals_on(plane, telemetry)
+
+    def on_malformed(why: str) -> None:
+        telemetry.events_dropped.inc(plane, DropReason.MALFORMED)
+        on_refused(why)
+
+    return on_malformed
+
+
+def foreign_on(plane: str, telemetry: Telemetry | None = None) -> ForeignSink:
+    """Return the sink of messages that spoke for another worker's rank: all are counted, the same one is
+    logged once a minute.
+    """
+    throttle = LogThrottle()
+
+    def on_foreign(error: ForeignRank) -> None:
+        if telemetry is not None:
+            telemetry.events_dropped.inc(plane, error.reason)
+        if throttle.allows(error.message):
+            log_event(_log, Event.EVENTS_FOREIGN, plane=plane, reason=error.message)
+
+    return on_foreign
+
+
+def troubles_on(plane: str) -> Callable[[str, str], None]:
+    """Return the sink for what this process could not do: what it is, and why. It tries again for ever: the
+    same thing is logged once in a while.
+    """
+    throttle = LogThrottle()
+
+    def on_trouble(what: str, why: str) -> None:
+        reason = f"{what}: {why}"
+        if throttle.allows(reason):
+            log_event(_log, Event.PLANE_DISTURBED, plane=plane, reason=reason)
+
+    return on_trouble
+
+
+def drops_on(plane: str) -> Callable[[int, str], None]:
+    """Return the sink of batches that a worker could not publish; routers will see the gap and ask."""
+
+    def on_dropped(n_batches: int, why: str) -> None:
+        log_event(_log, Event.EVENTS_DROPPED, plane=plane, batches=n_batches, reason=why)
+
+    return on_dropped
+
+
+class StreamHooks:
+    """What happens on the JetStream event transport, for both of its ends."""
+
+    def __init__(self, telemetry: Telemetry | None = None) -> None:
+        self._refused = (
+            refusals_on("jetstream") if telemetry is None else malformed_on("jetstream", telemetry)
+        )
+        self._foreign = foreign_on("jetstream", telemetry)
+        self._dropped = drops_on("jetstream")
+        self._log_throttle = LogThrottle()
+
+    def dropped(self, n_batches: int, why: str) -> None:
+        """A worker's batches were not published; routers will see the gap and ask."""
+        self._dropped(n_batches, why)
+
+    def refused(self, why: str) -> None:
+        """A message that is no batch or load was dropped."""
+        self._refused(why)
+
+    def spoke_for_another(self, error: ForeignRank) -> None:
+        """A message that names a rank of another worker than its subject was dropped."""
+        self._foreign(error)
+
+    def disturbed(self, component: str, why: str) -> None:
+        """The event transport failed, and tries again: the same reason is logged once in a while."""
+        if not self._log_throttle.allows(f"{component} {why}"):
+            return
+        log_event(_log, Event.PLANE_DISTURBED, plane=f"jetstream {component}", reason=why)
+
+    def was_reset(self, component: str) -> None:
+        """The stream and the snapshots of the component were cleared, as asked."""
+        log_event(_log, Event.STATES_RESET, plane=f"jetstream {component}")
+
+
+class SyncGauges:
+    """Replica sync on the metrics page, read before each scrape."""
+
+    def __init__(self, telemetry: Telemetry, sync: ReplicaSync) -> None:
+        self._telemetry = telemetry
+        self._sync = sync
+        self._seen: dict[str, int] = {}
+
+    def refresh(self) -> None:
+        """Set the gauges, and count what happened since the last time."""
+        counts = self._sync.counts()
+        others = counts.others
+        self._telemetry.replicas.set(others.replicas)
+        self._telemetry.replicas_behind.set(others.behind)
+        self._telemetry.replica_leases.set(others.leases)
+        for outcome, total in (
+            ("gap", others.gaps),
+            ("duplicate", others.duplicates),
+            ("replica_lost", others.lost),
+            ("over_limit", others.over_limit),
+            ("unheard", others.unheard),
+            ("unusable", others.unusable),
+            ("untold", counts.untold),
+            ("dropped", counts.dropped),
+            ("unsent", counts.unsent),
+        ):
+            new = total - self._seen.get(outcome, 0)
+            if new:
+                self._telemetry.replica_sync.inc(outcome, by=new)
+                self._seen[outcome] = total

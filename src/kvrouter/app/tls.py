@@ -1,0 +1,77 @@
+"""TLS and advertised addresses of a process, from its settings."""
+
+import socket
+import ssl
+from typing import NamedTuple
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import EVERY_INTERFACE
+from kvrouter.settings.planes import PlaneSettings
+from kvrouter.settings.tree import Settings
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Tls(NamedTuple):
+    """The contexts of a process: to take connections, and to make them; None without certificates."""
+
+    server: ssl.SSLContext | None
+    client: ssl.SSLContext | None
+
+
+def tls_of(planes: PlaneSettings) -> Tls:
+    """Read the certificates of the settings. Raises ConfigError that names the setting.
+
+    Both ends show a certificate of the authority: who has none is turned away before it can say a word.
+    """
+    if planes.tls_cert is None and planes.tls_key is None:
+        if planes.tls_ca is None:
+            return Tls(None, None)
+        return Tls(None, _context(ssl.Purpose.SERVER_AUTH, planes))
+    if planes.tls_cert is None or planes.tls_key is None:
+        missing = "tls_cert" if planes.tls_cert is None else "tls_key"
+        raise ConfigError(f"planes.{missing}: certificate and key come together", param=missing)
+    if planes.tls_ca is None:
+        raise ConfigError("planes.tls_ca: is needed to know the others' certificates", param="tls_ca")
+    server = _context(ssl.Purpose.CLIENT_AUTH, planes)
+    server.verify_mode = ssl.CERT_REQUIRED
+    return Tls(server, _context(ssl.Purpose.SERVER_AUTH, planes))
+
+
+def _context(purpose: ssl.Purpose, planes: PlaneSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(purpose, cafile=planes.tls_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"planes.tls_ca: {planes.tls_ca}: {error}", param="tls_ca") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if planes.tls_cert is not None:
+        try:
+            context.load_cert_chain(planes.tls_cert, planes.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"planes.tls_cert: {planes.tls_cert}: {error}", param="tls_cert") from error
+    return context
+
+
+def advertised(settings: Settings) -> str:
+    """The host under which others reach this process."""
+    planes = settings.planes
+    if planes.advertise_host is not None:
+        return planes.advertise_host
+    return socket.getfqdn() if planes.listen_host in EVERY_INTERFACE else planes.listen_host
+
+
+def doubts(settings: Settings) -> list[str]:
+    """What is legal about a worker's addresses, and hardly what was meant: to be logged at its start."""
+    planes = settings.planes
+    found = []
+    if planes.listen_host not in LOOPBACK and planes.plane_token is None and planes.tls_cert is None:
+        found.append(
+            f"listen_host: {planes.listen_host or 'every interface'} is open to everyone who reaches it: set "
+            "KVROUTER_PLANE_TOKEN"
+        )
+    if planes.listen_host in EVERY_INTERFACE and advertised(settings) in LOOPBACK:
+        found.append(
+            f"advertise_host: routers connect to {advertised(settings)}, this host's own name for "
+            "itself: other hosts need --advertise-host"
+        )
+    return found

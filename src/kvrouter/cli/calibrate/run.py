@@ -1,0 +1,208 @@
+"""``kvrouter calibrate``: the timing of a real engine from a measured run, and what it predicts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import yaml
+from msgspec.structs import asdict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.cli.calibrate.flags import CalibrateOptions
+from kvrouter.cli.console import error_console
+from kvrouter.cli.output import json_text
+from kvrouter.core.timing import Timing
+from kvrouter.settings.setting import installed_version
+from kvrouter.sim.calibrate.calibration import Calibrated, Comparison, compare
+from kvrouter.sim.calibrate.calibration import calibrate as fit
+from kvrouter.sim.calibrate.measured_run import MeasuredRun, read_run
+from kvrouter.sim.calibrate.model_shape import model_shape
+
+DIGITS = 6
+"""A fitted figure has no more digits that mean anything."""
+
+
+def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None:
+    """Fit to the run of a folder, write the timing, and print predicted against measured.
+
+    Raises ConfigError for a run that cannot be read or fitted to, before anything is written.
+    """
+    if options.write_timing is not None:
+        check_folder(options.write_timing)
+    options.output.check()
+    run = read_run(folder)
+    shape, source = model_shape(run.meta.model, folder, options.model_config)
+    with error_console().status("reading") as status:
+
+        def show(number: int) -> None:
+            status.update(f"fitting, round {number + 1}")
+
+        calibrated = fit(run, shape, n_seen=options.n_seen, on_round=show)
+        status.update("predicting")
+        rows = compare(run, calibrated)
+    lines = [
+        f"{run.meta.model}: dimensions from {source}",
+        *run.notes,
+        *(f"guessed: {guess}" for guess in calibrated.guesses),
+    ]
+    deliver(Fitted(folder.resolve().name, run.meta.model, run, calibrated, rows, lines), options, console)
+
+
+class Fitted(NamedTuple):
+    """A fit of ``model`` to ``source``; ``lines`` say on what its figures rest."""
+
+    source: str
+    model: str
+    run: MeasuredRun
+    calibrated: Calibrated
+    rows: Sequence[Comparison]
+    lines: Sequence[str]
+
+
+def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None:
+    """Write the timing where that is asked for, and print predicted against measured."""
+    source, model, run, calibrated, rows, lines = fitted
+    if options.write_timing is not None:
+        write_whole(options.write_timing, timing_document(source, model, calibrated, lines).encode())
+
+    def draw() -> None:
+        show_comparison(source, run, calibrated, rows, console)
+        show_notes(lines, options.write_timing, console)
+
+    report = calibration_report(source, model, calibrated, rows, lines)
+    options.output.show(lambda: json_text(report), draw)
+
+
+def show_notes(lines: Sequence[str], written: Path | None, console: Console) -> None:
+    """Print on what the figures rest, and where the timing is."""
+    for line in lines:
+        console.print(Text(line))
+    if written is not None:
+        console.print(Text(f"{written}: for kvrouter replay --timing"))
+
+
+class ComparedFigure(msgspec.Struct, frozen=True):
+    """One percentile of one quantity: seconds, and relative errors, which are None where a step's length is
+    what was measured; ``calibrated_s`` is None where nothing was fitted to.
+    """
+
+    quantity: str
+    percentile: int
+    measured_s: float
+    calibrated_s: float | None
+    calibrated_error: float | None
+    expected_s: float
+    expected_error: float | None
+
+
+class CalibrationReport(msgspec.Struct, frozen=True):
+    """All of a calibration, as it is written to JSON: the engine with its timing in milliseconds, and what it
+    predicts of requests that were not seen.
+    """
+
+    version: str
+    source: str
+    model: str
+    seen_requests: int
+    timing: Timing
+    total_kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    figures: tuple[ComparedFigure, ...]
+    notes: tuple[str, ...]
+
+
+def calibration_report(
+    source: str, model: str, calibrated: Calibrated, rows: Sequence[Comparison], notes: Sequence[str]
+) -> CalibrationReport:
+    """Return the result as JSON has it."""
+    config, seen = calibrated.fitted, calibrated.n_seen > 0
+    return CalibrationReport(
+        version=installed_version(),
+        source=source,
+        model=model,
+        seen_requests=calibrated.n_seen,
+        timing=config.timing,
+        total_kv_blocks=config.total_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        figures=tuple(
+            ComparedFigure(
+                quantity=row.quantity,
+                percentile=row.percentile,
+                measured_s=row.measured_s,
+                calibrated_s=row.calibrated_s if seen else None,
+                calibrated_error=row.error if seen else None,
+                expected_s=row.expected_s,
+                expected_error=row.expected_error,
+            )
+            for row in rows
+        ),
+        notes=tuple(notes),
+    )
+
+
+def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequence[str]) -> str:
+    """Return the timing of ``model`` fitted to ``source``, in YAML; comments are ``lines`` on how far it can
+    be relied on, and what the engine of a fleet file needs besides.
+    """
+    config = calibrated.fitted
+    figures = {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(config.timing).items()}
+    seen = f"the first {calibrated.n_seen} requests of" if calibrated.n_seen else "no request of"
+    engine = {
+        "total_kv_blocks": config.total_kv_blocks,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "chunked_prefill": config.chunked_prefill,
+        "async_scheduling": config.async_scheduling,
+    }
+    said = yaml.safe_dump(engine, default_flow_style=True, sort_keys=False, width=1_000).strip()
+    comments = "".join(f"# {line}\n" for line in lines)
+    return (
+        f"# kvrouter calibrate {installed_version()}: {model} by {seen} {source}\n"
+        f"# The engine in a fleet file: {said}\n"
+        f"# and the block_size of its model: {config.block_size}\n"
+        f"{comments}"
+        f"{yaml.safe_dump(figures, sort_keys=False)}"
+    )
+
+
+def show_comparison(
+    source: str, run: MeasuredRun, calibrated: Calibrated, rows: Sequence[Comparison], console: Console
+) -> None:
+    """Print a row for each quantity and percentile of the requests that were not seen.
+
+    What is expected of hardware alone has its columns where ``run`` says on what hardware it was measured.
+    """
+    seen = calibrated.n_seen
+    table = Table(title=Text(f"{source}: {run.n_requests - seen} requests, predicted from {seen}"))
+    table.add_column("quantity")
+    expects = run.hardware is not None
+    for column in ("", "measured s", "calibrated s", "error %"):
+        table.add_column(column, justify="right")
+    for column in ("no request seen s", "error %") if expects else ():
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.quantity,
+            f"p{row.percentile}",
+            f"{row.measured_s:.4f}",
+            f"{row.calibrated_s:.4f}" if seen else "–",
+            _shown(row, row.error, row.calibrated_s) if seen else "–",
+            *((f"{row.expected_s:.4f}", _shown(row, row.expected_error, row.expected_s)) if expects else ()),
+            end_section=row is rows[-1] or row.quantity != rows[rows.index(row) + 1].quantity,
+        )
+    console.print(table)
+
+
+def _shown(row: Comparison, error: float | None, predicted_s: float) -> str:
+    """Return an error in percent; of a time that is shorter than a step the difference, in milliseconds."""
+    if error is not None:
+        return f"{100.0 * error:+.1f}"
+    return f"{1e3 * (predicted_s - row.measured_s):+.1f} ms" if row.step_s > 0.0 else "–"

@@ -1,0 +1,1 @@
+"""``kvrouter cordon``, ``uncordon`` and ``drain``."""

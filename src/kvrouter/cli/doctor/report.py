@@ -1,0 +1,113 @@
+"""The report of ``kvrouter doctor``, for a terminal."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.cli.doctor.findings import CacheShares, Finding, Report, Unmade
+
+ALSO_SHOWN = 8
+"""So many subjects of one problem, or of one check that was not made, are named; --output json has them all.
+"""
+
+STYLES = {"critical": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def drawn(report: Report) -> RenderableType:
+    """Return the report for a terminal. What comes from the fleet is text, and never markup."""
+    parts: list[RenderableType] = [_head(report), Text()]
+    parts += [_findings(alike) for alike in _grouped(report.findings)]
+    if report.not_made:
+        parts.append(Text("not made", "bold"))
+        parts.append(_rows(_not_made(report.not_made)))
+        parts.append(Text())
+    if report.passed:
+        parts.append(Text("passed", "bold"))
+        parts.append(_rows((each.check, each.holds) for each in report.passed))
+        parts.append(Text())
+    parts += [_cache(shares) for shares in report.cache]
+    parts.append(
+        Text(
+            "--recording shows, from a recording, where cache hits are lost: by the size of the caches, by "
+            "routing, or by what the router does not see.",
+            "dim",
+        )
+    )
+    return Group(*parts)
+
+
+def _head(report: Report) -> Text:
+    counts = {name: sum(each.severity == name for each in report.findings) for name in STYLES}
+    found = [
+        (f"{n} {name}{'s' if n > 1 and name != 'critical' else ''}", STYLES[name])
+        for name, n in counts.items()
+        if n
+    ]
+    head = Text.assemble(("kvrouter doctor ", "bold"), f"{_plain(report.url)}  ")
+    head.append_text(
+        Text(", ").join(Text(*each) for each in found) if found else Text("nothing is wrong", "green")
+    )
+    head.append(
+        f"; {len(report.passed)} checks passed, {len({each.check for each in report.not_made})} not made"
+    )
+    return head
+
+
+def _grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Return findings that have one cause and one remedy together, in their order."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        key = finding.check, finding.severity.value, finding.why, finding.remedy
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
+
+
+def _findings(alike: Sequence[Finding]) -> RenderableType:
+    first, *others = alike
+    severity = first.severity.value
+    head = Text.assemble(
+        (f"{severity:<8}", STYLES[severity]), "  ", (first.check, "bold"), "  ", _plain(first.subject)
+    )
+    rows = [("seen", first.seen), ("why", first.why), ("remedy", first.remedy)]
+    if others:
+        more = f" and {len(others) - ALSO_SHOWN} more" if len(others) > ALSO_SHOWN else ""
+        rows.append(("also", ", ".join(each.subject for each in others[:ALSO_SHOWN]) + more))
+    return Group(head, _rows(rows), Text())
+
+
+def _not_made(unmade: Sequence[Unmade]) -> Iterator[tuple[str, str]]:
+    """Yield a row for each, and of a check with very many how many more there are."""
+    for name in dict.fromkeys(each.check for each in unmade):
+        of_check = [each for each in unmade if each.check == name]
+        for each in of_check[:ALSO_SHOWN]:
+            yield f"{name}: {each.subject}", each.why
+        if len(of_check) > ALSO_SHOWN:
+            yield name, f"and {len(of_check) - ALSO_SHOWN} more"
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, text in rows:
+        table.add_row(Text(_plain(name)), Text(_plain(text)))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _cache(shares: CacheShares) -> Text:
+    predicted, cached = (
+        f"{tokens / shares.prompt_tokens:.1%}" for tokens in (shares.predicted_tokens, shares.cached_tokens)
+    )
+    own = f"engines had {cached}" if shares.engines_say else "engines do not say what they had"
+    return Text(
+        f"cache of {_plain(shares.model)}: of {shares.prompt_tokens:,} prompt tokens the router expected "
+        f"{predicted}, {own}"
+    )
+
+
+def _plain(text: str) -> str:
+    """Return text without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "�" for char in text)

@@ -1,0 +1,1 @@
+"""``kvrouter dry-run``: the recorded requests that a transfer policy would have refused."""

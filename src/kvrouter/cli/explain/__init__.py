@@ -1,0 +1,1 @@
+"""``kvrouter explain``: the decision for a prompt, or about a request, with its reasons."""

@@ -1,0 +1,1 @@
+"""``kvrouter fleet``: writes, shows and checks fleet files."""

@@ -1,0 +1,176 @@
+"""``kvrouter fleet check``: every mistake of a fleet file, and of the engines that it names."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.app.attach.attachment import NotAnswered, attach
+from kvrouter.app.attach.spec import FileEngine, file_engines
+from kvrouter.app.fleet_build import contract_problems, tokenizer_problems, tokenizer_warnings
+from kvrouter.core.errors import KvrouterError
+from kvrouter.engines.attach import Attached
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import examine_fleet, load_fleet, settings_in, url_path
+from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_strict import strict_problems
+from kvrouter.settings.problems import Document, Problem, dotted, read_document, without_password
+from kvrouter.settings.problems import Path as FieldPath
+from kvrouter.settings.sources import conflicts, settings_warnings
+from kvrouter.transports.requests.port import WorkerUnreachable
+
+KEY_FIELDS = ("api_key_env", "api_key_file")
+"""Of an engine: where its own key is."""
+
+
+class Mistake(msgspec.Struct, frozen=True):
+    """One mistake: its line of the file, its field, and what it must be instead.
+
+    ``is_unreachable``: an engine did not answer, of which the file may be right.
+    """
+
+    line: int
+    field: str
+    message: str
+    is_unreachable: bool = False
+
+    def shown(self, file: str) -> str:
+        """Return it as one line."""
+        return ": ".join(each for each in (f"{file}:{self.line}", self.field, self.message) if each)
+
+
+class FleetCheck(msgspec.Struct, frozen=True):
+    """All that is to be said of a file; ``summary`` says what it describes where nothing is wrong."""
+
+    file: str
+    is_good: bool
+    summary: str | None
+    mistakes: tuple[Mistake, ...]
+    warnings: tuple[str, ...]
+
+
+def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str, str]) -> FleetCheck:
+    """Validate a fleet file as ``kvrouter up`` does, read its tokenizers, and start nothing.
+
+    ``strict`` looks for more, and a file with a warning is not good then; ``connect`` asks every engine that
+    runs already what it is, with its key of ``environ``, and compares. Raises ConfigError for a file that
+    cannot be read.
+    """
+    document = read_document(path)
+    examined = examine_fleet(document, (_setting_problems, contract_problems, tokenizer_problems))
+    mistakes = [_mistake(document, problem) for problem in examined.problems]
+    warnings: list[str] = []
+    fleet = examined.fleet
+    if fleet is not None and not mistakes:
+        warnings += [*settings_warnings(settings_in(fleet)), *load_fleet(document).warnings]
+        warnings += tokenizer_warnings(fleet)
+        if strict:
+            mistakes += [_mistake(document, problem) for problem in strict_problems(fleet)]
+        if connect:
+            heard = asyncio.run(_connected(fleet, environ))
+            mistakes += [
+                _mistake(document, problem, is_unreachable=number in heard.unreachable)
+                for number, problem in enumerate(heard.problems)
+            ]
+            warnings += heard.warnings
+    mistakes.sort(key=lambda mistake: mistake.line)
+    is_good = not mistakes and not (strict and warnings)
+    summary = summary_of(fleet) if fleet is not None and is_good else None
+    return FleetCheck(str(path), is_good, summary, tuple(mistakes), tuple(warnings))
+
+
+def summary_of(fleet: FleetFile) -> str:
+    """Return in a line what a file describes."""
+    n_workers = sum(group.n_workers for group in fleet.workers)
+    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
+    policy = fleet.kv_transfer
+    kept = f"KV {policy.enforcement.value} on {policy.domain}" if policy else "no transfer policy"
+    return f"{workers} for {', '.join(model.name for model in fleet.models)}, {kept}"
+
+
+def _setting_problems(fleet: FleetFile) -> list[Problem]:
+    return conflicts(settings_in(fleet))
+
+
+def _mistake(document: Document, problem: Problem, *, is_unreachable: bool = False) -> Mistake:
+    line = document.line_of(problem.path)
+    return Mistake(line, dotted(problem.path), problem.must, is_unreachable)
+
+
+class _Heard(msgspec.Struct):
+    """What engines answered: mistakes, which of them are silent engines, and warnings."""
+
+    problems: list[Problem] = []
+    unreachable: set[int] = set()
+    warnings: list[str] = []
+
+
+async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _Heard:
+    """Ask every engine of the file, all at once."""
+    engines = list(file_engines(fleet, wait_s=0.0))
+    paths = list(_url_paths(fleet))
+    answers = await asyncio.gather(*(_asked(engine, environ) for engine in engines), return_exceptions=True)
+    heard = _Heard()
+    attached: list[tuple[FieldPath, FileEngine, Attached]] = []
+    for path, engine, answer in zip(paths, engines, answers, strict=True):
+        if isinstance(answer, Attached):
+            attached.append((path, engine, answer))
+            heard.warnings += [f"{dotted(path)}: {warning}" for warning in answer.warnings]
+        elif isinstance(answer, NotAnswered) and isinstance(answer.__cause__, WorkerUnreachable):
+            heard.unreachable.add(len(heard.problems))
+            heard.problems.append(Problem(path, without_password(answer.__cause__.message)))
+        elif isinstance(answer, KvrouterError):
+            field = engine.spec.fields_at.get(answer.param or "")
+            if answer.param in KEY_FIELDS:
+                heard.problems.append(
+                    Problem((*path[:3], answer.param), answer.message.removeprefix(f"{field}: "))
+                )
+                continue
+            must = f"{engine.spec.url}: {answer.message}" if field is None else f"{field}: {answer.message}"
+            heard.problems.append(Problem(path, must))
+        elif isinstance(answer, BaseException):
+            raise answer
+    heard.problems += _block_size_problems(fleet, attached)
+    return heard
+
+
+async def _asked(engine: FileEngine, environ: Mapping[str, str]) -> Attached:
+    """Ask one engine once, and leave it as it is."""
+    attached = await attach(engine.with_key(environ))
+    await attached.engine.stop()
+    return attached
+
+
+def _url_paths(fleet: FleetFile) -> list[FieldPath]:
+    """Where the URL of each engine stands, in the order of the file."""
+    return [
+        url_path(position, group.engine, number)
+        for position, group in enumerate(fleet.workers)
+        if isinstance(group.engine, AttachedEngineSpec)
+        for number in range(len(group.engine.all_urls))
+    ]
+
+
+def _block_size_problems(
+    fleet: FleetFile, attached: list[tuple[FieldPath, FileEngine, Attached]]
+) -> list[Problem]:
+    """Engines of one model whose blocks differ: the first that joins would keep the others out."""
+    problems = []
+    for model in fleet.models:
+        of_model = [each for each in attached if fleet.model_of(each[1].group) is model]
+        sizes = Counter(found.block_size for _, _, found in of_model)
+        if len(sizes) < 2:
+            continue
+        usual = sizes.most_common(1)[0][0]
+        problems += [
+            Problem(
+                path,
+                f"{engine.spec.url}: its blocks have {found.block_size} tokens, and others of "
+                f"{model.name!r} have {usual}: start it with blocks of {usual}",
+            )
+            for path, engine, found in of_model
+            if found.block_size != usual
+        ]
+    return problems

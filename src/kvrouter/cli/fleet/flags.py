@@ -1,0 +1,151 @@
+"""``kvrouter fleet``: writes, shows and checks fleet files."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvrouter.cli.ask import plain_console, router_at
+from kvrouter.cli.options import takes
+from kvrouter.cli.output import Output, echo, json_text
+from kvrouter.cli.setting_flags import output_option
+from kvrouter.engines.registry import ENGINES
+from kvrouter.settings.option import option
+from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTemplate:
+    """What a new fleet file is to have: mock engines, or the engines at ``urls``, each as
+    ``http://HOST:PORT``, ``ROLE=http://HOST:PORT`` or ``ROLE@ZONE=http://HOST:PORT``; with ``zones``, which
+    KV does not leave.
+    """
+
+    engine: str = option(
+        "What serves the requests: mock engines, or servers that run already.",
+        default="mock",
+        choices=("mock", *ENGINES),
+    )
+    model: str | None = option("The model; required with other engines than mock.", metavar="NAME")
+    urls: tuple[str, ...] = option(
+        "An engine's server, as http://10.0.1.1:8000, or prefill@a=http://10.0.1.1:8000 for one that "
+        "prefills in zone a. Give it once for each engine.",
+        default=(),
+        flag="--url",
+        metavar="[ROLE[@ZONE]=]URL",
+    )
+    zones: tuple[str, ...] = option(
+        "A zone with one prefill and two decode workers, with mock engines; KV stays in its zone. Give it "
+        "once for each zone. Without any, four workers do both.",
+        default=(),
+        flag="--zone",
+        metavar="NAME",
+    )
+
+
+if TYPE_CHECKING:
+    from kvrouter.cli.fleet.check import FleetCheck
+
+FILE = click.Path(path_type=Path)
+
+GOOD, UNREACHABLE, MISTAKEN = 0, 1, 2
+"""Exit codes of ``kvrouter fleet check``."""
+
+
+@click.group(short_help="Write, show and check fleet files.")
+def fleet() -> None:
+    """Fleet files: what `kvrouter up --fleet` runs."""
+
+
+@fleet.command("init", short_help="Write a fleet file to begin with.")
+@click.argument("file", type=FILE, default=Path("fleet.yaml"))
+@takes(FleetTemplate)
+@click.option("--force", is_flag=True, help="Replace FILE where it is there already.")
+def fleet_init(template: FleetTemplate, file: Path, *, force: bool) -> None:
+    """Write FILE (fleet.yaml by default) with comments: a fleet that can be run as it is.
+
+    \b
+    kvrouter fleet init                               four mock workers
+    kvrouter fleet init --zone a --zone b             prefill and decode in two zones
+    kvrouter fleet init --engine vllm --model m --url http://10.0.1.1:8000
+    """
+    from kvrouter.cli.fleet.check import summary_of  # noqa: PLC0415
+    from kvrouter.cli.fleet.template import write_fleet  # noqa: PLC0415
+
+    written = write_fleet(file, template, replace=force)
+    echo(
+        f"{file}: written: {summary_of(written)}\n"
+        f"Check it: kvrouter fleet check --strict {file}\n"
+        f"Run it: kvrouter up --fleet {file}"
+    )
+
+
+@fleet.command("show", short_help="Show what a fleet file means, or a running fleet.")
+@click.argument("file", type=FILE, required=False)
+@click.option("--url", metavar="URL", help="Show the workers of the router there, instead of FILE.")
+@output_option
+def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
+    """Show what FILE means after defaults: models, workers with their roles, places and room for KV, how many
+    there are in each place, links, and the settings that it sets. Where it says "asked", engines are asked.
+
+    With --url: the workers that a running router has, those that are alike in one row. Their load is in
+    `kvrouter top`. Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    if (file is None) == (url is None):
+        raise click.UsageError("give FILE, or --url URL, and not both")
+    from kvrouter.cli.fleet.show import draw_fleet, file_shown, running_shown  # noqa: PLC0415
+    from kvrouter.fleetfile.fleet_checks import load_fleet  # noqa: PLC0415
+    from kvrouter.settings.problems import read_document  # noqa: PLC0415
+
+    if file is not None:
+        shown = file_shown(str(file), load_fleet(read_document(file)).fleet)
+    else:
+        from kvrouter.api.client import decode_answer  # noqa: PLC0415
+        from kvrouter.api.fleet import Fleet  # noqa: PLC0415
+
+        shown = running_shown(str(url), decode_answer(router_at(str(url)).read("/v1/fleet"), Fleet))
+    output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))
+
+
+@fleet.command("check", short_help="Validate a fleet file, and start nothing.")
+@click.argument("file", type=FILE)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Take warnings for mistakes, and look for more: levels and links of places where no worker is, and "
+    "addresses that are one.",
+)
+@click.option(
+    "--connect",
+    is_flag=True,
+    help="Ask every engine that runs already what it is, and compare: model, block size, context length, "
+    f"ranks. A key that they ask for is read from {ENGINE_KEY_VARIABLE}, or from where FILE says.",
+)
+@output_option
+def fleet_check(file: Path, *, strict: bool, connect: bool, output: Output) -> None:
+    """Validate FILE, its settings and topology contracts too, read the tokenizers that it names, and start
+    nothing. All mistakes are shown at once, by line.
+
+    It ends with 0 for a good file, with 2 for one with mistakes, and with 1 where nothing is wrong but that
+    an engine does not answer (--connect).
+    """
+    from kvrouter.cli.fleet.check import check_fleet  # noqa: PLC0415
+
+    found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
+    output.show(lambda: json_text(found), lambda: _show_check(found, strict=strict))
+    if found.is_good:
+        sys.exit(GOOD)
+    is_mistaken = any(not mistake.is_unreachable for mistake in found.mistakes)
+    sys.exit(MISTAKEN if is_mistaken or (strict and found.warnings) else UNREACHABLE)
+
+
+def _show_check(found: "FleetCheck", *, strict: bool) -> None:
+    for mistake in found.mistakes:
+        echo(f"kvrouter: {mistake.shown(found.file)}", err=True)
+    for warning in found.warnings:
+        echo(f"kvrouter: {found.file if strict else 'warning'}: {warning}", err=True)
+    if found.is_good:
+        echo(f"{found.file}: good: {found.summary}")

@@ -1,0 +1,47 @@
+"""``kvrouter frontend``: its options."""
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from kvrouter.cli.options import takes
+from kvrouter.cli.setting_flags import SettingsCommand, setting_options
+from kvrouter.settings.option import option
+
+if TYPE_CHECKING:
+    pass
+from kvrouter.cli.process_settings import FileOptions, router_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticOptions:
+    """Which workers a frontend has without discovery."""
+
+    endpoints: tuple[str, ...] = option(
+        "A worker without discovery, started with --static, whose log says what to write here. With any, "
+        "nobody else is looked for. Not with --router-mode kv.",
+        default=(),
+        flag="--static-endpoint",
+        metavar="ADDRESS,model=NAME[,…]",
+    )
+
+
+@click.command(cls=SettingsCommand, short_help="Serve workers that run in other processes.")
+@takes(FileOptions, StaticOptions)
+def frontend(files: FileOptions, static: StaticOptions, **flags: object) -> None:
+    """Serve: an OpenAI-compatible endpoint in front of the workers that discovery finds.
+
+    Run as many as you like, on any host: they know nothing of each other, but what --router-replica-sync
+    tells. Workers and frontends of one fleet share --namespace, --discovery and --request-plane.
+    """
+    settings, sources, links = router_settings(files, flags)
+    from kvrouter.cli.frontend.run import serve_frontend  # noqa: PLC0415
+    from kvrouter.settings.static_endpoint import static_cards  # noqa: PLC0415
+
+    cards = static_cards(static.endpoints, settings.planes.request_plane)
+    sys.exit(serve_frontend(settings, sources, links, cards))
+
+
+frontend.params.extend(setting_options("router", "frontend", "planes", "recording", "log"))

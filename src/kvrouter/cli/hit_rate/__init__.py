@@ -1,0 +1,1 @@
+"""``kvrouter hit-rate``: where recorded requests lost their cache hits."""

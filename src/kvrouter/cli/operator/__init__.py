@@ -1,0 +1,1 @@
+"""``kvrouter operator``: runs the operator, installs its definitions and converts manifests."""

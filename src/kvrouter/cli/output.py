@@ -1,0 +1,60 @@
+"""``--output``: how the result of a command is delivered, as a table or as JSON."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Output(NamedTuple):
+    """A table on standard output, or JSON there; or the table there and JSON in the file ``path``."""
+
+    is_json: bool = False
+    path: Path | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError where the file cannot be written, before anything was done for it."""
+        if self.path is not None:
+            from kvrouter.app.whole_file import check_folder  # noqa: PLC0415
+
+            check_folder(self.path)
+
+    def show(self, as_json: Callable[[], bytes], draw: Callable[[], None]) -> None:
+        """Deliver a result: ``as_json`` returns it, ``draw`` prints its table. Raises ConfigError for a file
+        that cannot be written.
+        """
+        if self.is_json:
+            sys.stdout.write(as_json().decode().rstrip("\n") + "\n")
+            return
+        draw()
+        if self.path is not None:
+            from kvrouter.app.whole_file import write_whole  # noqa: PLC0415
+
+            write_whole(self.path, as_json())
+
+
+TABLE = Output()
+"""The form of a result where nothing else is asked for."""
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal may obey, new lines and tabs apart: controls, and what turns the direction of a line."""
+
+
+def printable(text: str) -> str:
+    """Return text of others as a terminal may show it."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines for people; ``err``: on standard error."""
+    print(printable(text), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def json_text(result: object) -> bytes:
+    """Return a result as JSON that people can read too, with what a terminal may obey escaped."""
+    import msgspec  # noqa: PLC0415
+
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"

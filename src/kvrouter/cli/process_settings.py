@@ -1,0 +1,96 @@
+"""The settings and files of a command that runs a process of a fleet: read, warned of, and logging begun."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrouter.cli.output import echo
+from kvrouter.cli.setting_flags import given_flags
+from kvrouter.core.errors import ConfigError
+from kvrouter.settings.option import option
+
+if TYPE_CHECKING:
+    from kvrouter.core.ids import ModelName
+    from kvrouter.kernel.topology.links import LinkTable
+    from kvrouter.settings.problems import Document
+    from kvrouter.settings.sources import Loaded
+    from kvrouter.settings.tree import Settings
+
+MODEL_PATH_HELP = (
+    "A model's tokenizer: this host's folder, a Hugging Face repository, or engine; without it what its "
+    "workers name is read."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions:
+    """Which files a process that serves HTTP reads."""
+
+    config: Path | None = option(
+        "A fleet file whose router, frontend, planes and log sections, and links, are used.", metavar="FILE"
+    )
+    model_paths: tuple[str, ...] = option(
+        MODEL_PATH_HELP, default=(), flag="--model-path", metavar="MODEL=FOLDER"
+    )
+
+
+def router_settings(
+    files: FileOptions, flags: Mapping[str, object]
+) -> "tuple[Settings, dict[ModelName, str], LinkTable | None]":
+    """Return a router's settings, tokenizers and links; say what of the links is doubtful."""
+    document, loaded = begun(flags, files.config)
+    sources = model_sources(files.model_paths)
+    from kvrouter.app.fleet_build import links_of  # noqa: PLC0415
+    from kvrouter.fleetfile.link_table import link_warnings  # noqa: PLC0415
+
+    links = None if document is None else links_of(document)
+    warn(link_warnings(loaded.settings.router, links))
+    return loaded.settings, sources, links
+
+
+def begin(loaded: "Loaded") -> None:
+    """Report the settings' warnings and begin to log."""
+    from kvrouter.telemetry.logs import configure_logging  # noqa: PLC0415
+
+    warn(loaded.warnings)
+    log = loaded.settings.log
+    configure_logging(log.log_level.value, log_format=log.log_format.value)
+
+
+def begun(flags: Mapping[str, object], file: Path | None = None) -> "tuple[Document | None, Loaded]":
+    """Load the settings of flags, variables and ``file``, a fleet file or a part of one; report their
+    warnings and begin to log. Returns the file, where there is one, and the settings; raises ConfigError.
+    """
+    from kvrouter.fleetfile.fleet_checks import settings_document  # noqa: PLC0415
+    from kvrouter.settings.problems import read_document  # noqa: PLC0415
+    from kvrouter.settings.sources import load_settings  # noqa: PLC0415
+
+    document = None if file is None else settings_document(read_document(file))
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    begin(loaded)
+    return document, loaded
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print warnings on standard error."""
+    for warning in warnings:
+        echo(f"kvrouter: warning: {warning}", err=True)
+
+
+def model_sources(pairs: tuple[str, ...]) -> "dict[ModelName, str]":
+    """What ``--model-path`` says; raise ConfigError that names it."""
+    from kvrouter.core.ids import ModelName  # noqa: PLC0415
+    from kvrouter.text.source import checked_source  # noqa: PLC0415
+
+    sources: dict[ModelName, str] = {}
+    for pair in pairs:
+        model, equals, folder = pair.partition("=")
+        if not equals or not model or not folder:
+            raise ConfigError(f"--model-path: must be MODEL=FOLDER, not {pair!r}", param="model_path")
+        try:
+            sources[ModelName(model)] = checked_source(folder)
+        except ConfigError as error:
+            raise ConfigError(f"--model-path: {error.message}", param="model_path") from error
+    return sources

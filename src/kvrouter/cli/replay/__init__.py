@@ -1,0 +1,1 @@
+"""``kvrouter replay``: recorded traffic over a simulated fleet, by several routing rules."""

@@ -1,0 +1,118 @@
+"""What the replays of a command have in common: the trace, its dispatch, timing, events, and what is good."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvrouter.cli.console import error_console
+from kvrouter.cli.replay.input_options import InputOptions
+from kvrouter.cli.replay.recorded_inputs import (
+    NO_CHANGES,
+    NONE,
+    RECORDED,
+    RecordedChanges,
+    recorded_changes,
+    warn_reader,
+)
+from kvrouter.core.timing import Timing
+from kvrouter.fleetfile.timing_file import read_timing
+from kvrouter.sim.past.recorded_fleet import RecordedFleet
+from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop, Dispatch
+from kvrouter.sim.replay.simulation import Simulation, check_room, longest_request
+from kvrouter.sim.replay.summary import Objective
+from kvrouter.sim.replay.timetable import TimetableEvent, read_timetable
+from kvrouter.sim.replay.timetable_plan import plan_timetable
+from kvrouter.sim.replay.variant import Variant
+from kvrouter.sim.traces.read import Trace, open_trace
+from kvrouter.sim.traces.request import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayInputs:
+    """What every replay of a command has in common."""
+
+    options: InputOptions
+    trace: Trace
+    timing: Timing | None
+    timetable: tuple[TimetableEvent, ...]
+    objective: Objective
+    changes: RecordedChanges = NO_CHANGES
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """When requests arrive; one replay uses it up."""
+        options = self.options
+        return ClosedLoop() if options.dispatch == "closed" else ByTimeStamp(options.speedup)
+
+    def simulation(
+        self, variant: Variant, seed: int, rows: Iterable[TraceRequest] | None = None
+    ) -> Simulation:
+        """Return one replay, from its beginning; of ``rows`` instead of the whole trace."""
+        return Simulation(
+            variant.fleet,
+            self.trace if rows is None else rows,
+            config=variant.fleet.router,
+            dispatch=self.dispatch,
+            piece_tokens=self.trace.info.piece_tokens,
+            rule=variant.make_rule(),
+            seed=seed,
+            timing=self.timing,
+            timetable=self.timetable,
+        )
+
+    def over(self, recorded: RecordedFleet | None, compared: Sequence[Variant]) -> "ReplayInputs":
+        """Return them with what a recording says became of its fleet, as far as that concerns the fleets
+        that are compared. Raises ConfigError where it was asked for and does not.
+        """
+        options = self.options
+        changes = recorded_changes(
+            self.trace.fleet,
+            recorded,
+            [variant.fleet for variant in compared],
+            events=options.events,
+            speedup=1.0 if options.dispatch == "closed" else ByTimeStamp(options.speedup).speedup,
+        )
+        return replace(self, timetable=self.timetable + changes.events, changes=changes)
+
+    def check(self, compared: Sequence[Variant]) -> int:
+        """Return how many requests the trace has. Find what cannot be replayed before anything is: in its
+        rows, in each fleet, in the timetable.
+        """
+        self.dispatch.check(self.trace.info)
+        n_rows, longest = longest_request(self.trace)
+        for variant in compared:
+            plan_timetable(self.timetable, variant.fleet)
+            check_room(longest, self.simulation(variant, self.options.seed).fleet)
+        return n_rows
+
+
+def open_inputs(options: InputOptions) -> ReplayInputs:
+    """Open the trace and read what goes with it; raises ConfigError for what cannot be read."""
+    return ReplayInputs(
+        options,
+        open_trace(
+            options.trace,
+            rows_max=options.rows,
+            model=options.model,
+            trace_format=options.trace_format,
+            warn=warn_reader,
+        ),
+        None if options.timing is None else read_timing(options.timing),
+        () if options.events in (None, NONE, RECORDED) else read_timetable(options.events),
+        Objective(ttft_s=options.slo_ttft, itl_s=options.slo_itl),
+    )
+
+
+def replay_progress() -> Progress:
+    """Return a bar of how far replays are, on a terminal only."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        console=error_console(),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )

@@ -1,0 +1,195 @@
+"""``kvrouter replay``: a trace over a fleet, by one rule or several, and what came of it."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.cli.output import json_text
+from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyOptions
+from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progress
+from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
+from kvrouter.core.errors import INTERRUPTED, ConfigError
+from kvrouter.settings.setting import installed_version
+from kvrouter.sim.replay.comparison import reasons_over, shown_columns
+from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.simulation import Result
+from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, summarize
+from kvrouter.sim.replay.timetable import entry_of
+from kvrouter.sim.replay.tuning import candidates, first_half, merit, second_half
+from kvrouter.sim.replay.variant import Variant, parse_sweep, split_policies, variants
+from kvrouter.sim.report.document import render_page
+from kvrouter.sim.traces.request import TraceRequest
+
+TUNED = "parameters tuned on the first half of the trace, figures of the second"
+
+TUNED_ROWS_MIN = 20
+"""Fewer requests are not cut into halves."""
+
+
+def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, console: Console) -> int:
+    """Replay every variant with every seed; print a table, and write what was asked for. Returns the exit
+    code; what is known when it is interrupted is printed and written all the same.
+
+    Raises ConfigError, before anything is replayed, for what cannot be.
+    """
+    for path in filter(None, (files.report, files.write_fleet, files.write_events)):
+        check_folder(path)
+    given.output.check()
+    inputs = open_inputs(given)
+    fleet = replayed_fleet(policy.fleet, inputs.trace, given.trace)
+    document = fleet.document
+    policies = (*policy.policies, *split_policies(policy.compare)) or ("kvrouter",)
+    sweeps = [parse_sweep(sweep) for sweep in policy.sweeps]
+    compared = (
+        candidates(document, policies, sweeps)
+        if policy.tune
+        else [[variant] for variant in variants(document, policies, sweeps)]
+    )
+    first_of_each = [chosen_from[0] for chosen_from in compared]
+    inputs = inputs.over(fleet.recorded, first_of_each)
+    n_rows = inputs.check(first_of_each)
+    if policy.tune and n_rows < TUNED_ROWS_MIN:
+        raise ConfigError(
+            f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
+        )
+    write_recorded(fleet.recorded, inputs.changes, fleet_to=files.write_fleet, events_to=files.write_events)
+    reports: list[VariantReport] = []
+    with replay_progress() as progress:
+        runner = _Runner(inputs, progress, n_rows, tunes=policy.tune)
+        runner.expect(compared)
+        for chosen_from in compared:
+            found = runner.report(chosen_from)
+            if found is not None:
+                reports.append(found)
+            if not runner.is_whole:
+                break
+    dispatch = inputs.dispatch.name
+    report = ReplayReport(
+        installed_version(),
+        given.trace_name,
+        inputs.trace.info.format,
+        f"{dispatch}; {TUNED}" if policy.tune else dispatch,
+        inputs.objective,
+        runner.is_whole,
+        tuple(reports),
+        tuple(map(entry_of, inputs.timetable)),
+        tuple(filter(None, (fleet.note, *inputs.changes.notes))),
+    )
+    given.output.show(lambda: json_text(report), lambda: show_report(report, console))
+    if files.report is not None:
+        write_whole(files.report, render_page(report))
+    return 0 if runner.is_whole else INTERRUPTED
+
+
+class _Runner:
+    """Replays of one command, one after the other, and how far they are. ``is_whole``: none was stopped."""
+
+    def __init__(self, inputs: ReplayInputs, progress: Progress, n_rows: int, *, tunes: bool) -> None:
+        self.is_whole = True
+        self._inputs = inputs
+        self._progress = progress
+        self._n_rows = n_rows
+        self._tunes = tunes
+        self._first_half = first_half(inputs.trace, n_rows) if tunes else []
+        self._task = progress.add_task("", total=None)
+        self._done = 0
+
+    def expect(self, compared: Sequence[Sequence[Variant]]) -> None:
+        """Say what is to come."""
+        n_tried = sum(len(chosen_from) for chosen_from in compared if len(chosen_from) > 1)
+        n_seeds = len(self._inputs.options.all_seeds)
+        total = n_tried * len(self._first_half) + len(compared) * n_seeds * self._n_rows
+        self._progress.update(self._task, total=total)
+
+    def report(self, chosen_from: Sequence[Variant]) -> VariantReport | None:
+        """Replay the variant that does best on the first half with every seed. Interrupted, the report has
+        the seeds that were replayed to their end, else what is known of the first; None where nothing is.
+        """
+        variant: Variant | None = None
+        summaries: list[Summary] = []
+        try:
+            variant = self._chosen(chosen_from)
+            if variant is not None:
+                self._summarize(variant, summaries)
+        except KeyboardInterrupt:  # between two replays
+            self.is_whole = False
+        if variant is None or not summaries:
+            return None
+        seeds = self._inputs.options.all_seeds[: len(summaries)]
+        return VariantReport(variant.name, variant.source, seeds, tuple(summaries))
+
+    def _chosen(self, chosen_from: Sequence[Variant]) -> Variant | None:
+        """Return the variant that does best on the first half; None when that was stopped."""
+        if len(chosen_from) == 1:
+            return chosen_from[0]
+        merits: list[tuple[tuple[int, float], int]] = []
+        for number, variant in enumerate(chosen_from):
+            rows = self._first_half
+            result = self._run(variant, self._inputs.options.seed, len(rows), f"tuning {variant.name}", rows)
+            if not result.is_whole:
+                return None
+            merits.append((merit(result.outcomes), number))
+        return chosen_from[min(merits)[1]]
+
+    def _summarize(self, variant: Variant, summaries: list[Summary]) -> None:
+        """Replay with every seed, and add what came of it to ``summaries``: a replay that was stopped is no
+        figure to put next to whole ones.
+        """
+        places = Places(variant.fleet)
+        for at, seed in enumerate(self._inputs.options.all_seeds):
+            result = self._run(variant, seed, self._n_rows, variant.name, None)
+            if at and not self.is_whole:
+                return
+            if self._tunes:
+                result = second_half(result, self._n_rows, places)
+            summaries.append(summarize(result, self._inputs.objective, places))
+            if not self.is_whole:
+                return
+
+    def _run(
+        self, variant: Variant, seed: int, n_rows: int, shown: str, rows: Iterable[TraceRequest] | None
+    ) -> Result:
+        progress, task, done = self._progress, self._task, self._done
+        progress.update(task, description=shown, completed=done)
+        simulation = self._inputs.simulation(variant, seed, rows)
+        simulation.on_beat = lambda beat: progress.update(task, completed=done + beat.arrived)
+        result = simulation.run()
+        self._done += n_rows
+        self.is_whole = result.is_whole
+        return result
+
+
+def show_report(report: ReplayReport, console: Console) -> None:
+    """Print a row for each variant, with 95 % intervals where several seeds were replayed."""
+    table = Table(title=Text(f"{report.trace}: {report.format}, dispatched {report.dispatch}"))
+    table.add_column("policy", overflow="fold")
+    group = ""
+    columns = shown_columns(summary for variant in report.variants for summary in variant.summaries)
+    for column in columns:
+        heading = column.name if column.group == group else f"{column.group} {column.name}".rstrip()
+        table.add_column(heading, justify="right")
+        group = column.group
+    for variant in report.variants:
+        cells = (column.shown(column.over(variant.summaries)) for column in columns)
+        table.add_row(Text(variant.name), *cells)
+    console.print(table)
+    for variant in report.variants:
+        for name, counts in (
+            ("errors", [summary.errors for summary in variant.summaries]),
+            ("refused", [summary.refusals for summary in variant.summaries]),
+        ):
+            listed = ", ".join(f"{reason.shown} {reason.name}" for reason in reasons_over(counts))
+            if listed:
+                console.print(Text(f"{variant.name}: {name}: {listed}"))
+    objective = report.objective
+    console.print(
+        f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average"
+    )
+    for note in report.notes:
+        console.print(Text(note), soft_wrap=True)
+    if not report.is_whole:
+        console.print("interrupted: the last row is what was known until then")

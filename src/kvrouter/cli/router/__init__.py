@@ -1,0 +1,1 @@
+"""``kvrouter router``: the standalone router, for engines behind another proxy."""

@@ -1,0 +1,1 @@
+"""``kvrouter top``: the fleet of a running router, live in a terminal."""

@@ -1,0 +1,1 @@
+"""``kvrouter up``: serves a whole fleet from one command."""

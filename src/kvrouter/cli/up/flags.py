@@ -1,0 +1,134 @@
+"""``kvrouter up``."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from kvrouter.cli.options import takes
+from kvrouter.cli.process_settings import begin, begun, model_sources, warn
+from kvrouter.cli.setting_flags import SettingsCommand, given_flags, setting_options
+from kvrouter.fleetfile.worker_options import EnginePods
+from kvrouter.settings.option import option
+from kvrouter.settings.variables import FLEET_VARIABLE
+
+NO_DISCOVERY = "kvrouter up discovers no workers: give it to kvrouter frontend"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """Which fleet is run, and as how many processes."""
+
+    fleet: Path | None = option(
+        f"The fleet to run.  [{FLEET_VARIABLE}; default: two zones, kept apart, of three workers each]",
+        metavar="FILE",
+    )
+    replicas: int = option(
+        "Frontends, on ports from --http-port on; with more than one every worker is a process too.",
+        default=1,
+        at_least=1,
+        at_most=64,
+    )
+    nats: bool = option("A process each, over NATS; one is started where none runs.", default=False)
+    events: Path | None = option(
+        "What happens to the links between mock engines meanwhile, in YAML, as in `kvrouter replay`; links "
+        "alone. Seconds count from when it is ready, on the mock engines' clock: `speedup` of the fleet file "
+        "has them pass so many times as fast.",
+        metavar="FILE",
+    )
+    engine_pods: str | None = option(
+        "Instead of a fleet file: serve the engines of this namespace's pods that have the label "
+        "kvrouter.dev/engine, and these labels too, as team=a,tier!=test.",
+        metavar="[SELECTOR]",
+        alone="",
+    )
+    engine_namespace: str | None = option("Another namespace than this pod's own.", metavar="NAME")
+    model_paths: tuple[str, ...] = option(
+        "A model's tokenizer: this host's folder, a Hugging Face repository, or engine; with --engine-pods.",
+        default=(),
+        flag="--model-path",
+        metavar="MODEL=FOLDER",
+    )
+
+    @property
+    def takes_many_processes(self) -> bool:
+        """Whether every frontend and worker is a process of its own."""
+        return self.replicas > 1 or self.nats
+
+
+@click.command(cls=SettingsCommand, short_help="Serve a fleet.")
+@takes(UpOptions)
+def up(options: UpOptions, **flags: object) -> None:
+    """Serve: an OpenAI-compatible endpoint in front of a fleet of workers.
+
+    Everything runs in this process, unless --replicas or --nats asks for many.
+
+    A flag wins over its variable, the variable over the fleet file, the file over the default.
+    """
+    if options.events is not None and options.takes_many_processes:
+        raise click.UsageError("--events: not with --replicas or --nats")
+    if options.engine_pods is not None:
+        if options.events is not None:
+            raise click.UsageError("--events: not with --engine-pods, which have no mock engines")
+        if options.fleet is not None or options.takes_many_processes:
+            raise click.UsageError("--engine-pods: not with --fleet, --replicas or --nats")
+        _serve_engine_pods(
+            EnginePods(selector=options.engine_pods, namespace=options.engine_namespace),
+            options.model_paths,
+            flags,
+        )
+    if options.engine_namespace is not None or options.model_paths:
+        raise click.UsageError("--engine-namespace and --model-path: only with --engine-pods")
+    from kvrouter.fleetfile.fleet_checks import (  # noqa: PLC0415
+        default_fleet_document,
+        default_fleet_path,
+        load_fleet,
+        settled,
+    )
+    from kvrouter.settings.planes import refuse_clusters  # noqa: PLC0415
+    from kvrouter.settings.problems import read_document  # noqa: PLC0415
+    from kvrouter.settings.sources import load_settings  # noqa: PLC0415
+
+    file = _fleet_file(options.fleet)
+    document = default_fleet_document() if file is None else read_document(file)
+    of_file = load_fleet(document).fleet
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
+    settled_fleet = settled(of_file, loaded.settings)
+    begin(loaded)
+    warn(settled_fleet.warnings)
+    if options.takes_many_processes:
+        from kvrouter.cli.up.multi_process import serve_processes  # noqa: PLC0415
+
+        file = file or default_fleet_path()
+        sys.exit(
+            serve_processes(
+                loaded.settings, settled_fleet.fleet, file, replicas=options.replicas, with_nats=options.nats
+            )
+        )
+    from kvrouter.cli.up.run import serve  # noqa: PLC0415
+
+    sys.exit(serve(loaded.settings, settled_fleet.fleet, options.events))
+
+
+up.params.extend(setting_options())
+
+
+def _serve_engine_pods(
+    pods: EnginePods, model_paths: tuple[str, ...], flags: Mapping[str, object]
+) -> NoReturn:
+    from kvrouter.cli.worker.engine_pods import serve_engine_pods  # noqa: PLC0415
+    from kvrouter.settings.planes import refuse_clusters  # noqa: PLC0415
+
+    _, loaded = begun(flags)
+    refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
+    sys.exit(serve_engine_pods(loaded.settings, pods, model_sources(model_paths), os.environ))
+
+
+def _fleet_file(fleet: Path | None) -> Path | None:
+    named = fleet or os.environ.get(FLEET_VARIABLE, "").strip()
+    return Path(named) if named else None

@@ -1,0 +1,193 @@
+"""``kvrouter up``: frontend, router and workers in one process."""
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from kvrouter.app.fleet_build import tokenizer_sources
+from kvrouter.app.followed_links import following_links
+from kvrouter.app.frontend import ServingApp, open_door
+from kvrouter.app.frontend_place import following, read_place
+from kvrouter.app.learned_file import keeping
+from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on_signals, unless_stopping
+from kvrouter.app.mock_fleet import MemoryPlanes, MockFleet
+from kvrouter.app.recording import recording
+from kvrouter.app.router import build_service
+from kvrouter.app.text_models import SAID_AFTER_S, TextModelLoader
+from kvrouter.app.tracing import tracing
+from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_workers import link_table
+from kvrouter.frontend.pages import nobody_awaited
+from kvrouter.settings.setting import installed_version
+from kvrouter.settings.tree import LogFormat, Settings
+from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
+from kvrouter.telemetry.joined_workers import joined_as_table
+
+if TYPE_CHECKING:
+    from kvrouter.app.attach.fleet_engines import AttachedFleet
+
+logger = logging.getLogger("kvrouter.up")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded(ServingApp):
+    """Everything of one ``kvrouter up``."""
+
+    fleet: MockFleet
+    attached: "AttachedFleet | None"
+    """None where the fleet file has no engines that run already."""
+
+
+@asynccontextmanager
+async def embedded(
+    settings: Settings, fleet: FleetFile, *, environ: Mapping[str, str] = os.environ
+) -> AsyncIterator[Embedded]:
+    """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process,
+    and a worker for each engine that runs already, which is given its key of ``environ`` where it has one.
+
+    Raises CannotListen, before any worker starts, when the frontend's address cannot be had, and
+    ConfigError for engines that contradict the file.
+    """
+    front = settings.frontend
+    telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
+    telemetry.build_info.set(1, installed_version())
+    sources = tokenizer_sources(fleet)
+    place = await read_place(settings.router, os.environ)
+    async with (
+        claimed(front.http_host, front.http_port) as sockets,
+        recording(settings.recording, telemetry) as traffic,
+        tracing(os.environ, version=installed_version()) as spans,
+        MockFleet(fleet) as mock,
+    ):
+        service = build_service(
+            settings.router,
+            plane=mock.requests,
+            discovery=mock.discovery,
+            subscriber=mock.events,
+            telemetry=telemetry,
+            links=link_table(fleet),
+            traffic=traffic,
+            place=place.domains,
+        )
+        loader = TextModelLoader(
+            sources, mock.encode_pool, mock.texts, fallback=settings.frontend.tokenize_fallback
+        )
+        stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
+        try:
+            async with _attached(settings, fleet, mock.planes, environ) as attached:
+                await loader.loaded(limit_s=SAID_AFTER_S)
+                async with (
+                    keeping(settings.router, service),
+                    open_door(
+                        service,
+                        loader.of_models,
+                        settings=front,
+                        telemetry=telemetry,
+                        sockets=sockets,
+                        awaited=nobody_awaited if attached is None else attached.awaited,
+                        tracing=spans,
+                    ) as app,
+                    following(place, service),
+                    following_links(settings.router, service),
+                ):
+                    yield Embedded(app.service, app.server, app.telemetry, mock, attached)
+        finally:
+            stop_texts()
+            await loader.loaded()
+
+
+@asynccontextmanager
+async def _attached(
+    settings: Settings, fleet: FleetFile, planes: MemoryPlanes, environ: Mapping[str, str]
+) -> AsyncIterator["AttachedFleet | None"]:
+    """The workers of engines that run already. What they need is imported where there are any."""
+    if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
+        yield None
+        return
+    from kvrouter.app.attach.fleet_engines import AttachedFleet  # noqa: PLC0415
+
+    async with AttachedFleet(fleet, settings, planes, environ=environ) as attached:
+        yield attached
+
+
+def serve(settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; what the file ``events`` says happens to links meanwhile.
+
+    Returns the exit code; raises CannotListen, ConfigError.
+    """
+    return uvloop.run(_serve(settings, fleet, () if events is None else read_link_events(events, fleet)))
+
+
+async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]) -> int:
+    log_event(
+        logger,
+        Event.START,
+        version=installed_version(),
+        models=",".join(model.name for model in fleet.models),
+        workers=sum(group.n_workers for group in fleet.workers),
+    )
+    async with AsyncExitStack() as stack:
+        stopping = stack.enter_context(stop_on_signals())
+        show_joined = stack.enter_context(joined_as_table())
+        try:
+            async with unless_stopping(stopping):
+                system = await stack.enter_async_context(embedded(settings, fleet))
+        except StopRequested:
+            log_event(logger, Event.STOP)
+            return 0
+        show_joined()
+        if settings.log.log_format is LogFormat.TEXT:
+            with suppress(OSError):  # nobody reads it
+                sys.stdout.write(first_screen(system.address, fleet))
+                sys.stdout.flush()
+        async with happening(steps, system.fleet.cluster):
+            await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
+    return 0
+
+
+def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
+    """Return three lines for who has just started it: what is served where, and what to try."""
+    host, port = address
+    shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
+    url = f"http://{shown}:{port}"
+    places = Counter[str]()
+    for group in fleet.workers:
+        names = [name for name in fleet.topology.levels if name in group.domains]
+        places[f"{names[0]} {group.domains[names[0]]}" if names else ""] += group.n_workers
+    where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
+    n_workers = sum(places.values())
+    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
+    models = [model.name or "the engine's model" for model in fleet.models]
+    call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+    return (
+        f"kvrouter {installed_version()} serves {', '.join(models)} at {url}/v1: {workers}\n"
+        f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
+        f"Try it: curl {url}/v1/chat/completions -H 'content-type: application/json' "
+        f"-d {shlex.quote(json.dumps(call))}\n"
+    )
+
+
+async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s: float) -> None:
+    """Log that the server listens, wait for the end, and drain."""
+    settle_memory()
+    host, port = app.address
+    log_event(logger, Event.READY, host=host, port=port)
+    await stopping.wait()
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    log_event(logger, Event.DRAIN, running_requests=app.service.requests.running)
+    cut = await app.drain(drain_limit_s)
+    log_event(logger, Event.STOP, duration_s=loop.time() - began_s, running_requests=cut)

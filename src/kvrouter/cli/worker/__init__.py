@@ -1,0 +1,1 @@
+"""``kvrouter worker`` and ``kvrouter topology``: a worker's process, and the place where it runs."""

@@ -1,0 +1,1 @@
+"""``kvrouter worth``: compares transfer policies on recorded traffic."""

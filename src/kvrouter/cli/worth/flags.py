@@ -1,0 +1,26 @@
+"""``kvrouter worth``."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from kvrouter.cli.ask import plain_console
+from kvrouter.cli.options import takes
+from kvrouter.cli.replay.input_options import WorthInputOptions, WorthOptions
+
+
+@click.command(short_help="Say what other transfer policies would change, and whether to switch.")
+@click.argument("trace", type=click.Path(path_type=Path))
+@takes(WorthOptions, WorthInputOptions)
+def worth(options: WorthOptions, given: WorthInputOptions) -> None:
+    """Replay TRACE over the fleet as it is, and with every other enforcement, level, router mode and cost;
+    show what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which
+    may be "leave it".
+
+    TRACE is whatever `kvrouter replay` reads, recordings too. The same seeds give the same figures.
+    """
+
+    from kvrouter.cli.worth.run import worth as run  # noqa: PLC0415
+
+    sys.exit(run(options, given, plain_console()))

@@ -1,0 +1,227 @@
+"""``kvrouter worth``: what each transfer policy and router mode would change, and whether to switch."""
+
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.cli.output import json_text
+from kvrouter.cli.replay.input_options import InputOptions, WorthOptions
+from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progress
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import INTERRUPTED, ConfigError
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.settings.problems import read_document
+from kvrouter.settings.setting import installed_version
+from kvrouter.sim.replay.comparison import NOTHING
+from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.simulation import Beat
+from kvrouter.sim.replay.summary import Objective
+from kvrouter.sim.replay.timetable import TimetableEntry, entry_of
+from kvrouter.sim.replay.variant import Variant
+from kvrouter.sim.worth.advice import Advice, Alternative, advise, n_decisive
+from kvrouter.sim.worth.transfer_choices import (
+    COMPARED_COSTS,
+    TransferChoice,
+    check_events,
+    choice_of,
+    other_choices,
+    variant_of,
+)
+from kvrouter.sim.worth.worth import (
+    PARTS,
+    Change,
+    FigureName,
+    Rows,
+    changes_of,
+    check_length,
+    compared_figures,
+    figures_of,
+    rows_of,
+)
+
+
+class Today(msgspec.Struct, frozen=True):
+    """The fleet file as it is: its choice, with how many seeds it was replayed, its figures."""
+
+    name: str
+    choice: TransferChoice
+    seeds: int
+    figures: dict[FigureName, float]
+
+
+class WorthReport(msgspec.Struct, frozen=True):
+    """All of a comparison, as it is written to JSON. KV crosses between domains of ``level``.
+
+    Interrupted, ``today`` is None where it was not replayed to its end, and ``alternatives`` are those that
+    were; ``events`` happened in all of them. ``advice`` is about them, None where there are none.
+    """
+
+    version: str
+    trace: str
+    format: str
+    dispatch: str
+    objective: Objective
+    requests: int
+    parts: int
+    threshold: float
+    level: str
+    is_whole: bool
+    events: tuple[TimetableEntry, ...]
+    today: Today | None
+    alternatives: tuple[Alternative, ...]
+    advice: Advice | None
+    notes: tuple[str, ...] = ()
+    """What became of the changes of the fleet that a recording has."""
+
+
+def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
+    """Replay today's choice and every other one; print a table of changes and an advice, and write what was
+    asked for. Returns the exit code; what is known when it is interrupted is printed and written as well.
+
+    Raises ConfigError, before anything is replayed, for what cannot be.
+    """
+    threshold = options.threshold / 100.0
+    if not 0.0 <= threshold < 1.0:
+        raise ConfigError(f"threshold: {threshold * 100.0:g} % is not from 0 to below 100", param="threshold")
+    given.output.check()
+    document = read_document(options.fleet)
+    file = load_fleet(document).fleet
+    modes, costs = dict.fromkeys(map(RouterMode, options.modes)), dict.fromkeys(options.costs)
+    others = other_choices(file, tuple(modes) or tuple(RouterMode), tuple(costs) or COMPARED_COSTS)
+    inputs = open_inputs(given)
+    check_events(inputs.timetable)
+    choice = choice_of(file)
+    today = Variant(choice.name, file, lambda: None, "this router")
+    variants = [variant_of(document, other) for other in others]
+    inputs = inputs.over(None, [today, *variants])
+    n_rows = inputs.check([today, *variants])
+    check_length(n_rows)
+    places = Places(file, choice.level or file.topology.levels[0])
+    figures = compared_figures(places)
+    n_compared = n_decisive(len(others), has_prices=places.has_prices)
+    own: list[Rows] | None = None
+    alternatives: list[Alternative] = []
+    with replay_progress() as progress:
+        bar = progress.add_task("", total=n_rows * given.seeds * (1 + len(others)))
+        replays = _Replays(inputs, places, progress, bar, n_rows)
+        try:
+            own = replays.of(today)
+            for other, variant in zip(others, variants, strict=True):
+                rows = None if own is None else replays.of(variant)
+                if own is None or rows is None:
+                    break
+                changes = changes_of(own, rows, figures, n_compared)
+                alternatives.append(Alternative(other.name, other, len(rows), changes))
+        except KeyboardInterrupt:  # between two replays
+            pass
+    report = WorthReport(
+        version=installed_version(),
+        trace=given.trace_name,
+        format=inputs.trace.info.format,
+        dispatch=inputs.dispatch.name,
+        objective=inputs.objective,
+        requests=n_rows,
+        parts=PARTS,
+        threshold=threshold,
+        level=places.level,
+        is_whole=len(alternatives) == len(others),
+        events=tuple(map(entry_of, inputs.timetable)),
+        today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
+        alternatives=tuple(alternatives),
+        advice=advise(choice, alternatives, threshold) if alternatives else None,
+        notes=inputs.changes.notes,
+    )
+    given.output.show(lambda: json_text(report), lambda: show_worth(report, console))
+    return 0 if report.is_whole else INTERRUPTED
+
+
+@dataclass(slots=True)
+class _Replays:
+    """Replays a variant with every seed, and shows how far it is."""
+
+    inputs: ReplayInputs
+    places: Places
+    progress: Progress
+    bar: TaskID
+    n_rows: int
+    n_variants: int = 0
+
+    def of(self, variant: Variant) -> list[Rows] | None:
+        """Return a replay for each seed, no more than two where those are alike; None when interrupted."""
+        options = self.inputs.options
+        seeds = options.all_seeds
+        found: list[Rows] = []
+        for at, seed in enumerate(seeds):
+            done = (self.n_variants * len(seeds) + at) * self.n_rows
+            self.progress.update(self.bar, description=variant.name, completed=done)
+
+            def show(beat: Beat, done: int = done) -> None:
+                self.progress.update(self.bar, completed=done + beat.arrived)
+
+            simulation = self.inputs.simulation(variant, seed)
+            simulation.on_beat = show
+            result = simulation.run()
+            if not result.is_whole:
+                return None
+            found.append(rows_of(result.outcomes, self.inputs.objective, self.places))
+            if at and found[-1].is_like(found[-2]):
+                break
+        self.n_variants += 1
+        return found
+
+
+_SHOWN = {
+    FigureName.TTFT_MEAN: ("TTFT mean ms", 0, 1.0),
+    FigureName.TTFT_P99: ("TTFT p99 ms", 0, 1.0),
+    FigureName.GOODPUT: ("good %", 1, 100.0),
+    FigureName.FAILED: ("failed %", 1, 100.0),
+    FigureName.CROSSING: ("GB across {level}", 1, 1.0),
+    FigureName.COST: ("cost", 2, 1.0),
+}
+
+
+def show_worth(report: WorthReport, console: Console) -> None:
+    """Print today's figures, how each alternative changes them, and the advice."""
+    today = report.today
+    if today is None:
+        console.print("interrupted before today's policy was replayed: nothing is known")
+        return
+    table = Table(title=Text(f"{report.trace}: {report.format}, dispatched {report.dispatch}"))
+    table.add_column("policy", overflow="fold")
+    shown = [figure for figure in _SHOWN if figure in today.figures]
+    for figure in shown:
+        table.add_column(_SHOWN[figure][0].format(level=report.level), justify="right")
+    table.add_row(
+        Text(f"today: {today.name}"),
+        *(f"{today.figures[figure] * _SHOWN[figure][2]:,.{_SHOWN[figure][1]}f}" for figure in shown),
+        end_section=True,
+    )
+    for each in report.alternatives:
+        table.add_row(Text(each.name), *(_cell(figure, each.changes.get(figure)) for figure in shown))
+    console.print(table)
+    objective = report.objective
+    console.print(
+        f"changes against today over {report.parts} parts of {report.requests:,} requests, with 95 % "
+        f"intervals; good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on "
+        "average",
+        soft_wrap=True,
+    )
+    for note in report.notes:
+        console.print(Text(note), soft_wrap=True)
+    if not report.is_whole:
+        console.print("interrupted: the alternatives that are missing were not replayed to their end")
+    for sentence in () if report.advice is None else report.advice.sentences:
+        console.print(Text(sentence), soft_wrap=True)
+
+
+def _cell(figure: FigureName, change: Change | None) -> str:
+    if change is None:
+        return NOTHING
+    _, digits, scale = _SHOWN[figure]
+    if not change.change and not change.within:
+        return "0"
+    return f"{change.change * scale:+,.{digits}f} ± {change.within * scale:,.{digits}f}"

@@ -1,5 +1,0 @@
-"""``kvrouter doctor``: one reading of a running fleet, and the checks that are made of it.
-
-:mod:`~kvrouter.commands.doctor.diagnosis` asks the router and the engines, and makes the checks. Each is a
-function of one :class:`~kvrouter.commands.doctor.reading.Reading`; a file holds those of one theme.
-"""

@@ -1,0 +1,441 @@
+"""Mock engines of one process and the links between them, on one clock that the caller advances.
+
+The fabric is where prefill and decode legs meet. It keeps the order of all that happens at all engines and on
+all links, so that the same inputs at the same seconds give the same outputs, however rarely it is advanced.
+Legs of other processes take part by messages: those from them are delivered here, those to them are taken
+from here and sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.requests import EngineChunk, EngineRequest, KvLoss, Leg
+from kvrouter.core.workers import LoadReport
+from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.engine import KvReady, KvWanted, LegEnded, MockEngine
+from kvrouter.engines.mock_engine.handoff import (
+    Command,
+    Deliver,
+    HandoffFailed,
+    Handoffs,
+    MeetingName,
+    Party,
+    Pull,
+    Release,
+    RemoteSink,
+    Sink,
+    StopPull,
+)
+from kvrouter.engines.mock_engine.links import LinkChange, Links, Place
+from kvrouter.engines.mock_engine.network import Arrived, Network
+from kvrouter.engines.mock_engine.ranks import EngineRanks, KvEvents, rank_of
+from kvrouter.engines.mock_engine.remote import (
+    REASON_CHARS_MAX,
+    Done,
+    Failed,
+    GiveUp,
+    Join,
+    Peer,
+    PullId,
+    Pulls,
+    Ready,
+    RemotePull,
+    SinkWord,
+    SourceWord,
+    Want,
+    source_peer,
+)
+from kvrouter.engines.mock_engine.sequence import UNLIMITED_CREDIT, Content, LegSink, sequence_key
+
+
+@dataclass(slots=True)
+class FabricOutputs:
+    """What all engines did; for each engine, events come before the chunks that they explain."""
+
+    events: list[tuple[WorkerRank, KvEvents]] = field(default_factory=list)
+    loads: list[LoadReport] = field(default_factory=list)
+    chunks: list[tuple[Party, EngineChunk]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Member:
+    engine: MockEngine
+    place: Place
+
+
+class Fabric:
+    """All engines of one process. ``now`` is seconds on the caller's clock and never goes back.
+
+    ``clock_rate`` is how many of those seconds pass in one second outside: what waits for others, who live
+    outside, waits for its ``kv_wait_expiry_s`` on both clocks. ``life`` distinguishes this process from
+    others. With ``leaps`` its engines leap over steps in which nothing changes but the number of tokens.
+    """
+
+    def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "", leaps: bool = False) -> None:
+        self.address: Peer | None = None
+        self._on_leg_ended: LegSink | None = None
+        self._expiry_scale = max(1.0, clock_rate)
+        self._life = life
+        self._leaps = leaps
+        self._ranks = EngineRanks()
+        self._by_rank: dict[int, _Member] = {}
+        """Members by the numbers of their ranks."""
+        self._members: dict[WorkerId, _Member] = {}
+        self._ids: dict[str, WorkerId] = {}
+        self._links = links
+        self.network = Network(links)
+        self._handoffs = Handoffs()
+        self.pulls = Pulls()
+        """Pulls from and to other processes, and the messages for them."""
+        self._added = 0
+
+    def add(self, config: MockConfig, *, worker_id: WorkerId, domains: Mapping[str, str]) -> MockEngine:
+        """Add an engine that sits in ``domains``. InvalidRequest when the worker is here already."""
+        if worker_id in self._members:
+            raise InvalidRequest(f"worker {worker_id} is in the fabric already", param="worker_id")
+        self._added += 1
+        engine_id = f"mock-{worker_id}-{self._life}{self._added}"
+        engine = MockEngine(
+            config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps, ranks=self._ranks
+        )
+        engine.kv_address = self.address
+        engine.on_leg_ended = self._on_leg_ended
+        member = self._members[worker_id] = _Member(engine, self._links.place(domains, worker_id))
+        self._by_rank.update(dict.fromkeys(engine.rank_numbers, member))
+        self._ids[engine.engine_id] = worker_id
+        return engine
+
+    def move(self, now: float, worker_id: WorkerId, domains: Mapping[str, str]) -> None:
+        """A worker sits in other ``domains`` from now on: transfers that begin later go from and to there."""
+        self.advance_before(now)
+        self._members[worker_id].place = self._links.place(domains, worker_id)
+
+    def change_link(self, now: float, change: LinkChange) -> None:
+        """Change a link, under the transfers that are on it too; see :meth:`Network.change`."""
+        self.advance_before(now)
+        self.network.change(now, change)
+
+    def watch_legs(self, on_leg_ended: LegSink) -> None:
+        """Give ``on_leg_ended`` the stamps of each leg that generates all of its tokens, from now on."""
+        self._on_leg_ended = on_leg_ended
+        for member in self._members.values():
+            member.engine.on_leg_ended = on_leg_ended
+
+    def engine(self, worker_id: WorkerId) -> MockEngine:
+        """Return the engine of a worker. KeyError when it is not here."""
+        return self._members[worker_id].engine
+
+    def remove(self, now: float, worker_id: WorkerId) -> None:
+        """Take an engine away at once, as if its machine had died; legs that exchange KV with it fail."""
+        self.advance_before(now)
+        member = self._members.pop(worker_id)
+        del self._ids[member.engine.engine_id]
+        member.engine.leave()
+        for rank in member.engine.rank_numbers:
+            del self._by_rank[rank]
+        for party in self._handoffs.parties_of(worker_id):
+            self._do(now, self._handoffs.leg_ended(now, party, f"worker {worker_id} is gone", lost=True))
+        for pull in self.pulls.of_worker(worker_id):
+            self._end_pull(now, pull)
+            self.pulls.tell_source(pull, None)
+
+    def submit(
+        self,
+        now: float,
+        worker_id: WorkerId,
+        request: EngineRequest,
+        *,
+        credit_tokens: int = UNLIMITED_CREDIT,
+        source_at: Peer | None = None,
+        content: Content | None = None,
+    ) -> Party:
+        """Hand a leg to an engine; see :meth:`MockEngine.submit` for ``content``, and what is refused.
+
+        ``source_at`` is the process that a decode leg's KV comes from, when it is not this one.
+        """
+        self.advance_before(now)
+        member = self._members[worker_id]
+        party = Party(worker_id, sequence_key(request))
+        name = _meeting_name(member.engine, request)
+        if name is not None and source_at is None:
+            self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
+        member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
+        if name is not None:
+            self._meet(now, member, party, request, name, source_at)
+        return party
+
+    def source_elsewhere(self, request: EngineRequest) -> Peer | None:
+        """Return the process that keeps the KV which a decode leg comes for; None when it is this one, or
+        when the request does not say.
+        """
+        peer = source_peer(request)
+        here = peer == self.address or any(m.engine.is_source_for(request) for m in self._members.values())
+        return None if here else peer
+
+    def hear_sink(self, now: float, sink: RemoteSink, word: SinkWord | None) -> None:
+        """A decode leg of another process said ``word``, or the way to it is lost; nothing when its meeting
+        has ended.
+        """
+        self.advance_before(now)
+        match word:
+            case Join(name, expiry_s, may_follow):
+                try:
+                    self._handoffs.may_join(MeetingName(name), as_source=False)
+                except InvalidRequest as taken:
+                    self.pulls.tell_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
+                else:
+                    self._sink_joins(now, MeetingName(name), sink, expiry_s, may_follow)
+            case Want(kv_tokens):
+                if self._handoffs.is_in(sink):
+                    self._do(now, self._handoffs.kv_wanted(now, sink, kv_tokens))
+            case Done():
+                self._do(now, self._handoffs.remote_pulled(sink))
+            case GiveUp(reason):
+                self._do(now, self._handoffs.leg_ended(now, sink, reason, lost=False))
+            case None:
+                self._do(now, self._handoffs.leg_ended(now, sink, "the way to it is lost", lost=True))
+
+    def hear_source(self, now: float, pull_id: PullId, word: SourceWord) -> None:
+        """The source of a pull said ``word``, or the way to it is lost; nothing when the pull has ended."""
+        self.advance_before(now)
+        pull = self.pulls.of_id(pull_id)
+        if pull is None:
+            return
+        match word:
+            case Ready(_, kv_bytes, src):
+                if not pull.moving:
+                    pull.moving = True
+                    dst = self._members[pull.sink.worker_id].place
+                    self.network.start(now, pull.key, src, dst, kv_bytes)
+            case Failed(loss, reason):
+                self._end_pull(now, pull)
+                self._do(now, [HandoffFailed(pull.sink, loss, reason)])
+
+    def catch_up(self, now: float, worker_id: WorkerId) -> None:
+        """Do what an engine leapt over and ended before ``now``."""
+        self.advance_before(now)
+        self._members[worker_id].engine.catch_up(now)
+
+    def cancel(self, now: float, party: Party, reason: str) -> None:
+        """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
+        self.advance_before(now)
+        member = self._members.get(party.worker_id)
+        if member is None:
+            return
+        if member.engine.cancel(now, party.key, reason):
+            self._settle(now, member)
+        else:
+            self._do(now, self._handoffs.give_up(party))
+
+    def give_credit(self, now: float, party: Party, tokens: int) -> None:
+        """The reader of a leg made room for ``tokens`` more."""
+        member = self._members.get(party.worker_id)
+        if member is not None:
+            self.advance_before(now)
+            member.engine.give_credit(now, party.key, tokens)
+
+    def next_time(self) -> float | None:
+        """When :meth:`advance` has something to do; None when nothing happens until someone calls."""
+        earliest = self._ranks.next_time()
+        for time in (self.network.next_time(), self._handoffs.next_time()):
+            if time is not None and (earliest is None or time < earliest):
+                earliest = time
+        return earliest
+
+    def run(self, until: float) -> float | None:
+        """Do what is due before ``until``, up to the first moment in which something happens that cannot
+        wait: a first or a last token, or KV on its way. Return that moment; None when there is none.
+
+        Blocks that fill are no such thing: :meth:`take_outputs` has them.
+        """
+        limit, is_handoff = until, False
+        for time in (self.network.next_time(), self._handoffs.next_time()):
+            if time is not None and time < limit:
+                limit, is_handoff = time, True
+        time = self._ranks.run(limit, through=False)
+        if time is not None:
+            self._settle_ranks(time)
+            self._run_ranks(time)
+            return time
+        if not is_handoff:
+            return None
+        self._live(limit)
+        return limit
+
+    def advance(self, now: float, *, moments_max: int | None = None) -> float:
+        """Do what is due up to ``now``, in order; return the second up to which everything is done.
+
+        That is before ``now`` only when more than ``moments_max`` moments were due.
+        """
+        done = 0
+        while (time := self.next_time()) is not None and time <= now:
+            if moments_max is not None and done >= moments_max:
+                return time
+            self._live(time)
+            done += 1
+        return now
+
+    def advance_before(self, now: float) -> None:
+        """Do what is due before ``now``, so that inputs of one moment meet in one step."""
+        while (time := self.next_time()) is not None and time < now:
+            self._live(time)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any engine did something since the last :meth:`take_outputs`."""
+        return self._ranks.has_outputs
+
+    def take_outputs(self, *, with_loads: bool = True) -> FabricOutputs:
+        """Return what happened since the last call; engines' loads only ``with_loads``."""
+        collected = FabricOutputs()
+        for rank, events, load, chunks, _ in self._ranks.take_outputs(with_loads=with_loads):
+            engine = self._by_rank[rank].engine
+            if events is not None:
+                collected.events.append((engine.rank_numbers[rank], events))
+            if load is not None:
+                collected.loads.append(engine.load_report(rank, load))
+            for row in chunks:
+                key, chunk = engine.chunk(row)
+                collected.chunks.append((Party(engine.worker_id, key), chunk))
+        return collected
+
+    @property
+    def idle(self) -> bool:
+        """True when no leg runs or waits anywhere, no KV waits, and no process waits for KV from here."""
+        return not self._handoffs.has_remote_sinks and all(m.engine.idle for m in self._members.values())
+
+    def check_integrity(self) -> list[str]:
+        """Return what is wrong with anyone's books; when all engines are idle nothing may be left over."""
+        problems = [
+            f"worker {worker_id}: {problem}"
+            for worker_id, member in self._members.items()
+            for problem in member.engine.check_integrity()
+        ]
+        if self.idle:
+            if len(self._handoffs):
+                problems.append(f"idle, and {len(self._handoffs)} handoffs are open")
+            if len(self.pulls):
+                problems.append(f"idle, and {len(self.pulls)} pulls from other processes are open")
+            if len(self.network):
+                problems.append(f"idle, and {len(self.network)} transfers are in flight")
+        return problems
+
+    def _live(self, time: float) -> None:
+        """Do all that is due at ``time``."""
+        for arrived in self.network.advance(time) if len(self.network) else ():
+            pull = self.pulls.of_key(arrived.key)
+            if pull is None:
+                self._do(time, self._handoffs.pulled(MeetingName(arrived.key)), arrived)
+            else:
+                self.pulls.close(pull)
+                self.pulls.tell_source(pull, Done())
+                self._do(time, [Deliver(pull.sink)], arrived)
+        if expired := self._handoffs.expire(time):
+            self._do(time, expired)
+        self._run_ranks(time)
+
+    def _run_ranks(self, time: float) -> None:
+        """Do what is due at engines at ``time``."""
+        while self._ranks.run(time, through=True) is not None:
+            self._settle_ranks(time)
+
+    def _settle_ranks(self, time: float) -> None:
+        """Settle what happened at one rank that cannot wait."""
+        ended, wanting = self._ranks.take_notices()
+        if ended or wanting:
+            handle = ended[0][0] if ended else wanting[0][0]
+            member = self._by_rank[rank_of(handle)]
+            member.engine.note(ended, wanting)
+            self._settle(time, member)
+
+    def _settle(self, now: float, member: _Member) -> None:
+        """Take an engine's notices to the handoffs."""
+        for notice in member.engine.take_notices():
+            party = Party(member.engine.worker_id, notice.key)
+            pull = self.pulls.of_sink(party)
+            match notice:
+                case KvReady():
+                    self._do(now, self._handoffs.kv_ready(now, party))
+                case KvWanted(_, kv_tokens) if pull is not None:
+                    self.pulls.tell_source(pull, Want(kv_tokens))
+                case KvWanted(_, kv_tokens):
+                    self._do(now, self._handoffs.kv_wanted(now, party, kv_tokens))
+                case LegEnded(_, reason) if pull is not None:
+                    self._end_pull(now, pull)
+                    self.pulls.tell_source(pull, GiveUp(reason[:REASON_CHARS_MAX]))
+                case LegEnded(_, reason):
+                    self._do(now, self._handoffs.leg_ended(now, party, reason, lost=False))
+
+    def _meet(
+        self,
+        now: float,
+        member: _Member,
+        party: Party,
+        request: EngineRequest,
+        name: MeetingName,
+        source_at: Peer | None,
+    ) -> None:
+        """A leg that was accepted takes its side of the handoff."""
+        expiry_s = member.engine.config.kv_wait_expiry_s
+        may_follow = request.bootstrap is not None
+        if request.leg is Leg.PREFILL:
+            self._handoffs.source_joins(name, party, expiry_s=expiry_s * self._expiry_scale)
+        elif source_at is None:
+            self._sink_joins(now, name, party, expiry_s, may_follow)
+        else:
+            self.pulls.open(party, source_at, Join(name, expiry_s, may_follow))
+
+    def _sink_joins(
+        self, now: float, name: MeetingName, sink: Sink, expiry_s: float, may_follow: bool
+    ) -> None:
+        expiry_limit_s = expiry_s * self._expiry_scale
+        self._do(
+            now, self._handoffs.sink_joins(name, sink, expiry_s=expiry_limit_s, source_may_follow=may_follow)
+        )
+
+    def _end_pull(self, now: float, pull: RemotePull) -> None:
+        self.network.cancel(now, pull.key)
+        self.pulls.close(pull)
+
+    def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
+        for command in commands:
+            match command:
+                case Pull(name, source, sink, kv_tokens):
+                    src = self._members[source.worker_id]
+                    kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
+                    if isinstance(sink, RemoteSink):
+                        self.pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
+                    else:
+                        dst = self._members[sink.worker_id]
+                        self.network.start(now, name, src.place, dst.place, kv_bytes)
+                case StopPull(name):
+                    self.network.cancel(now, name)
+                case Release(party):
+                    if (member := self._members.get(party.worker_id)) is not None:
+                        member.engine.release_kv(now, party.key)
+                case Deliver(RemoteSink()):
+                    pass  # its own process said so
+                case HandoffFailed(RemoteSink() as sink, loss, reason):
+                    self.pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
+                case Deliver(Party() as party):
+                    if (member := self._members.get(party.worker_id)) is not None and arrived is not None:
+                        member.engine.kv_arrived(now, party.key, arrived)
+                case HandoffFailed(Party() as party, loss, reason):
+                    if (member := self._members.get(party.worker_id)) is not None:
+                        member.engine.kv_failed(now, party.key, loss, reason)
+                        self._settle(now, member)
+
+
+def _meeting_name(engine: MockEngine, request: EngineRequest) -> MeetingName | None:
+    """Under which name the two legs of a request meet; None for an aggregated one."""
+    if request.leg is Leg.AGGREGATED:
+        return None
+    if request.bootstrap is not None:
+        bootstrap = request.bootstrap
+        return MeetingName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
+    if request.leg is Leg.PREFILL:
+        return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
+    params = request.kv_transfer_params or {}
+    return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")

@@ -1,0 +1,89 @@
+"""What placement takes from the router's settings."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrouter.core.constraints import NearEnforcement, PdSelection
+from kvrouter.core.cost_rules import TIME
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.timing import Timing
+from kvrouter.fleetfile.link_table import read_links
+from kvrouter.fleetfile.timing_file import read_timing
+from kvrouter.kernel.fleet.circuit import CircuitSettings
+from kvrouter.kernel.placement.waiting_line import WaitingLimits
+from kvrouter.kernel.routing.request import RoutingSettings, cost_rule
+from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.policy import NearFrontend, RouterTopologyDefault
+from kvrouter.settings.router import KvRouterConfig
+
+
+def routing_settings(
+    config: KvRouterConfig, links: LinkTable | None, place: Mapping[str, str] | None = None
+) -> RoutingSettings:
+    """What the decision reads of the router's settings; ``links`` are those of a fleet file, ``place`` the
+    domains of a frontend, None where there is none. Raises ConfigError for a timing that is none, links that
+    are none, and for pairs that are chosen together by another cost than that of time.
+    """
+    cost, selection = config.cost, config.router_pd_selection
+    if selection is PdSelection.JOINT and cost != TIME:
+        raise ConfigError(
+            f"router_pd_selection: joint compares times: router_cost has to be time, not {cost}",
+            param="router_pd_selection",
+        )
+    default = None
+    if config.kv_transfer_topology_level is not None:
+        default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
+    return RoutingSettings(
+        mode=config.router_mode,
+        cost=cost,
+        pd_selection=config.router_pd_selection,
+        overlap_score_weight=config.overlap_score_weight,
+        temperature=config.router_temperature,
+        track_active_blocks=config.track_active_blocks,
+        track_prefill_tokens=config.track_prefill_tokens,
+        active_decode_blocks_threshold=config.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
+        kv_transfer_weight=config.kv_transfer_weight,
+        links=_links(config, links),
+        topology_default=default,
+        timing=Timing() if config.router_timing is None else _timing(config.router_timing),
+        decode_weight=config.router_decode_weight,
+        price_weight=config.router_price_weight,
+        near=None if place is None else _near(config, place),
+    )
+
+
+def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
+    """The links of the setting, else the fleet file's, where they are weighed. A cost that learns links
+    begins with those that are assumed.
+    """
+    if config.router_links is not None:
+        links = read_links(config.router_links)
+    if cost_rule(config.cost).needs.learned:
+        return links or LinkTable()
+    return links if config.kv_transfer_weight > 0.0 else None
+
+
+def _near(config: KvRouterConfig, place: Mapping[str, str]) -> NearFrontend | None:
+    if config.router_prefill_level is None:
+        return None
+    level = config.router_prefill_level.strip()
+    is_required = config.router_prefill_enforcement is NearEnforcement.REQUIRED
+    return NearFrontend(level, place.get(level), is_required, config.router_prefill_weight)
+
+
+def _timing(path: str) -> Timing:
+    try:
+        return read_timing(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"router_timing: {error.message}", param="router_timing") from error
+
+
+def circuit_settings(config: KvRouterConfig) -> CircuitSettings:
+    """When a worker that fails is passed over, and for how long."""
+    return CircuitSettings(config.circuit_failures, config.circuit_open_s, config.circuit_open_max_s)
+
+
+def waiting_limits(config: KvRouterConfig) -> WaitingLimits:
+    """How many requests may wait for a worker, and for how long."""
+    return WaitingLimits(config.admission_queue_max, config.admission_wait_s, config.router_domain_wait_s)

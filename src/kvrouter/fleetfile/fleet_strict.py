@@ -1,0 +1,78 @@
+"""Stricter checks of a fleet file: what can be run and was hardly meant, with its place."""
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import url_path
+from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.settings.problems import Path, Problem, dotted
+
+_LOCAL_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
+_PORTS = {"http": 80, "https": 443}
+
+
+def strict_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Yield what ``kvrouter fleet check --strict`` takes for a mistake besides the warnings.
+
+    The names in the file must be good: see :func:`~kvrouter.fleetfile.fleet_checks.examine_fleet`.
+    """
+    yield from _level_problems(fleet)
+    yield from _link_problems(fleet)
+    yield from _address_problems(fleet)
+
+
+def _level_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Levels that no worker has a value of, and workers that have none of a level that others have."""
+    if any(group.topology_env for group in fleet.workers):
+        return  # which values there are, those workers' files say
+    for position, level in enumerate(fleet.topology.levels):
+        if not any(level in group.domains for group in fleet.workers):
+            must = f"no worker has a {level}: write it into domains of the groups, or leave the level out"
+            yield Problem(("topology", "levels", position), must)
+            continue
+        for number, group in enumerate(fleet.workers):
+            if level not in group.domains:
+                must = f"has no {level}, which other groups have: KV to or from it is taken for far"
+                yield Problem(("workers", number, "domains"), must)
+
+
+def _link_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Measured links of places where no worker is."""
+    if any(group.topology_env for group in fleet.workers):
+        return
+    for number, pair in enumerate(fleet.topology.link_table.pairs):
+        values = {group.domains[pair.level] for group in fleet.workers if pair.level in group.domains}
+        for end, value in enumerate(pair.between):
+            if value not in values:
+                there = ", ".join(sorted(values)) or "none"
+                must = f"no worker is in {pair.level} {value!r}: there are {there}"
+                yield Problem(("topology", "links", "pairs", number, "between", end), must)
+
+
+def _address_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Addresses of engines that are one, though they are spelled differently."""
+    first_at: dict[tuple[str, str, int | None], Path] = {}
+    for position, group in enumerate(fleet.workers):
+        engine = group.engine
+        if not isinstance(engine, AttachedEngineSpec):
+            continue
+        addresses = [(url, url_path(position, engine, number)) for number, url in enumerate(engine.all_urls)]
+        path: Path = ("workers", position, "engine")
+        for key in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            endpoint = getattr(engine, key)
+            if endpoint is not None:
+                addresses.append((endpoint, (*path, key)))
+        for address, at in addresses:
+            place = _place_of(address)
+            if place in first_at:
+                yield Problem(at, f"must be unique: {address} is the address of {dotted(first_at[place])}")
+            first_at.setdefault(place, at)
+
+
+def _place_of(address: str) -> tuple[str, str, int | None]:
+    """Return what an address leads to: two spellings of one are equal."""
+    parts = urlsplit(address)
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or _PORTS.get(parts.scheme)
+    return parts.path.rstrip("/"), "localhost" if host in _LOCAL_HOSTS else host, port

@@ -1,0 +1,79 @@
+"""One worker described by flags, with the checks of the fleet file."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DRAWN_WORKER_IDS, WORKER_IDS, WorkerId
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_checks import load_part
+from kvrouter.fleetfile.worker_options import FILE_PATHS
+from kvrouter.settings.problems import Document, Path, dotted
+
+
+class _FlagDocument(Document):
+    """A fleet file that was never written: mistakes are placed at their flags."""
+
+    def place(self, path: Path) -> str:
+        """Return the flag that the value came from."""
+        for name, at in FILE_PATHS.items():
+            if path[: len(at)] == at or (path and at[: len(path)] == path):
+                return flag_of(name)
+        return dotted(path)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a name in :data:`FILE_PATHS`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
+    """Return a fleet file with the one worker that the flags describe; raise ConfigError that names the flag.
+
+    ``given`` has the values of those flags that were given, by the names of :data:`FILE_PATHS`; ``domain`` is
+    a sequence of ``level=value``, the broadest level first.
+    """
+    content: dict[str, object] = {
+        "version": 1,
+        "models": [{"name": "mock"}],
+        "workers": [{"name": "worker", "engine": {}}],
+    }
+    domains = _domains(given.get("domain", ()))
+    if domains:
+        content["topology"] = {"levels": list(domains)}
+    for name, value in given.items():
+        put(content, FILE_PATHS[name], domains if name == "domain" else value)
+    return load_part(_FlagDocument("flags", content, {}))
+
+
+def worker_id_of(given: int | None) -> WorkerId:
+    """Return the id that ``--worker-id`` gives, else one that is drawn. Raises ConfigError."""
+    if given is None:
+        return WorkerId(secrets.randbelow(DRAWN_WORKER_IDS))
+    if not 0 <= given < WORKER_IDS:
+        raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {given}", param="worker_id")
+    return WorkerId(given)
+
+
+def _domains(pairs: object) -> dict[str, str]:
+    domains: dict[str, str] = {}
+    for pair in pairs if isinstance(pairs, Sequence) else ():
+        level, equals, value = str(pair).partition("=")
+        if not equals or not value.strip():
+            raise ConfigError(f"--domain: must be level=value, as zone=a, not {pair!r}", param="domain")
+        if level in domains:
+            raise ConfigError(f"--domain: {level} is given twice", param="domain")
+        domains[level] = value
+    return domains
+
+
+def put(content: dict[str, object], path: Path, value: object) -> None:
+    """Write ``value`` into a document; what is on the way and is not there yet are mappings."""
+    here: object = content
+    for part in path[:-1]:
+        if isinstance(here, list) and isinstance(part, int):
+            here = here[part]
+        elif isinstance(here, dict):
+            here = here.setdefault(part, {})
+    if isinstance(here, dict):
+        here[path[-1]] = value

@@ -1,0 +1,338 @@
+"""Columns over slots: one numpy array per property, kept when the fleet changes."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.hashing import mix64
+from kvrouter.core.ids import Slot, Taint, WorkerRank
+from kvrouter.kernel.topology.policy import Required, TransferPolicy, named_domain
+
+BoolColumn = npt.NDArray[np.bool_]
+FloatColumn = npt.NDArray[np.float64]
+IntColumn = npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32] | npt.NDArray[np.uint64]
+SlotColumn = npt.NDArray[np.intp]
+"""Slots themselves, as indexes into columns."""
+
+UNKNOWN: Final = -1
+"""A count that the worker did not publish."""
+
+INTEGER_MAX: Final = 2**63 - 1
+"""The largest integer that a column holds."""
+
+_MIN_CAPACITY: Final = 16
+_Entry = TypeVar("_Entry", bound=np.generic)
+
+
+class Columns:
+    """What each slot's worker rank is, and its latest load report. Readers get arrays that they cannot write.
+
+    Shapes: every column has ``n_slots`` entries. ``total_blocks`` and ``seats``, how many requests run at a
+    time, are infinite where they are unknown, so that a fraction of them is 0; the other counts are
+    ``UNKNOWN``. The arrays are replaced when ``n_slots`` changes:
+    fetch them again after each change of the fleet.
+    """
+
+    present: BoolColumn
+    worker_id: npt.NDArray[np.int64]
+    dp_rank: npt.NDArray[np.int64]
+    alive: BoolColumn
+    draining: BoolColumn
+    cordoned: BoolColumn
+    engine_silent: BoolColumn
+    circuit_open: BoolColumn
+    prefill: BoolColumn
+    decode_or_both: BoolColumn
+    decode_only: BoolColumn
+    total_blocks: FloatColumn
+    seats: FloatColumn
+    kv_bytes_per_token: npt.NDArray[np.int64]
+    context_length: npt.NDArray[np.int64]
+    prompt_tokens_min: npt.NDArray[np.int64]
+    prompt_tokens_max: npt.NDArray[np.int64]
+    has_report: BoolColumn
+    report_active_blocks: npt.NDArray[np.int64]
+    report_prefill_tokens: npt.NDArray[np.int64]
+    report_running_requests: npt.NDArray[np.int64]
+    report_waiting_requests: npt.NDArray[np.int64]
+    rank_hash: npt.NDArray[np.uint64]
+
+    def __init__(self) -> None:
+        self._empty: dict[str, tuple[npt.DTypeLike, bool | int | float]] = {
+            "present": (np.bool_, False),
+            "worker_id": (np.int64, UNKNOWN),
+            "dp_rank": (np.int64, UNKNOWN),
+            "alive": (np.bool_, False),
+            "draining": (np.bool_, False),
+            "cordoned": (np.bool_, False),
+            "engine_silent": (np.bool_, False),
+            "circuit_open": (np.bool_, False),
+            "prefill": (np.bool_, False),
+            "decode_or_both": (np.bool_, False),
+            "decode_only": (np.bool_, False),
+            "total_blocks": (np.float64, np.inf),
+            "seats": (np.float64, np.inf),
+            "kv_bytes_per_token": (np.int64, UNKNOWN),
+            "context_length": (np.int64, UNKNOWN),
+            "prompt_tokens_min": (np.int64, 0),
+            "prompt_tokens_max": (np.int64, INTEGER_MAX),
+            "has_report": (np.bool_, False),
+            "report_active_blocks": (np.int64, 0),
+            "report_prefill_tokens": (np.int64, UNKNOWN),
+            "report_running_requests": (np.int64, 0),
+            "report_waiting_requests": (np.int64, 0),
+            "rank_hash": (np.uint64, 0),
+        }
+        self._full = {
+            name: np.full(_MIN_CAPACITY, empty, dtype) for name, (dtype, empty) in self._empty.items()
+        }
+        self._show(0)
+
+    def resize(self, n_slots: int) -> None:
+        """Have ``n_slots`` entries; what lies beyond is empty, and capacity follows in both directions."""
+        capacity = fit_capacity(len(self._full["present"]), n_slots)
+        for name, (_, empty) in self._empty.items():
+            full = self._full[name]
+            if len(full) != capacity:
+                self._full[name] = resized(full, capacity, empty)
+        self._show(n_slots)
+
+    def write(self, slot: int, name: str, value: bool | int | float) -> None:
+        """Set one entry."""
+        self._full[name][slot] = value
+
+    def clear(self, slot: int) -> None:
+        """Make every entry of ``slot`` empty."""
+        for name, (_, empty) in self._empty.items():
+            self._full[name][slot] = empty
+
+    def _show(self, n_slots: int) -> None:
+        for name, full in self._full.items():
+            shown = full[:n_slots]
+            shown.flags.writeable = False
+            setattr(self, name, shown)
+
+
+def fit_capacity(capacity: int, n_slots: int) -> int:
+    """Return the capacity for ``n_slots``: doubled when full, halved when three quarters are idle."""
+    while capacity < n_slots:
+        capacity *= 2
+    while capacity > _MIN_CAPACITY and n_slots <= capacity // 4:
+        capacity //= 2
+    return capacity
+
+
+def resized(full: npt.NDArray[_Entry], capacity: int, empty: bool | int | float) -> npt.NDArray[_Entry]:
+    """Return a copy of ``full`` with ``capacity`` entries, the new ones ``empty``."""
+    copy = np.full(capacity, empty, full.dtype)
+    kept = min(capacity, len(full))
+    copy[:kept] = full[:kept]
+    return copy
+
+
+UNKNOWN_VALUE: Final = -1
+"""The id of a domain's value where the worker has none."""
+
+_NO_SUCH_VALUE: Final = -2
+_TAINT_COLUMNS_MAX: Final = 256
+
+
+class DomainColumn:
+    """The values of one domain over slots, as small ids; an id is free again when its last slot leaves."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._full = np.full(fit_capacity(_MIN_CAPACITY, n_slots), UNKNOWN_VALUE, np.int32)
+        self._id_of: dict[str, int] = {}
+        self._values: list[str] = []
+        self._counts: list[int] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._id_of)
+
+    @property
+    def n_ids(self) -> int:
+        """One more than the largest id in use."""
+        return len(self._values)
+
+    def id_of(self, value: str) -> int:
+        """Return the id of ``value``; an id that no slot has when no worker is there."""
+        return self._id_of.get(value, _NO_SUCH_VALUE)
+
+    def ids(self, n_slots: int) -> npt.NDArray[np.int32]:
+        """Return the ids of the first ``n_slots`` slots, for reading."""
+        shown = self._full[:n_slots]
+        shown.flags.writeable = False
+        return shown
+
+    def value_at(self, slot: Slot) -> str | None:
+        """Return the value at ``slot``."""
+        at = int(self._full[slot])
+        return None if at == UNKNOWN_VALUE else self._values[at]
+
+    def resize(self, n_slots: int) -> None:
+        """Have room for ``n_slots`` slots."""
+        capacity = fit_capacity(len(self._full), n_slots)
+        if capacity != len(self._full):
+            self._full = resized(self._full, capacity, UNKNOWN_VALUE)
+
+    def set(self, slot: Slot, value: str | None) -> None:
+        """Give ``slot`` this value, or none."""
+        before = int(self._full[slot])
+        self._full[slot] = UNKNOWN_VALUE if value is None else self._take(value)
+        if before != UNKNOWN_VALUE:
+            self._give_back(before)
+
+    def _take(self, value: str) -> int:
+        at = self._id_of.get(value)
+        if at is None:
+            if self._free:
+                at = self._free.pop()
+                self._values[at] = value
+            else:
+                at = len(self._values)
+                self._values.append(value)
+                self._counts.append(0)
+            self._id_of[value] = at
+        self._counts[at] += 1
+        return at
+
+    def _give_back(self, at: int) -> None:
+        self._counts[at] -= 1
+        if self._counts[at] == 0:
+            del self._id_of[self._values[at]]
+            self._free.append(at)
+
+
+class PlaceColumns:
+    """Where the slots are, and which taints they carry."""
+
+    def __init__(self) -> None:
+        self._n_slots = 0
+        self._domains: dict[str, DomainColumn] = {}
+        self._own_taints: defaultdict[Taint, set[Slot]] = defaultdict(set)
+        self._taints_of: dict[Slot, frozenset[Taint]] = {}
+        self._domains_of: dict[Slot, frozenset[str]] = {}
+        self._taint_columns: dict[Taint, BoolColumn] = {}
+
+    def resize(self, n_slots: int) -> None:
+        """Have ``n_slots`` entries; slots beyond have been emptied before."""
+        self._n_slots = n_slots
+        self._taint_columns.clear()
+        for column in self._domains.values():
+            column.resize(n_slots)
+
+    def put(self, slot: Slot, domains: Mapping[str, str], own_taints: frozenset[Taint]) -> None:
+        """Say where ``slot`` is and what it carries, in place of what was said before."""
+        for domain in self._domains_of.pop(slot, frozenset()) - domains.keys():
+            self._domains[domain].set(slot, None)
+            if not self._domains[domain]:
+                del self._domains[domain]
+        for domain, value in domains.items():
+            column = self._domains.get(domain)
+            if column is None:
+                column = self._domains[domain] = DomainColumn(self._n_slots)
+            column.set(slot, value)
+        for taint in self._taints_of.pop(slot, frozenset()) - own_taints:
+            self._own_taints[taint].discard(slot)
+            if not self._own_taints[taint]:
+                del self._own_taints[taint]
+        for taint in own_taints:
+            self._own_taints[taint].add(slot)
+        if domains:
+            self._domains_of[slot] = frozenset(domains)
+        if own_taints:
+            self._taints_of[slot] = own_taints
+        self._taint_columns.clear()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains that some worker has a value of, by name."""
+        return tuple(sorted(self._domains))
+
+    def n_ids(self, domain: str) -> int:
+        """Return one more than the largest id that :meth:`ids` holds."""
+        column = self._domains.get(domain)
+        return 0 if column is None else column.n_ids
+
+    def value_id(self, domain: str, value: str) -> int | None:
+        """Return the id of the domain's value; None when no worker has it."""
+        column = self._domains.get(domain)
+        at = -1 if column is None else column.id_of(value)
+        return None if at < 0 else at
+
+    def value_at(self, domain: str, slot: Slot) -> str | None:
+        """Return the domain's value at ``slot``."""
+        column = self._domains.get(domain)
+        return None if column is None else column.value_at(slot)
+
+    def ids(self, name: str) -> npt.NDArray[np.int32]:
+        """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
+        column = self._domains.get(name)
+        if column is None:
+            return np.full(self._n_slots, UNKNOWN_VALUE, np.int32)
+        return column.ids(self._n_slots)
+
+    def carries(self, taint: Taint) -> BoolColumn:
+        """Return which slots carry ``taint``, whether their own or made from a domain."""
+        found = self._taint_columns.get(taint)
+        if found is not None:
+            return found
+        if len(self._taint_columns) >= _TAINT_COLUMNS_MAX:
+            self._taint_columns.clear()
+        built = self._build(taint)
+        built.flags.writeable = False
+        self._taint_columns[taint] = built
+        return built
+
+    def _build(self, taint: Taint) -> BoolColumn:
+        named = named_domain(taint)
+        if named is not None:
+            domain, value = named
+            column = self._domains.get(domain)
+            at = _NO_SUCH_VALUE if column is None else column.id_of(value)
+            return np.equal(self.ids(domain), at)
+        carried = np.zeros(self._n_slots, np.bool_)
+        carried[list(self._own_taints.get(taint, ()))] = True
+        return carried
+
+
+class Policies:
+    """Prefill slots by their worker's own policy; None is the policy of those that publish none."""
+
+    def __init__(self) -> None:
+        self._slots: dict[TransferPolicy | None, set[Slot]] = {}
+        self._policy_of: dict[Slot, TransferPolicy | None] = {}
+
+    def __iter__(self) -> Iterator[tuple[TransferPolicy | None, SlotColumn]]:
+        for policy, slots in self._slots.items():
+            yield policy, np.fromiter(slots, np.intp, len(slots))
+
+    @property
+    def required_domain(self) -> str | None:
+        """A domain that some of them require: the first by name."""
+        domains = (policy.domain for policy in self._slots if isinstance(policy, Required))
+        return min(domains, default=None)
+
+    def put(self, slot: Slot, policy: TransferPolicy | None) -> None:
+        """Say that ``slot`` is a prefill slot with this policy."""
+        self.remove(slot)
+        self._policy_of[slot] = policy
+        self._slots.setdefault(policy, set()).add(slot)
+
+    def remove(self, slot: Slot) -> None:
+        """Say that ``slot`` is no prefill slot."""
+        if slot not in self._policy_of:
+            return
+        policy = self._policy_of.pop(slot)
+        self._slots[policy].discard(slot)
+        if not self._slots[policy]:
+            del self._slots[policy]
+
+
+def hash_rank(rank: WorkerRank) -> int:
+    """Return 64 bits that depend on the worker rank alone."""
+    return mix64(mix64(rank.worker_id) ^ rank.dp_rank)

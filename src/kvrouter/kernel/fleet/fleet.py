@@ -1,0 +1,513 @@
+"""The fleet of one model: worker ranks and their slots."""
+
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.cordons import Cordon, CordonRules
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, WorkerId, WorkerRank
+from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard
+from kvrouter.kernel.fleet.circuit import BrokenPairs
+from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, BoolColumn, SlotColumn
+from kvrouter.kernel.fleet.slots import Slots
+from kvrouter.kernel.topology.policy import policy_of, topology_domains, validate_runtime_config
+
+MAX_SLOTS: Final = 65_536
+"""Worker ranks in one model's fleet."""
+
+REPORTED_BLOCKS_FACTOR: Final = 4
+"""How many times the blocks of a worker's card its load reports may raise what is believed of a rank."""
+
+MEASURED_TOKENS_MIN: Final = 1024
+"""An engine that fetched the KV of so many tokens shows how many bytes one has."""
+
+MEASURED_ALIKE: Final = 0.05
+"""Engines count whole blocks: what differs by less changes nothing."""
+
+Key = TypeVar("Key")
+Built = TypeVar("Built")
+
+
+class FleetChange(NamedTuple):
+    """What a card changed. Drop what is known of the ``freed`` slots before using the ``joined`` ones:
+    a slot may be in both. ``warnings`` are about the card, one line each.
+    """
+
+    joined: tuple[Slot, ...]
+    freed: tuple[Slot, ...]
+    warnings: tuple[str, ...]
+
+
+class _Member:
+    """One worker: its card, its slots by rank, whether it answers, whether its circuit is open, and the
+    cordons that hold for it.
+    """
+
+    __slots__ = ("alive", "card", "circuit_open", "cordons", "slots")
+
+    def __init__(self, card: WorkerCard) -> None:
+        self.card = card
+        self.alive = True
+        self.circuit_open = False
+        self.cordons: tuple[Cordon, ...] = ()
+        self.slots: dict[DpRank, Slot] = {}
+
+
+def _answering(fleet: "Fleet") -> list[WorkerCard]:
+    """Return the cards of the workers that answer; all cards where none answers."""
+    return [card for card in fleet if fleet.is_alive(card.worker_id)] or list(fleet)
+
+
+def _takes_calls(fleet: "Fleet", _key: None) -> bool:
+    return all(card.takes_calls for card in _answering(fleet))
+
+
+def _names(fleet: "Fleet", _: None) -> Mapping[str, str | None]:
+    said = Counter(item for card in _answering(fleet) for item in card.names.items())
+    return dict(item for item, _ in reversed(said.most_common()))
+
+
+def _context_length_tokens(fleet: "Fleet", _: None) -> int | None:
+    cards = _answering(fleet)
+    answers = [card for card in cards if card.role is not Role.PREFILL]
+    takes_new = [card for card in answers if card.takes_new_requests and not fleet.cordons_on(card.worker_id)]
+    lengths = [card.context_length for card in takes_new or answers or cards]
+    return max((length for length in lengths if length is not None), default=None)
+
+
+def _engine_kind(fleet: "Fleet", _: None) -> str:
+    kinds = Counter(card.engine.partition(" ")[0] for card in fleet)
+    return max(sorted(kinds), key=kinds.__getitem__, default="")
+
+
+def _unsure_blocks(fleet: "Fleet", _: None) -> npt.NDArray[np.uint32] | None:
+    unsure = np.zeros(fleet.n_slots, np.uint32)
+    for card in fleet:
+        for slot in fleet.slots_of(card.worker_id):
+            unsure[slot] = -(-card.lookahead_tokens // fleet.block_size)
+    return unsure if unsure.any() else None
+
+
+def _shortest_context_tokens(fleet: "Fleet", _: None) -> int:
+    return min((card.context_length or INTEGER_MAX for card in fleet), default=0)
+
+
+def _has_open_circuits(fleet: "Fleet", _: None) -> bool:
+    return bool(fleet.columns.circuit_open.any())
+
+
+def _unreached_from(fleet: "Fleet", prefill_slot: Slot) -> BoolColumn | None:
+    rank = fleet.rank_at(prefill_slot)
+    workers = () if rank is None else fleet.broken_pairs.of(rank.worker_id)
+    column = np.zeros(fleet.n_slots, np.bool_)
+    for worker_id in workers:
+        column[list(fleet.slots_of(worker_id))] = True
+    return column if column.any() else None
+
+
+def _rank_order(fleet: "Fleet", _: None) -> SlotColumn:
+    columns = fleet.columns
+    order = np.lexsort((columns.dp_rank, columns.worker_id))
+    return order[columns.present[order]]
+
+
+class Derived(Generic[Built]):
+    """An attribute that follows from a fleet's cards and liveness: built when it is read, and kept until the
+    fleet changes.
+    """
+
+    def __init__(self, build: Callable[["Fleet", None], Built]) -> None:
+        self._build = build
+
+    def __get__(self, fleet: "Fleet", _: type["Fleet"]) -> Built:
+        return fleet.derived(self._build, None)
+
+
+class Fleet:
+    """Who serves one model. Reading changes nothing.
+
+    A freed slot is used again by a later worker rank. ``n_slots`` is one more than the highest slot in use,
+    and the length of every column. ``policies`` are what prefill workers publish.
+    """
+
+    def __init__(self, model: ModelName, block_size: int) -> None:
+        self.model = model
+        self.block_size = block_size
+        self._slots = Slots()
+        self.columns = self._slots.columns
+        self.places = self._slots.places
+        self.policies = self._slots.policies
+        self.broken_pairs = BrokenPairs()
+        self._members: dict[WorkerId, _Member] = {}
+        self._derived: dict[tuple[object, object], object] = {}
+        self._derived_from_places: dict[tuple[object, object], object] = {}
+        self._kv_bytes_per_token: int | None = None
+        self._cordons = CordonRules()
+        self._last_took_calls = False
+        self._last_names: Mapping[str, str | None] = {}
+
+    # --- who is there
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[WorkerCard]:
+        return (member.card for member in self._members.values())
+
+    @property
+    def n_slots(self) -> int:
+        """One more than the highest slot in use."""
+        return len(self._slots.ranks)
+
+    def card(self, worker_id: WorkerId) -> WorkerCard | None:
+        """Return the worker's card; None when it is not here."""
+        member = self._members.get(worker_id)
+        return None if member is None else member.card
+
+    def is_alive(self, worker_id: WorkerId) -> bool:
+        """Whether the worker is here and answers."""
+        member = self._members.get(worker_id)
+        return member is not None and member.alive
+
+    def cordons_on(self, worker_id: WorkerId) -> tuple[Cordon, ...]:
+        """Return the cordons that keep new requests away from the worker."""
+        member = self._members.get(worker_id)
+        return () if member is None else member.cordons
+
+    def may_take(self, card: WorkerCard) -> bool:
+        """Whether the worker of a card that is here answers, and new requests may be sent there."""
+        member = self._members[card.worker_id]
+        return member.alive and card.takes_new_requests and not member.cordons
+
+    def slots_of(self, worker_id: WorkerId) -> tuple[Slot, ...]:
+        """Return the slots of the worker's ranks, in the order of ranks."""
+        member = self._members.get(worker_id)
+        return () if member is None else tuple(member.slots.values())
+
+    def slot_of(self, rank: WorkerRank) -> Slot | None:
+        """Return the slot of a worker rank; None when it is not here."""
+        member = self._members.get(rank.worker_id)
+        return None if member is None else member.slots.get(rank.dp_rank)
+
+    def rank_at(self, slot: Slot) -> WorkerRank | None:
+        """Return the worker rank at ``slot``; None when the slot is free."""
+        ranks = self._slots.ranks
+        return ranks[slot] if 0 <= slot < len(ranks) else None
+
+    def card_at(self, slot: Slot) -> WorkerCard | None:
+        """Return the card of the worker at ``slot``; None when the slot is free."""
+        rank = self.rank_at(slot)
+        return None if rank is None else self._members[rank.worker_id].card
+
+    def kv_blocks(self, slot: Slot) -> int | None:
+        """How many KV blocks the rank at ``slot`` has: the larger of its card's number and its latest load
+        report's, at most :data:`REPORTED_BLOCKS_FACTOR` times the card's. None when the card does not say,
+        or the slot is free.
+        """
+        card = self.card_at(slot)
+        if card is None or not card.runtime_config.total_kv_blocks:
+            return None
+        in_card, reported = card.runtime_config.total_kv_blocks, int(self.columns.total_blocks[slot])
+        return min(max(in_card, reported), REPORTED_BLOCKS_FACTOR * in_card)
+
+    has_open_circuits = Derived(_has_open_circuits)
+    """Whether some worker is passed over because its circuit is open."""
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether every worker gives its engine calls as clients wrote them; without any worker, whether the
+        last ones did.
+        """
+        return self.derived(_takes_calls, None) if self._members else self._last_took_calls
+
+    context_length_tokens = Derived(_context_length_tokens)
+    """What a client may ask for, prompt and answer: the longest context of those who may answer now, else
+        of those who are here. None without any worker.
+        """
+
+    engine_kind = Derived(_engine_kind)
+    """What most workers have behind them, such as ``vllm``; empty where nobody says."""
+
+    unsure_blocks = Derived(_unsure_blocks)
+    """How many blocks at the end of a match each slot's engine may not have, because what follows them
+        decides; None where there are none.
+        """
+
+    shortest_context_tokens = Derived(_shortest_context_tokens)
+    """What fits into the context of every worker here."""
+
+    @property
+    def names(self) -> Mapping[str, str | None]:
+        """What else calls may ask for, by those who answer: another name of the model (None), or an adapter
+        of it. What most of them say holds; without any worker, what the last one took.
+        """
+        return self.derived(_names, None) if self._members else self._last_names
+
+    # --- columns over slots
+
+    def unreached_from(self, prefill_slot: Slot) -> BoolColumn | None:
+        """Return the slots that KV from the prefill worker at ``prefill_slot`` does not reach at present;
+        None where there are none.
+        """
+        return self.derived(_unreached_from, prefill_slot) if self.broken_pairs else None
+
+    rank_order = Derived(_rank_order)
+    """The slots in use in the order of their worker ranks, which does not depend on who joined first."""
+
+    def derived(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
+        """Return ``build(self, key)``, kept until the fleet changes; ``key`` must be hashable.
+
+        For what follows from cards and liveness alone: load reports are not a change. A builder
+        with a key for each slot builds small things, and no builder has a key for each request.
+        """
+        try:
+            return cast("Built", self._derived[build, key])
+        except KeyError:
+            built = self._derived[build, key] = build(self, key)
+            return built
+
+    def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
+        """Return ``build(self, key)``, kept until a rank joins, leaves or moves: for what follows from roles,
+        domains, levels, transfer policies and bytes of KV a token alone.
+        """
+        try:
+            return cast("Built", self._derived_from_places[build, key])
+        except KeyError:
+            built = self._derived_from_places[build, key] = build(self, key)
+            return built
+
+    # --- changes
+
+    def join(self, card: WorkerCard) -> FleetChange:
+        """Take in a worker, or a new incarnation of one (the old one leaves), or a new card of a present one.
+
+        Raises ConfigError, with ``param`` naming the field and the fleet unchanged, for another model,
+        another block size, impossible ranks, a number that no column holds, a full fleet, or a runtime
+        config that cannot be run with.
+        """
+        member = self._members.get(card.worker_id)
+        n_own = 0 if member is None else len(member.slots)
+        warnings = _validate(card, self, self._slots.in_use - n_own)
+        freed: list[Slot] = []
+        if member is not None and member.card.incarnation != card.incarnation:
+            freed += self._drop(member)
+            member = None
+        if member is None:
+            member = self._members[card.worker_id] = _Member(card)
+        joined = self._apply(member, card, freed)
+        self._changed()
+        return FleetChange(joined, tuple(freed), tuple(warnings))
+
+    def leave(self, worker_id: WorkerId, incarnation: Epoch) -> list[Slot]:
+        """Let a worker go and return its freed slots: none when another incarnation of it is here."""
+        member = self._members.get(worker_id)
+        if member is None or member.card.incarnation != incarnation:
+            return []
+        if len(self._members) == 1:
+            self._last_names, self._last_took_calls = self.names, self.takes_calls
+        freed = self._drop(member)
+        del self._members[worker_id]
+        self._changed()
+        return freed
+
+    def set_alive(self, worker_id: WorkerId, alive: bool) -> bool:
+        """Say whether a worker answers; False when it is not here."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return False
+        if member.alive != alive:
+            member.alive = alive
+            for slot in member.slots.values():
+                self.columns.write(slot, "alive", alive)
+            self._changed()
+        return True
+
+    def set_cordons(self, rules: CordonRules) -> list[WorkerCard]:
+        """Keep new requests from the workers that ``rules`` name, and from no others; return the workers that
+        are cordoned now and were not, or the reverse.
+        """
+        self._cordons = rules
+        turned = []
+        for member in self._members.values():
+            was_cordoned = bool(member.cordons)
+            member.cordons = rules.on(member.card, topology_domains(member.card.runtime_config))
+            if bool(member.cordons) != was_cordoned:
+                turned.append(member.card)
+                for slot in member.slots.values():
+                    self.columns.write(slot, "cordoned", not was_cordoned)
+        if turned:
+            self._changed()
+        return turned
+
+    def set_circuit_open(self, worker_id: WorkerId, is_open: bool) -> None:
+        """Say whether a worker that answers is to be passed over; nothing is said of one that is not here."""
+        member = self._members.get(worker_id)
+        if member is not None and member.circuit_open != is_open:
+            member.circuit_open = is_open
+            for slot in member.slots.values():
+                self.columns.write(slot, "circuit_open", is_open)
+            self._changed()
+
+    def set_broken_pair(self, prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
+        """Say whether KV of one worker does not reach another one; they need not be here."""
+        if self.broken_pairs.put(prefill, decode, is_broken):
+            for slot in self.slots_of(prefill):
+                self._derived.pop((_unreached_from, slot), None)  # all else that is derived stays as it is
+
+    def report(self, report: LoadReport) -> bool:
+        """Keep the latest load of a worker rank; False when it is not here.
+
+        What its engine fetched says how many bytes of KV a token has, where cards do not.
+        """
+        slot = self.slot_of(report.rank)
+        if slot is None:
+            return False
+        if report.kv_transfers is not None:
+            self._measure_kv(report.kv_transfers)
+        write = self.columns.write
+        write(slot, "has_report", True)
+        write(slot, "report_active_blocks", report.active_blocks)
+        write(slot, "report_prefill_tokens", _known(report.active_prefill_tokens))
+        write(slot, "report_running_requests", report.running_requests)
+        write(slot, "report_waiting_requests", report.waiting_requests)
+        if report.total_blocks > 0:
+            write(slot, "total_blocks", report.total_blocks)
+        return True
+
+    # --- how
+
+    def _measure_kv(self, fetched: KvTransfers) -> None:
+        if fetched.tokens < MEASURED_TOKENS_MIN or fetched.bytes <= 0:
+            return
+        measured, before = round(fetched.bytes / fetched.tokens), self._kv_bytes_per_token
+        if before is not None and abs(measured - before) <= MEASURED_ALIKE * before:
+            return
+        self._kv_bytes_per_token = measured
+        for member in self._members.values():
+            if member.card.runtime_config.kv_bytes_per_token is None:
+                for slot in member.slots.values():
+                    self.columns.write(slot, "kv_bytes_per_token", measured)
+        self._derived_from_places.clear()
+        self._derived.clear()
+
+    def _apply(self, member: _Member, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
+        wanted = {rank.dp_rank for rank in card.ranks()}
+        gone = [dp_rank for dp_rank in member.slots if dp_rank not in wanted]
+        freed.extend(self._slots.free(member.slots.pop(dp_rank)) for dp_rank in gone)
+        same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
+        is_elsewhere = _place_of(member.card) != _place_of(card)
+        member.card = card
+        member.cordons = self._cordons.on(card, topology_domains(card.runtime_config))
+        joined = []
+        for rank in card.ranks():
+            slot = member.slots.get(rank.dp_rank)
+            is_new = slot is None
+            if slot is None:
+                slot = member.slots[rank.dp_rank] = self._slots.take(rank)
+                joined.append(slot)
+            self._write(slot, member, keep_total_blocks=same_blocks and not is_new)
+        if joined or gone or is_elsewhere:
+            self._derived_from_places.clear()
+        member.slots = dict(sorted(member.slots.items()))
+        return tuple(joined)
+
+    def _write(self, slot: Slot, member: _Member, *, keep_total_blocks: bool) -> None:
+        card, config, write = member.card, member.card.runtime_config, self.columns.write
+        write(slot, "alive", member.alive)
+        write(slot, "draining", card.draining)
+        write(slot, "cordoned", bool(member.cordons))
+        write(slot, "engine_silent", card.engine_silent)
+        write(slot, "circuit_open", member.circuit_open)
+        write(slot, "prefill", card.role is Role.PREFILL)
+        write(slot, "decode_or_both", card.role is not Role.PREFILL)
+        write(slot, "decode_only", card.decode_only)
+        kv_bytes = config.kv_bytes_per_token
+        write(slot, "kv_bytes_per_token", _known(self._kv_bytes_per_token if kv_bytes is None else kv_bytes))
+        write(slot, "context_length", card.context_length or INTEGER_MAX)
+        write(slot, "prompt_tokens_min", config.prompt_tokens_min or 0)
+        longest = config.prompt_tokens_max
+        write(slot, "prompt_tokens_max", INTEGER_MAX if longest is None else longest)
+        write(slot, "seats", config.max_num_seqs or np.inf)
+        if not keep_total_blocks:  # a load report may have said better meanwhile
+            write(slot, "total_blocks", config.total_kv_blocks or np.inf)
+        self.places.put(slot, topology_domains(config), config.taints)
+        if card.role is Role.PREFILL:
+            self.policies.put(slot, policy_of(config, None))
+        else:
+            self.policies.remove(slot)
+
+    def _drop(self, member: _Member) -> list[Slot]:
+        freed = [self._slots.free(slot) for slot in member.slots.values()]
+        member.slots.clear()
+        self._derived_from_places.clear()
+        return freed
+
+    def _changed(self) -> None:
+        self._slots.trim()
+        self._derived.clear()
+
+
+def _validate(card: WorkerCard, fleet: Fleet, n_others: int) -> list[str]:
+    """Return what is doubtful about a card, where ``n_others`` slots have other workers' ranks. Raises
+    ConfigError.
+    """
+    if card.model != fleet.model:
+        raise ConfigError(f"model: worker {card.worker_id} serves {card.model!r}, not {fleet.model!r}",
+                          param="model")  # fmt: skip
+    if card.block_size not in (None, fleet.block_size):
+        raise ConfigError(
+            f"block_size: worker {card.worker_id} has blocks of {card.block_size} tokens, "
+            f"the fleet of {fleet.model!r} has {fleet.block_size}",
+            param="block_size",
+        )
+    if card.dp_size < 1 or card.dp_start < 0:
+        raise ConfigError(
+            f"dp_size: worker {card.worker_id} has {card.dp_size} ranks from {card.dp_start}",
+            param="dp_size",
+        )
+    _check_integers(card)
+    if n_others + card.dp_size > MAX_SLOTS:
+        raise ConfigError(
+            f"dp_size: the fleet of {fleet.model!r} is full: {MAX_SLOTS} worker ranks", param="dp_size"
+        )
+    return validate_runtime_config(card.runtime_config)
+
+
+def _place_of(card: WorkerCard) -> tuple[object, ...]:
+    """What of a card says where KV goes from there, and what that asks for."""
+    config = card.runtime_config
+    return (
+        card.role,
+        config.topology_domains,
+        config.topology_levels,
+        config.kv_transfer_domain,
+        config.kv_transfer_enforcement,
+        config.kv_transfer_preferred_weight,
+        config.kv_bytes_per_token,
+    )
+
+
+def _check_integers(card: WorkerCard) -> None:
+    """Raise ConfigError for a number that no column can hold, so that nobody is here in part."""
+    config = card.runtime_config
+    for name, number in (
+        ("worker_id", card.worker_id),
+        ("dp_start", card.dp_start + card.dp_size),
+        ("context_length", card.context_length),
+        ("total_kv_blocks", config.total_kv_blocks),
+        ("max_num_seqs", config.max_num_seqs),
+        ("kv_bytes_per_token", config.kv_bytes_per_token),
+        ("prompt_tokens_min", config.prompt_tokens_min),
+        ("prompt_tokens_max", config.prompt_tokens_max),
+    ):
+        if number is not None and not 0 <= number <= INTEGER_MAX:
+            raise ConfigError(f"{name}: 0 to {INTEGER_MAX}, not {reprlib.repr(number)}", param=name)
+
+
+def _known(count: int | None) -> int:
+    return UNKNOWN if count is None else count

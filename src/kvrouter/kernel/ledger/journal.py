@@ -1,0 +1,288 @@
+"""Journal of this router's own leases, in messages of bounded size, for the other replicas."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
+
+from msgspec import structs
+
+from kvrouter.core.events import HASH_BYTES, count_hashes
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
+from kvrouter.core.sync import (
+    DELTAS_MAX,
+    MESSAGE_BLOCKS_MAX,
+    NAMED_BLOCKS_MAX,
+    AddRequest,
+    Delta,
+    Deltas,
+    Free,
+    Heartbeat,
+    LeaseName,
+    MarkPrefillCompleted,
+    OutputBlocks,
+    StatePart,
+)
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.ledger.port import BlocksColumn, Ledger, LedgerColumns
+
+LEASES_MAX: Final = 65_536
+"""How many leases a router publishes. Those beyond stay its own knowledge, and are counted as ``untold``."""
+
+PENDING_MAX: Final = 4_096
+"""How many deltas may wait to be taken. When there are more they are dropped, and a number with them: the
+others see the gap and ask for everything."""
+
+Item = TypeVar("Item", bound=Delta)
+
+
+class Journal:
+    """This router's open leases as the others know them, and the deltas not yet published.
+
+    ``on_pending`` is called when there begins to be something to take.
+    """
+
+    def __init__(
+        self,
+        router_id: RouterId,
+        *,
+        on_pending: Callable[[], None],
+        leases_max: int = LEASES_MAX,
+        pending_max: int = PENDING_MAX,
+    ) -> None:
+        self.router_id = router_id
+        self.untold = 0
+        self.dropped = 0
+        self._on_pending = on_pending
+        self._leases_max = leases_max
+        self._pending_max = pending_max
+        self._leases: dict[LeaseName, AddRequest] = {}
+        self._grown: dict[LeaseName, int] = {}
+        self._pending: list[Delta] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        """How many leases are open and published."""
+        return len(self._leases)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further lease is published."""
+        return len(self._leases) >= self._leases_max
+
+    # What happens to leases
+
+    def opened(self, request: AddRequest) -> bool:
+        """A lease was booked. False when there are too many to publish it: its name stays unknown here."""
+        name = request.name
+        if name not in self._leases and self.is_full:
+            self.untold += 1
+            return False
+        self._leases[name] = request
+        self._note(request)
+        return True
+
+    def moved(self, request: AddRequest) -> None:
+        """A lease is elsewhere now; its blocks of output went along."""
+        old = self._leases[request.name]
+        request = structs.replace(request, output_blocks=old.output_blocks)
+        if request != old:
+            self._leases[request.name] = request
+            self._note(request)
+
+    def prefill_completed(self, name: LeaseName) -> None:
+        """Prefill is over, if there was any to do."""
+        old = self._leases[name]
+        if old.prefill_tokens:
+            self._leases[name] = structs.replace(old, prefill_tokens=0)
+            self._note(MarkPrefillCompleted(name))
+
+    def grew(self, name: LeaseName, blocks: int) -> None:
+        """So many more blocks are full of output: published with the next heartbeat, in one sum a lease."""
+        self._grown[name] = self._grown.get(name, 0) + blocks
+
+    def ended(self, name: LeaseName) -> None:
+        """The lease is closed."""
+        del self._leases[name]
+        self._grown.pop(name, None)
+        self._note(Free(name))
+
+    def _note(self, delta: Delta) -> None:
+        if len(self._pending) >= self._pending_max:
+            self.dropped += len(self._pending)
+            self._pending.clear()
+            self._number += 1
+        self._pending.append(delta)
+        if len(self._pending) == 1:
+            self._on_pending()
+
+    # What is published
+
+    def take(self) -> Iterator[Deltas]:
+        """Yield what waits, as numbered messages; nothing waits any more once they are all taken."""
+        pending, self._pending = self._pending, []
+        for piece in pieces(pending):
+            self._number += 1
+            yield Deltas(self.router_id, self._number, piece)
+
+    def take_heartbeat(self) -> Iterator[Deltas | Heartbeat]:
+        """Yield what waits, the growth of output included, and then a sign of life."""
+        for name, blocks in self._grown.items():
+            old = self._leases[name]
+            new = structs.replace(old, output_blocks=old.output_blocks + blocks)
+            self._leases[name] = new
+            self._note(OutputBlocks(name, new.output_blocks))
+        self._grown.clear()
+        yield from self.take()
+        yield Heartbeat(self.router_id, self._number, len(self._leases))
+
+    def state(self) -> Iterator[StatePart]:
+        """Return every open lease, in parts, as of what was taken so far.
+
+        Raises RuntimeError while something waits: one number always stands for the same leases.
+        """
+        if self._pending:
+            raise RuntimeError(f"{len(self._pending)} deltas wait to be taken before the state")
+        parts = tuple(pieces(self._leases.values())) or ((),)
+        number = self._number
+        return (
+            StatePart(self.router_id, number, part, len(parts), leases) for part, leases in enumerate(parts)
+        )
+
+
+def pieces(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
+    """Yield ``items`` in order, in pieces that fit into a message."""
+    piece: list[Item] = []
+    n_blocks = 0
+    for item in items:
+        named = count_hashes(item.block_hashes) if isinstance(item, AddRequest) else 0
+        if len(piece) == DELTAS_MAX or (piece and n_blocks + named > MESSAGE_BLOCKS_MAX):
+            yield tuple(piece)
+            piece, n_blocks = [], 0
+        piece.append(item)
+        n_blocks += named
+    if piece:
+        yield tuple(piece)
+
+
+class SharedLedger:
+    """The ledger of one model, which writes what this router books into its journal.
+
+    See :class:`kvrouter.kernel.ledger.port.Ledger` for what each call does.
+    """
+
+    def __init__(self, ledger: Ledger, fleet: Fleet, journal: Journal) -> None:
+        self._ledger = ledger
+        self._fleet = fleet
+        self._journal = journal
+        self._published: dict[LeaseId, tuple[AddRequest, Slot]] = {}
+        """The open leases that others know, as they were booked or moved."""
+
+    def ensure_slots(self, n_slots: int) -> bool:
+        """Make room for ``n_slots`` slots. True when the columns are new: take them again."""
+        return self._ledger.ensure_slots(n_slots)
+
+    def columns(self) -> LedgerColumns:
+        """The load by slot, to read in place."""
+        return self._ledger.columns()
+
+    def not_active(self, prompt: Prompt, out: BlocksColumn, exclude: LeaseId | None = None) -> None:
+        """Fill ``out`` with the prompt's blocks that no lease but ``exclude`` holds at the slot yet."""
+        self._ledger.not_active(prompt, out, exclude)
+
+    def find(self, key: LeaseKey) -> LeaseId | None:
+        """The open lease with this key."""
+        return self._ledger.find(key)
+
+    def __len__(self) -> int:
+        """The number of open leases, those of other routers included."""
+        return len(self._ledger)
+
+    def book(
+        self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
+    ) -> LeaseId:
+        """Open a lease, and publish it."""
+        lease = self._ledger.book(
+            key=key, slot=slot, prompt=prompt, prefill_tokens=prefill_tokens, track_blocks=track_blocks
+        )
+        card = self._fleet.card_at(slot)
+        rank = self._fleet.rank_at(slot)
+        if card is None or rank is None:  # nobody is there: nothing that another router could count
+            return lease
+        hashes = prompt.block_hashes[: HASH_BYTES * NAMED_BLOCKS_MAX] if track_blocks else b""
+        request = AddRequest(
+            model=self._fleet.model,
+            request_id=key.request_id,
+            leg_number=key.leg_number,
+            rank=rank,
+            incarnation=card.incarnation,
+            isl_tokens=prompt.isl_tokens,
+            block_hashes=hashes,
+            prefill_tokens=prefill_tokens,
+            track_blocks=track_blocks,
+        )
+        if self._journal.opened(request):
+            self._published[lease] = (request, slot)
+        return lease
+
+    def move(self, lease: LeaseId, slot: Slot, prefill_tokens: int) -> bool:
+        """Move the lease, and publish the move when that changed anything."""
+        is_open = self._ledger.move(lease, slot, prefill_tokens)
+        published = self._published.get(lease)
+        if not is_open or published is None:
+            return is_open
+        card, rank = self._fleet.card_at(slot), self._fleet.rank_at(slot)
+        if card is None or rank is None:
+            self._forget(lease)
+            return True
+        old, _ = published
+        request = AddRequest(
+            model=old.model,
+            request_id=old.request_id,
+            leg_number=old.leg_number,
+            rank=rank,
+            incarnation=card.incarnation,
+            isl_tokens=old.isl_tokens,
+            block_hashes=old.block_hashes,
+            prefill_tokens=prefill_tokens,
+            track_blocks=old.track_blocks,
+        )
+        self._published[lease] = (request, slot)
+        self._journal.moved(request)
+        return True
+
+    def first_token(self, lease: LeaseId) -> bool:
+        """Prefill is over: publish that."""
+        published = self._published.get(lease)
+        if published is not None:
+            self._journal.prefill_completed(published[0].name)
+        return self._ledger.first_token(lease)
+
+    def output_block(self, lease: LeaseId, n: int = 1) -> bool:
+        """``n`` more blocks are full of output; they are published with the next heartbeat."""
+        published = self._published.get(lease)
+        if published is not None and published[0].track_blocks:
+            self._journal.grew(published[0].name, n)
+        return self._ledger.output_block(lease, n)
+
+    def close(self, lease: LeaseId) -> bool:
+        """End the lease, and publish its end."""
+        if lease in self._published:
+            self._forget(lease)
+        return self._ledger.close(lease)
+
+    def drop_slot(self, slot: Slot) -> int:
+        """Close all leases at the slot, of all routers, and publish the end of our own."""
+        for lease in [lease for lease, (_, where) in self._published.items() if where == slot]:
+            self._forget(lease)
+        return self._ledger.drop_slot(slot)
+
+    def drop_router(self, router_id: RouterId) -> int:
+        """Close all leases of one router incarnation, and publish that when they are our own."""
+        if router_id == self._journal.router_id:
+            for lease in list(self._published):
+                self._forget(lease)
+        return self._ledger.drop_router(router_id)
+
+    def _forget(self, lease: LeaseId) -> None:
+        request, _ = self._published.pop(lease)
+        self._journal.ended(request.name)

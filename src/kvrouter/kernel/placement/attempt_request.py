@@ -1,0 +1,108 @@
+"""What one attempt of a request asks of placement: its prompt in blocks, and what routing needs to know."""
+
+from array import array
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from kvrouter.core.hashing import Prompt, hash_seed
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import GenerateRequest, TokenBuffer
+from kvrouter.kernel.journey import RetryPlan
+from kvrouter.kernel.placement.placement import AttemptRequest
+from kvrouter.kernel.routing.request import RouteRequest
+
+
+def hash_prompt(
+    token_ids: TokenBuffer,
+    *,
+    block_size: int,
+    lora_name: str | None = None,
+    cache_namespace: str | None = None,
+) -> Prompt:
+    """Hash a prompt's blocks, once; the result travels with the request."""
+    seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
+    # An empty array has no buffer. Nothing may be known of a prompt that an engine tokenizes itself.
+    return Prompt(token_ids or (), block_size=block_size, seed=seed)
+
+
+def attempt_request(
+    request: GenerateRequest,
+    prompt: Prompt,
+    token_ids: TokenBuffer,
+    *,
+    attempt: int,
+    excluded: frozenset[WorkerId],
+    kv_lost_from: frozenset[WorkerId],
+    plans: Sequence[RetryPlan],
+) -> AttemptRequest:
+    """Return what one attempt of ``request`` asks for under each of ``plans``."""
+    usual = route_request(request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from))
+    return AttemptRequest(
+        prompt,
+        token_ids,
+        {plan: _under(plan, usual, kv_lost_from) for plan in plans},
+        shows_first_token=request.call is None or request.call.stream,
+        teaches=request.pin is None and request.prefill_pin is None,
+        client=request.client,
+    )
+
+
+def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
+    match plan:
+        case RetryPlan.USUAL:
+            return usual
+        case RetryPlan.OTHER_PREFILL:
+            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
+        case RetryPlan.WHOLE:
+            return structs.replace(usual, whole=True)
+
+
+def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: int) -> Prompt:
+    """Hash the blocks of a request's prompt, which is ``token_ids``. One whose tokens are not known has as
+    many blocks as it may have, and shares none with another request.
+    """
+    if request.is_prompt_unknown:
+        return hash_prompt(
+            array("I", bytes(4 * request.isl_tokens_estimate)),
+            block_size=block_size,
+            cache_namespace=f"{request.intake} {request.request_id}",
+        )
+    return hash_prompt(
+        token_ids,
+        block_size=block_size,
+        lora_name=request.lora_name,
+        cache_namespace=request.cache_namespace,
+    )
+
+
+def route_request(
+    request: GenerateRequest,
+    prompt: Prompt,
+    *,
+    attempt: int,
+    excluded: frozenset[WorkerId],
+    has_lost_kv: bool = False,
+) -> RouteRequest:
+    """Return what routing needs to know of one attempt of ``request``.
+
+    One that has lost no KV itself begins with what worked for others; after that its journey says what to
+    try next.
+    """
+    return RouteRequest(
+        request_id=request.request_id,
+        isl_tokens=prompt.isl_tokens,
+        total_blocks=prompt.total_blocks,
+        constraints=request.constraints,
+        override=request.override,
+        pin=request.pin,
+        prefill_pin=request.prefill_pin,
+        excluded=excluded,
+        attempt=attempt,
+        whole=request.whole,
+        whole_if_broken=not has_lost_kv,
+        has_media=request.has_media,
+        shape=request.shape,
+        is_prompt_unknown=request.is_prompt_unknown,
+        context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
+    )

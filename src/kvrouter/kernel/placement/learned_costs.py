@@ -1,0 +1,233 @@
+"""What a placer learns from its requests: how fast ranks and links are, and what it predicts from that.
+
+It learns from first tokens alone, and from the ends of prefill legs. An answer that comes as a whole shows no
+first token: its length is the client's choice, and says nothing of how fast its prompt was computed.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import RouterId, Slot
+from kvrouter.core.requests import Leg
+from kvrouter.kernel.fleet.columns import IntColumn
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.ledger.port import Ledger
+from kvrouter.kernel.placement.events import PlacementEvents
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.placement.speeds import LearnedSpeeds
+from kvrouter.kernel.placement.transfers import Transfers
+from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, prompt_s
+from kvrouter.kernel.routing.request import CostInput, Pick, RoutingSettings
+
+_AGGREGATED = Leg.AGGREGATED
+
+
+class LearnedCosts:
+    """The learned speeds of one model's ranks and links. ``now_s`` is a moment of one monotonic clock."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        events: PlacementEvents,
+        settings: RoutingSettings,
+        router_id: RouterId,
+    ) -> None:
+        self.settings = settings
+        self.speeds = LearnedSpeeds(fleet, events)
+        self.transfers = Transfers(fleet, events, settings.links, router_id)
+        self._fleet = fleet
+        self._ledger = ledger
+
+    def cost_input(self, requests: IntColumn, waiting: IntColumn, n_slots: int, *, now_s: float) -> CostInput:
+        """Return what the cost of time reads; ``requests`` and ``waiting`` are the ledger's."""
+        if self.transfers.has_begun:
+            self.transfers.refresh(self._is_clear, now_s=now_s)
+        return CostInput(requests, waiting, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
+
+    def freed(self, slot: Slot) -> None:
+        """A slot has no worker rank any more."""
+        self.speeds.freed(slot)
+        self.transfers.engine_sums.freed(slot)
+
+    def placed(self, placement: Placement, *, now_s: float) -> None:
+        """Note what is predicted of both legs."""
+        for pick in (placement.decision.prefill, placement.decision.decode):
+            if pick is not None:
+                tokens = missing_tokens(self._fleet, pick, placement.prompt)
+                expected = self.speeds.placed(
+                    pick,
+                    tokens if placement.teaches else 0,
+                    steps_s=self._decode_share_s(pick, tokens),
+                    now_s=now_s,
+                )
+                placement.expected = placement.expected or expected
+        self.begin_transfer(placement)
+
+    def prefill_ends_s(self, placement: Placement, *, now_s: float) -> float:
+        """Return when the prompt of a placement on one worker, just booked, should be computed."""
+        pick = placement.decision.decode
+        if pick.times is not None:
+            return now_s + pick.times.expected_s
+        queued = int(self._ledger.columns().prefill_tokens[pick.slot])
+        return now_s + prompt_s(self.settings.timing, queued)
+
+    def transfer_ends_s(self, placement: Placement, *, now_s: float) -> float:
+        """Return when the KV of a pair whose prompt is computed should be where its answer comes from."""
+        times = placement.decision.decode.times
+        return now_s if times is None else now_s + times.transfer_s
+
+    def begin_transfer(self, placement: Placement) -> None:
+        """Count what the pair has to move, where links are weighed."""
+        decision, links = placement.decision, self.settings.links
+        if decision.prefill is None or links is None:
+            return
+        prefill, decode = decision.prefill, decision.decode
+        if self._fleet.rank_at(prefill.slot) != prefill.rank:
+            return  # it left: nothing knows its place
+        tokens = missing_tokens(self._fleet, decode, placement.prompt)
+        placement.transfer = self.transfers.begin(links, prefill.slot, decode.slot, tokens)
+
+    def end_transfer(self, placement: Placement) -> None:
+        """The KV arrived, or never will; nothing is learned from it."""
+        if placement.transfer is not None:
+            self.transfers.end(placement.transfer)
+            placement.transfer = None
+
+    def moves(self, placement: Placement, *, now_s: float) -> None:
+        """The prompt is prefilled; of engines that say so only after the transfer, nothing is learned."""
+        transfer, step_s = placement.transfer, self._learned_step_s(placement)
+        if transfer is None or step_s is None or placement.decision.prefill is None:
+            return
+        card = self._fleet.card_at(placement.decision.prefill.slot)
+        if card is not None and not card.ends_after_transfer:
+            is_clear = placement.teaches and self._is_clear(transfer.to)
+            self.transfers.moves(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
+
+    def prefill_done(self, placement: Placement, *, now_s: float) -> None:
+        """The prefill leg ended."""
+        self.moves(placement, now_s=now_s)
+        if placement.decision.decode.leg is not _AGGREGATED:
+            self._came(placement, now_s)
+
+    def first_token(self, placement: Placement, *, now_s: float) -> None:
+        """The first token came, or all of an answer that shows none."""
+        if placement.shows_first_token:
+            self._arrived(placement, now_s)
+            if self._learns(placement):
+                step_s = self._step_s(placement)
+                placement.first_token_s, placement.step_s = (None, 0.0) if step_s is None else (now_s, step_s)
+            if placement.decision.decode.leg is _AGGREGATED:
+                self._came(placement, now_s)
+        self.end_transfer(placement)
+
+    def released(self, placement: Placement, *, tokens: int, now_s: float) -> None:
+        """An attempt ended that brought so many tokens; idempotent."""
+        self.end_transfer(placement)
+        if placement.first_token_s is not None:
+            slot, took_s = placement.decision.decode.slot, now_s - placement.first_token_s
+            step_s = self._step_s(placement)
+            if step_s is not None:
+                mean_s = (placement.step_s + step_s) / 2
+                self.speeds.answered(
+                    slot, tokens, took_s, step_s=mean_s, client=placement.client, now_s=now_s
+                )
+            placement.first_token_s = None
+
+    def _learns(self, placement: Placement) -> bool:
+        """Whether times are predicted, and a client did not choose where to be measured."""
+        return placement.teaches and placement.decision.decode.times is not None
+
+    def _came(self, placement: Placement, now_s: float) -> None:
+        """What was expected of a prompt came."""
+        expected, placement.expected = placement.expected, None
+        if expected is not None and placement.teaches:
+            self.speeds.came(expected, client=placement.client, now_s=now_s)
+
+    def _arrived(self, placement: Placement, now_s: float) -> None:
+        """The KV came: a link is learned from it."""
+        transfer, step_s = placement.transfer, self._learned_step_s(placement)
+        if transfer is not None and step_s is not None:
+            placement.transfer = None
+            is_clear = placement.teaches and self._is_clear(transfer.to)
+            self.transfers.arrived(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
+
+    def _is_clear(self, slot: Slot) -> bool:
+        """Whether a decode leg there waits for its KV alone: neither for prompts, nor memory, nor a seat."""
+        ledger, columns, settings = self._ledger.columns(), self._fleet.columns, self.settings
+        return bool(
+            settings.track_prefill_tokens
+            and settings.track_active_blocks
+            and slot < len(columns.seats)
+            and ledger.prefill_tokens[slot] == 0
+            and ledger.active_blocks[slot] <= columns.total_blocks[slot]
+            and ledger.requests[slot] <= columns.seats[slot]
+        )
+
+    def _learned_step_s(self, placement: Placement) -> float | None:
+        """What a decode step takes where the answer comes from, by that rank's speed; None where it left."""
+        step_s = self._step_s(placement)
+        slot = placement.decision.decode.slot
+        return None if step_s is None else step_s * self.speeds.decode_slowness(slot)
+
+    def _decode_share_s(self, pick: Pick, tokens: int) -> float:
+        """What of a pick's queue the decode steps of others take, while so many tokens are prefilled."""
+        columns, weight = self._ledger.columns(), self.settings.decode_weight
+        is_alone = columns.requests[pick.slot] <= columns.waiting[pick.slot]
+        if pick.times is None or weight == 0.0 or is_alone:
+            return 0.0
+        return pick.times.decode_s / weight * (1.0 + tokens / CHUNK_TOKENS)
+
+    def _step_s(self, placement: Placement) -> float | None:
+        """What a decode step takes where the answer comes from now, on a rank of slowness 1; None where that
+        rank left.
+        """
+        decode = placement.decision.decode
+        if self._fleet.rank_at(decode.slot) != decode.rank:
+            return None
+        slot, columns = decode.slot, self._ledger.columns()
+        held = int(columns.active_blocks[slot])
+        running = max(1, int(columns.requests[slot]) - int(columns.waiting[slot]))
+        use_share = min(1.0, held / float(self._fleet.columns.total_blocks[slot]))
+        return self.settings.timing.decode_ms(use_share, running, held * self._fleet.block_size) / 1e3
+
+
+def missing_tokens(fleet: Fleet, pick: Pick, prompt: Prompt) -> int:
+    """Return the tokens of the prompt that are not cached where it was picked for."""
+    return max(0, prompt.isl_tokens - pick.overlap_blocks * fleet.block_size)
+
+
+class UnseenPrefills:
+    """The requests whose first token stays unseen, as their answers come whole, until their prefill is
+    expected to have ended.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, Placement] = {}
+        self._ends: list[tuple[float, int]] = []
+        """A heap of moments and keys; those of requests that ended before stay until they are many."""
+        self._next = 1
+
+    def expect(self, placement: Placement, at_s: float) -> None:
+        """Let the request's prefill end at this moment. The first moment stays."""
+        if placement.unseen_prefill:
+            return
+        key = placement.unseen_prefill = self._next
+        self._next += 1
+        self._running[key] = placement
+        heappush(self._ends, (at_s, key))
+
+    def forget(self, placement: Placement) -> None:
+        """The request ended before that. Idempotent."""
+        self._running.pop(placement.unseen_prefill, None)
+        if len(self._ends) > 2 * len(self._running) + 64:
+            self._ends = [end for end in self._ends if end[1] in self._running]
+            heapify(self._ends)
+
+    def ended(self, now_s: float) -> Iterator[Placement]:
+        """Yield, once each, those whose prefill should have ended by now."""
+        while self._ends and self._ends[0][0] <= now_s:
+            placement = self._running.pop(heappop(self._ends)[1], None)
+            if placement is not None:
+                yield placement

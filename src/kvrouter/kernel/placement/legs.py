@@ -1,0 +1,84 @@
+"""The legs of a placement, as engines receive them."""
+
+from msgspec import structs
+
+from kvrouter.core.requests import EngineRequest, GenerateRequest, KvTransferParams, Leg, Sampling
+from kvrouter.kernel.placement.placement import Placement
+
+
+def prefill_leg(
+    request: GenerateRequest, placement: Placement, *, time_left_s: float | None
+) -> EngineRequest:
+    """The prefill of a pair: one token, which the decode leg will give again."""
+    sampling = structs.replace(request.sampling, max_tokens=1, min_tokens=0)
+    return _leg(
+        request,
+        placement,
+        Leg.PREFILL,
+        sampling,
+        kv_transfer_params=None,
+        time_left_s=time_left_s,
+    )
+
+
+def last_leg(
+    request: GenerateRequest,
+    placement: Placement,
+    *,
+    kv_transfer_params: KvTransferParams | None,
+    time_left_s: float | None,
+) -> EngineRequest:
+    """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted, and what the
+    worker's context has room for.
+    """
+    sampling, resumed_tokens = request.sampling, placement.resumed_tokens
+    if resumed_tokens:
+        sampling = structs.replace(
+            sampling,
+            max_tokens=sampling.max_tokens - resumed_tokens,
+            min_tokens=max(0, sampling.min_tokens - resumed_tokens),
+        )
+    room_tokens = placement.decode_context_tokens - len(placement.token_ids)
+    if request.context_tokens and 0 < room_tokens < sampling.max_tokens:  # its client leaves the length open
+        sampling = structs.replace(
+            sampling, max_tokens=room_tokens, min_tokens=min(sampling.min_tokens, room_tokens)
+        )
+    return _leg(
+        request,
+        placement,
+        placement.decision.decode.leg,
+        sampling,
+        kv_transfer_params=kv_transfer_params,
+        time_left_s=time_left_s,
+    )
+
+
+def _leg(
+    request: GenerateRequest,
+    placement: Placement,
+    leg: Leg,
+    sampling: Sampling,
+    *,
+    kv_transfer_params: KvTransferParams | None,
+    time_left_s: float | None,
+) -> EngineRequest:
+    pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
+    return EngineRequest(
+        request_id=request.request_id,
+        attempt=placement.decision.attempt,
+        leg=leg,
+        model=request.model,
+        token_ids=placement.token_ids,
+        sampling=sampling,
+        dp_rank=pick.rank.dp_rank,
+        resumed_tokens=placement.resumed_tokens,
+        bootstrap=placement.bootstrap,
+        kv_transfer_params=kv_transfer_params,
+        prefill_worker_id=placement.prefill_pick.rank.worker_id if leg is Leg.DECODE else None,
+        lora_name=request.lora_name,
+        cache_namespace=request.cache_namespace,
+        time_left_s=time_left_s,
+        intake=request.intake,
+        call=None if request.call is None else structs.replace(request.call),  # the router may empty its own
+        trace=request.trace,
+    )

@@ -1,0 +1,497 @@
+"""The placer of one model: takes one reading, decides once and books; later moves and releases.
+
+No step waits between the reading and the booking. ``now_s`` is a moment of one monotonic clock, in seconds.
+"""
+
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from kvrouter.core.constraints import Pin, RouterMode
+from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot, WorkerRank
+from kvrouter.core.requests import (
+    Bootstrap,
+    GenerateRequest,
+    Leg,
+)
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
+from kvrouter.kernel.fleet.circuit import CircuitSettings
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.journey import RetryPlan, Shape
+from kvrouter.kernel.ledger.port import Ledger, LedgerColumns
+from kvrouter.kernel.ledger.replicas import Replication
+from kvrouter.kernel.placement.attempt_request import prompt_of, route_request
+from kvrouter.kernel.placement.cache_view import CacheView
+from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.events import PlacementEvents
+from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
+from kvrouter.kernel.placement.load_at_report import load_at_report
+from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
+from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
+from kvrouter.kernel.routing.request import (
+    CostInput,
+    Decision,
+    Pick,
+    PickingRule,
+    RouteRequest,
+    RoutingSettings,
+    View,
+    cost_rule,
+)
+from kvrouter.kernel.routing.route import route, route_decode
+
+U32 = npt.NDArray[np.uint32]
+
+
+class DecisionSink(Protocol):
+    """Who is given each decision that a placer books, with what it was made from."""
+
+    def __call__(
+        self, wanted: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+    ) -> None:
+        """``view``'s columns are reused by the next reading. ``prefill``: where the KV of a request waits
+        whose decode was picked again; None where all of it was decided.
+        """
+
+
+ROOM_LIMIT = 2**63 - 1
+"""A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
+
+
+class Placer:
+    """Places the attempts of one model's requests, and keeps their leases true.
+
+    With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
+    circuits draw their open times from; ``events`` receives what happens to workers and links;
+    ``call_soon`` calls those who wait. ``rule`` costs and picks instead of the settings' cost and mode.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        cache: CacheView,
+        ledger: Ledger,
+        router_id: RouterId,
+        settings: RoutingSettings,
+        tracks_active_blocks: bool,
+        circuits: CircuitSettings,
+        circuit_seed: int,
+        events: PlacementEvents,
+        waiting: WaitingLimits,
+        call_soon: CallSoon,
+        now_s: float,
+        replication: Replication | None = None,
+        rule: PickingRule | None = None,
+    ) -> None:
+        self.rule = rule
+        self.on_decided: DecisionSink | None = None
+        self.fleet = fleet
+        self.cache = cache
+        self.ledger: Ledger = ledger
+        self.settings = settings
+        self._needs = (rule or cost_rule(settings.cost)).needs
+        self.waiting = WaitingLines(waiting, call_soon)
+        on_less = self.waiting.admission.pulse
+        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_let_in=on_less)
+        self._tracks_active_blocks = tracks_active_blocks
+        self._at_report = load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
+        self._replication = replication
+        if replication is not None:
+            self.ledger = replication.share(
+                fleet, ledger, on_less=on_less, before_more=self._read_load, now_s=now_s
+            )
+        self.learned = LearnedCosts(fleet, self.ledger, events, settings, router_id)
+        self.speeds, self.transfers = self.learned.speeds, self.learned.transfers
+        if replication is not None:
+            self.transfers.begin_sharing()
+            replication.replicas.links.share(fleet.model, self.transfers)
+        self._router_id = router_id
+        self._not_active: U32 = np.zeros(16, np.uint32)
+        self._unseen_prefills = UnseenPrefills()
+
+    # Settings
+
+    def set_busy_thresholds(
+        self, *, decode_blocks: float | None, prefill_tokens: int | None, now_s: float
+    ) -> None:
+        """Judge from now on who is busy by these; requests that wait may try again."""
+        self.settings = structs.replace(
+            self.settings,
+            active_decode_blocks_threshold=decode_blocks,
+            active_prefill_tokens_threshold=prefill_tokens,
+        )
+        self._at_report = self._at_report or load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
+        self.waiting.admission.pulse()
+
+    def set_routing(self, settings: RoutingSettings, *, now_s: float) -> None:
+        """Decide by these from now on; requests that wait may try again. What bookings depend on stays as it
+        is: whether blocks are tracked, and whether the prefill leg is all that is decided.
+        """
+        self.transfers.use(settings.links)
+        self.settings = self.learned.settings = structs.replace(
+            settings,
+            prefill_alone=self.settings.prefill_alone,
+            track_active_blocks=self.settings.track_active_blocks,
+        )
+        self._needs = (self.rule or cost_rule(settings.cost)).needs
+        self._at_report = self._at_report or load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
+        self.waiting.domain.pulse()
+        self.waiting.admission.pulse()
+
+    def set_prefill_alone(self, is_alone: bool) -> None:
+        """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
+        running answer.
+        """
+        self.settings = self.learned.settings = structs.replace(
+            self.settings,
+            prefill_alone=is_alone,
+            track_active_blocks=self._tracks_active_blocks and not is_alone,
+        )
+
+    # The fleet
+
+    def fleet_changed(self, *, now_s: float) -> None:
+        """A worker came, changed or left: requests that wait may try again."""
+        if self._replication is not None:
+            self._replication.replicas.fleet_changed(self.fleet.model, now_s=now_s)
+        self.circuits.fleet_changed()
+        self.learned.speeds.fleet_changed()
+        self.waiting.domain.pulse()
+        self.waiting.admission.pulse()
+
+    def freed(self, slot: Slot) -> None:
+        """A slot has no worker rank any more: its leases and its cache go."""
+        self.ledger.drop_slot(slot)
+        self.cache.freed(slot)
+        self.learned.freed(slot)
+
+    def reported(self, report: LoadReport, slot: Slot, *, now_s: float) -> None:
+        """The worker rank at ``slot`` reported its load."""
+        self.fleet.report(report)
+        if self._at_report is not None:
+            self.ledger.ensure_slots(self.fleet.n_slots)
+            self._at_report.reported(slot, self.ledger.columns(), now_s=now_s)
+        self.waiting.admission.pulse()
+
+    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
+        """Leading blocks held, by slot, as far as they are sure to be found again."""
+        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media)
+        unsure = self.fleet.unsure_blocks
+        if overlap is not None and unsure is not None:
+            overlap -= np.minimum(overlap, unsure)
+        return overlap
+
+    def _read_load(self, now_s: float) -> None:
+        if self._at_report is not None:
+            self._at_report.look(self.ledger.columns(), now_s=now_s)
+
+    # Deciding
+
+    def view(
+        self, prompt: Prompt, draw: Draw, *, now_s: float, has_media: bool = False, own: Pick | None = None
+    ) -> View:
+        """Take one reading of all that a decision depends on; its columns are reused by the next one.
+
+        ``own`` is where the request is booked already: its blocks are active there, so none would be new.
+        """
+        if self.circuits.not_closed:
+            self.circuits.refresh(now_s=now_s)
+        self._end_unseen_prefills(now_s)
+        n_slots = self.fleet.n_slots
+        self.ledger.ensure_slots(n_slots)
+        if len(self._not_active) < n_slots:
+            self._not_active = np.zeros(max(n_slots, 2 * len(self._not_active)), np.uint32)
+        not_active = None
+        if self.settings.track_active_blocks:
+            not_active = self._not_active[:n_slots]
+            self.ledger.not_active(prompt, not_active)
+            if own is not None and self.fleet.rank_at(own.slot) == own.rank:
+                not_active[own.slot] = 0
+        columns = self.ledger.columns()
+        at_report = self._at_report
+        if at_report is not None:
+            at_report.look(columns, now_s=now_s)
+        replication = self._replication
+        return View(
+            fleet=self.fleet,
+            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
+            prefill_tokens=columns.prefill_tokens[:n_slots],
+            active_blocks=columns.active_blocks[:n_slots],
+            not_active=not_active,
+            settings=self.settings,
+            seed=draw.seed,
+            turn=draw.turn,
+            unseen=0.0 if replication is None else replication.replicas.unseen(self.fleet.model),
+            tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
+            blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
+            rule=self.rule,
+            cost_input=self._cost_input(columns, n_slots, now_s) if self._needs.requests else None,
+        )
+
+    def _cost_input(self, columns: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
+        counts = columns.requests[:n_slots], columns.waiting[:n_slots]
+        if self._needs.learned:
+            return self.learned.cost_input(*counts, n_slots, now_s=now_s)
+        return CostInput(*counts)
+
+    def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
+        """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
+        return route(wanted, self.view(prompt, draw, now_s=now_s, has_media=wanted.has_media))
+
+    def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
+        """Decide as :meth:`place` would, with a row for every candidate; books nothing."""
+        prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
+        wanted = route_request(request, prompt, attempt=0, excluded=frozenset())
+        view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
+        return route(wanted, view, explain=True)
+
+    def explain_attempt(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Decision:
+        """Decide as :meth:`place` would by the usual plan, with a row for every candidate; books nothing."""
+        wanted = request.options[RetryPlan.USUAL]
+        view = self.view(request.prompt, draw, now_s=now_s, has_media=wanted.has_media)
+        return route(wanted, view, explain=True)
+
+    # Placing
+
+    def place(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Placement:
+        """Decide in the first option that is not refused, a last resort only where all others are, and book.
+
+        Raises the :class:`RoutingRefused` of the usual option when all are refused; nothing is booked then.
+        """
+        refusals: dict[RetryPlan, RoutingRefused] = {}
+        last_resort: tuple[RouteRequest, View, Decision] | None = None
+        for plan, wanted in request.options.items():
+            view = self.view(request.prompt, draw, now_s=now_s, has_media=wanted.has_media)
+            try:
+                decision = route(wanted, view)
+            except RoutingRefused as refused:
+                refusals[plan] = refused
+                continue
+            if not decision.last_resort:
+                return self._book(wanted, view, decision, request, draw, now_s)
+            last_resort = last_resort or (wanted, view, decision)
+        if last_resort is None:
+            raise refusals[RetryPlan.USUAL]
+        return self._book(*last_resort, request, draw, now_s)
+
+    def pick_decode_again(self, placement: Placement, *, now_s: float) -> bool:
+        """After a synchronous prefill: decide decode again under its constraint, and move the lease. Return
+        whether another rank has it now. Raises :class:`RoutingRefused`.
+        """
+        old = placement.decision
+        self.circuits.give_back(placement, now_s=now_s)  # or it would be passed over for its own sake
+        began_s = None if placement.transfer is None else placement.transfer.began_s
+        has_transfer = placement.transfer is not None
+        self.learned.end_transfer(placement)  # or its own KV would crowd the link
+        decision = structs.replace(self._decide_decode_again(placement, now_s), prefill=old.prefill)
+        if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
+            # The worker left during prefill, and the lease with it.
+            placement.decode_lease = self._book_decode(decision, placement.prompt)
+        card = self._card(decision.decode)
+        placement.decision = decision
+        self.circuits.booked(placement, now_s=now_s)
+        if has_transfer:
+            self.learned.begin_transfer(placement)
+            if began_s is not None:
+                self.learned.moves(placement, now_s=now_s)
+        placement.decode_address = card.address
+        placement.decode_context_tokens = card.context_length or CONTEXT_TOKENS_UNKNOWN
+        placement.decode_domains = card.runtime_config.topology_domains
+        return decision.decode.rank != old.decode.rank
+
+    def _decide_decode_again(self, placement: Placement, now_s: float) -> Decision:
+        """Decide with the draw of the booking. In turn and by chance there is nothing new to weigh, so the
+        worker is kept while it may be: else all that ends its prefill at one time would meet at one worker.
+        Nobody is too busy for a request that was admitted: its load is booked. Where nobody else may take it,
+        a worker that was cordoned since then keeps it.
+        """
+        old, wanted = placement.decision, placement.wanted
+        admitted = structs.replace(
+            self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
+        )
+        view = self.view(
+            placement.prompt, placement.draw, now_s=now_s, has_media=wanted.has_media, own=old.decode
+        )
+        view = structs.replace(view, settings=admitted)
+        sender = None if old.prefill is None else old.prefill.rank
+        fleet, slot = self.fleet, old.decode.slot
+        is_here = fleet.rank_at(slot) == old.decode.rank
+        if old.mode is not RouterMode.KV and is_here and not fleet.columns.circuit_open[slot]:
+            keep = structs.replace(wanted, pin=Pin(*old.decode.rank))
+            with suppress(RoutingRefused):
+                kept = route_decode(keep, view, old.constraint, prefill=sender)
+                if not kept.fallback_used:
+                    return self._picked_again(keep, view, kept, sender)
+        try:
+            again = route_decode(wanted, view, old.constraint, prefill=sender)
+        except RoutingRefused:
+            if is_here and _is_kept_from_new_alone(fleet, slot):
+                return old
+            raise
+        return self._picked_again(wanted, view, again, sender)
+
+    def _picked_again(
+        self, wanted: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
+    ) -> Decision:
+        if self.on_decided is not None:
+            self.on_decided(wanted, view, decision, prefill=sender)
+        return decision
+
+    # Booking
+
+    def _book(
+        self,
+        wanted: RouteRequest,
+        view: View,
+        decision: Decision,
+        request: AttemptRequest,
+        draw: Draw,
+        now_s: float,
+    ) -> Placement:
+        """Claim the picked ranks. The two legs of an attempt hold leases 2·attempt and 2·attempt + 1."""
+        if self.on_decided is not None:
+            self.on_decided(wanted, view, decision, prefill=None)
+        decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
+        prefill_lease: LeaseId | None = None
+        if prefill is not None:
+            prefill_lease = self.ledger.book(
+                key=LeaseKey(self._router_id, decision.request_id, 2 * decision.attempt),
+                slot=prefill.slot,
+                prompt=prompt,
+                prefill_tokens=self._uncached_tokens(prefill, prompt),
+                track_blocks=False,
+            )
+        decode_lease = self._book_decode(decision, prompt)
+        if not wanted.is_prompt_unknown:
+            self.cache.decided(decision, prompt, now_s=now_s, has_media=wanted.has_media)
+        decode_card = self._card(decode)
+        placement = Placement(
+            wanted=wanted,
+            decision=decision,
+            prompt=prompt,
+            token_ids=request.token_ids,
+            block_size=self.fleet.block_size,
+            shape=Shape.AGGREGATED,
+            draw=draw,
+            decode_address=decode_card.address,
+            decode_context_tokens=decode_card.context_length or CONTEXT_TOKENS_UNKNOWN,
+            decode_lease=decode_lease,
+            decode_domains=decode_card.runtime_config.topology_domains,
+            bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is Leg.PREFILL else None,
+            shows_first_token=request.shows_first_token,
+            teaches=request.teaches,
+            client=request.client,
+        )
+        if prefill is not None:
+            prefill_card = self._card(prefill)
+            placement.prefill_lease = prefill_lease
+            placement.prefill_address = prefill_card.address
+            placement.prefill_domains = prefill_card.runtime_config.topology_domains
+            placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
+            placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
+        if self.circuits.not_closed:
+            self.circuits.booked(placement, now_s=now_s)
+        if self._needs.learned:
+            self.learned.placed(placement, now_s=now_s)
+        if not placement.shows_first_token and prefill is None:
+            self._unseen_prefills.expect(placement, self.learned.prefill_ends_s(placement, now_s=now_s))
+        return placement
+
+    def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
+        decode = decision.decode
+        return self.ledger.book(
+            key=LeaseKey(self._router_id, decision.request_id, 2 * decision.attempt + 1),
+            slot=decode.slot,
+            prompt=prompt,
+            prefill_tokens=self._uncached_tokens(decode, prompt) if decision.prefill is None else 0,
+            track_blocks=self.settings.track_active_blocks,
+        )
+
+    def _uncached_tokens(self, pick: Pick, prompt: Prompt) -> int:
+        return missing_tokens(self.fleet, pick, prompt) if self.settings.track_prefill_tokens else 0
+
+    def _card(self, pick: Pick) -> WorkerCard:
+        card = self.fleet.card_at(pick.slot)
+        if card is None:
+            raise RuntimeError(f"slot {pick.slot} was picked and is free")
+        return card
+
+    # Leases
+
+    def prefill_worker_left(self, placement: Placement) -> bool:
+        """Whether the pair's prefill worker left or does not answer, and the KV that waited there with it."""
+        pick = placement.decision.prefill
+        if pick is None:
+            return False
+        card = self.fleet.card_at(pick.slot)
+        return (
+            card is None
+            or card.address != placement.prefill_address
+            or not self.fleet.is_alive(card.worker_id)
+        )
+
+    def prefill_done(self, placement: Placement, *, now_s: float) -> None:
+        """The prefill leg ended: its tokens no longer load its worker."""
+        self.circuits.prefilled(placement, now_s=now_s)
+        self.learned.prefill_done(placement, now_s=now_s)
+        if placement.prefill_lease is not None:
+            self.ledger.close(placement.prefill_lease)
+            self.waiting.admission.pulse()
+        if not placement.shows_first_token and placement.decision.prefill is not None:
+            self._unseen_prefills.expect(placement, self.learned.transfer_ends_s(placement, now_s=now_s))
+
+    def first_token(self, placement: Placement, *, now_s: float) -> None:
+        """The first token came, or all of an answer that shows none: load moves from prefill to decode."""
+        self.circuits.begun(placement, now_s=now_s)
+        self.learned.first_token(placement, now_s=now_s)
+        self._prefilled(placement)
+
+    def _prefilled(self, placement: Placement) -> None:
+        self.ledger.first_token(placement.decode_lease)
+        if placement.prefill_lease is not None:
+            self.ledger.close(placement.prefill_lease)
+        self.waiting.admission.pulse()
+
+    def _end_unseen_prefills(self, now_s: float) -> None:
+        """Move the load of requests whose first token stays unseen when it is expected to have come."""
+        for placement in self._unseen_prefills.ended(now_s):
+            self.learned.end_transfer(placement)
+            self._prefilled(placement)
+
+    def output_blocks(self, placement: Placement, blocks: int, *, now_s: float) -> None:
+        """So many more blocks are full of output."""
+        self._read_load(now_s)
+        self.ledger.output_block(placement.decode_lease, blocks)
+
+    def release(self, placement: Placement, *, now_s: float, tokens: int = 0) -> None:
+        """Close the leases, after an attempt that brought so many tokens; idempotent."""
+        self.learned.released(placement, tokens=tokens, now_s=now_s)
+        self._unseen_prefills.forget(placement)
+        self.circuits.released(placement, now_s=now_s)
+        if placement.prefill_lease is not None:
+            self.ledger.close(placement.prefill_lease)
+        self.ledger.close(placement.decode_lease)
+        self.waiting.admission.pulse()
+
+
+def _is_kept_from_new_alone(fleet: Fleet, slot: Slot) -> bool:
+    """Whether a cordon is why nothing new goes to the rank at ``slot``: what is booked there goes on."""
+    columns = fleet.columns
+    leaves = columns.draining[slot] or columns.engine_silent[slot] or not columns.alive[slot]
+    return bool(columns.cordoned[slot] and not leaves)
+
+
+def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:
+    """The rendezvous, when the prefill worker offers one: a drawn room, congruent to its dp rank."""
+    host, port = card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port
+    if host is None or port is None:
+        return None
+    rank = prefill.rank.dp_rank - card.dp_start
+    room = draw.room % ((ROOM_LIMIT - rank) // card.dp_size) * card.dp_size + rank
+    return Bootstrap(host, port, room)

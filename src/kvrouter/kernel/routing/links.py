@@ -1,0 +1,212 @@
+"""The links between the slots of a fleet: how long moving KV takes, and what else is to travel there.
+
+With n other transfers of B bytes in all on the link, and its bandwidth shared evenly::
+
+    transfer_s = latency_s + (kv_bytes + min(B, n · kv_bytes)) / bandwidth_bytes_per_s
+    price_s    = price_weight · price_per_gb · kv_bytes / 10⁹
+    kv_bytes   = (isl_tokens − tokens cached on the decode worker) · kv_bytes_per_token of the prefill worker
+
+Others count, and prices, under the cost of time alone: the blocks rule weighs a transfer as if it were alone.
+Where the prefill worker does not publish its bytes a token, the latency alone counts.
+"""
+
+import numpy as np
+
+from kvrouter._native import LinkMap
+from kvrouter.core.ids import Slot
+from kvrouter.kernel.fleet.columns import UNKNOWN_VALUE, FloatColumn, IntColumn
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.request import RouteRequest, View
+from kvrouter.kernel.topology.links import (
+    BYTES_PER_GB,
+    Link,
+    LinkKind,
+    LinkLoad,
+    LinkPace,
+    LinkState,
+    LinkTable,
+    SharedLink,
+)
+
+NAMES_MAX = 65_536
+"""So many names of links are remembered with their numbers, and then found again."""
+
+
+class FleetLinks:
+    """The links of a table between the slots of a fleet, which hold until a card changes.
+
+    Each is the one that ``table.link`` gives for two workers' domain values, by the levels of the first one.
+    Transfers share it that go from and to the same values of the level, or the domain, that decides it; where
+    none does, of the broadest level in which the two differ, else of the narrowest that they share.
+    """
+
+    def __init__(self, fleet: Fleet, table: LinkTable) -> None:
+        self._fleet = fleet
+        self._state: LinkState | None = None
+        self._numbers: dict[SharedLink, int | None] = {}
+        slots = [Slot(slot) for slot in range(fleet.n_slots)]
+        orders: dict[tuple[str, ...], int] = {}
+        order_at = [orders.setdefault(_levels_at(fleet, slot), len(orders)) for slot in slots]
+        levels = (level for order in orders for level in order)
+        measured = (domain for domain, _, _ in table.pairs)
+        self.domains = tuple(dict.fromkeys((*levels, *measured, *fleet.places.domains)))
+        self._at = at = {domain: number for number, domain in enumerate(self.domains)}
+        self.links = (table.otherwise, *table.by_level.values(), *table.pairs.values())
+        of_level = {level: number for number, level in enumerate(table.by_level, start=1)}
+        pairs = []
+        for number, (domain, one, other) in enumerate(table.pairs, start=1 + len(of_level)):
+            here, there = fleet.places.value_id(domain, one), fleet.places.value_id(domain, other)
+            if here is not None and there is not None:
+                pairs.append((at[domain], here, there, number))
+        columns = fleet.columns
+        self.map = LinkMap(
+            [np.ascontiguousarray(fleet.places.ids(domain)) for domain in self.domains],
+            order_at,
+            [[(at[level], of_level.get(level)) for level in order] for order in orders] or [[]],
+            pairs,
+            np.flatnonzero(columns.present & columns.decode_or_both).tolist(),
+            [(link.latency_s, link.bandwidth_bytes_per_s, _price_per_byte(link)) for link in self.links],
+        )
+
+    def transfer(self, src: Slot, dst: Slot, kv_bytes: float) -> tuple[float, float]:
+        """Return the seconds that a transfer takes, with what else travels there, and what it costs."""
+        at, others_bytes, n_others, slowness, extra_s = self.map.state(src, dst)
+        link = self.links[at]
+        carried_s = (kv_bytes + min(others_bytes, n_others * kv_bytes)) / link.bandwidth_bytes_per_s
+        return link.latency_s + extra_s + carried_s * slowness, link.cost(kv_bytes) or 0.0
+
+    def link(self, src: Slot, dst: Slot) -> Link:
+        """Return the link from one slot to another."""
+        return self.links[self.map.link(src, dst)[0]]
+
+    def shared(self, src: Slot, dst: Slot) -> SharedLink | None:
+        """Return what transfers from one slot to another share; None where nobody knows."""
+        number = self.map.link(src, dst)[1]
+        found = self.map.name(number)
+        if found is None:
+            return None
+        source, _ = found
+        value_at = self._fleet.places.value_at
+        levels = [self.domains[domain] for domain, _ in source]
+        name = SharedLink(tuple((level, value_at(level, src)) for level in levels), value_at(levels[-1], dst))
+        if len(self._numbers) >= NAMES_MAX:
+            self._numbers.clear()
+        self._numbers[name] = number
+        return name
+
+    def prices(self, src: Slot) -> FloatColumn:
+        """Return what a byte from there to each decode slot costs; 0 elsewhere."""
+        prices: FloatColumn = np.empty(self._fleet.n_slots)
+        self.map.prices(prices, src)
+        return prices
+
+    def use(self, state: LinkState | None) -> None:
+        """Count what ``state`` has from now on; None: nothing, and links are as the table has them."""
+        if state is self._state and (state is None or state.reader is self):
+            return
+        if self._state is not None and self._state.reader is self:
+            self._state.reader = None
+        self._state = state
+        self.map.clear()
+        if state is not None:
+            state.reader = self
+            for link, load in state.loads():
+                self.loaded(link, load)
+            for of, pace in state.paces():
+                self.paced(of, pace)
+
+    def loaded(self, link: SharedLink, load: LinkLoad) -> None:
+        """This is what is to travel over the link from now on."""
+        number = self._number(link)
+        if number is not None:
+            self.map.set_load(number, load.bytes, load.transfers)
+
+    def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """This is the pace of a link, or of a kind of links, from now on."""
+        if isinstance(of, SharedLink):
+            number = self._number(of)
+            if number is not None:
+                self.map.set_pace(number, pace)
+        elif of.level is None or of.level in self._at:
+            self.map.set_kind_pace(None if of.level is None else self._at[of.level], of.within, pace)
+
+    def _number(self, link: SharedLink) -> int | None:
+        """The number of a link; None where nobody is there any more."""
+        try:
+            return self._numbers[link]
+        except KeyError:
+            if len(self._numbers) >= NAMES_MAX:
+                self._numbers.clear()
+            number = self._numbers[link] = self._find_number(link)
+            return number
+
+    def _find_number(self, link: SharedLink) -> int | None:
+        level, _ = link.src[-1]
+        far = self._id(level, link.dst)
+        source = []
+        for name, value in link.src:
+            at, value_id = self._at.get(name), self._id(name, value)
+            if at is None or value_id is None:
+                return None
+            source.append((at, value_id))
+        return None if far is None else self.map.number(source, far)
+
+    def _id(self, domain: str, value: str | None) -> int | None:
+        return UNKNOWN_VALUE if value is None else self._fleet.places.value_id(domain, value)
+
+
+def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
+    """Return the links of ``table`` between the fleet's slots; the same ones until a card changes."""
+    return fleet.derived_from_places(FleetLinks, table)
+
+
+def transfer_seconds(
+    request: RouteRequest, view: View, table: LinkTable, overlap: IntColumn | None, prefill_slot: Slot
+) -> FloatColumn:
+    """Return how long moving the KV from ``prefill_slot`` to each decode slot takes over the links of
+    ``table``.
+    """
+    fleet = view.fleet
+    links = links_of(fleet, table)
+    links.use(None if view.cost_input is None else view.cost_input.transfers)
+    transfer_s: FloatColumn = np.empty(fleet.n_slots)
+    links.map.transfer_seconds(
+        transfer_s,
+        prefill_slot,
+        None if overlap is None else np.ascontiguousarray(overlap, np.uint32),
+        (request.isl_tokens, fleet.block_size, kv_bytes_per_token(fleet, prefill_slot)),
+    )
+    return transfer_s
+
+
+def price_seconds(
+    request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
+) -> FloatColumn | None:
+    """Return what the price of moving the KV from ``prefill_slot`` to each decode slot weighs; None where
+    prices weigh nothing.
+    """
+    settings, fleet = view.settings, view.fleet
+    if settings.links is None or settings.price_weight == 0.0:
+        return None
+    links = links_of(fleet, settings.links)
+    tokens = np.full(fleet.n_slots, float(request.isl_tokens))
+    if overlap is not None:
+        tokens -= overlap * float(fleet.block_size)
+        np.maximum(tokens, 0.0, out=tokens)
+    weight = settings.price_weight * kv_bytes_per_token(fleet, prefill_slot)
+    price_s: FloatColumn = tokens * links.prices(prefill_slot) * weight
+    return price_s
+
+
+def kv_bytes_per_token(fleet: Fleet, prefill_slot: Slot) -> int:
+    """Return how many bytes of KV a token has; 0 where the worker does not say."""
+    return max(0, int(fleet.columns.kv_bytes_per_token[prefill_slot]))
+
+
+def _price_per_byte(link: Link) -> float:
+    return (link.price_per_gb or 0.0) / BYTES_PER_GB
+
+
+def _levels_at(fleet: Fleet, slot: Slot) -> tuple[str, ...]:
+    card = fleet.card_at(slot)
+    return () if card is None else tuple(level.strip() for level in card.runtime_config.topology_levels)

@@ -1,0 +1,482 @@
+"""Who may take a leg: masks over slots, each with the reason for which it refuses; and who makes a pair.
+
+Under ``required`` and ``fallback``, prefill ranks whose domain value some eligible decode rank shares are the
+first tier (``home``). The second tier (``away``) are the ``fallback`` ranks without one: their KV may cross.
+A ``required`` rank without one is in neither: it may not be sent anything.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from kvrouter.core.constraints import Pin, RoutingConstraints
+from kvrouter.core.errors import Reason
+from kvrouter.core.ids import Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, UNKNOWN_VALUE, BoolColumn, IntColumn
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.request import RouteRequest, View
+from kvrouter.kernel.topology.policy import (
+    Fallback,
+    Preferred,
+    Required,
+    RouterTopologyDefault,
+    TransferConstraint,
+    derive,
+)
+
+
+def fitted(column: IntColumn, n_slots: int) -> IntColumn:
+    """Return the first ``n_slots`` entries; raises ValueError when the column is shorter."""
+    length = len(column)
+    if length == n_slots:
+        return column
+    if length < n_slots:
+        raise ValueError(f"a column of {length} entries for a fleet of {n_slots} slots")
+    return column[:n_slots]
+
+
+def required_taints(constraints: RoutingConstraints, *, prefill: bool) -> frozenset[Taint]:
+    """Return what the worker of a leg must carry."""
+    if prefill or not constraints.required_decode_taints:
+        return constraints.required_taints
+    return constraints.required_taints | constraints.required_decode_taints
+
+
+class Mask(NamedTuple):
+    """A mask over slots with its complement and the number of slots that it allows."""
+
+    allowed: BoolColumn
+    refused: BoolColumn
+    n_allowed: int
+
+    def within(self, other: BoolColumn) -> "Mask":
+        """Return the slots that both allow."""
+        return mask_of(self.allowed & other)
+
+
+def mask_of(allowed: BoolColumn) -> Mask:
+    """Return the mask that allows these slots."""
+    return Mask(allowed, ~allowed, int(np.count_nonzero(allowed)))
+
+
+class Step(NamedTuple):
+    """One question, and the slots that pass it; the others are refused for ``reason``."""
+
+    reason: Reason
+    passed: BoolColumn
+
+
+class Stopped(NamedTuple):
+    """The slots that were refused first for ``reason``."""
+
+    reason: Reason
+    slots: BoolColumn
+
+
+class Screen(NamedTuple):
+    """Who may take one leg by all that does not depend on the other leg, nor on load.
+
+    ``role`` are the worker ranks of the leg's role; ``steps`` are in the order in which they are asked, after
+    whether a rank takes anything new at all.
+    """
+
+    leg: Leg
+    role: BoolColumn
+    steps: tuple[Step, ...]
+    mask: Mask
+
+
+class _RoleColumns(NamedTuple):
+    role: BoolColumn
+    steps: tuple[Step, ...]
+    ready: Mask
+    has_prompt_ranges: bool
+    """Whether some worker prefills prompts of some lengths alone."""
+
+
+_PREFILL, _DECODE, _AGGREGATED = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED
+"""An enumeration's attributes are slow before Python 3.12."""
+
+
+def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
+    """Ask everything of the fleet that this request asks for ``leg``."""
+    columns = fleet.derived(_role_columns, (leg, request.last_resort))
+    pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
+    required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
+    context_tokens = _context_tokens(request, leg)
+    is_short_for_some = context_tokens > fleet.shortest_context_tokens
+    near = None if leg is _DECODE else request.near
+    is_bound = near is not None and near.is_required
+    # of a prompt that its engine tokenizes nobody knows how long it is
+    is_ranged = columns.has_prompt_ranges and leg is not _DECODE and request.isl_tokens > 0
+    is_special = request.excluded or is_short_for_some or is_bound or is_ranged
+    if not required and pin is None and not is_special:
+        return Screen(leg, columns.role, columns.steps, columns.ready)
+    steps = list(columns.steps)
+    if request.excluded:
+        steps.append(Step(Reason.EXCLUDED, _not_of(fleet, request.excluded)))
+    if is_short_for_some:
+        fits = fleet.columns.context_length >= context_tokens
+        steps.append(Step(Reason.CONTEXT_TOO_SHORT, fits))
+    if is_ranged:
+        tokens, ranges = request.isl_tokens, fleet.columns
+        passed = (ranges.prompt_tokens_min <= tokens) & (tokens <= ranges.prompt_tokens_max)
+        steps.append(Step(Reason.PROMPT_OUT_OF_RANGE, passed))
+    if pin is not None:
+        steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
+    if near is not None and near.is_required:
+        nobody = np.zeros(fleet.n_slots, np.bool_)
+        passed = nobody if near.taint is None else fleet.places.carries(near.taint)
+        steps.append(Step(Reason.FAR_FROM_FRONTEND, passed))
+    steps.extend(Step(Reason.TAINT_MISSING, fleet.places.carries(taint)) for taint in sorted(required))
+    allowed = columns.ready.allowed
+    for step in steps:
+        allowed = allowed & step.passed
+    return Screen(leg, columns.role, tuple(steps), mask_of(allowed))
+
+
+def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
+    """Return the ranks of the leg's role that answer, with their engines, do not drain, are not cordoned and,
+    but as a ``last_resort``, have no open circuit: one object until the fleet changes.
+    """
+    return fleet.derived(_role_columns, (leg, last_resort)).ready
+
+
+def not_busy(view: View) -> BoolColumn | None:
+    """Return the slots that are under every busy threshold; None when none is set.
+
+    Judged on what the worker last reported and on what was booked or ended since then, but never on less than
+    what is booked there: requests that come at once count each other, whatever the last report said. On what
+    is booked alone until the first report comes, and for tokens that an engine does not report. Where the
+    number of a worker's blocks is unknown, so is the fraction, and the worker is not busy by it.
+    """
+    fraction, tokens = (
+        view.settings.active_decode_blocks_threshold,
+        view.settings.active_prefill_tokens_threshold,
+    )
+    if fraction is None and tokens is None:
+        return None
+    columns, n_slots = view.fleet.columns, view.fleet.n_slots
+    free = np.ones(n_slots, np.bool_)
+    if fraction is not None:
+        reported = np.where(columns.has_report, columns.report_active_blocks, UNKNOWN)
+        active_blocks = load_by_slot(view.active_blocks, reported, view.blocks_at_report)
+        free &= active_blocks / columns.total_blocks <= fraction
+    if tokens is not None:
+        reported = columns.report_prefill_tokens
+        free &= load_by_slot(view.prefill_tokens, reported, view.tokens_at_report) <= tokens
+    return free
+
+
+def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | None) -> IntColumn:
+    """Return the load by slot: what is ``booked``, or the latest report with what changed since, if more."""
+    booked = fitted(booked, len(reported))
+    if at_report is None:
+        return np.maximum(booked, reported)
+    by_report = reported + booked - fitted(at_report, len(reported))
+    return np.where(reported == UNKNOWN, booked, np.maximum(booked, by_report))
+
+
+def able(who: Screen, not_busy: BoolColumn | None) -> Mask:
+    """Return who may take the leg now."""
+    return who.mask if not_busy is None else who.mask.within(not_busy)
+
+
+def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> list[Stopped]:
+    """Return for each reason the slots of the role that it stopped first.
+
+    ``later`` are the steps that follow the screen's own: domain, then busy. Where nobody has the role, it is
+    the role that stops everybody who is here.
+    """
+    columns = fleet.columns
+    left = who.role
+    if not left.any():
+        return [Stopped(Reason.WRONG_ROLE, columns.present)]
+    stopped = []
+    there = (
+        Step(Reason.NOT_ALIVE, columns.alive),
+        Step(Reason.DRAINING, ~columns.draining),
+        Step(Reason.CORDONED, ~columns.cordoned),
+        Step(Reason.ENGINE_SILENT, ~columns.engine_silent),
+    )
+    for step in (*there, *who.steps, *later):
+        stopped.append(Stopped(step.reason, left & ~step.passed))
+        left = left & step.passed
+    return stopped
+
+
+def _context_tokens(request: RouteRequest, leg: Leg) -> int:
+    """What the context of a rank must hold that takes the leg: a prefill worker makes one token."""
+    if leg is Leg.PREFILL and request.context_tokens:
+        return request.isl_tokens + 1
+    return request.context_tokens
+
+
+def _role_columns(fleet: Fleet, key: tuple[Leg, bool]) -> _RoleColumns:
+    leg, last_resort = key
+    columns = fleet.columns
+    role = columns.prefill if leg is _PREFILL else columns.decode_or_both
+    if leg is _AGGREGATED:
+        role = role & ~columns.decode_only
+    has_ranges = bool(
+        (columns.prompt_tokens_min > 0).any() or (columns.prompt_tokens_max < INTEGER_MAX).any()
+    )
+    there = role & columns.alive & ~(columns.draining | columns.cordoned | columns.engine_silent)
+    if last_resort or not fleet.has_open_circuits:
+        return _RoleColumns(role, (), mask_of(there), has_ranges)
+    circuits = Step(Reason.CIRCUIT_OPEN, ~columns.circuit_open)
+    return _RoleColumns(role, (circuits,), mask_of(there & circuits.passed), has_ranges)
+
+
+def _not_of(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:
+    passed = np.ones(fleet.n_slots, np.bool_)
+    for worker_id in workers:
+        passed[list(fleet.slots_of(worker_id))] = False
+    return passed
+
+
+def _pinned(fleet: Fleet, pin: Pin) -> BoolColumn:
+    passed = np.zeros(fleet.n_slots, np.bool_)
+    if pin.dp_rank is None:
+        passed[list(fleet.slots_of(pin.worker_id))] = True
+    else:
+        slot = fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank))
+        if slot is not None:
+            passed[slot] = True
+    return passed
+
+
+class DomainGroup(NamedTuple):
+    """The prefill ranks, alive or not, whose KV must or should keep to one domain."""
+
+    policy: Required | Fallback
+    members: BoolColumn
+
+
+class DomainGroups(NamedTuple):
+    """The prefill ranks by policy; ``unbound`` have none, or one that only weighs on cost."""
+
+    bound: tuple[DomainGroup, ...]
+    unbound: BoolColumn
+
+
+class Tiers(NamedTuple):
+    """Prefill ranks by what their decode leg would be; see the module."""
+
+    home: BoolColumn
+    away: BoolColumn
+
+    @property
+    def served(self) -> BoolColumn:
+        """The prefill ranks that some decode rank may follow, at home or away."""
+        return self.home | self.away
+
+
+class Screens(NamedTuple):
+    """Who may take either leg, before the one leg binds the other."""
+
+    prefill: Screen
+    decode: Screen
+    groups: DomainGroups
+    not_busy: BoolColumn | None
+
+
+class DecodeMask(msgspec.Struct, frozen=True, gc=False):
+    """The decode ranks that suit one prefill worker, and whether none of its domain could. ``reached`` are
+    all ranks but those that its KV did not reach lately; None where nobody was left out for that.
+    """
+
+    mask: Mask
+    fallback_used: bool
+    reached: BoolColumn | None = None
+
+
+def screens_of(
+    request: RouteRequest,
+    fleet: Fleet,
+    router_default: RouterTopologyDefault | None,
+    not_busy: BoolColumn | None,
+) -> Screens:
+    """Ask everything of both legs that does not depend on the other leg."""
+    return Screens(
+        screen(request, fleet, Leg.PREFILL),
+        screen(request, fleet, Leg.DECODE),
+        fleet.derived(_groups, router_default),
+        not_busy,
+    )
+
+
+class Sides(NamedTuple):
+    """Who may take the legs of a pair now. ``reach`` are all ranks but those whose KV reached nobody lately;
+    None where nobody was left out for that.
+    """
+
+    screens: Screens
+    senders: Mask
+    receivers: Mask
+    reach: BoolColumn | None
+
+
+def sides_of(request: RouteRequest, view: View) -> Sides:
+    """Return who may send KV and who may receive it."""
+    fleet, router_default = view.fleet, view.settings.topology_default
+    screens = screens_of(request, fleet, router_default, not_busy(view))
+    receivers = able(screens.decode, screens.not_busy)
+    senders = prefill_mask(screens, fleet, receivers, router_default)
+    reach = reaching(senders, fleet, receivers, router_default) if senders.n_allowed else None
+    return Sides(screens, senders if reach is None else senders.within(reach), receivers, reach)
+
+
+class Followers(NamedTuple):
+    """The decode ranks that may follow one prefill rank, and what that asks of them."""
+
+    constraint: TransferConstraint | None
+    chosen: DecodeMask
+
+
+def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
+    """Return who may follow the rank at ``sender``."""
+    constraint = constraint_of(view.fleet, sender, view.settings.topology_default)
+    return Followers(constraint, reached_decode_mask(sides.receivers, view.fleet, constraint, sender))
+
+
+def prefill_mask(
+    screens: Screens, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
+) -> Mask:
+    """Return the prefill ranks to choose among: of the first tier while there is one that may take it.
+
+    ``decode`` are the decode ranks that may take the request now.
+    """
+    prefill = screens.prefill.mask
+    if screens.not_busy is not None:
+        prefill = prefill.within(screens.not_busy)
+    if not screens.groups.bound and decode.n_allowed:
+        return prefill
+    if decode is ready(fleet, Leg.DECODE, last_resort=False):
+        tiers = fleet.derived(_ready_tiers, router_default)
+    else:
+        tiers = tiers_of(screens.groups, fleet, decode)
+    home = prefill.within(tiers.home)
+    return home if home.n_allowed else prefill.within(tiers.away)
+
+
+def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
+    """Return the tiers of all prefill ranks, given the decode ranks that may take the request."""
+    nobody = np.zeros(fleet.n_slots, np.bool_)
+    if not decode.n_allowed:
+        return Tiers(nobody, nobody)
+    home, away = groups.unbound, nobody
+    for group in groups.bound:
+        ids = fleet.places.ids(group.policy.domain)
+        served = np.zeros(fleet.places.n_ids(group.policy.domain) + 1, np.bool_)
+        served[ids[decode.allowed]] = True
+        served[UNKNOWN_VALUE] = False  # the last entry: no value is not a value that two workers share
+        at_home = group.members & served[ids]
+        home = home | at_home
+        if isinstance(group.policy, Fallback):
+            away = away | (group.members & ~at_home)
+    return Tiers(home, away)
+
+
+def knows_its_place(fleet: Fleet, router_default: RouterTopologyDefault | None) -> BoolColumn:
+    """Return the slots whose KV is not required to stay in a domain of which they have no value."""
+    placed = np.ones(fleet.n_slots, np.bool_)
+    for group in fleet.derived(_groups, router_default).bound:
+        if isinstance(group.policy, Required):
+            placed &= ~group.members | (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE)
+    return placed
+
+
+def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | None) -> DecodeMask:
+    """Return which of the ``decode`` ranks may follow under ``constraint``."""
+    if constraint is None or isinstance(constraint.policy, Preferred):
+        return DecodeMask(decode, False)
+    same = decode.within(shares_domain(fleet, constraint))
+    if isinstance(constraint.policy, Fallback) and not same.n_allowed:
+        return DecodeMask(decode, True)
+    return DecodeMask(same, False)
+
+
+def reached_decode_mask(
+    decode: Mask, fleet: Fleet, constraint: TransferConstraint | None, prefill_slot: Slot
+) -> DecodeMask:
+    """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; with
+    them where nobody else is left.
+    """
+    unreached = fleet.unreached_from(prefill_slot)
+    if unreached is not None:
+        chosen = decode_mask(decode.within(~unreached), fleet, constraint)
+        if chosen.mask.n_allowed:
+            return structs.replace(chosen, reached=~unreached)
+    return decode_mask(decode, fleet, constraint)
+
+
+def reaching(
+    senders: Mask, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
+) -> BoolColumn | None:
+    """Return all ranks but the ``senders`` whose KV reached nobody lately that may follow them in their
+    domain; None where none are, or no other sender is left.
+    """
+    if not fleet.broken_pairs:
+        return None
+    cut_off = np.zeros(fleet.n_slots, np.bool_)
+    for slot in (slot for worker_id in fleet.broken_pairs.senders() for slot in fleet.slots_of(worker_id)):
+        unreached = fleet.unreached_from(slot) if senders.allowed[slot] else None
+        if unreached is None:
+            continue
+        constraint = constraint_of(fleet, slot, router_default)
+        usual = decode_mask(decode, fleet, constraint)
+        cut_off[slot] = not (usual.mask.allowed & ~unreached).any()
+    return ~cut_off if cut_off.any() and (senders.allowed & ~cut_off).any() else None
+
+
+def shares_domain(fleet: Fleet, constraint: TransferConstraint) -> BoolColumn:
+    """Return the slots whose value of the constraint's domain is the constraint's own, and known."""
+    taint = constraint.taint
+    return np.zeros(fleet.n_slots, np.bool_) if taint is None else fleet.places.carries(taint)
+
+
+def crosses_domain(fleet: Fleet, constraint: TransferConstraint | None, decode: Slot) -> bool:
+    """Whether KV at ``decode`` is not known to have kept to the constraint's domain."""
+    return constraint is not None and not shares_domain(fleet, constraint)[decode]
+
+
+def constraint_of(
+    fleet: Fleet, prefill_slot: Slot, router_default: RouterTopologyDefault | None
+) -> TransferConstraint | None:
+    """Return what the worker at ``prefill_slot`` asks of its decode worker."""
+    return fleet.derived(_constraint_at, (prefill_slot, router_default))
+
+
+def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None]) -> TransferConstraint | None:
+    slot, router_default = key
+    card = fleet.card_at(slot)
+    if card is None:
+        return derive(None, router_default=router_default, required_elsewhere=fleet.policies.required_domain)
+    return derive(card.runtime_config, router_default=router_default)
+
+
+def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> DomainGroups:
+    members: dict[Required | Fallback, BoolColumn] = {}
+    unbound = np.zeros(fleet.n_slots, np.bool_)
+    for own_policy, slots in fleet.policies:
+        policy = own_policy
+        if policy is None and router_default is not None:
+            policy = router_default.policy
+        if isinstance(policy, Required | Fallback):
+            members.setdefault(policy, np.zeros(fleet.n_slots, np.bool_))[slots] = True
+        else:
+            unbound[slots] = True
+    return DomainGroups(
+        tuple(DomainGroup(policy, members[policy]) for policy in sorted(members, key=repr)), unbound
+    )
+
+
+def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:
+    return tiers_of(
+        fleet.derived(_groups, router_default), fleet, ready(fleet, Leg.DECODE, last_resort=False)
+    )

@@ -1,0 +1,253 @@
+"""The pick among those that may take a leg: the lowest cost, softmax over costs, in turn, or by chance."""
+
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from kvrouter.core.constraints import RouterConfigOverride, RouterMode
+from kvrouter.core.hashing import mix64
+from kvrouter.core.ids import RequestId, Slot
+from kvrouter.core.requests import Leg
+from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.costs.leg import leg_costs
+from kvrouter.kernel.routing.masks import Mask
+from kvrouter.kernel.routing.request import (
+    Costs,
+    Pick,
+    PickInput,
+    RouteRequest,
+    RoutingSettings,
+    View,
+    cost_rule,
+)
+from kvrouter.kernel.topology.policy import TransferConstraint
+
+_AGGREGATED, _PREFILL, _DECODE = Leg.AGGREGATED, Leg.PREFILL, Leg.DECODE
+"""An enumeration's attributes are slow before Python 3.12."""
+
+
+class Rules(NamedTuple):
+    """How this one request is picked for: the settings with its override."""
+
+    mode: RouterMode
+    overlap_score_weight: float
+    temperature: float
+
+
+def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules:
+    """Return the rules for a request; what its override leaves None is the router's."""
+    mode, weight, temperature = (
+        override.router_mode,
+        override.overlap_score_weight,
+        override.router_temperature,
+    )
+    return Rules(
+        settings.mode if mode is None else mode,
+        settings.overlap_score_weight if weight is None else weight,
+        settings.temperature if temperature is None else temperature,
+    )
+
+
+def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *, unseen: int = 0) -> Pick:
+    """Return the pick of ``slot``."""
+    rank = fleet.rank_at(slot)
+    if rank is None:
+        raise ValueError(f"slot {slot} is free")
+    columns, overlap = costs.columns, costs.overlap_blocks
+    transfer, multiplier, timed = costs.transfer_blocks, costs.multiplier, columns.timed
+    overlap_blocks = 0 if overlap is None else overlap.item(slot)
+    if timed is not None:
+        prefill_blocks, decode_blocks, times = timed(slot, overlap_blocks)
+    else:
+        prefill, decode, times = columns.prefill_blocks, columns.decode_blocks, None
+        prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
+        decode_blocks = 0.0 if decode is None else decode.item(slot)
+    return Pick(
+        slot=slot,
+        rank=rank,
+        leg=leg,
+        overlap_blocks=overlap_blocks,
+        prefill_blocks=prefill_blocks,
+        decode_blocks=decode_blocks,
+        transfer_blocks=0.0 if transfer is None else transfer.item(slot),
+        multiplier=1.0 if multiplier is None else multiplier.item(slot),
+        cost=columns.cost.item(slot),
+        candidates=candidates,
+        unseen=unseen,
+        times=times,
+    )
+
+
+_TOP = float(np.finfo(np.float64).max) / 4
+
+UNSEEN_MAX = 64
+"""How many unseen requests one decision makes room for."""
+
+
+def draw_unseen(expected: float, draw: int) -> int:
+    """Return how many requests to take for placed and unseen, when ``expected`` are: any number up to twice
+    that is as likely, so that routers that decide at the same time decide differently.
+    """
+    if expected <= 0.0:
+        return 0
+    share = (mix64(draw ^ _UNSEEN_SALT) >> 11) * 2.0**-53
+    return min(UNSEEN_MAX, int(share * (2.0 * expected + 1.0)))
+
+
+_UNSEEN_SALT = 0x9E3779B97F4A7C15
+
+
+def pick_slot(
+    cost: FloatColumn,
+    mask: Mask,
+    fleet: Fleet,
+    rules: Rules,
+    *,
+    request_id: RequestId,
+    draw: int,
+    turn: int,
+    unseen: int = 0,
+    own_cost: float = 0.0,
+    is_masked: bool = False,
+) -> Slot:
+    """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits.
+    ``is_masked``: where the mask refuses a slot its cost is infinite already.
+
+    The lowest cost is what it would be after ``unseen`` requests went where they are cheapest, one by one,
+    each of which adds ``own_cost`` to its rank.
+    """
+    if rules.mode is RouterMode.KV:
+        if rules.temperature > 0.0:
+            return _softmax(cost, in_rank_order(mask, fleet), rules.temperature, draw)
+        if unseen:
+            cost = _after(unseen, own_cost, cost, mask)
+        return _lowest(cost, mask, fleet, request_id, is_masked=is_masked)
+    eligible = in_rank_order(mask, fleet)
+    at = turn if rules.mode is RouterMode.ROUND_ROBIN else mix64(draw)
+    return Slot(int(eligible[at % len(eligible)]))
+
+
+def _after(unseen: int, own_cost: float, cost: FloatColumn, mask: Mask) -> FloatColumn:
+    """Return the costs after so many requests went where they are cheapest."""
+    cost = cost.copy()
+    np.putmask(cost, mask.refused, np.inf)
+    for _ in range(unseen):
+        cost[cost.argmin()] += own_cost
+    return cost
+
+
+def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId, *, is_masked: bool) -> Slot:
+    open_cost = cost
+    if mask.n_allowed != len(cost) and not is_masked:
+        open_cost = cost.copy()
+        np.putmask(open_cost, mask.refused, np.inf)
+    at = int(open_cost.argmin())
+    best = open_cost.item(at)
+    tied = open_cost == best
+    if best == np.inf:  # a cost that overflowed looks like a refusal
+        tied &= mask.allowed
+    if np.count_nonzero(tied) == 1:
+        return Slot(int(tied.argmax()))
+    slots = np.flatnonzero(tied)
+    return Slot(int(slots[_spread(fleet, slots, request_id).argmin()]))
+
+
+def _spread(
+    fleet: Fleet, slots: SlotColumn, request_id: RequestId
+) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Return 64 bits per slot, from the request id and the worker rank alone."""
+    bits = fleet.columns.rank_hash[slots] ^ np.uint64(mix64(crc32(request_id.encode())))
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(32)
+    bits *= np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(29))
+
+
+def _softmax(cost: FloatColumn, eligible: SlotColumn, temperature: float, draw: int) -> Slot:
+    """Draw with p ∝ exp(−(cost − min) / ((max − min) · temperature)); uniform when all costs are equal."""
+    costs = cost[eligible].clip(-_TOP, _TOP)
+    lowest = costs.min()
+    spread = costs.max() - lowest
+    shares = np.ones(len(costs))
+    if spread > 0.0:
+        with np.errstate(over="ignore", under="ignore"):
+            shares = np.exp(-((costs - lowest) / spread) / temperature)
+    reached = np.cumsum(shares)
+    aim = (mix64(draw) >> 11) * 2.0**-53 * reached[-1]
+    at = min(int(np.searchsorted(reached, aim, side="right")), len(eligible) - 1)
+    return Slot(int(eligible[at]))
+
+
+def in_rank_order(mask: Mask, fleet: Fleet) -> SlotColumn:
+    """Return the slots of a mask in the order of their ranks."""
+    order = fleet.rank_order
+    return order[mask.allowed[order]]
+
+
+_SALT_OF = {_AGGREGATED: 0, _PREFILL: 1, _DECODE: 2}
+
+
+class Picked(NamedTuple):
+    """A pick, with the costs that it was made by."""
+
+    pick: Pick
+    costs: Costs
+
+
+def pick_leg(
+    request: RouteRequest,
+    view: View,
+    leg: Leg,
+    rules: Rules,
+    mask: Mask,
+    *,
+    turn: int,
+    constraint: TransferConstraint | None = None,
+    prefill_slot: Slot | None = None,
+    explain: bool = False,
+) -> Picked:
+    """Return the pick of one leg; ``prefill_slot`` is where a decode leg's KV comes from. To ``explain`` it
+    slots that may not take it have costs too.
+    """
+    among = None if explain or mask.n_allowed == view.fleet.n_slots else mask.allowed
+    costs = leg_costs(
+        request, view, leg, rules.overlap_score_weight,
+        constraint=constraint, prefill_slot=prefill_slot, among=among,
+    )  # fmt: skip
+    columns = costs.columns
+    if view.rule is not None:
+        draw, allowed = mix64(view.seed + _SALT_OF[leg]), in_rank_order(mask, view.fleet)
+        slot = view.rule.pick(columns.cost, PickInput(request, leg, allowed, draw))
+        return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
+    slot, unseen = pick_by(
+        columns.cost, request, view, leg, rules, mask, turn=turn, is_masked=columns.is_masked
+    )
+    return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)
+
+
+def pick_by(
+    cost: FloatColumn,
+    request: RouteRequest,
+    view: View,
+    leg: Leg,
+    rules: Rules,
+    mask: Mask,
+    *,
+    turn: int = 0,
+    is_masked: bool = False,
+) -> tuple[Slot, int]:
+    """Return the slot that a leg is picked for by ``cost``, and how many unseen requests it has room for.
+    ``turn`` is for the mode round-robin.
+    """
+    draw, own_cost = mix64(view.seed + _SALT_OF[leg]), 0.0
+    unseen = draw_unseen(view.unseen, draw)
+    if unseen:
+        own_cost = cost_rule(view.settings.cost).own_cost(request, view, leg, rules.overlap_score_weight)
+    slot = pick_slot(
+        cost, mask, view.fleet, rules,
+        request_id=request.request_id, draw=draw, turn=turn,
+        unseen=unseen, own_cost=own_cost, is_masked=is_masked,
+    )  # fmt: skip
+    return slot, unseen

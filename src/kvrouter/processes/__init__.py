@@ -1,1 +1,0 @@
-"""Processes: signals, exit codes, standby, and the supervisor of child processes."""

@@ -1,0 +1,195 @@
+"""Bookings of a standalone router: load that counts until it is freed, or until its time to live ends."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrouter.core.errors import InvalidRequest, NotFound, ShuttingDown, Unavailable
+from kvrouter.core.ids import ModelName, RequestId
+from kvrouter.core.requests import GenerateRequest
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.router.model_router import ModelRouter
+
+BOOKINGS_MAX = 65_536
+"""How many requests may be booked at a time."""
+
+
+class RequestInUse(InvalidRequest):
+    """The request id runs, is being booked, or is booked already."""
+
+    status_hint = 409
+    code = "request_in_use"
+
+
+class NotBooked(NotFound):
+    """No booking of this request id is here: it never was, it was freed, or its time ran out."""
+
+    code = "request_not_booked"
+
+
+class BookingsFull(Unavailable):
+    """As many requests are booked as may be."""
+
+    code = "bookings_full"
+
+
+@dataclass(slots=True)
+class _Booking:
+    model: ModelRouter
+    placement: Placement
+    heard_s: float
+    """When its owner last said something about it, on the loop's clock."""
+
+
+class Bookings:
+    """Places held for requests that somebody else sends.
+
+    With ``lease_ttl_s`` a booking of which nobody says anything for that long ends by itself, and
+    ``on_lapsed`` is called: an owner that died leaves no load behind. Every call about a booking renews it.
+    """
+
+    def __init__(
+        self,
+        *,
+        bookings_max: int = BOOKINGS_MAX,
+        lease_ttl_s: float | None = None,
+        on_lapsed: Callable[[ModelName, Placement], None] | None = None,
+    ) -> None:
+        self._bookings_max = bookings_max
+        self._lease_ttl_s = lease_ttl_s
+        self._on_lapsed = on_lapsed
+        self._held: OrderedDict[RequestId, _Booking] = OrderedDict()
+        """The one that was not heard of for the longest time comes first."""
+        self._in_use: set[RequestId] = set()
+        """Ids that run, are being booked, or are booked."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def claim(self, request_id: RequestId) -> None:
+        """Take the id until it is given back; raise :class:`RequestInUse` when somebody has it."""
+        self.refuse_when_in_use(request_id)
+        self._in_use.add(request_id)
+
+    def give_back(self, request_id: RequestId) -> None:
+        """The id is free again; idempotent."""
+        self._in_use.discard(request_id)
+
+    def refuse_when_in_use(self, request_id: RequestId) -> None:
+        """Raise :class:`RequestInUse` when somebody has the id."""
+        if request_id in self._held:
+            raise RequestInUse(
+                f"request_id: {request_id!r} is booked already; free it first", param="request_id"
+            )
+        if request_id in self._in_use:
+            raise RequestInUse(f"request_id: {request_id!r} runs already", param="request_id")
+
+    async def book(self, model: ModelRouter, request: GenerateRequest) -> Placement:
+        """Decide, and hold the place until it is freed; may wait as long as the settings allow.
+
+        Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`BookingsFull`, and
+        :class:`ShuttingDown` when this was closed meanwhile.
+        """
+        self.claim(request.request_id)
+        try:
+            self._refuse_when_full()
+            placement = await model.place(request, request.token_ids, attempt=0, excluded=frozenset())
+            try:
+                self._refuse_when_full()
+            except BaseException:
+                model.release(placement)
+                raise
+        except BaseException:
+            self.give_back(request.request_id)
+            raise
+        self._held[request.request_id] = _Booking(model, placement, asyncio.get_running_loop().time())
+        self._empty.clear()
+        self._set_alarm()
+        return placement
+
+    def renew(self, request_id: RequestId) -> Placement:
+        """Return what was booked; its owner is there. Raises :class:`NotBooked`."""
+        return self._heard(request_id).placement
+
+    def first_token(self, request_id: RequestId) -> Placement:
+        """The request has its first token: load moves from prefill to decode. Raises :class:`NotBooked`."""
+        booking = self._heard(request_id)
+        booking.model.first_token(booking.placement)
+        return booking.placement
+
+    def output_blocks(self, request_id: RequestId, blocks: int) -> Placement:
+        """So many more blocks of the request are full of output. Raises :class:`NotBooked`."""
+        booking = self._heard(request_id)
+        model = booking.model
+        model.placer.output_blocks(booking.placement, blocks, now_s=model.clock())
+        return booking.placement
+
+    def free(self, request_id: RequestId) -> Placement:
+        """Give the place back. Raises :class:`NotBooked`."""
+        self._heard(request_id)
+        return self._free(request_id)
+
+    def close(self) -> None:
+        """Free everything, and book nothing more. Idempotent."""
+        self._is_closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        for request_id in tuple(self._held):
+            self._free(request_id)
+
+    async def wait_empty(self, limit_s: float) -> int:
+        """Wait until nothing is booked, or ``limit_s`` seconds; return how many bookings are left."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._empty.wait()
+        except TimeoutError:
+            pass
+        return len(self._held)
+
+    def _heard(self, request_id: RequestId) -> _Booking:
+        booking = self._held.get(request_id)
+        if booking is None:
+            raise NotBooked(f"request_id: {request_id!r} is not booked", param="request_id")
+        if self._lease_ttl_s is not None:
+            booking.heard_s = asyncio.get_running_loop().time()
+            self._held.move_to_end(request_id)
+        return booking
+
+    def _free(self, request_id: RequestId) -> Placement:
+        booking = self._held.pop(request_id)
+        self.give_back(request_id)
+        booking.model.release(booking.placement)
+        if not self._held:
+            self._empty.set()
+        return booking.placement
+
+    def _set_alarm(self) -> None:
+        """Check again when the booking that is next to lapse would; a renewed one is only checked."""
+        if self._lease_ttl_s is None or self._alarm is not None or not self._held:
+            return
+        first = next(iter(self._held.values()))
+        self._alarm = asyncio.get_running_loop().call_at(first.heard_s + self._lease_ttl_s, self._lapse)
+
+    def _lapse(self) -> None:
+        self._alarm = None
+        now_s = asyncio.get_running_loop().time()
+        while self._held and self._lease_ttl_s is not None:
+            request_id, booking = next(iter(self._held.items()))
+            if booking.heard_s + self._lease_ttl_s > now_s:
+                break
+            self._free(request_id)
+            if self._on_lapsed is not None:
+                self._on_lapsed(booking.model.fleet.model, booking.placement)
+        self._set_alarm()
+
+    def _refuse_when_full(self) -> None:
+        if self._is_closed:
+            raise ShuttingDown("this router was closed: nothing more is booked")
+        if len(self._held) >= self._bookings_max:
+            raise BookingsFull(f"{self._bookings_max} requests are booked; free some")

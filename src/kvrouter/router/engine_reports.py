@@ -1,0 +1,341 @@
+"""Compares the cached tokens that engines report with the index's predictions."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.router.prompt_shapes import Noted as NotedShape
+from kvrouter.router.prompt_shapes import PromptShapes
+from kvrouter.router.transfer_speed import Noted, SpeedVerdict, TransferReading, TransferSpeeds
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+WINDOW_ANSWERS = 16
+"""So many answers in a row are judged together."""
+
+WRONG_SHARE = 0.5
+"""From this share of wrong predictions on the index is wrong, and not only late."""
+
+SPAN_S = 5.0
+"""The answers that are judged lie at least so far apart: a burst of one new prompt is predicted by nobody."""
+
+TOLERANCE_BLOCKS = 1
+"""An engine may count one block otherwise: it computes the last token of a prompt in any case."""
+
+
+class Prediction(StrEnum):
+    """What one answer showed: the index promised the blocks that the engine has, or too many, or too few; or
+    nothing of the index, since the engine made another prompt of the call than was routed.
+    """
+
+    RIGHT = "right"
+    TOO_MANY = "too_many"
+    TOO_FEW = "too_few"
+    OTHER_PROMPT = "other_prompt"
+
+
+class AnswerCounts(NamedTuple):
+    """What the last answers of a rank came to: how many of them were predicted wrongly, and by how much all
+    were on average; above 0 the index promises blocks that the engine does not have.
+    """
+
+    n_answers: int
+    n_wrong: int
+    mean_error_blocks: float
+
+
+class Compared(NamedTuple):
+    """One answer with its prediction; ``wrong`` when the index is, by the last answers together."""
+
+    prediction: Prediction
+    wrong: AnswerCounts | None
+
+
+class _Window:
+    """The last answers: when each came, and by how many blocks its prediction was too high."""
+
+    __slots__ = ("answers", "n_since_verdict", "was_asked_in_vain")
+
+    def __init__(self) -> None:
+        self.answers: deque[tuple[float, int]] = deque(maxlen=WINDOW_ANSWERS)
+        self.n_since_verdict = 0
+        self.was_asked_in_vain = False
+        """Whether the rank was asked for what it holds though the prompt was another one: once is enough."""
+
+    def summed(self) -> AnswerCounts:
+        errors = [error for _, error in self.answers]
+        n_wrong = sum(1 for error in errors if abs(error) > TOLERANCE_BLOCKS)
+        return AnswerCounts(len(errors), n_wrong, sum(errors) / len(errors))
+
+
+class IndexCheck:
+    """Keeps the last answers of every slot's rank. Only answers with something to predict count."""
+
+    def __init__(self, *, block_size: int) -> None:
+        self._block_size = block_size
+        self._windows: dict[Slot, _Window] = {}
+
+    def note(
+        self,
+        slot: Slot,
+        *,
+        predicted_tokens: int,
+        cached_tokens: int,
+        isl_tokens: int,
+        prompt_tokens: int | None,
+        now_s: float,
+        is_blind: bool = False,
+    ) -> Compared | None:
+        """An engine answered, and counts ``prompt_tokens`` where it reports them; ``isl_tokens`` were
+        routed. None where there was nothing to predict. What is wrong is reported once a whole window is, and
+        then again after another one. Of calls whose shape ``is_blind`` a rank is found wrong once, until an
+        answer is right: another prompt was made of them, and to ask what it holds helps no more.
+        """
+        if prompt_tokens is not None and prompt_tokens != isl_tokens:
+            return Compared(Prediction.OTHER_PROMPT, None)
+        most = (isl_tokens - 1) // self._block_size * self._block_size  # the last token is always computed
+        predicted_tokens = min(predicted_tokens, most)
+        if not predicted_tokens and not cached_tokens:
+            return None
+        window = self._windows.get(slot)
+        if window is None:
+            window = self._windows[slot] = _Window()
+        error = (predicted_tokens - cached_tokens) // self._block_size
+        prediction = _prediction(error)
+        if is_blind and window.was_asked_in_vain:
+            return Compared(prediction, None)
+        if prediction is Prediction.RIGHT:
+            window.was_asked_in_vain = False
+        window.answers.append((now_s, error))
+        window.n_since_verdict += 1
+        wrong = self._judged(window)
+        window.was_asked_in_vain |= is_blind and wrong is not None
+        return Compared(prediction, wrong)
+
+    def last_answers(self, slot: Slot) -> AnswerCounts | None:
+        """What the last answers of the slot's rank came to; None before the first."""
+        window = self._windows.get(slot)
+        return None if window is None else window.summed()
+
+    def freed(self, slot: Slot) -> None:
+        """The slot's rank is gone."""
+        self._windows.pop(slot, None)
+
+    @staticmethod
+    def _judged(window: _Window) -> AnswerCounts | None:
+        answers = window.answers
+        if window.n_since_verdict < WINDOW_ANSWERS or answers[-1][0] - answers[0][0] < SPAN_S:
+            return None
+        summed = window.summed()
+        if summed.n_wrong < WRONG_SHARE * WINDOW_ANSWERS:
+            return None
+        window.n_since_verdict = 0
+        return summed
+
+
+def _prediction(error_blocks: int) -> Prediction:
+    if abs(error_blocks) <= TOLERANCE_BLOCKS:
+        return Prediction.RIGHT
+    return Prediction.TOO_MANY if error_blocks > 0 else Prediction.TOO_FEW
+
+
+logger = logging.getLogger("kvrouter.router")
+
+
+class EngineInstrumentation:
+    """The events of one model's engines."""
+
+    def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self._telemetry = telemetry
+        self._model = model
+        self._transfer_counters = (
+            telemetry.kv_transfers,
+            telemetry.kv_transfer_bytes,
+            telemetry.kv_transfer_seconds,
+            telemetry.kv_transfers_failed,
+        )
+
+    def compared(self, rank: WorkerRank, compared: Compared) -> None:
+        """An engine's count of cached tokens was compared with the index."""
+        labels = self._labels(rank)
+        self._telemetry.index_predictions.inc(*labels, compared.prediction.value)
+        if compared.wrong is not None:
+            self._telemetry.index_wrong.inc(*labels)
+            self._log(Event.INDEX_WRONG, rank, _answers_detail(compared.wrong))
+
+    def shape_noted(self, noted: NotedShape) -> None:
+        """A call of some shape was answered, with something in the engine's cache to find."""
+        seen = "missed" if noted.is_missed else "found"
+        self._telemetry.prompt_shape_answers.inc(self._model, noted.shape, seen)
+        if noted.turned_blind is not None:
+            reading = noted.turned_blind
+            log_event(
+                logger,
+                Event.PROMPT_SHAPE_BLIND,
+                model=self._model,
+                shape=reading.shape,
+                reason=f"of the last {reading.answers} such calls {reading.missed} were not found where the "
+                "engine had them cached: it makes another prompt of them than the router",
+            )
+
+    def kv_carried(self, rank: WorkerRank, noted: Noted) -> None:
+        """A rank's engine reported the KV that it has fetched since."""
+        labels, carried = self._labels(rank), noted.carried
+        amounts = (carried.transfers, carried.bytes, carried.seconds, carried.failed)
+        for counter, amount in zip(self._transfer_counters, amounts, strict=True):
+            counter.inc(*labels, by=amount)
+        if noted.verdict is not None:
+            event = Event.KV_TRANSFER_SLOW if noted.verdict.is_slow else Event.KV_TRANSFER_WELL
+            self._log(event, rank, _speeds_detail(noted.verdict))
+
+    def events_skipped(self, rank: WorkerRank, skipped: Mapping[str, int]) -> None:
+        """A worker reported what it did not pass on since of a rank's KV events, by the reason."""
+        for reason, n in skipped.items():
+            self._telemetry.kv_events_skipped.inc(*self._labels(rank), reason, by=n)
+
+    def gone(self, rank: WorkerRank, *, skipped: Iterable[str]) -> None:
+        """A rank left, of whose events some were skipped for these reasons. Its counters go with it: those of
+        all ranks that ever were would fill the page in the end.
+        """
+        labels = self._labels(rank)
+        for counter in (*self._transfer_counters, self._telemetry.index_wrong):
+            counter.forget(*labels)
+        for prediction in Prediction:
+            self._telemetry.index_predictions.forget(*labels, prediction.value)
+        for reason in skipped:
+            self._telemetry.kv_events_skipped.forget(*labels, reason)
+
+    def _labels(self, rank: WorkerRank) -> tuple[str, str, str]:
+        return self._model, str(rank.worker_id), str(rank.dp_rank)
+
+    def _log(self, event: Event, rank: WorkerRank, reason: str) -> None:
+        worker = str(rank.worker_id)
+        log_event(logger, event, model=self._model, worker=worker, dp_rank=rank.dp_rank, reason=reason)
+
+
+def _answers_detail(answers: AnswerCounts) -> str:
+    than_predicted = "less" if answers.mean_error_blocks > 0 else "more"
+    return (
+        f"{answers.n_wrong} of {answers.n_answers} predictions were wrong; on average "
+        f"{abs(answers.mean_error_blocks):.1f} blocks {than_predicted} in the cache than predicted"
+    )
+
+
+def _speeds_detail(verdict: SpeedVerdict) -> str:
+    now, shown = verdict.now, verdict.shown
+    return (
+        f"{now.bytes_per_s / 1e9:.3g} GB/s, {1e3 * now.transfer_s:.3g} ms a transfer; "
+        f"it has shown {shown.bytes_per_s / 1e9:.3g} GB/s, {1e3 * shown.transfer_s:.3g} ms"
+    )
+
+
+class ReportReading(NamedTuple):
+    """What one rank's engine reported; None where it reports nothing, or has not yet."""
+
+    answers: AnswerCounts | None
+    transfers: TransferReading | None
+    events_skipped: Mapping[str, int] | None
+
+
+class EngineReports:
+    """Keeps, for each worker rank, its engine's counts of tokens that were cached and of KV that was fetched,
+    and its worker's count of KV events that were not passed on.
+    """
+
+    def __init__(self, fleet: Fleet, observed: EngineInstrumentation) -> None:
+        self._fleet = fleet
+        self._observed = observed
+        self._index_check = IndexCheck(block_size=fleet.block_size)
+        self.shapes = PromptShapes(block_size=fleet.block_size)
+        self._transfers = TransferSpeeds()
+        self._skipped: dict[Slot, Mapping[str, int]] = {}
+        self._ranks: dict[Slot, WorkerRank] = {}
+
+    def answered(
+        self,
+        slot: Slot,
+        rank: WorkerRank,
+        *,
+        predicted_tokens: int,
+        cached_tokens: int,
+        isl_tokens: int,
+        prompt_tokens: int | None,
+        shape: str = "",
+    ) -> bool:
+        """An engine reported how much of a prompt it had cached, and of how many tokens it made it, of a call
+        of this shape; return whether its last answers contradict the index.
+        """
+        now_s = time.monotonic()
+        noted = None
+        if shape:
+            noted = self.shapes.note(
+                shape,
+                predicted_tokens=predicted_tokens,
+                cached_tokens=cached_tokens,
+                isl_tokens=isl_tokens,
+                prompt_tokens=prompt_tokens,
+                now_s=now_s,
+            )
+        if noted is not None:
+            self._observed.shape_noted(noted)
+        compared = self._index_check.note(
+            slot,
+            predicted_tokens=predicted_tokens,
+            cached_tokens=cached_tokens,
+            isl_tokens=isl_tokens,
+            prompt_tokens=prompt_tokens,
+            now_s=now_s,
+            is_blind=noted is not None and noted.is_blind,
+        )
+        if compared is None:
+            return False
+        self._ranks[slot] = rank
+        self._observed.compared(rank, compared)
+        return compared.wrong is not None
+
+    def reported(self, report: LoadReport) -> KvTransfers | None:
+        """A load report came of a rank that is here; return what its engine fetched since the last one, None
+        where it says nothing new.
+        """
+        slot = self._fleet.slot_of(report.rank)
+        if slot is None:
+            return None
+        self._ranks[slot] = report.rank
+        noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
+        if noted is not None:
+            self._observed.kv_carried(report.rank, noted)
+        before, skipped = self._skipped.get(slot), report.kv_events_skipped
+        if skipped != before:
+            self._skipped[slot] = skipped
+            self._observed.events_skipped(report.rank, _more(skipped, before or {}))
+        return None if noted is None else noted.carried
+
+    def reading(self, slot: Slot) -> ReportReading:
+        """What is known of the slot's rank now."""
+        return ReportReading(
+            answers=self._index_check.last_answers(slot),
+            transfers=self._transfers.reading(slot, now_s=time.monotonic()),
+            events_skipped=self._skipped.get(slot),
+        )
+
+    def freed(self, slot: Slot) -> None:
+        """The slot's rank is gone."""
+        self._index_check.freed(slot)
+        self._transfers.freed(slot)
+        skipped, rank = self._skipped.pop(slot, {}), self._ranks.pop(slot, None)
+        if rank is not None:
+            self._observed.gone(rank, skipped=skipped)
+
+
+def _more(skipped: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What was counted since; a count that became less is that of an engine that restarted."""
+    return {
+        reason: n - before.get(reason, 0) if n >= before.get(reason, 0) else n
+        for reason, n in skipped.items()
+        if n != before.get(reason, 0)
+    }

@@ -1,0 +1,236 @@
+"""Asks engines which tokens they make of a prompt, over the request plane: ``POST /tokenize``.
+
+No request depends on it: an answer that is late, too long or wrong is none, and routing goes on without it.
+"""
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId
+from kvrouter.core.json import OFF_LOOP_BYTES, Unreadable, parsed
+from kvrouter.core.requests import (
+    CallRoute,
+    ClientCall,
+    EngineRequest,
+    FinishReason,
+    Leg,
+    Sampling,
+    TokenBuffer,
+)
+from kvrouter.core.workers import WorkerCard
+from kvrouter.router.instrumentation import ServiceInstrumentation
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.transports.requests.port import RequestPlane, StreamBroken
+
+ASKED_BYTES_MAX = 512 * 1024
+"""No engine is asked about a longer prompt."""
+
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+"""A longer answer is not read to its end: it has more tokens than are decoded."""
+
+ASKING_MAX = 32
+"""So many prompts of a model may be at its engines at a time; one more is not asked about."""
+
+LATE_BYTES_MAX = 64 * 1024
+"""A longer prompt takes an engine its time: that the answer is late says nothing about the engine."""
+
+FAILURES_MAX = 3
+"""After so many failures in a row an engine is left alone for :data:`PAUSE_S`."""
+
+PAUSE_S = 30.0
+
+ABSENT_S = 600.0
+"""How long an engine that does not know the route is left alone, unless it starts again."""
+
+_ABSENT = (404, 405, 501)
+"""The statuses of an engine that has no such route, or whose model cannot do it."""
+
+
+class TokenizeOutcome(StrEnum):
+    """What came of asking about one prompt."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    """The engine says that the call is wrong."""
+    ABSENT = "absent"
+    LATE = "late"
+    FAILED = "failed"
+    NOT_ASKED = "not_asked"
+    """The prompt is too long, too many are asked about, or no engine may be asked now."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)]
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+class _Engine:
+    """What one engine's answers were so far."""
+
+    __slots__ = ("failures", "incarnation", "left_alone_until_s", "said", "why")
+
+    def __init__(self, incarnation: Epoch) -> None:
+        self.incarnation = incarnation
+        self.failures = 0
+        self.left_alone_until_s = 0.0
+        self.why = ""
+        """Why it is left alone."""
+        self.said = ""
+        """The reason that was logged last."""
+
+
+class EngineTokenizer:
+    """Asks the engines of any model, one engine about a prompt, in turn. An engine is left alone after
+    failures, and longer where it has no such route: that is logged once for each reason.
+    """
+
+    def __init__(self, plane: RequestPlane, observed: ServiceInstrumentation) -> None:
+        self._plane = plane
+        self._observed = observed
+        self._engines: dict[WorkerId, _Engine] = {}
+        self._asking: dict[ModelName, int] = {}
+        self._turn = 0
+
+    def why_not(self, model: ModelRouter) -> str | None:
+        """Why no engine of a model can be asked; None where one can."""
+        why = "none of its engines is here"
+        for card in _able(model):
+            engine = self._engine(card)
+            if engine.left_alone_until_s <= time.monotonic():
+                return None
+            why = f"POST {CallRoute.TOKENIZE} of its engines: {engine.why}"
+        return why
+
+    async def token_ids(self, model: ModelRouter, body: bytes, *, limit_s: float) -> TokenBuffer | None:
+        """Return the tokens that an engine of ``model`` makes of the prompt in ``body``, the JSON of its
+        ``/tokenize``; None where it does not say within ``limit_s`` seconds.
+        """
+        name = model.fleet.model
+        card = self._next(model)
+        asking = self._asking.get(name, 0)
+        if card is None or asking >= ASKING_MAX or len(body) > ASKED_BYTES_MAX:
+            self._observed.engine_tokenized(name, TokenizeOutcome.NOT_ASKED.value)
+            return None
+        self._asking[name] = asking + 1
+        try:
+            async with asyncio.timeout(limit_s):
+                found = await self._asked(card, body, limit_s)
+            return self._note(card, TokenizeOutcome.ANSWERED, found)
+        except (TimeoutError, DeadlineExceeded):
+            is_short = len(body) <= LATE_BYTES_MAX
+            self._note(card, TokenizeOutcome.LATE, why=f"no answer within {limit_s:g} s", counts=is_short)
+        except KvrouterError as error:
+            self._note(card, _outcome_of(error), why=error.message)
+        finally:
+            self._asking[name] -= 1
+        return None
+
+    async def _asked(self, card: WorkerCard, body: bytes, limit_s: float) -> TokenBuffer:
+        """Raises errors of the core tree."""
+        request = EngineRequest(
+            request_id=RequestId(f"tokenize-{secrets.token_hex(8)}"),
+            attempt=0,
+            leg=Leg.DECODE,
+            model=card.model,
+            token_ids=array("I"),
+            sampling=Sampling(max_tokens=1),
+            dp_rank=DpRank(card.dp_start),
+            time_left_s=limit_s,
+            call=ClientCall(CallRoute.TOKENIZE, body, stream=False, resumable=False),
+        )
+        stream = await self._plane.open(card.address, request)
+        pieces: list[bytes] = []
+        size_bytes = 0
+        try:
+            async for chunk in stream:
+                if chunk.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
+                    raise StreamBroken(chunk.error or "the answer broke off")
+                pieces.append(chunk.raw)
+                size_bytes += len(chunk.raw)
+                if size_bytes > ANSWER_BYTES_MAX:
+                    raise StreamBroken(f"its answer is over {ANSWER_BYTES_MAX} bytes")
+                if chunk.finish is not None:
+                    break
+        finally:
+            stream.cancel("its answer is not read any more")
+        answer = b"".join(pieces)
+        try:
+            is_long = size_bytes > OFF_LOOP_BYTES
+            return await asyncio.to_thread(_tokens, answer) if is_long else _tokens(answer)
+        except Unreadable as error:
+            raise StreamBroken(f"its answer cannot be read: {error}") from error
+
+    def _next(self, model: ModelRouter) -> WorkerCard | None:
+        now_s = time.monotonic()
+        cards = [card for card in _able(model) if self._engine(card).left_alone_until_s <= now_s]
+        if not cards:
+            return None
+        self._turn += 1
+        return cards[self._turn % len(cards)]
+
+    def _engine(self, card: WorkerCard) -> _Engine:
+        engine = self._engines.get(card.worker_id)
+        if engine is None or engine.incarnation != card.incarnation:
+            engine = self._engines[card.worker_id] = _Engine(card.incarnation)
+        return engine
+
+    def _note(
+        self,
+        card: WorkerCard,
+        outcome: TokenizeOutcome,
+        found: TokenBuffer | None = None,
+        *,
+        why: str = "",
+        counts: bool = True,
+    ) -> TokenBuffer | None:
+        self._observed.engine_tokenized(card.model, outcome.value)
+        engine = self._engine(card)
+        if outcome in (TokenizeOutcome.ANSWERED, TokenizeOutcome.REFUSED):
+            engine.failures = 0
+            if outcome is TokenizeOutcome.ANSWERED:
+                engine.said = ""
+            return found
+        engine.failures += counts
+        is_absent = outcome is TokenizeOutcome.ABSENT
+        if not is_absent and engine.failures < FAILURES_MAX:
+            return None
+        engine.why = why
+        engine.left_alone_until_s = time.monotonic() + (ABSENT_S if is_absent else PAUSE_S)
+        if engine.said != why:
+            engine.said = why
+            self._observed.engine_tokenize_failed(card, why)
+        return None
+
+    def gone(self, card: WorkerCard) -> None:
+        """A worker left."""
+        self._engines.pop(card.worker_id, None)
+
+
+def _able(model: ModelRouter) -> Iterator[WorkerCard]:
+    """Yield the workers whose engines may be asked."""
+    fleet = model.fleet
+    return (
+        card
+        for card in fleet
+        if card.takes_calls and card.takes_new_requests and fleet.is_alive(card.worker_id)
+    )
+
+
+def _outcome_of(error: KvrouterError) -> TokenizeOutcome:
+    if error.answer is not None and error.answer.status in _ABSENT:
+        return TokenizeOutcome.ABSENT
+    return TokenizeOutcome.REFUSED if isinstance(error, InvalidRequest) else TokenizeOutcome.FAILED
+
+
+def _tokens(answer: bytes) -> TokenBuffer:
+    return array("I", parsed(_answer, answer).tokens)

@@ -1,0 +1,351 @@
+"""The answer to one request, as its client reads it.
+
+It is pulled: nothing runs ahead of its reader, so that a slow client holds back its own engine stream and
+nobody else's. What is lost meanwhile, :class:`~kvrouter.router.request_run.RequestRun` sends elsewhere.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from kvrouter.core.byte_budget import ByteBudget
+from kvrouter.core.errors import InvalidRequest, KvrouterError, RetryBodiesFull
+from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Usage
+from kvrouter.kernel.journey import Finished, LegRefused, State
+from kvrouter.kernel.placement.attempt_request import prompt_of
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.request_driver import Attempt
+from kvrouter.router.instrumentation import ServiceInstrumentation, Times
+from kvrouter.router.model_router import ModelRouter
+from kvrouter.router.request_run import RequestRun, SentAttempt
+from kvrouter.router.stall_watch import Timeouts
+from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
+from kvrouter.transports.requests.port import (
+    EngineStream,
+    HandingStream,
+    RequestPlane,
+    StreamBroken,
+    TokenSink,
+    WorkerUnreachable,
+)
+
+FINISHED = "finished"
+ANSWERED = "answered"
+"""Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
+
+
+class TokenTimes:
+    """Notes when tokens come, over all attempts of a request. What it does for a token is done for every
+    token of every answer.
+    """
+
+    def __init__(self, run: RequestRun) -> None:
+        self.gaps_s = array("d")
+        """Seconds between two arrivals of tokens: 8 bytes each, however long the answer is."""
+        self._note_tokens = run.driver.tokens
+        self._watch = run.watch
+        self._token_s = 0.0
+
+    def first(self, token_ids: Sequence[int]) -> None:
+        """An attempt's first tokens came: nobody waited for them since the last ones."""
+        now_s = self._token_s = self._watch.heard_s = time.monotonic()
+        self._note_tokens(token_ids, now_s)
+
+    def more(self, token_ids: Sequence[int]) -> None:
+        """More tokens came."""
+        now_s = self._watch.heard_s = time.monotonic()
+        self.gaps_s.append(now_s - self._token_s)
+        self._token_s = now_s
+        self._note_tokens(token_ids, now_s)
+
+    def noting(self, sink: TokenSink) -> TokenSink:
+        """Return a sink that notes tokens as :meth:`more` does, and hands them to ``sink``."""
+        watch, note_gap_s, note_tokens = self._watch, self.gaps_s.append, self._note_tokens
+        clock_s = time.monotonic
+
+        def take(token_ids: Sequence[int]) -> bool:
+            now_s = watch.heard_s = clock_s()
+            note_gap_s(now_s - self._token_s)
+            self._token_s = now_s
+            note_tokens(token_ids, now_s)
+            return sink(token_ids)
+
+        return take
+
+
+class Generation:
+    """The answer to one request, as an async iterator of chunks; use it as a context manager.
+
+    An error is raised by the read that meets it. A chunk of comments alone is nothing of the answer: what is
+    lost behind it is sent elsewhere as before. Leaving the context cancels what still runs and closes every
+    lease.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        model: ModelRouter,
+        plane: RequestPlane,
+        *,
+        timeouts: Timeouts,
+        redispatches_max: int,
+        observed: ServiceInstrumentation,
+        retry_bodies: ByteBudget,
+        on_end: Callable[["Generation"], None],
+        received_s: float | None = None,
+        origin: Origin = NO_ORIGIN,
+        spans: LegSpans | None = None,
+    ) -> None:
+        self.request = request
+        self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
+        self._run = RequestRun(
+            request,
+            model,
+            plane,
+            timeouts=timeouts,
+            redispatches_max=redispatches_max,
+            observed=observed,
+            times=self.times,
+            spans=spans,
+        )
+        self._driver = self._run.driver
+        self._journey = self._driver.journey
+        self._watch = self._run.watch
+        self._tokens = TokenTimes(self._run)
+        self._model = model
+        self._origin = origin
+        self._observed = observed
+        self._retry_bodies = retry_bodies
+        self._on_end = on_end
+        self._closed = False
+        self._counted_tokens = 0
+        self._brought_comment = False
+        self._has_raised = False
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the current (or last) attempt went; None before the first decision."""
+        return self._driver.placement
+
+    @property
+    def error(self) -> KvrouterError | None:
+        """What the request ended with, when it failed."""
+        return self._driver.error
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """The tokens so far, over all attempts."""
+        return self._journey.generated
+
+    @property
+    def attempts(self) -> int:
+        """How many times the request was placed."""
+        return self._journey.attempt + 1
+
+    @property
+    def trail(self) -> Sequence[Attempt]:
+        """What its attempts left behind, where traffic is recorded or traced."""
+        return self._run.trail
+
+    @property
+    def resumes(self) -> int:
+        """How many times a stream went on at another worker."""
+        return self._journey.resumes
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far, counted once, however many workers served them."""
+        return Usage(
+            prompt_tokens=self.request.isl_tokens,
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._run.cached_tokens,
+        )
+
+    @property
+    def _completion_tokens(self) -> int:
+        """The tokens so far; where the engine does not report them, as many as it counts."""
+        return len(self._journey.generated) or self._counted_tokens
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.close("client left")
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        run, driver = self._run, self._driver
+        if driver.attempt is None and not self._closed:
+            await run.begin()
+        while True:
+            attempt = driver.attempt
+            if driver.error is not None or run.finish is not None or attempt is None:
+                return self._end()
+            if attempt.decode is None:
+                raise RuntimeError("a generation without a decode stream was read")
+            try:
+                chunk = await self._read(attempt.decode)
+            except (StreamBroken, WorkerUnreachable) as error:
+                await run.lose(attempt, error)
+                continue
+            except InvalidRequest as error:
+                run.handle(LegRefused(error))
+                continue
+            except StopAsyncIteration:
+                await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
+                continue
+            self._brought_comment = chunk.is_comment
+            if chunk.kv_lost is not None:
+                why = chunk.error or "it did not say why"
+                await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
+                continue
+            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+                await run.prefill_worker_leaves(attempt)
+                await run.lose(attempt, StreamBroken(chunk.error or "the engine cancelled the request"))
+                continue
+            if chunk.finish is not None and not await run.heard_prefill(attempt):
+                continue
+            self._take(attempt, chunk)
+            return chunk
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` tokens in the turn of the loop in which they arrive, where the plane can do that.
+
+        Returns when ``sink`` returned False, or when the next read brings something else: an end, an error,
+        another worker's tokens. Raises what ``sink`` raises.
+        """
+        attempt = self._driver.attempt
+        if (
+            attempt is None
+            or self.error is not None
+            or self._journey.state is not State.STREAMING
+            or not isinstance(attempt.decode, HandingStream)
+        ):
+            return
+        watch = self._watch
+        watch.resume(heard=True)
+        try:
+            await attempt.decode.hand_over(self._tokens.noting(sink))
+        finally:
+            watch.pause()
+
+    def reader_waits(self) -> None:
+        """The client reads more slowly than its engine answers: what the answer takes is the client's."""
+        self._run.is_held_back = True
+
+    def keep_call(self) -> None:
+        """Count the body of the client's call in the budget, for as long as a leg may be made of it."""
+        if self.request.call is not None:
+            self._retry_bodies.hold(self, len(self.request.call.body))
+
+    def shed(self) -> None:
+        """Drop the body of the client's call: it is the largest of a full budget. A request that is sent is
+        not sent again; one that is not ends.
+        """
+        self._observed.retry_body_dropped(self.request)
+        if not self._run.is_sent:
+            self.abort(
+                RetryBodiesFull("the bodies of running requests hold too many bytes; this one had most")
+            )
+        self._drop_call()
+
+    def abort(self, error: KvrouterError) -> None:
+        """End now, with ``error`` for the reader."""
+        if not self._closed:
+            self._driver.error = error
+            self.close(error.code)
+
+    def close(self, reason: str) -> None:
+        """End now, whatever runs: streams are cancelled, leases closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._run.stop(reason)
+        self._drop_call()
+        self.times.ended_s = time.monotonic()
+        if self.placement is not None and not self._journey.generated:  # nobody saw the tokens themselves
+            self._model.answered(self.placement, tokens=self._counted_tokens)
+        self._observed.request_ended(
+            self.request,
+            error=self.error,
+            finished=reason in {ANSWERED, FINISHED},
+            times=self.times,
+            gaps_s=self._tokens.gaps_s,
+            usage=self.usage,
+            cache_known=self._run.cache_known,
+            first_placement=self._run.first_placement,
+        )
+        if self._observed.traffic is not None:
+            self._record(self._observed.traffic, finished=reason in {ANSWERED, FINISHED})
+        self._on_end(self)
+
+    def _record(self, traffic: TrafficRecorder, *, finished: bool) -> None:
+        """Record how the request went. One that was never placed has no hashed prompt yet."""
+        request, trail = self.request, self._run.trail
+        traffic.request_ended(
+            request,
+            self._origin,
+            trail=trail,
+            prompt=trail[0].placement.prompt
+            if trail
+            else prompt_of(request, request.token_ids, block_size=self._model.fleet.block_size),
+            error=self.error,
+            finished=finished,
+            begun_s=self.times.begun_s,
+            first_token_s=self.times.first_token_s,
+            output_tokens=self._completion_tokens,
+        )
+
+    async def _read(self, stream: EngineStream) -> EngineChunk:
+        watch = self._watch
+        watch.resume(heard=not self._brought_comment)
+        try:
+            return await stream.__anext__()
+        finally:
+            watch.pause()
+
+    def _take(self, attempt: SentAttempt, chunk: EngineChunk) -> None:
+        """Note what a chunk of the last leg brings."""
+        if chunk.cached_tokens is not None:
+            attempt.cached_tokens = chunk.cached_tokens
+            if attempt.placement.decision.prefill is None:
+                self._run.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
+        if chunk.kv_bytes is not None:
+            attempt.kv_bytes = chunk.kv_bytes
+        if chunk.completion_tokens is not None:
+            self._counted_tokens = chunk.completion_tokens
+        if chunk.unread is not None:
+            self._observed.answer_unread(self.request, attempt.placement.decision.decode, chunk.unread)
+        if chunk.raw and chunk.text_chars is None:
+            self._journey.is_plain = False
+        if chunk.token_ids or chunk.raw:
+            if self._journey.state is State.DECODING:
+                self._run.first_tokens()
+                if not self._journey.may_resume:
+                    self._drop_call()
+                self._tokens.first(chunk.token_ids)
+            else:
+                self._tokens.more(chunk.token_ids)
+        if chunk.finish is not None:
+            attempt.decode = None
+            self._run.handle(Finished(chunk.finish))
+            self.close(FINISHED)
+
+    def _drop_call(self) -> None:
+        self._run.drop_call()
+        self._retry_bodies.hold(self, 0)
+
+    def _end(self) -> EngineChunk:
+        """There is nothing more to read: raise the error once, or return the end that no engine sent."""
+        error, finish = self._driver.error, self._run.finish
+        if error is not None and not self._has_raised:
+            self._has_raised = True
+            self.close(error.code)
+            raise error
+        if finish is not None and not self._closed:
+            self.close(FINISHED)
+            return EngineChunk(finish=finish)
+        raise StopAsyncIteration

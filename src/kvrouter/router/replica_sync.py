@@ -1,0 +1,168 @@
+"""Replica sync: publishes this router's bookings to the other routers, and counts theirs as load; so with
+what is learned of links.
+
+All that is decided is decided in the ledger package; here are the wire, the clock and the turns of the loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+from uuid import uuid4
+
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
+from kvrouter.kernel.ledger.journal import Journal
+from kvrouter.kernel.ledger.replicas import Asks, Counts, Replicas, Replication
+from kvrouter.transports.background import go_on
+from kvrouter.transports.sync.port import SyncPlane
+
+FLUSH_AFTER_S: Final = 0.001
+"""How long a delta waits for others to travel with."""
+
+HEARTBEAT_S: Final = 1.0
+SILENT_AFTER_S: Final = 5.0
+"""A router that is not heard for so long counts as gone, and its leases with it."""
+
+ASK_AGAIN_S: Final = 1.0
+
+
+class SyncCounts(NamedTuple):
+    """The figures about replica sync."""
+
+    others: Counts
+    untold: int
+    """Leases that were too many to publish."""
+
+    dropped: int
+    """Deltas that were too many to send; the others ask for everything instead."""
+
+    unsent: int
+    """Messages that the wire did not take."""
+
+
+def new_router_id() -> RouterId:
+    """Return the id of one life of a router."""
+    return RouterId(uuid4().hex)
+
+
+class ReplicaSync:
+    """One router's part in replica sync, for all of its models. Runs on one event loop."""
+
+    def __init__(
+        self,
+        plane: SyncPlane,
+        router_id: RouterId | None = None,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        silent_after_s: float = SILENT_AFTER_S,
+        ask_again_s: float = ASK_AGAIN_S,
+    ) -> None:
+        self._plane = plane
+        self.router_id = router_id = router_id or new_router_id()
+        self._heartbeat_s = heartbeat_s
+        self._journal = Journal(router_id, on_pending=self._on_pending)
+        self._replicas = Replicas(router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Callable[[], Awaitable[None]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+        self._answer: asyncio.Task[None] | None = None
+        self._askers: dict[RouterId, None] = {}
+        self._unsent = 0
+
+    @property
+    def replication(self) -> Replication:
+        """What a model's placer shares its load through."""
+        return Replication(self._journal, self._replicas)
+
+    def counts(self) -> SyncCounts:
+        """Sizes now, and what happened since the start."""
+        journal = self._journal
+        return SyncCounts(self._replicas.counts(), journal.untold, journal.dropped, self._unsent)
+
+    # Life
+
+    async def start(self) -> None:
+        """Begin to publish and to listen; ask all that are there for what they run."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._end = await self._plane.subscribe(self.router_id, self._on_message)
+        except BaseException:
+            self._loop = None
+            raise
+        self._send(StateQuestion(self.router_id))
+        self._beat = go_on(self._beat_on(), name="sync: beat")
+
+    async def stop(self) -> None:
+        """Say goodbye, and drop the leases of other routers; idempotent."""
+        end, self._end = self._end, None
+        if end is None:
+            return
+        for task in (self._beat, self._answer):
+            if task is not None:
+                task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop = None
+        self._send(Goodbye(self.router_id))
+        await end()
+        self._replicas.drop_all()
+
+    # Publishing
+
+    def _on_pending(self) -> None:
+        if self._loop is not None and self._timer is None:
+            self._timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for deltas in self._journal.take():
+            self._send(deltas)
+
+    async def _beat_on(self) -> None:
+        while True:
+            for message in self._journal.take_heartbeat():
+                self._send(message)
+            now_s = self._now_s()
+            for news in self._replicas.links.take(now_s=now_s):
+                self._send(news)
+            self._act(self._replicas.tick(now_s=now_s))
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _send(self, message: SyncMessage, to: RouterId | None = None) -> None:
+        if not self._plane.publish(message, to=to):
+            self._unsent += 1
+
+    # Listening
+
+    def _on_message(self, message: SyncMessage) -> None:
+        if self._loop is not None:
+            self._act(self._replicas.on_message(message, now_s=self._now_s()))
+
+    def _act(self, asks: Asks) -> None:
+        for router_id in asks.ask:
+            self._send(StateQuestion(self.router_id), to=router_id)
+        for router_id in asks.answer:
+            self._askers[router_id] = None
+        if self._askers and (self._answer is None or self._answer.done()):
+            self._answer = go_on(self._answer_all(), name="sync: tell all leases")
+
+    async def _answer_all(self) -> None:
+        """Give one asker after the other all leases, a part a turn of the loop."""
+        while self._askers:
+            asker = next(iter(self._askers))
+            del self._askers[asker]
+            self._flush()
+            for part in self._journal.state():
+                self._send(part, to=asker)
+                await asyncio.sleep(0)
+            for news in self._replicas.links.state(now_s=self._now_s()):
+                self._send(news, to=asker)
+                await asyncio.sleep(0)
+
+    @staticmethod
+    def _now_s() -> float:
+        return time.monotonic()  # the clock of every placer

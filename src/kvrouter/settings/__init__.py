@@ -1,0 +1,1 @@
+"""The settings: one table for flags, environment variables, YAML and the documentation pages."""

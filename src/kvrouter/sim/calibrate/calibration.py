@@ -1,0 +1,360 @@
+"""The timing of a mock engine that explains the first requests of a measured run, and how well it predicts
+the others.
+
+What is looked for is the likeliest timing: what the model's size and the GPU lead one to expect, each figure
+within its own spread, moved by what the first requests show. Their stamps are compared with those of the same
+requests on a mock engine, to which all requests come; of the later ones only arrivals and lengths are read.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import count, product
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec.structs import asdict, replace
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.timing import Timing
+from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.sim.calibrate.engine_run import engine_config, simulate
+from kvrouter.sim.calibrate.measured_run import F64, MeasuredRun, Stamps
+from kvrouter.sim.calibrate.model_shape import ModelShape
+from kvrouter.sim.calibrate.roofline import Roofline, roofline
+
+SPREADS = {
+    "prefill_linear": 0.4,
+    "prefill_base": 0.7,
+    "prefill_attention": 0.5,
+    "decode_base": 0.3,
+    "decode_sequence": 0.7,
+    "decode_kv_token": 0.4,
+    "mixed_kv_token": 0.5,
+}
+"""How far each figure of a timing may be from what is expected, one standard deviation, as a logarithm."""
+
+DECODE_SPREAD = 0.02
+"""How far the time from first to last token may be from the mock engine's, as a logarithm."""
+
+STEP_SPREAD = 0.1
+"""How far the time from the schedule to the first token may be, as a logarithm, and that from arrival to the
+first token, as a share of its mean. Where only a client measured, the first one is from arrival too.
+"""
+
+OUTLIER = 1.5
+"""From so many standard deviations on a difference counts by its size, no longer by its square: the first
+request of an engine, which warms up, says nothing of the others.
+"""
+
+INDEPENDENT_REQUESTS = 10
+"""Requests that run together say much the same: however many, they count as so many."""
+
+REQUESTS_MIN = 5
+"""With fewer requests, and more than none, there is nothing to fit figures to."""
+
+ROUNDS = 8
+"""How often each stage of the fit looks for a better timing."""
+
+GRID_POINTS = 7
+GRID_LOG = 1.05
+"""The grid in which a fit looks for where to begin: so many points each way, and how far, as a logarithm."""
+
+STARTS = 2
+"""From so many points of the grid a fit begins too; what is expected alone may lead to an unlikely timing."""
+
+LIKELIER = 0.7
+"""Less than this share of the squared deviations is better; of timings that are nearly as likely the one to
+which the expectation leads is taken.
+"""
+
+TRIES = 5
+"""How often a round takes a smaller step."""
+
+STAGES = ((0.1, True), (0.08, False), (0.03, False))
+"""By how much figures are moved to see what changes, as a logarithm, and whether those of prefill are moved
+together, and those of decoding. A small move may only take a request from one step to another, which says
+little of where the best timing is: the first stages look far, the last one closely.
+"""
+
+STEP_LARGEST = 0.7
+"""By how much a figure changes at most in one round, as a logarithm."""
+
+GAIN_LEAST = 3e-3
+"""A stage ends when a round gains less than this share."""
+
+SIMULATIONS = 20
+"""Over so many simulations a prediction is averaged."""
+
+JITTER = DECODE_SPREAD
+"""How far the figures of these are apart, as a logarithm: as far as few requests leave them open."""
+
+PERCENTILES = (50, 90, 99)
+
+LEAST_S = 1e-4
+"""Of a shorter time an error says nothing: who finds the scheduler idle waits some microseconds."""
+
+QUEUE = "queue"
+TOKEN_TIME = "time per output token"  # noqa: S105 -- a quantity, no password
+
+
+class Calibrated(NamedTuple):
+    """A mock engine for a measured run: with the timing that its hardware alone leads one to expect, and with
+    the one that ``n_seen`` requests led to.
+    """
+
+    expected: MockConfig
+    fitted: MockConfig
+    n_seen: int
+    guesses: tuple[str, ...]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One percentile of one quantity over the requests that were not seen; seconds, and relative errors.
+
+    Errors of what is shorter than ``step_s`` are None: where in a step a request came is chance.
+    """
+
+    quantity: str
+    percentile: int
+    measured_s: float
+    calibrated_s: float
+    expected_s: float
+    step_s: float = 0.0
+
+    @property
+    def error(self) -> float | None:
+        """Of the calibrated engine; None where nothing that can be compared was measured."""
+        return self._error(self.calibrated_s)
+
+    @property
+    def expected_error(self) -> float | None:
+        """With no request seen; None where nothing that can be compared was measured."""
+        return self._error(self.expected_s)
+
+    def _error(self, predicted_s: float) -> float | None:
+        least_s = max(self.step_s, LEAST_S)
+        return predicted_s / self.measured_s - 1.0 if self.measured_s > least_s else None
+
+
+def calibrate(
+    run: MeasuredRun, shape: ModelShape, *, n_seen: int, on_round: Callable[[int], None] = lambda _: None
+) -> Calibrated:
+    """Fit a timing to the first ``n_seen`` requests; with 0, expect it from model and hardware alone.
+
+    Raises ConfigError where there are too few requests to fit to or none left to predict, and for a model
+    that does not fit into its GPUs.
+    """
+    check_seen(run, n_seen)
+    return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
+
+
+def calibrate_from(
+    run: MeasuredRun,
+    prior: Roofline,
+    *,
+    n_seen: int,
+    spreads: Mapping[str, float] = SPREADS,
+    on_round: Callable[[int], None] = lambda _: None,
+) -> Calibrated:
+    """Fit a timing to the first ``n_seen`` requests; each figure may be away from that of ``prior`` by its
+    entry in ``spreads``, which has the keys of :data:`SPREADS`.
+
+    Raises ConfigError as :func:`check_seen` does.
+    """
+    check_seen(run, n_seen)
+    expected = replace(engine_config(run, prior.kv_tokens), timing=prior.timing)
+    fitted = expected
+    if n_seen:
+        fitted = replace(expected, timing=_Fit(run, expected, n_seen, prior, spreads).timing(on_round))
+    return Calibrated(expected, fitted, n_seen, prior.guesses)
+
+
+def check_seen(run: MeasuredRun, n_seen: int) -> None:
+    """Raise ConfigError where ``n_seen`` requests are too few to fit to, or leave none to predict."""
+    if n_seen and n_seen < REQUESTS_MIN:
+        raise ConfigError(
+            f"requests: {n_seen} are too few to fit to; take {REQUESTS_MIN} or more, or 0 to see none",
+            param="requests",
+        )
+    if n_seen >= run.n_requests:
+        raise ConfigError(
+            f"requests: {n_seen} of {run.n_requests} leave none to predict; take fewer", param="requests"
+        )
+
+
+def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
+    """Predict the requests that were not seen, and compare them with what was measured."""
+    seen = calibrated.n_seen
+    measured = {name: _percentiles(values[seen:]) for name, values in quantities(run, run.stamps).items()}
+    expected = _predicted(run, calibrated.expected, seen)
+    fitted = _predicted(run, calibrated.fitted, seen) if seen else expected
+    token_s = measured[TOKEN_TIME][PERCENTILES.index(50)]
+    return [
+        Comparison(
+            name,
+            percentile,
+            measured[name][at],
+            fitted[name][at],
+            expected[name][at],
+            step_s=token_s if name == QUEUE else 0.0,
+        )
+        for name in measured
+        for at, percentile in enumerate(PERCENTILES)
+    ]
+
+
+def _predicted(run: MeasuredRun, config: MockConfig, seen: int) -> dict[str, list[float]]:
+    """Return the mean of each percentile over simulations whose timings differ a little.
+
+    Which step a request just meets, and what else is in it, is chance, and so is the p99 of one simulation.
+    """
+    draws = np.random.default_rng(0)
+    found: dict[str, list[list[float]]] = {}
+    for _ in range(SIMULATIONS):
+        moved = {
+            name: getattr(config.timing, name) * float(np.exp(draws.normal(0.0, JITTER))) for name in SPREADS
+        }
+        moved["decode_min"] = min(1.0, moved["decode_base"])
+        stamps = simulate(run, replace(config, timing=replace(config.timing, **moved)))
+        for name, values in quantities(run, stamps).items():
+            found.setdefault(name, []).append(_percentiles(values[seen:]))
+    return {name: np.mean(rows, axis=0).tolist() for name, rows in found.items()}
+
+
+def _percentiles(values: F64) -> list[float]:
+    known = values[~np.isnan(values)]
+    return np.percentile(known, PERCENTILES).tolist() if len(known) else [0.0] * len(PERCENTILES)
+
+
+def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
+    """Return what a request waits for, in seconds, an entry a request; NaN where an answer of ``run`` has one
+    token, or came at once.
+
+    Where the scheduler's stamps are not known of every request, queue and service are one: TTFT.
+    """
+    between = np.where(run.decodes, run.output_tokens - 1, np.nan)
+    if not run.knows_scheduler:
+        return {
+            "TTFT": stamps.first - stamps.arrival,
+            TOKEN_TIME: (stamps.last - stamps.first) / between,
+            "end to end": stamps.last - stamps.arrival,
+        }
+    return {
+        QUEUE: stamps.scheduled - stamps.queued,
+        "service TTFT": stamps.first - stamps.scheduled,
+        TOKEN_TIME: (stamps.last - stamps.first) / between,
+        "end to end": stamps.last - stamps.arrival,
+    }
+
+
+class _Fit:
+    """Least squares by Levenberg and Marquardt, over logarithms of the timing's figures."""
+
+    def __init__(
+        self,
+        run: MeasuredRun,
+        config: MockConfig,
+        n_seen: int,
+        prior: Roofline,
+        spreads: Mapping[str, float],
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._n_seen = n_seen
+        self._names = tuple(spreads)
+        figures = asdict(prior.timing)
+        self._expected: F64 = np.log([figures[name] for name in self._names])
+        self._spreads: F64 = np.array(list(spreads.values()))
+        self._measured = _seen(run.stamps, n_seen)
+        # Where tokens are drafted, all may come in one step.
+        self._decodes = self._measured.last > self._measured.first
+        self._is_scheduled = ~np.isnan(self._measured.scheduled)
+        self._weight = min(1.0, (INDEPENDENT_REQUESTS / n_seen) ** 0.5)
+        self._ttft_spread_s = STEP_SPREAD * float((self._measured.first - self._measured.arrival).mean())
+
+    def timing(self, on_round: Callable[[int], None]) -> Timing:
+        """Return the likeliest timing."""
+        rounds = count()
+        expected, *others = (self._nearest(start, lambda: on_round(next(rounds))) for start in self._starts())
+        best = min(others, key=self._cost)
+        return self._timing_at(best if self._cost(best) < LIKELIER * self._cost(expected) else expected)
+
+    def _starts(self) -> list[F64]:
+        """Return where to look from: what is expected, and the likeliest timings of a grid, in which the
+        figures of prefill are moved together, and all others.
+        """
+        moves = np.linspace(-GRID_LOG, GRID_LOG, GRID_POINTS)
+        grid = [self._expected + np.array(way) @ self._groups() for way in product(moves, moves)]
+        return [self._expected, *sorted(grid, key=self._cost)[:STARTS]]
+
+    def _nearest(self, at: F64, on_round: Callable[[], None]) -> F64:
+        for difference, together in STAGES:
+            ways = self._groups() if together else np.eye(len(at))
+            at = self._nearer(at, ways, difference, on_round)
+        return at
+
+    def _cost(self, at: F64) -> float:
+        rest = self._residuals(at)
+        return float(rest @ rest)
+
+    def _groups(self) -> F64:
+        """Return two ways in which figures may move: those of prefill, and all others."""
+        is_prefill = np.array([name.startswith("prefill") for name in self._names])
+        return np.stack([is_prefill, ~is_prefill]).astype(np.float64)
+
+    def _nearer(self, at: F64, ways: F64, difference: float, on_round: Callable[[], None]) -> F64:
+        """Go from ``at`` along ``ways``, one a row, until no round gains much."""
+        rest = self._residuals(at)
+        cost, damping = float(rest @ rest), 1e-3
+        for _ in range(ROUNDS):
+            on_round()
+            slopes = np.stack(
+                [(self._residuals(at + difference * way) - rest) / difference for way in ways], axis=1
+            )
+            square = slopes.T @ slopes
+            gain = 0.0
+            for _ in range(TRIES):
+                step = -np.linalg.solve(square + damping * np.diag(np.diag(square)), slopes.T @ rest)
+                there = at + np.clip(step, -STEP_LARGEST, STEP_LARGEST) @ ways
+                rest_there = self._residuals(there)
+                cost_there = float(rest_there @ rest_there)
+                if cost_there < cost:
+                    gain = 1.0 - cost_there / cost
+                    at, rest, cost = there, rest_there, cost_there
+                    damping /= 5.0
+                    break
+                damping *= 5.0
+            if gain < GAIN_LEAST:
+                break
+        return at
+
+    def _timing_at(self, at: F64) -> Timing:
+        figures = dict(zip(self._names, np.exp(at).tolist(), strict=True))
+        return replace(self._config.timing, **figures, decode_min=min(1.0, figures["decode_base"]))
+
+    def _residuals(self, at: F64) -> F64:
+        """Differences of the requests' stamps and of the figures, in standard deviations."""
+        config = replace(self._config, timing=self._timing_at(at))
+        here = _seen(simulate(self._run, config, first=self._n_seen), self._n_seen)
+        there = self._measured
+        decodes = self._decodes
+        differences = np.concatenate(
+            (
+                np.log((here.last - here.first)[decodes] / (there.last - there.first)[decodes])
+                / DECODE_SPREAD,
+                np.log((here.first - self._began(here)) / (there.first - self._began(there))) / STEP_SPREAD,
+                (here.first - there.first) / self._ttft_spread_s,
+            )
+        )
+        size = np.abs(differences)
+        linear = np.sqrt(np.maximum(OUTLIER * (2.0 * size - OUTLIER), 0.0)) * np.sign(differences)
+        robust = np.where(size <= OUTLIER, differences, linear)
+        return np.concatenate((self._weight * robust, (at - self._expected) / self._spreads))
+
+    def _began(self, stamps: Stamps) -> F64:
+        """When requests came into a step; when they arrived, where no measured stamp says the first."""
+        return np.where(self._is_scheduled, stamps.scheduled, stamps.arrival)
+
+
+def _seen(stamps: Stamps, n_seen: int) -> Stamps:
+    return Stamps(*(column[:n_seen] for column in msgspec.structs.astuple(stamps)))

@@ -1,0 +1,1 @@
+"""What recorded requests show about the fleet that served them: caches, hits and refusals."""

@@ -1,0 +1,194 @@
+"""The fleet of a recording, as the router's decisions read it, at each moment of the recorded past."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints, adapter_taint
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.kernel.fleet.columns import IntColumn
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.request import RouteRequest, RoutingSettings, View
+from kvrouter.recording.records import Constraints, LegRecord, Worker
+from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, SeenWorker
+from kvrouter.sim.past.recorded_fleet import Policy, own_taints, policy_of
+from kvrouter.sim.traces.recording import PastRequest
+
+
+class Moved(NamedTuple):
+    """What one change of a worker did to the slots; what is known of ``freed`` ones goes first."""
+
+    at_s: float
+    move: Move
+    worker: Worker
+    joined: tuple[Slot, ...]
+    freed: tuple[Slot, ...]
+
+
+class PastFleet:
+    """The fleet at the first request of a recording, and then at each later moment that is asked for.
+
+    With ``policy`` every worker publishes that transfer policy, whatever it did publish. Raises ConfigError,
+    with file and line, for a worker that no fleet can have.
+    """
+
+    def __init__(self, history: FleetHistory, *, policy: Policy | None = None) -> None:
+        self.fleet = Fleet(ModelName(history.model), history.block_size)
+        self.version = 0
+        """It counts the changes: what was decided of one version holds as long as it does."""
+        self._policy = policy
+        self._settings = RoutingSettings(mode=RouterMode.ROUND_ROBIN)
+        self._incarnations = 0
+        self._zeros: IntColumn = np.zeros(16, np.int64)
+        self._moves = deque(history.moves)
+        self.initial = tuple(
+            self._take(FleetMove(0.0, Move.JOINED, seen))
+            for _, seen in sorted(history.initial.items(), key=lambda item: _number(item[1]))
+        )
+        """The workers that were there from the beginning."""
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next change is, in seconds after the first request; None after the last one."""
+        return self._moves[0].at_s if self._moves else None
+
+    def step(self) -> Moved:
+        """Let the next change happen."""
+        return self._take(self._moves.popleft())
+
+    @property
+    def view(self) -> View:
+        """Return a reading of the fleet for a decision: nobody has load, and no cache is known."""
+        n_slots = self.fleet.n_slots
+        if len(self._zeros) < n_slots:
+            self._zeros = np.zeros(2 * n_slots, np.int64)
+        zeros = self._zeros[:n_slots]
+        return View(
+            fleet=self.fleet,
+            settings=self._settings,
+            overlap_blocks=None,
+            prefill_tokens=zeros,
+            active_blocks=zeros,
+            not_active=None,
+        )
+
+    def asks(self, request: PastRequest, *, whole: bool) -> RouteRequest:
+        """Return what routing needs to know of a recorded request now. Raises ConfigError, with file and
+        line, for a pin that is none.
+        """
+        record, fleet = request.record, self.fleet
+        asked = record.constraints or Constraints()
+        required = frozenset(map(Taint, asked.required_taints))
+        if record.adapter is not None:
+            required |= {adapter_taint(record.adapter)}
+        context_tokens = record.input_tokens + record.max_tokens
+        if context_tokens == fleet.context_length_tokens:  # what an answer without a limit of its own gets
+            context_tokens = record.input_tokens + 1
+        try:
+            pin, prefill_pin = _pin(asked.pin), _pin(asked.prefill_pin)
+        except ValueError as error:
+            raise ConfigError(
+                f"{request.path}:{request.line}: constraints: a pin that is none: {error}",
+                param=str(request.path),
+            ) from error
+        return RouteRequest(
+            request_id=RequestId(f"r{request.number}"),
+            isl_tokens=record.input_tokens,
+            total_blocks=-(-record.input_tokens // record.block_size),
+            constraints=RoutingConstraints(
+                required_taints=required,
+                preferred_taints={Taint(taint): weight for taint, weight in asked.preferred_taints.items()},
+                required_decode_taints=frozenset(map(Taint, asked.required_decode_taints)),
+            ),
+            pin=pin,
+            prefill_pin=prefill_pin,
+            whole=whole,
+            has_media=record.media,
+            context_tokens=0 if context_tokens <= fleet.shortest_context_tokens else context_tokens,
+        )
+
+    def _take(self, move: FleetMove) -> Moved:
+        self.version += 1
+        seen = move.seen
+        worker_id = _number(seen)
+        known = self.fleet.card(worker_id)
+        if move.move is Move.LEFT:
+            freed = () if known is None else tuple(self.fleet.leave(worker_id, known.incarnation))
+            return Moved(move.at_s, move.move, seen.worker, (), freed)
+        if known is None or move.move is Move.JOINED:
+            self._incarnations += 1
+            incarnation = Epoch(self._incarnations)
+        else:
+            incarnation = known.incarnation
+        try:
+            change = self.fleet.join(_card(seen.worker, worker_id, incarnation, self._policy))
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{seen.place}: worker {seen.worker.worker}: {error}", param="fleet") from error
+        self.fleet.set_alive(worker_id, seen.worker.alive)
+        return Moved(move.at_s, move.move, seen.worker, change.joined, change.freed)
+
+
+def leg_called(legs: Sequence[LegRecord], name: str) -> LegRecord | None:
+    """Return the leg with this name; None where there is none."""
+    return next((leg for leg in legs if leg.leg == name), None)
+
+
+def rank_of(leg: LegRecord) -> WorkerRank:
+    """Return where a leg went. Raises ValueError for a rank that is none."""
+    worker, _, dp_rank = leg.worker.partition("/")
+    return WorkerRank(WorkerId(int(worker)), DpRank(int(dp_rank or "0")))
+
+
+def _pin(text: str | None) -> Pin | None:
+    if text is None:
+        return None
+    worker, _, dp_rank = text.partition("/")
+    return Pin(WorkerId(int(worker)), DpRank(int(dp_rank)) if dp_rank else None)
+
+
+def _number(seen: SeenWorker) -> WorkerId:
+    try:
+        return WorkerId(int(seen.worker.worker))
+    except ValueError as error:
+        raise ConfigError(
+            f"{seen.place}: worker: must be a number, not {seen.worker.worker!r}", param="fleet"
+        ) from error
+
+
+def _card(worker: Worker, worker_id: WorkerId, incarnation: Epoch, policy: Policy | None) -> WorkerCard:
+    """Return a worker's card. Raises ValueError for a role or an enforcement that is none."""
+    held = policy_of(worker) if policy is None else policy
+    config = ModelRuntimeConfig(
+        topology_domains=worker.domains,
+        topology_levels=worker.levels,
+        kv_transfer_domain=None if held is None else held.domain,
+        kv_transfer_enforcement=None if held is None else Enforcement(held.enforcement),
+        kv_transfer_preferred_weight=None if held is None else held.preferred_weight,
+        taints=frozenset(map(Taint, own_taints(worker))),
+        total_kv_blocks=worker.kv_blocks,
+        max_num_seqs=worker.max_num_seqs,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+        kv_bytes_per_token=worker.kv_bytes_per_token,
+        prompt_tokens_min=worker.prompt_tokens_min,
+        prompt_tokens_max=worker.prompt_tokens_max,
+    )
+    return WorkerCard(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        model=ModelName(worker.model),
+        role=Role(worker.role),
+        block_size=worker.block_size,
+        context_length=worker.context_length,
+        address=f"recorded://{worker_id}",
+        dp_size=worker.dp_size,
+        dp_start=worker.dp_start,
+        draining=worker.draining,
+        engine=worker.engine,
+        engine_silent=worker.engine_silent,
+        decode_only=worker.decode_only,
+        runtime_config=config,
+    )

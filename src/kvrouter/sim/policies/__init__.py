@@ -1,0 +1,1 @@
+"""The published routing rules of other routers, to compare with in a replay."""

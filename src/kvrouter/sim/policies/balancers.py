@@ -1,0 +1,62 @@
+"""Rules that know nothing of caches: by turn, by chance, by the number of requests."""
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvrouter.core.hashing import mix64
+from kvrouter.core.ids import Slot
+from kvrouter.core.requests import Leg
+from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
+from kvrouter.kernel.routing.request import LegInput, PickInput
+from kvrouter.sim.policies.rule import PublishedRule, Scores
+
+
+class Random(PublishedRule):
+    """Any worker: all cost the same."""
+
+    source: ClassVar[str] = "every load balancer"
+
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
+        """Return nothing."""
+        return np.zeros(len(allowed))
+
+
+class RoundRobin(Random):
+    """Every worker in its turn."""
+
+    def __init__(self) -> None:
+        self._turns = dict.fromkeys(Leg, 0)
+
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:  # noqa: ARG002 - the port's signature
+        """Take the next one; each leg has turns of its own."""
+        turn = self._turns[given.leg]
+        self._turns[given.leg] += 1
+        return Slot(int(given.allowed[turn % len(given.allowed)]))
+
+
+class LeastLoaded(PublishedRule):
+    """The worker with the fewest requests placed there that have not ended."""
+
+    source: ClassVar[str] = "Dynamo's least-loaded, AIBrix's least-request"
+
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
+        """Count the requests."""
+        return self.gateway.in_flight[allowed]
+
+
+class PowerOfTwo(LeastLoaded):
+    """Of two workers by chance, the one with fewer requests."""
+
+    source: ClassVar[str] = "Mitzenmacher 2001; sglang-router's and vllm-router's power_of_two"
+
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+        """Draw two and take the better one; the first of equals."""
+        allowed, draw = given.allowed, given.draw
+        n = len(allowed)
+        one = draw % n
+        if n == 1:
+            return Slot(int(allowed[0]))
+        other = (one + 1 + mix64(draw) % (n - 1)) % n
+        first, second = allowed[one], allowed[other]
+        return Slot(int(first if cost[first] <= cost[second] else second))

@@ -1,0 +1,84 @@
+"""A published routing rule: a cost rule that also picks, and what it may read of a fleet."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.ids import RequestId, Slot
+from kvrouter.core.requests import Leg
+from kvrouter.core.timing import Timing
+from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
+from kvrouter.kernel.routing.request import Columns, LegInput, PickingRule, PickInput, RouteRequest, View
+
+Scores = npt.NDArray[Any]
+
+
+class Gateway(Protocol):
+    """What a gateway knows, by slot. ``in_flight``: requests placed there that have not ended; ``waiting``
+    and ``kv_use`` are of the rank's last load report: requests that wait, and the share of KV blocks in use.
+    ``timing`` says which of ``timings`` is the engine's.
+    """
+
+    in_flight: npt.NDArray[np.int64]
+    waiting: npt.NDArray[np.int64]
+    kv_use: npt.NDArray[np.float64]
+    timing: npt.NDArray[np.int64]
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """The timings of all engines that were here."""
+
+    def session_of(self, request_id: RequestId) -> str:
+        """Return the session of a request that has not ended, "" where it has none."""
+
+
+class PublishedRule(PickingRule):
+    """A rule that others published, in place of the router's own; preferred taints change nothing under it.
+
+    ``source``: where it is published. A replay sets ``gateway`` before the first decision.
+    """
+
+    source: ClassVar[str]
+    gateway: Gateway
+
+    @abstractmethod
+    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+        """Return what the leg costs at the ``allowed`` slots: at least one, in the order of ranks."""
+
+    def columns(self, given: LegInput) -> Columns:
+        """Return the scores; infinity at slots that may not take the leg."""
+        fleet = given.view.fleet
+        order = fleet.rank_order
+        allowed = order if given.among is None else order[given.among[order]]
+        cost: FloatColumn = np.full(fleet.n_slots, np.inf)
+        cost[allowed] = self.scores(given, allowed)
+        return Columns(cost, is_masked=True)
+
+    def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
+        """Return nothing: a replay has no other routers, whose requests would be spread by it."""
+        return 0.0
+
+    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+        """Return the slot of the lowest cost; one of equals is drawn."""
+        costs = cost[given.allowed]
+        best = np.flatnonzero(costs == costs.min())
+        return Slot(int(given.allowed[best[given.draw % len(best)]]))
+
+
+def cached_tokens(given: LegInput, allowed: SlotColumn) -> FloatColumn:
+    """Tokens of the prompt that each allowed slot holds, as the router's index has it."""
+    if given.overlap_blocks is None:
+        return np.zeros(len(allowed))
+    tokens: FloatColumn = np.multiply(
+        given.overlap_blocks[allowed], float(given.view.fleet.block_size), dtype=np.float64
+    )
+    return tokens
+
+
+def new_tokens(given: LegInput, allowed: SlotColumn) -> FloatColumn:
+    """Tokens of the prompt that each allowed slot would have to compute."""
+    cached = cached_tokens(given, allowed)
+    return np.maximum(float(given.request.isl_tokens) - cached, 0.0, dtype=np.float64)

@@ -1,0 +1,108 @@
+"""The columns in which variants are compared, in the terminal and on the page."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvrouter.kernel.topology.links import BYTES_PER_GB
+from kvrouter.sim.replay.summary import Interval, Summary, interval, over_seeds
+
+NOTHING = "–"
+"""Stands for a figure that there is none of."""
+
+
+class Better(StrEnum):
+    """Which of two figures is the better one."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+    NEITHER = "neither"
+
+
+class Column(NamedTuple):
+    """One figure of a replay; columns of a ``group`` stand next to each other."""
+
+    group: str
+    name: str
+    digits: int
+    better: Better
+    figure: Callable[[Summary], float | None]
+
+    def over(self, summaries: Sequence[Summary]) -> Interval | None:
+        """Return the figure's interval over seeds; None where a replay lacks it."""
+        return over_seeds(summaries, self.figure)
+
+    def shown(self, found: Interval | None) -> str:
+        """Return the figure as text, with its interval where several seeds were replayed."""
+        return shown(found, self.digits)
+
+
+def shown(found: Interval | None, digits: int) -> str:
+    """Return ``mean ± within`` with so many digits."""
+    if found is None:
+        return NOTHING
+    within = f" ± {found.within:,.{digits}f}" if round(found.within, digits) else ""
+    return f"{found.mean:,.{digits}f}{within}"
+
+
+class ReasonCount(NamedTuple):
+    """How many requests had a reason, over seeds: ``shown`` is that as text."""
+
+    name: str
+    found: Interval
+    shown: str
+
+
+def reasons_over(counts: Sequence[Mapping[str, int]]) -> list[ReasonCount]:
+    """Return how many requests had each reason, by name; ``counts`` has an entry for each seed."""
+    rows: list[ReasonCount] = []
+    for name in sorted({name for of_seed in counts for name in of_seed}):
+        found = interval([float(of_seed.get(name, 0)) for of_seed in counts])
+        rows.append(ReasonCount(name, found, shown(found, 0 if len(counts) == 1 else 1)))
+    return rows
+
+
+def crossing_gb(summary: Summary) -> float:
+    """Return how many gigabytes went from one domain to another."""
+    return sum(pair.bytes for pair in summary.carried if pair.src != pair.dst) / BYTES_PER_GB
+
+
+def _scaled(value: float | None, by: float) -> float | None:
+    return None if value is None else value * by
+
+
+TTFT_MEAN = Column("TTFT ms", "mean", 0, Better.LOWER, lambda row: row.ttft_ms.mean)
+TTFT_P99 = Column("TTFT ms", "p99", 0, Better.LOWER, lambda row: row.ttft_ms.p99)
+ITL_MEAN = Column("ITL ms", "mean", 1, Better.LOWER, lambda row: row.itl_ms.mean)
+E2E_P50 = Column("end to end s", "p50", 2, Better.LOWER, lambda row: _scaled(row.e2e_ms.p50, 1e-3))
+GOOD = Column("good", "%", 1, Better.HIGHER, lambda row: row.good_share * 100.0)
+CACHED = Column("cached", "%", 1, Better.HIGHER, lambda row: row.cached_share * 100.0)
+CEILING = Column("cached", "ceiling %", 1, Better.NEITHER, lambda row: _scaled(row.ceiling_share, 100.0))
+IMBALANCE = Column("imbalance", "", 2, Better.LOWER, lambda row: row.imbalance)
+CROSSING = Column("KV crossing", "GB", 1, Better.LOWER, crossing_gb)
+COST = Column("cost", "", 2, Better.LOWER, lambda row: row.cost)
+
+COLUMNS = (
+    TTFT_MEAN,
+    Column("TTFT ms", "p50", 0, Better.LOWER, lambda row: row.ttft_ms.p50),
+    TTFT_P99,
+    ITL_MEAN,
+    Column("ITL ms", "p99", 1, Better.LOWER, lambda row: row.itl_ms.p99),
+    E2E_P50,
+    GOOD,
+    Column("good", "per s", 2, Better.HIGHER, lambda row: row.good_per_s),
+    CACHED,
+    CEILING,
+    Column("failed", "", 0, Better.LOWER, lambda row: float(sum(row.errors.values()))),
+    IMBALANCE,
+    CROSSING,
+    COST,
+)
+"""What the comparison shows, from left to right."""
+
+
+def shown_columns(summaries: Iterable[Summary]) -> tuple[Column, ...]:
+    """Return the columns for these replays: that of the cost stands where one of them has a cost."""
+    if any(summary.cost is not None for summary in summaries):
+        return COLUMNS
+    return tuple(column for column in COLUMNS if column is not COST)

@@ -1,0 +1,80 @@
+"""The main figures at a glance: a panel for each, with a bar for every variant and its interval."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvrouter.sim.replay import comparison
+from kvrouter.sim.replay.comparison import Better, Column
+from kvrouter.sim.replay.summary import VariantReport
+from kvrouter.sim.report.series import style
+
+LENGTH = 1_000
+"""How long the longest bar is, in the units of its drawing."""
+
+_PANELS = (
+    ("Time to first token, mean", "ms", comparison.TTFT_MEAN),
+    ("Time to first token, p99", "ms", comparison.TTFT_P99),
+    ("Between tokens, mean", "ms", comparison.ITL_MEAN),
+    ("Good requests", "%", comparison.GOOD),
+    ("Cached prompt tokens", "%", comparison.CACHED),
+    ("Imbalance", "", comparison.IMBALANCE),
+    ("KV crossing domains", "GB", comparison.CROSSING),
+    ("Cost of KV transfers", "", comparison.COST),
+)
+
+
+class Bar(NamedTuple):
+    """A variant's figure as text, as a length, and where its interval begins and ends, if it has one."""
+
+    name: str
+    style: str
+    text: str
+    length: float
+    interval: tuple[float, float] | None
+
+
+class Panel(NamedTuple):
+    """The bars of one figure. A line stands at ``mark``."""
+
+    title: str
+    about: str
+    bars: list[Bar]
+    mark: float | None
+
+
+def panels(variants: Sequence[VariantReport]) -> list[Panel]:
+    """Return a panel for each figure that there is."""
+    found = [_panel(variants, title, unit, column) for title, unit, column in _PANELS]
+    return [panel for panel in found if panel is not None]
+
+
+def _panel(variants: Sequence[VariantReport], title: str, unit: str, column: Column) -> Panel | None:
+    """Bars of one figure; None where no variant has it, or where nothing crosses or costs anything."""
+    intervals = [column.over(variant.summaries) for variant in variants]
+    known = [interval for interval in intervals if interval is not None]
+    may_be_nothing = column in (comparison.CROSSING, comparison.COST)
+    if not known or (may_be_nothing and not any(interval.mean for interval in known)):
+        return None
+    longest = 100.0 if unit == "%" else max(interval.mean + interval.within for interval in known) or 1.0
+
+    def at(value: float) -> float:
+        return min(1.0, max(0.0, value / longest)) * LENGTH
+
+    about, mark = "lower is better" if column.better is Better.LOWER else "higher is better", None
+    if column is comparison.CACHED:
+        ceilings = {comparison.CEILING.shown(comparison.CEILING.over(v.summaries)) for v in variants}
+        ceiling = comparison.CEILING.over(variants[0].summaries)
+        if len(ceilings) == 1 and ceiling is not None:
+            about, mark = f"higher is better; the line is the ceiling, {ceiling.mean:.1f} %", at(ceiling.mean)
+    bars = [
+        Bar(
+            variant.name,
+            style(index),
+            f"{column.shown(found)} {unit}".rstrip(),
+            at(found.mean),
+            (at(found.mean - found.within), at(found.mean + found.within)) if found.within else None,
+        )
+        for index, (variant, found) in enumerate(zip(variants, intervals, strict=True))
+        if found is not None
+    ]
+    return Panel(title, about, bars, mark)

@@ -1,1 +1,0 @@
-"""Published rules."""

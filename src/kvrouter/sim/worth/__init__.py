@@ -1,0 +1,1 @@
+"""Comparing transfer policies by paired replays, and the advice that follows."""

@@ -1,0 +1,354 @@
+"""Engines of labelled pods in one process: they join, rest, move, come back as others, and leave."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvrouter.app.attach import attachment, pod_fleet
+from kvrouter.app.attach.pod_fleet import (
+    JOINED,
+    MISTAKEN,
+    REFUSED,
+    PodPolicy,
+    policy_of,
+    whole_selector,
+    worker_id_of,
+)
+from kvrouter.app.nats import NatsUnreachable
+from kvrouter.cli.worker.engine_pods import PodsDiscovery
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.workers import Enforcement, Role
+from kvrouter.fleetfile.fleet import KvTransferSpec
+from kvrouter.fleetfile.worker_options import EnginePods
+from kvrouter.worker import Worker
+from tests.support.engine_pods import ZONE
+from tests.support.engine_pods_served import down, here, pod_at
+from tests.support.engine_server import SGLANG_PAGES, scripted_engine
+from tests.support.waits import until
+
+IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
+
+
+@pytest.fixture(autouse=True)
+def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    for each in (attachment, pod_fleet):
+        monkeypatch.setattr(each, "TRIED_AGAIN_S", 0.01)
+
+
+async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, labels={ZONE: "a"}, annotations={"role": "prefill", "taints": "gpu"})
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        assert (card.model, card.role, card.block_size) == ("tiny", Role.PREFILL, 32)
+        assert card.runtime_config.topology_domains == {"zone": "a"}
+        assert card.runtime_config.taints == {"gpu"}
+        assert worker_id_of(given.uid) == worker_id_of("uid of vllm-0") != worker_id_of("another")
+        await until(lambda: made.reported(JOINED) != [])
+        assert made.reported(JOINED) == [f"kvrouter serves tiny here, as worker {card.worker_id} (prefill)"]
+        assert made.fleet.awaited() == []
+    assert made.gone == [card.incarnation]
+
+
+async def test_one_that_is_not_ready_rests_and_one_that_is_again_takes_requests() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(pod_at(engine, ready=False))
+        assert made.fleet.awaited() == ["the engine of pod vllm-0 is not ready"]
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        for change in ({"ready": False}, {"more": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}):
+            made.fleet.on_pod(pod_at(engine, **change))
+            await until(lambda: made.cards[card.worker_id].draining)
+            made.fleet.on_pod(given)
+            await until(lambda: not made.cards[card.worker_id].draining)
+        assert made.gone == []
+
+
+async def test_one_that_is_not_ready_any_more_before_it_answers_joins_at_rest() -> None:
+    late = await down()
+    async with here() as made:
+        given = pod_at(late)
+        made.fleet.on_pod(given)
+        await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 does not answer"])
+        made.fleet.on_pod(pod_at(late, ready=False))
+        await late.start()
+        try:
+            assert (await made.joined(given)).draining
+        finally:
+            await late.stop()
+
+
+async def test_what_happens_to_a_pod_while_its_worker_joins_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, goes_on = Worker.start, asyncio.Event()
+
+    async def slow(worker: Worker) -> None:
+        await start(worker)
+        await goes_on.wait()
+
+    monkeypatch.setattr(Worker, "start", slow)
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, labels={ZONE: "a"})
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}))
+        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}, ready=False))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await until(lambda: made.cards[card.worker_id].draining)
+        await until(lambda: made.cards[card.worker_id].runtime_config.topology_domains == {"zone": "b"})
+        assert made.gone == []
+
+
+async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
+    silent = await down()
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, "one")
+        made.fleet.on_pod(pod_at(silent, "silent"))
+        made.fleet.on_pod(given)
+        await made.joined(given)
+        assert made.fleet.awaited() == ["the engine of pod silent does not answer"]
+        made.fleet.on_gone("uid of silent")
+        await until(lambda: made.fleet.awaited() == [])
+
+
+async def test_a_pod_that_is_gone_withdraws_its_worker_once_its_answers_have_ended() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_gone(given.uid)
+        await until(lambda: made.gone == [card.incarnation])
+        await until(lambda: made.fleet.workers == {})
+        over = pod_at(engine)
+        made.fleet.on_pod(over)
+        again = await made.joined(over)
+        assert again.incarnation != card.incarnation
+
+
+@pytest.mark.parametrize("change", ["container", "address", "annotation"])
+async def test_another_start_address_or_description_is_another_incarnation(change: str) -> None:
+    async with scripted_engine() as engine, scripted_engine() as other, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        changed = {
+            "container": pod_at(engine, restarts=1),
+            "address": pod_at(other),
+            "annotation": pod_at(engine, annotations={"role": "decode"}),
+        }[change]
+        made.fleet.on_pod(changed)
+        await until(lambda: made.gone == [card.incarnation] and made.card(given) is not None)
+        now = await made.joined(given)
+        assert (now.worker_id, now.incarnation == card.incarnation) == (card.worker_id, False)
+        assert (now.role is Role.DECODE) is (change == "annotation")
+
+
+async def test_a_mistake_of_ours_while_a_worker_leaves_costs_no_pod_its_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop, mistakes = Worker.stop, [RuntimeError("a mistake of ours")]
+
+    async def stopped(worker: Worker) -> None:
+        await stop(worker)
+        if mistakes:
+            raise mistakes.pop()
+
+    monkeypatch.setattr(Worker, "stop", stopped)
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_pod(pod_at(engine, restarts=1))
+        await until(lambda: made.gone == [card.incarnation] and made.card(given) is not None)
+    assert caplog.text.count("internal_error") == 1
+
+
+async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, labels={ZONE: "a"}, annotations={"taints": "gpu"})
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}, annotations={"taints": "gpu"}))
+        await until(lambda: made.cards[card.worker_id].runtime_config.topology_domains == {"zone": "b"})
+        now = made.cards[card.worker_id]
+        assert now.incarnation == card.incarnation
+        assert now.runtime_config.taints == {"gpu"}
+        assert made.gone == []
+
+
+async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_engine() as engine, here() as made:
+        wrong = pod_at(engine, annotations={"role": "cook"})
+        made.fleet.on_pod(wrong)
+        made.fleet.on_pod(wrong)
+        (message,) = made.reported(MISTAKEN)
+        assert message.startswith("annotation kvrouter.dev/role: must be ")
+        assert caplog.text.count("engine_pod_refused") == 1
+        assert made.fleet.awaited() == [
+            "the engine of pod vllm-0 is described wrongly: an event on the pod says how"
+        ]
+        fixed = pod_at(engine)
+        made.fleet.on_pod(fixed)
+        card = await made.joined(fixed)
+        made.fleet.on_pod(wrong)
+        await until(lambda: made.gone == [card.incarnation])
+        assert len(made.reported(MISTAKEN)) == 2
+
+
+async def test_a_tokenizer_folder_without_one_keeps_no_engine_out(tmp_path: Path) -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, annotations={"tokenizer": str(tmp_path)})
+        made.fleet.on_pod(given)
+        assert (await made.joined(given)).tokenizer == str(tmp_path)
+        assert made.reported(REFUSED) == []
+
+
+async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_again() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, annotations={"block-size": "64"})
+        made.fleet.on_pod(given)
+        await until(lambda: engine.asked["/v1/models"] > 3)
+        (message,) = made.reported(REFUSED)
+        assert message.startswith(
+            f"pod vllm-0: {engine.url}: annotation kvrouter.dev/block-size: the engine's blocks have 32 "
+            "tokens, not 64"
+        )
+        assert made.fleet.awaited() == ["the engine of pod vllm-0 was refused: the log says why"]
+        engine.replace("/metrics", 'block_size="32"', 'block_size="64"')
+        assert (await made.joined(given)).block_size == 64
+
+
+async def test_planes_that_are_away_are_no_engines_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.ground.mistakes.append(NatsUnreachable("no NATS server lets us in"))
+        made.fleet.on_pod(given)
+        await until(lambda: engine.asked["/v1/models"] > 2)
+        awaited = ["the engine of pod vllm-0 cannot be announced: the log says why"]
+        await until(lambda: made.fleet.awaited() == awaited)
+        assert (made.events, caplog.text.count("plane_disturbed")) == ([], 1)
+        made.ground.mistakes.clear()
+        await made.joined(given)
+
+
+async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:
+    async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other, here() as made:
+        first = pod_at(one, annotations={"role": "prefill"})
+        made.fleet.on_pod(first)
+        await made.joined(first)
+        labels = {"kvrouter.dev/engine": "sglang"}
+        made.fleet.on_pod(pod_at(other, "sglang-0", labels=labels))
+        await until(lambda: made.reported(REFUSED) != [])
+        assert "label kvrouter.dev/engine: must be 'vllm', as that of pod vllm-0" in made.reported(REFUSED)[0]
+
+
+async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
+    async with scripted_engine() as engine, here(IN_ZONE) as made:
+        made.fleet.on_pod(pod_at(engine))
+        (message,) = made.reported(MISTAKEN)
+        assert message.startswith("label topology.kubernetes.io/zone: is required")
+        placed = pod_at(engine, labels={ZONE: "a"})
+        made.fleet.on_pod(placed)
+        config = (await made.joined(placed)).runtime_config
+        assert (config.kv_transfer_domain, config.kv_transfer_enforcement) == ("zone", Enforcement.REQUIRED)
+
+
+async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_it_is_free() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.ground.is_free.clear()
+        made.ground.losses[0].set()
+        await until(lambda: made.gone == [card.incarnation])
+        await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 is served by another process"])
+        made.fleet.on_pod(pod_at(engine, ready=False))
+        made.ground.is_free.set()
+        again = await made.joined(given)
+        assert (again.incarnation == card.incarnation, again.draining) == (False, True)
+
+
+async def test_one_whose_place_was_taken_lets_running_requests_finish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drain, limits = Worker.drain, list[float]()
+
+    async def recorded(worker: Worker, limit_s: float) -> bool:
+        limits.append(limit_s)
+        return await drain(worker, limit_s)
+
+    monkeypatch.setattr(Worker, "drain", recorded)
+    async with scripted_engine() as engine, here(drain_limit_s=7.0) as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.ground.losses[0].set()
+        await until(lambda: made.gone == [card.incarnation])
+    assert limits == [7.0]
+
+
+async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        await made.fleet.drain()
+        made.fleet.on_pod(given)
+        assert (made.gone, made.fleet.workers, made.fleet.awaited()) == ([card.incarnation], {}, [])
+
+
+async def test_the_store_counts_as_lost_for_those_who_come_later_too() -> None:
+    discovery = PodsDiscovery()
+    heard: list[tuple[bool, str]] = []
+    discovery.on_store(False, "away")
+    end = await discovery.watch(lambda _: None, lambda *_: None, lambda *reported: heard.append(reported))
+    discovery.on_store(True, "")
+    end()
+    discovery.on_store(False, "away")
+    assert heard == [(False, "away"), (True, "")]
+
+
+def test_the_policy_is_a_workers_contract_without_its_files() -> None:
+    assert policy_of({}) == (PodPolicy(), ())
+    policy, _ = policy_of(
+        {
+            "DYN_KV_TRANSFER_DOMAIN": "rack",
+            "DYN_KV_TRANSFER_ENFORCEMENT": "preferred",
+            "DYN_KV_TRANSFER_PREFERRED_WEIGHT": "0.5",
+            "DYN_TOPOLOGY_LEVELS": "zone,rack",
+            "KVROUTER_ENGINE_API_KEY": "secret",
+            "KVROUTER_ENGINE_API_KEY_A": "another",
+            "KVROUTER_PLANE_TOKEN": "none of the engines' business",
+        }
+    )
+    assert policy == PodPolicy(
+        transfer=KvTransferSpec(domain="rack", enforcement=Enforcement.PREFERRED, preferred_weight=0.5),
+        levels=("zone", "rack"),
+        keys={"KVROUTER_ENGINE_API_KEY": "secret", "KVROUTER_ENGINE_API_KEY_A": "another"},
+    )
+    with pytest.raises(ConfigError, match="DYN_KV_TRANSFER_ENFORCEMENT"):
+        policy_of({"DYN_KV_TRANSFER_DOMAIN": "zone", "DYN_KV_TRANSFER_ENFORCEMENT": "hard"})
+
+
+def test_the_label_is_asked_for_with_the_owners_selector() -> None:
+    assert whole_selector(EnginePods()) == "kvrouter.dev/engine"
+    assert whole_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
+
+
+async def test_the_end_of_all_waits_for_nobody() -> None:
+    silent = await down()
+    async with asyncio.timeout(30.0), here() as made:
+        made.fleet.on_pod(pod_at(silent))
+        await until(lambda: made.fleet.awaited() != [])
+    assert made.fleet.workers == {}
+    assert made.events == []

@@ -1,0 +1,391 @@
+"""A fleet file's engines that run already, in one process: they join, are awaited, or contradict the file."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvrouter.app.attach import attachment
+from kvrouter.cli.up.run import Embedded, embedded
+from kvrouter.core.errors import ConfigError, TopologyUnavailable
+from kvrouter.core.ids import Taint, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.settings.problems import parse_document
+from kvrouter.settings.tree import FrontendSettings, Settings
+from kvrouter.text.source import MOCK_FOLDER
+from kvrouter.worker import Worker
+from tests.support.engine_publisher import publisher, stored_event, vllm_batch
+from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
+from tests.support.logged import event_of
+from tests.support.processes import Metrics, eventually
+from tests.support.waits import until
+
+VLLM = "{{kind: vllm, url: '{url}', kv_events: false}}"
+SGLANG = "{{kind: sglang, url: '{url}', kv_events: false}}"
+MODEL = f"{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}"
+CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.01)
+
+
+@dataclass
+class Up:
+    """One ``kvrouter up`` in this process."""
+
+    system: Embedded
+    http: httpx.AsyncClient
+
+    @property
+    def workers(self) -> Mapping[WorkerId, Worker]:
+        assert self.system.attached is not None
+        return self.system.attached.workers
+
+    async def ready(self) -> tuple[int, str]:
+        answer = await self.http.get("/ready")
+        return answer.status_code, answer.text
+
+    async def engines_awaited(self) -> float:
+        return Metrics((await self.http.get("/metrics")).text).total("engines_awaited")
+
+    async def until_joined(self, worker_id: int) -> None:
+        await until(lambda: WorkerId(worker_id) in self.workers)
+
+    async def until_ready(self) -> None:
+        async def is_ready() -> bool:
+            return (await self.ready())[0] == 200
+
+        await eventually(is_ready)
+
+
+@asynccontextmanager
+async def up(
+    file: str, *, environ: Mapping[str, str] | None = None, frontend: FrontendSettings | None = None
+) -> AsyncIterator[Up]:
+    fleet = load_fleet(parse_document(f"version: 1\n{file}", "fleet.yaml")).fleet
+    settings = Settings(frontend=frontend or FrontendSettings(http_port=0))
+    async with embedded(settings, fleet, environ=environ or {}) as system:
+        host, port = system.address
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60.0) as http:
+            yield Up(system, http)
+
+
+def file_of(*engines: str, model: str = MODEL, more: str = "") -> str:
+    groups = "".join(f"  - {{name: w{at}, engine: {engine}{more}}}\n" for at, engine in enumerate(engines))
+    return f"models: [{model}]\nworkers:\n{groups}"
+
+
+async def refused(file: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        async with up(file):
+            pass
+    return caught.value.message
+
+
+def completion() -> Answer:
+    return Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+
+
+async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_engine() as engine:
+        engine.answers.append(completion())
+        async with up(file_of(VLLM.format(url=engine.url))) as here:
+            assert await here.ready() == (200, '{"status":"ready"}')
+            models = (await here.http.get("/v1/models")).json()["data"]
+            assert [(each["id"], each["max_model_len"]) for each in models] == [("tiny", 2048)]
+            (card,) = (worker.card for worker in here.workers.values())
+            assert (card.worker_id, card.block_size, card.takes_calls) == (1, 32, True)
+            lines = [line for line in caplog.records if event_of(line) == "engine_attached"]
+            (reported,) = (vars(line)["kvrouter_fields"] for line in lines)
+            assert (reported["worker"], reported["url"], reported["version"]) == (
+                "1",
+                engine.url,
+                "vllm 0.32.0",
+            )
+            answer = await here.http.post("/v1/completions", json=CALL)
+            assert answer.content == page("vllm-0.32.0-completion.json")
+            assert engine.calls[0].body == CALL
+
+
+async def test_its_kv_events_are_known_to_the_router() -> None:
+    async with scripted_engine() as engine, publisher() as events:
+        line = (
+            f"{{kind: vllm, url: '{engine.url}', kv_events_endpoint: '{events.at.events}', "
+            f"kv_events_replay_endpoint: '{events.at.replay}'}}"
+        )
+        async with up(file_of(line)) as here:
+            await events.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
+            (model,) = here.system.service.models()
+
+            async def are_known() -> bool:
+                workers = (await here.http.get("/v1/fleet")).json()["workers"]
+                return [rank["index_blocks"] for worker in workers for rank in worker["ranks"]] == [2]
+
+            await eventually(are_known)
+            assert model.fleet.takes_calls
+
+
+async def test_the_key_that_it_asks_for_is_given() -> None:
+    async with scripted_engine() as engine:
+        async with up(file_of(VLLM.format(url=engine.url)), environ={"KVROUTER_ENGINE_API_KEY": "secret"}):
+            pass
+        assert {each["Authorization"] for each in engine.question_headers} == {"Bearer secret"}
+
+
+async def test_each_engine_is_given_its_own_key_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("of b\n")
+    keys = {"KVROUTER_ENGINE_API_KEY": "of all", "KVROUTER_ENGINE_API_KEY_A": "of a\n"}
+    async with scripted_engine() as a, scripted_engine() as b, scripted_engine() as c:
+        own = {a.url: "api_key_env: KVROUTER_ENGINE_API_KEY_A", b.url: f"api_key_file: {tmp_path / 'b'}"}
+        lines = (
+            f"{{kind: vllm, url: '{each.url}', kv_events: false, {own.get(each.url, '')}}}"
+            for each in (a, b, c)
+        )
+        async with up(file_of(*lines), environ=keys):
+            pass
+        for engine, key in ((a, "of a"), (b, "of b"), (c, "of all")):
+            assert {each["Authorization"] for each in engine.question_headers} == {f"Bearer {key}"}
+
+
+async def test_an_engine_that_takes_another_key_is_named_with_where_that_is_read() -> None:
+    async with scripted_engine() as engine:
+        for path in engine.pages:
+            engine.set_page(path, '{"error":"Unauthorized"}', status=401)
+        line = f"{{kind: vllm, url: '{engine.url}', api_key_env: OURS}}"
+        with pytest.raises(ConfigError, match="takes another key than that of OURS") as refused:
+            async with up(file_of(line), environ={"OURS": "wrong"}):
+                pass
+        assert "wrong" not in refused.value.message
+
+
+@pytest.mark.parametrize("key", ["api_key_env: OURS", "api_key_file: /there/is/no/such/file"])
+async def test_a_key_that_is_not_there_ends_the_start_with_its_field(key: str) -> None:
+    line = f"{{kind: vllm, url: 'http://127.0.0.1:1', {key}}}"
+    with pytest.raises(ConfigError, match=rf"^workers\[0\].engine.{key.partition(':')[0]}: "):
+        async with up(file_of(line), environ={"OURS": " "}):
+            pass
+
+
+async def test_place_taints_and_policy_are_those_of_every_worker() -> None:
+    async with scripted_engine() as one, scripted_engine() as other:
+        file = f"""
+models: [{MODEL}]
+topology: {{levels: [zone]}}
+kv_transfer: {{domain: zone}}
+workers:
+  - {{name: p, role: prefill, domains: {{zone: a}}, taints: [gpu], engine: {VLLM.format(url=one.url)}}}
+  - {{name: d, role: decode, domains: {{zone: a}}, engine: {VLLM.format(url=other.url)}}}
+"""
+        async with up(file) as here:
+            config = here.workers[WorkerId(1)].card.runtime_config
+            assert config.topology_domains == {"zone": "a"}
+            assert config.taints == frozenset({Taint("gpu")})
+            assert config.kv_transfer_domain == "zone"
+            assert (await here.ready())[0] == 200
+
+
+async def test_a_pair_keeps_its_kv_in_its_zone() -> None:
+    async with scripted_engine() as prefill, scripted_engine() as near, scripted_engine() as far:
+        file = f"""
+models: [{MODEL}]
+topology: {{levels: [zone]}}
+kv_transfer: {{domain: zone}}
+workers:
+  - {{name: p, role: prefill, domains: {{zone: a}}, engine: {VLLM.format(url=prefill.url)}}}
+  - {{name: far, role: decode, domains: {{zone: b}}, engine: {VLLM.format(url=far.url)}}}
+  - {{name: near, role: decode, domains: {{zone: a}}, engine: {VLLM.format(url=near.url)}}}
+"""
+        waits = {
+            **json.loads(page("vllm-0.32.0-completion.json")),
+            "kv_transfer_params": {"remote_host": "h"},
+        }
+        prefill.answers.append(Answer((json.dumps(waits).encode(),), content_type=JSON))
+        near.answers.append(completion())
+        async with up(file) as here:
+            answer = await here.http.post("/v1/completions", json=CALL)
+            assert answer.content == page("vllm-0.32.0-completion.json")
+        assert prefill.calls[0].body["max_tokens"] == 1
+        assert near.calls[0].body == {**CALL, "kv_transfer_params": {"remote_host": "h"}}
+        assert far.calls == []
+
+
+async def test_urls_are_a_worker_each_with_mock_engines_of_another_model() -> None:
+    async with scripted_engine() as one, scripted_engine() as other:
+        urls = f"{{kind: vllm, urls: ['{one.url}', '{other.url}'], kv_events: false}}"
+        file = (
+            f"models: [{{name: mock}}, {MODEL}]\nworkers:\n"
+            f"  - {{name: m, model: mock, replicas: 2}}\n  - {{name: v, model: tiny, engine: {urls}}}\n"
+        )
+        async with up(file) as here:
+            assert sorted(here.workers) == [3, 4]
+            assert sorted(here.system.fleet.workers) == [1, 2]
+            answer = await here.http.post("/v1/completions", json={**CALL, "model": "mock"})
+            assert answer.status_code == 200
+
+
+CONTRADICTIONS: Mapping[str, tuple[str, str, str]] = {
+    "model": ("{name: big, tokenizer: mock}", "", "models[0].name: the engine serves tiny, not 'big'"),
+    "block_size": (
+        "{name: tiny, tokenizer: mock, block_size: 64}",
+        "",
+        "models[0].block_size: the engine's blocks have 32 tokens, not 64",
+    ),
+    "context_length": (
+        "{name: tiny, tokenizer: mock, context_length: 4096}",
+        "",
+        "models[0].context_length: the engine's context holds 2048 tokens, not 4096",
+    ),
+    "dp_size": (MODEL, ", dp_size: 2", "workers[0].dp_size: the engine has 1 data-parallel ranks, not 2"),
+}
+
+
+@pytest.mark.parametrize("field", sorted(CONTRADICTIONS))
+async def test_a_contradiction_ends_the_start_and_names_engine_field_and_fix(field: str) -> None:
+    model, more, says = CONTRADICTIONS[field]
+    async with scripted_engine() as engine:
+        message = await refused(file_of(VLLM.format(url=engine.url), model=model, more=more))
+        assert message.startswith(f"workers[0].engine.url: {engine.url}: {says}")
+
+
+async def test_every_engine_that_contradicts_has_its_line() -> None:
+    async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other:
+        urls = f"{{kind: vllm, urls: ['{one.url}', '{other.url}'], kv_events: false}}"
+        message = await refused(file_of(urls, model="{name: big, tokenizer: mock}"))
+    lines = sorted(message.splitlines())
+    assert [line.split(": ")[0] for line in lines] == [f"workers[0].engine.urls[{at}]" for at in (0, 1)]
+    assert "is it vLLM's server?" in lines[1]
+
+
+async def test_engines_of_one_model_have_blocks_of_one_size() -> None:
+    async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other:
+        message = await refused(file_of(VLLM.format(url=one.url), SGLANG.format(url=other.url)))
+        assert "models[0].block_size: the engine's blocks have" in message
+        assert "engines of one model have blocks of one size" in message
+        sized = "{name: tiny, tokenizer: mock, block_size: 16}"
+        message = await refused(file_of(VLLM.format(url=one.url), SGLANG.format(url=other.url), model=sized))
+        assert message.startswith(f"workers[0].engine.url: {one.url}: models[0].block_size: ")
+
+
+async def test_a_mock_engine_with_it_says_the_block_size() -> None:
+    async with scripted_engine() as engine:
+        line = VLLM.format(url=engine.url)
+        assert "have 32 tokens, not 64" in await refused(file_of(line, "{}"))
+        sized = "{name: tiny, block_size: 32, context_length: 1024}"
+        async with up(file_of(line, "{}", model=sized)) as here:
+            (model,) = here.system.service.models()
+            assert {card.context_length for card in model.fleet} == {1024}
+
+
+async def test_a_tokenizer_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    async with scripted_engine() as engine:
+        model = f"{{name: tiny, tokenizer: '{tmp_path}/absent'}}"
+        message = await refused(file_of(VLLM.format(url=engine.url), model=model))
+        assert message == (
+            f"models[0].tokenizer: {tmp_path}/absent is no folder here, nor the name of a repository"
+        )
+
+
+async def down() -> ScriptedEngine:
+    """An engine that is not up, and where it will be."""
+    engine = ScriptedEngine()
+    await engine.start()
+    await engine.stop()
+    return engine
+
+
+async def test_one_that_is_not_up_yet_is_awaited_and_holds_nobody_up() -> None:
+    late = await down()
+    file = (
+        f"models: [{{name: mock}}, {MODEL}]\nworkers:\n"
+        f"  - {{name: m, model: mock}}\n  - {{name: v, model: tiny, engine: {VLLM.format(url=late.url)}}}\n"
+    )
+    async with up(file) as here:
+        status, text = await here.ready()
+        assert status == 200
+        assert "the engine of workers[1].engine.url (group 'v') does not answer" in text
+        assert await here.engines_awaited() == 1
+        assert (await here.http.post("/v1/completions", json={**CALL, "model": "mock"})).status_code == 200
+        await late.start()
+        try:
+            await here.until_joined(2)
+            assert await here.ready() == (200, '{"status":"ready"}')
+            assert await here.engines_awaited() == 0
+        finally:
+            await late.stop()
+
+
+async def test_alone_it_makes_nothing_ready_before_it_is_there() -> None:
+    late = await down()
+    async with up(file_of(VLLM.format(url=late.url))) as here:
+        status, text = await here.ready()
+        assert (status, late.url in text) == (503, False)
+        assert "awaited: the engine of workers[0].engine.url (group 'w0') does not answer" in text
+        await late.start()
+        try:
+            await here.until_ready()
+        finally:
+            await late.stop()
+
+
+async def test_one_that_is_late_and_contradicts_the_file_is_reported_and_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = await down()
+    late.replace("/v1/models", '"tiny"', '"other"')
+    async with up(file_of(VLLM.format(url=late.url))) as here:
+        await late.start()
+        try:
+            await until(lambda: "worker_refused" in caplog.text)
+            await until(lambda: late.asked["/v1/models"] > 3)
+            assert caplog.text.count("worker_refused") == 1
+            status, text = await here.ready()
+            assert (status, "was refused: the log says why" in text) == (503, True)
+            late.replace("/v1/models", '"other"', '"tiny"')
+            await here.until_ready()
+        finally:
+            await late.stop()
+
+
+async def test_one_that_comes_back_as_another_one_gets_another_worker() -> None:
+    async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
+        (before,) = (worker.card for worker in here.workers.values())
+        await engine.stop()
+        await until(lambda: here.workers[WorkerId(1)].card.engine_silent)
+        engine.replace("/metrics", 'block_size="32"', 'block_size="16"')
+        engine.replace("/v1/models", "2048", "4096")
+        await engine.start()
+
+        def card() -> WorkerCard | None:
+            worker = here.workers.get(WorkerId(1))
+            return None if worker is None else worker.card
+
+        await until(lambda: (now := card()) is not None and now.block_size == 16)
+        now = card()
+        assert now is not None
+        assert (now.context_length, now.incarnation == before.incarnation) == (4096, False)
+        await here.until_ready()
+
+
+async def test_a_place_that_stays_unknown_ends_the_start(tmp_path: Path) -> None:
+    contract = (
+        f", topology_env: {{DYN_TOPOLOGY_ENABLED: 'true', DYN_TOPOLOGY_MOUNT_PATH: '{tmp_path}', "
+        "DYN_KV_TRANSFER_DOMAIN: zone, DYN_TOPOLOGY_TIMEOUT_S: '0.1', DYN_TOPOLOGY_POLL_S: '0.05'}"
+    )
+    async with scripted_engine() as engine:
+        with pytest.raises(TopologyUnavailable):
+            async with up(file_of(VLLM.format(url=engine.url), more=contract)):
+                pass
+        (tmp_path / "zone").write_text("a")
+        async with up(file_of(VLLM.format(url=engine.url), more=contract)) as here:
+            (worker,) = here.workers.values()
+            assert worker.card.runtime_config.topology_domains == {"zone": "a"}

@@ -1,0 +1,21 @@
+"""What the processes of one command write, copied to its own standard error."""
+
+import asyncio
+
+import pytest
+
+from kvrouter.app.supervisor import copy_lines
+
+LIMIT_BYTES = 64
+
+
+async def test_a_line_too_long_is_let_go_and_the_next_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = asyncio.StreamReader(limit=LIMIT_BYTES)
+    lines.feed_data(b"first\n" + b"x" * 3 * LIMIT_BYTES + b"\nlast\n")
+    lines.feed_eof()
+    await copy_lines("worker a/0", lines)
+    assert capsys.readouterr().err.splitlines() == [
+        "worker a/0 | first",
+        "worker a/0 | … a line too long to show",
+        "worker a/0 | last",
+    ]

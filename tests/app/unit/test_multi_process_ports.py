@@ -1,0 +1,30 @@
+"""The ports of the frontends of ``kvrouter up --replicas`` are looked at before anything starts."""
+
+import socket
+
+import pytest
+
+from kvrouter.app.lifetime import CannotListen
+from kvrouter.cli.up.multi_process import free_ports
+from kvrouter.core.errors import ConfigError
+from tests.support.processes import free_ports as some_free_ports
+
+
+async def test_free_ports_are_those_from_the_first_on() -> None:
+    first = some_free_ports(3)
+    assert await free_ports("127.0.0.1", first, 3) == [first, first + 1, first + 2]
+
+
+async def test_a_taken_port_is_named() -> None:
+    first = some_free_ports(2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 1))
+        taken.listen()
+        with pytest.raises(CannotListen, match=str(first + 1)):
+            await free_ports("127.0.0.1", first, 2)
+
+
+@pytest.mark.parametrize(("first", "n"), [(0, 1), (0, 2), (65535, 2)])
+async def test_ports_that_cannot_be_are_refused(first: int, n: int) -> None:
+    with pytest.raises(ConfigError, match="http-port"):
+        await free_ports("127.0.0.1", first, n)

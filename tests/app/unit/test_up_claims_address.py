@@ -1,0 +1,68 @@
+"""The front door's address: claimed before the workers start, and one clear line when it cannot be had."""
+
+import asyncio
+import socket
+
+import pytest
+
+from kvrouter.app.lifetime import CannotListen, claimed
+from kvrouter.app.mock_fleet import MockFleet
+from kvrouter.cli.up.run import embedded
+from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.settings.tree import FrontendSettings, Settings
+
+FLEET = load_fleet(default_fleet_document()).fleet
+
+
+def settings(port: int, host: str = "127.0.0.1") -> Settings:
+    return Settings(frontend=FrontendSettings(http_host=host, http_port=port))
+
+
+async def test_a_taken_port_is_reported_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(_: MockFleet) -> MockFleet:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(MockFleet, "__aenter__", start)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen) as caught:
+            async with embedded(settings(port), FLEET):
+                pass
+    assert caught.value.message == f"port {port} on 127.0.0.1 is taken: choose another with --http-port"
+
+
+async def test_a_port_that_is_taken_while_workers_start_is_reported_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = MockFleet.__aenter__
+    async with claimed("127.0.0.1", 0) as (other,):
+        port = other.getsockname()[1]
+
+        async def start_slowly(fleet: MockFleet) -> MockFleet:
+            other.listen()
+            return await start(fleet)
+
+        monkeypatch.setattr(MockFleet, "__aenter__", start_slowly)
+        with pytest.raises(CannotListen, match=f"^port {port} on 127.0.0.1 is taken"):
+            async with embedded(settings(port), FLEET):
+                pass
+    monkeypatch.undo()
+    async with embedded(settings(port), FLEET) as system:
+        assert system.address == ("127.0.0.1", port)
+
+
+async def test_nobody_is_let_in_before_the_door_serves() -> None:
+    async with claimed("127.0.0.1", 0) as (sock,):
+        host, port = sock.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, port)
+    assert sock.fileno() == -1
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+async def test_an_address_that_is_not_ours_names_the_host(host: str) -> None:
+    with pytest.raises(CannotListen, match=f"^cannot listen on {host}: .*: choose another .* --http-host$"):
+        async with claimed(host, 0):
+            pass

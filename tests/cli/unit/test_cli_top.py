@@ -1,0 +1,105 @@
+"""``kvrouter top``: what a router knows, in a terminal."""
+
+import asyncio
+import io
+import json
+
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+from rich.console import Console
+
+from kvrouter.api.client import AskFailed, RouterClient
+from kvrouter.cli.commands import kvrouter
+from kvrouter.cli.top.run import Frame, drawn, frames, read_frame
+from tests.support.mock_fleets import pairs
+from tests.support.served import MODEL, Served, served, user, words
+
+
+def text_of(shown: object) -> str:
+    page = io.StringIO()
+    Console(file=page, width=200, no_color=True).print(shown)
+    return page.getvalue()
+
+
+async def frame_of(here: Served) -> Frame:
+    return await asyncio.to_thread(read_frame, RouterClient(here.url))
+
+
+async def test_what_is_shown() -> None:
+    async with served(pairs(enforcement="preferred")) as here:
+        body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
+        answer = await here.http.post("/v1/chat/completions", json=body)
+        shown = text_of(drawn(await frame_of(here), here.url))
+        assert "6 of 6 workers take requests, 0 run, 0 wait" in shown
+        lines = shown.splitlines()
+        workers = [line.split() for line in lines if " zone=" in line and "→" not in line]
+        assert sorted(line[0] for line in workers) == list("123456")
+        assert {tuple(line[1:4]) for line in workers if line[0] in "14"} == {
+            ("prefill", "zone=a", "ok"),
+            ("prefill", "zone=b", "ok"),
+        }
+        assert all("live" in line and line[-1] == "mock" for line in workers)
+        (decided,) = [line for line in lines if answer.headers["x-request-id"][:24] in line]
+        for leg in ("prefill", "decode"):
+            assert f" {answer.headers[f'x-kvrouter-{leg}-worker']}/0 " in decided
+        (flow,) = [line for line in lines if "→" in line and "zone" in line]
+        assert "B/s" in flow
+        await here.kill(3)
+        await here.until_quiet()
+        assert "5 of 5 workers" in text_of(drawn(await frame_of(here), here.url))
+
+
+async def test_a_router_that_is_lost_is_said_and_found_again() -> None:
+    async with served(pairs()) as here:
+        client, lost = RouterClient(here.url), RouterClient("http://127.0.0.1:1")
+        asked = iter([client, lost, lost, client])
+
+        class Sometimes(RouterClient):
+            def read(self, path: str) -> bytes:
+                if path == "/v1/fleet":
+                    self._port = next(asked)._port
+                return super().read(path)
+
+        shown = frames(Sometimes(here.url), here.url, "before")
+        seen = [text_of(await asyncio.to_thread(next, shown)) for _ in range(4)]
+        assert ["not reachable since" in each for each in seen] == [False, True, True, False]
+        assert all("6 of 6 workers" in each for each in seen), "what was seen last stays"
+
+
+async def test_once_prints_a_page_of_plain_text() -> None:
+    async with served(pairs()) as here:
+        runner = CliRunner()
+        done = await asyncio.to_thread(runner.invoke, kvrouter, ["top", "--once", "--url", here.url])
+        assert done.exit_code == 0
+        assert "6 of 6 workers take requests" in done.output
+        assert "\x1b" not in done.output
+        by_variable = await asyncio.to_thread(
+            runner.invoke, kvrouter, ["top", "--once"], env={"KVROUTER_URL": here.url}
+        )
+        assert by_variable.output == done.output
+
+
+async def test_once_as_json_is_the_routers_own_answers() -> None:
+    async with served(pairs()) as here:
+        runner = CliRunner()
+        arguments = ["top", "--once", "--url", here.url, "--output", "json"]
+        answers = json.loads((await asyncio.to_thread(runner.invoke, kvrouter, arguments)).output)
+        assert list(answers) == ["fleet", "decisions", "flows"]
+        assert len(answers["fleet"]["workers"]) == 6
+        assert answers["fleet"].keys() > {"draining", "running_requests", "models"}
+    assert "--output: only with --once" in runner.invoke(kvrouter, ["top", "-o", "json"]).output
+
+
+async def test_what_workers_say_is_text_and_no_markup() -> None:
+    async with served(pairs()) as here:
+        frame = await frame_of(here)
+        odd = replace(frame.fleet.workers[0], engine="[/b] [red]x", domains={"zone": "a[/b]"})
+        shown = text_of(drawn(replace(frame, fleet=replace(frame.fleet, workers=[odd])), here.url))
+        assert "[/b] [red]x" in shown
+        assert "zone=a[/b]" in shown
+
+
+def test_nobody_there_is_an_error() -> None:
+    with pytest.raises(AskFailed, match="no answer"):
+        read_frame(RouterClient("http://127.0.0.1:1"))

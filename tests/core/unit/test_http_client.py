@@ -1,0 +1,171 @@
+"""What the one HTTP client does not do, and what is said of connections that fail."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import trustme
+from aiohttp import web
+
+from kvrouter.api.client import AskFailed, RouterClient
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.http_client import HttpClient, connection_failure
+from kvrouter.transports.requests.port import WorkerUnreachable
+from tests.support.engine_server import ScriptedEngine
+
+LIBRARY_NAMES = ("Error", "aiohttp", "Errno", "_ssl.c", "[", "127.0.0.1")
+
+
+@asynccontextmanager
+async def serving(app: web.Application, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
+    await site.start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+async def failure_of(url: str, limits: aiohttp.ClientTimeout | None = None) -> str:
+    async with HttpClient() as client:
+        with pytest.raises((aiohttp.ClientError, OSError)) as failed:
+            async with await client.request("GET", url, limits=limits) as answer:
+                await answer.read()
+    text = connection_failure(failed.value)
+    assert not any(name in text for name in LIBRARY_NAMES), text
+    return text
+
+
+@asynccontextmanager
+async def talking(says: bytes) -> AsyncIterator[int]:
+    """A program that is no HTTP server."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(says)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+def nobodys_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+async def test_no_redirect_is_followed_no_cookie_kept_no_proxy_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    async def moved(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("cookie"))
+        return web.Response(status=307, headers={"location": "/there", "set-cookie": "a=b; Path=/"})
+
+    async def there(_: web.Request) -> web.StreamResponse:
+        raise AssertionError("a redirect was followed")
+
+    app = web.Application()
+    app.router.add_route("*", "/", moved)
+    app.router.add_route("*", "/there", there)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{nobodys_port()}")
+    async with serving(app) as port, HttpClient() as client:
+        for method in ("GET", "POST", "DELETE"):
+            async with await client.request(method, f"http://127.0.0.1:{port}/") as answer:
+                assert answer.status == 307
+    assert seen == [None, None, None]
+
+
+async def test_an_engine_that_redirects_is_named_as_such() -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    engine.set_page("/version", "", status=308)
+    server = EngineServer(engine.url)
+    await server.open()
+    try:
+        with pytest.raises(WorkerUnreachable, match=r"answered 308: it redirects, .* give the URL"):
+            await server.look("/version")
+    finally:
+        await server.close()
+        await engine.stop()
+
+
+async def test_nothing_that_listens() -> None:
+    assert "nothing listens" in await failure_of(f"http://127.0.0.1:{nobodys_port()}/")
+
+
+async def test_a_name_that_is_unknown() -> None:
+    assert "not known here (DNS)" in await failure_of("http://there-is-no-such-host.invalid/")
+
+
+async def test_a_server_that_hangs_up_at_once() -> None:
+    async with talking(b"") as port:
+        assert "closed the connection before it answered" in await failure_of(f"http://127.0.0.1:{port}/")
+
+
+async def test_an_answer_that_breaks_off() -> None:
+    async with talking(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc") as port:
+        assert "broke off" in await failure_of(f"http://127.0.0.1:{port}/")
+
+
+async def test_an_answer_that_is_no_http() -> None:
+    async with talking(b"SSH-2.0-OpenSSH_9.6\r\n") as port:
+        assert "is not HTTP: is the port right" in await failure_of(f"http://127.0.0.1:{port}/")
+
+
+async def test_https_where_http_is_spoken() -> None:
+    async with talking(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        assert "is the URL http:// and not https://?" in await failure_of(f"https://127.0.0.1:{port}/")
+
+
+async def test_an_answer_that_does_not_come() -> None:
+    async def wait(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    app = web.Application()
+    app.router.add_get("/", wait)
+    async with serving(app) as port:
+        limits = aiohttp.ClientTimeout(total=0.05)
+        assert await failure_of(f"http://127.0.0.1:{port}/", limits) == "it did not answer in time"
+
+
+async def test_a_certificate_that_is_not_trusted_and_http_to_a_port_of_https() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    async with serving(web.Application(), context) as port:
+        said = await failure_of(f"https://127.0.0.1:{port}/")
+        assert "certificate is not trusted here" in said
+        assert "set SSL_CERT_FILE" in said
+        plain = await failure_of(f"http://127.0.0.1:{port}/")
+        assert "closed the connection before it answered" in plain or "is not HTTP" in plain
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "https://127.0.0.1:{}"])
+def test_the_commands_that_ask_a_router_say_the_same(url: str) -> None:
+    with pytest.raises(AskFailed, match="no answer: nothing listens at its host and port"):
+        RouterClient(url.format(nobodys_port())).read("/v1/fleet")
+
+
+def test_only_one_place_makes_sessions() -> None:
+    """The linter holds it too; here it is seen that the linter is asked to."""
+    source = Path(__file__).parents[3] / "src" / "kvrouter"
+    makers = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if "aiohttp.ClientSession(" in path.read_text()
+    }
+    assert makers == {"http_client.py"}
+    rules = (source.parents[1] / "pyproject.toml").read_text()
+    assert '"aiohttp.ClientSession".msg' in rules

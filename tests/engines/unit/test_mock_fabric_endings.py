@@ -1,0 +1,137 @@
+"""Every way in which a handoff ends early: cancelled, expired, an engine that dies."""
+
+import pytest
+
+from kvrouter.core.requests import FinishReason
+from kvrouter.core.workers import Role
+from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
+from tests.support.mock_engine import TIMING
+from tests.support.mock_fabric import D2, PREFILL_S, D, Fleet, P, aggregated_tokens
+
+# Moments of a request's life at which its client may leave: before, during and after each stage.
+MOMENTS = [0.0, 0.05, 0.2, 0.6, 1.111, 1.115, 1.3]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("order", [(0,), (1,), (0, 1), (1, 0)])
+def test_cancelled_at_any_stage_nothing_is_left(moment: float, order: tuple[int, ...]) -> None:
+    fleet = Fleet()
+    legs = (fleet.prefill(room=3), fleet.decode(room=3))
+    fleet.until(moment)
+    for which in order:
+        fleet.cancel(legs[which])
+    if len(order) == 2:
+        fleet.assert_idle()
+    fleet.until(200.0)
+    fleet.assert_idle()
+    for party in legs:
+        assert fleet.last(party).finish is not None
+
+
+@pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
+def test_a_cancelled_prefill_leg_fails_its_decode_leg_or_has_it_recompute(
+    policy: KvLoadFailurePolicy,
+) -> None:
+    fleet = Fleet(policy=policy)
+    prefill, decode = fleet.prefill(room=3), fleet.decode(room=3)
+    fleet.until(0.05)
+    fleet.cancel(prefill)
+    fleet.until(9.0)
+    if policy is KvLoadFailurePolicy.FAIL:
+        assert fleet.last(decode).finish is FinishReason.ERROR
+        assert "client left" in (fleet.last(decode).error or "")
+    else:
+        assert fleet.tokens(decode) == aggregated_tokens()
+    fleet.assert_idle()
+
+
+def test_kv_that_its_decode_leg_no_longer_wants_does_not_wait() -> None:
+    fleet = Fleet()
+    prefill, decode = fleet.prefill(room=3), fleet.decode(room=3)
+    fleet.until(0.05)
+    fleet.cancel(decode)
+    fleet.until(PREFILL_S + 0.001)
+    assert fleet.last(prefill).finish is FinishReason.LENGTH
+    fleet.assert_idle()
+
+
+def test_kv_that_nobody_pulls_expires() -> None:
+    fleet = Fleet(expiry_s=20.0)
+    prefill = fleet.prefill()
+    fleet.until(20.0)
+    assert not fleet.fabric.idle
+    fleet.until(20.2)
+    fleet.assert_idle()
+    late = fleet.decode(params=fleet.params(prefill))
+    fleet.until(30.0)
+    assert fleet.last(late).finish is FinishReason.ERROR
+
+
+def test_a_decode_leg_whose_prefill_leg_never_comes_fails_in_the_end() -> None:
+    fleet = Fleet(expiry_s=20.0)
+    decode = fleet.decode(room=5)
+    fleet.until(19.9)
+    assert decode not in fleet.answers
+    fleet.until(20.1)
+    assert fleet.last(decode).finish is FinishReason.ERROR
+    fleet.assert_idle()
+
+
+def test_a_finished_prefill_leg_that_is_cancelled_gives_up_its_kv_unless_someone_came() -> None:
+    fleet = Fleet()
+    prefill = fleet.prefill()
+    fleet.until(1.0)
+    fleet.cancel(prefill)
+    fleet.assert_idle()
+
+    prefill = fleet.prefill("y")
+    fleet.until(2.0)
+    decode = fleet.decode("y", params=fleet.params(prefill))
+    fleet.cancel(prefill)
+    fleet.until(30.0)
+    assert len(fleet.tokens(decode)) == 5
+    fleet.assert_idle()
+
+
+@pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
+@pytest.mark.parametrize("moment", [0.05, 0.5])
+def test_a_prefill_engine_dies_before_its_kv_arrived(policy: KvLoadFailurePolicy, moment: float) -> None:
+    fleet = Fleet(policy=policy)
+    fleet.prefill(room=3)
+    decode = fleet.decode(room=3)
+    fleet.until(moment)
+    fleet.fabric.remove(fleet.now, P)
+    fleet.until(30.0)
+    if policy is KvLoadFailurePolicy.FAIL:
+        assert fleet.last(decode).finish is FinishReason.ERROR
+        assert "is gone" in (fleet.last(decode).error or "")
+    else:
+        assert fleet.tokens(decode) == aggregated_tokens()
+    fleet.assert_idle()
+
+
+def test_a_decode_engine_dies_and_another_comes_for_the_kv() -> None:
+    fleet = Fleet()
+    prefill = fleet.prefill()
+    fleet.until(1.0)
+    fleet.decode(params=fleet.params(prefill))
+    fleet.until(1.5)
+    fleet.fabric.remove(fleet.now, D)
+    again = fleet.decode(at=D2, params=fleet.params(prefill))
+    fleet.until(30.0)
+    assert fleet.tokens(again) == aggregated_tokens()
+    fleet.assert_idle()
+
+
+def test_a_restarted_prefill_engine_does_not_answer_for_its_earlier_life() -> None:
+    fleet = Fleet()
+    prefill = fleet.prefill()
+    fleet.until(1.0)
+    params = fleet.params(prefill)
+    fleet.fabric.remove(fleet.now, P)
+    fleet.fabric.add(
+        MockConfig(role=Role.PREFILL, block_size=4, timing=TIMING), worker_id=P, domains={"zone": "a"}
+    )
+    decode = fleet.decode(params=params)
+    fleet.until(9.0)
+    assert fleet.last(decode).finish is FinishReason.ERROR

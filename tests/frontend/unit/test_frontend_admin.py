@@ -1,0 +1,114 @@
+"""Who may ask the admin routes, and the busy thresholds that they set, over a real socket."""
+
+import pytest
+from pydantic import SecretStr
+
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.tree import AdminAccess, FrontendSettings
+from tests.support.fleets import MODEL, card
+from tests.support.front import error_of, open_house, says
+
+GUARDED = [
+    ("GET", "/busy_threshold"),
+    ("POST", "/busy_threshold"),
+    ("POST", "/v1/route/explain"),
+    ("GET", "/v1/decisions/r1"),
+    ("GET", "/v1/decisions"),
+    ("GET", "/v1/fleet"),
+    ("GET", "/v1/cordons"),
+    ("POST", "/v1/cordons"),
+    ("DELETE", "/v1/cordons"),
+    ("GET", "/v1/flows"),
+    ("GET", "/v1/refusals"),
+]
+WRONG_TOKENS = ("Bearer wrong", "Bearer", "Basic s3cret", "s3cret", "Bearer s3cret2", "Bearer \xe9")
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+async def test_admin_routes_ask_for_the_token_that_is_set(method: str, path: str) -> None:
+    settings = FrontendSettings(admin_token=SecretStr("s3cret"))
+    async with open_house(card(1), settings=settings) as house:
+        for header in (None, *WRONG_TOKENS):
+            headers = {} if header is None else {b"authorization": header.encode("latin-1")}
+            response = await house.http.request(method, path, headers=headers)
+            assert response.status_code == 401
+            assert error_of(response)["code"] == "unauthorized"
+            assert response.headers["www-authenticate"].startswith("Bearer")
+        right = await house.http.request(method, path, headers={"authorization": "Bearer s3cret"})
+        free = await house.http.get("/v1/models")
+    assert right.status_code != 401
+    assert free.status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+async def test_admin_routes_that_need_a_token_are_closed_while_none_is_set(method: str, path: str) -> None:
+    settings = FrontendSettings(admin_routes=AdminAccess.CLOSED)
+    async with open_house(card(1), settings=settings) as house:
+        for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer s3cret"}):
+            response = await house.http.request(method, path, headers=headers)
+            assert response.status_code == 401
+            assert "the admin routes are closed" in str(error_of(response)["message"])
+        free = await house.http.get("/v1/models")
+    assert free.status_code == 200
+
+
+async def test_busy_thresholds_are_got_and_set() -> None:
+    config = KvRouterConfig(active_decode_blocks_threshold=0.5)
+    async with open_house(card(1), config=config) as house:
+
+        async def post(**fields: object) -> dict[str, object]:
+            response = await house.http.post("/busy_threshold", json={"model": MODEL, **fields})
+            assert response.status_code == 200
+            answer = response.json()
+            assert isinstance(answer, dict)
+            return answer
+
+        def thresholds(blocks: float | None, tokens: int | None) -> dict[str, object]:
+            return {
+                "model": MODEL,
+                "active_decode_blocks_threshold": blocks,
+                "active_prefill_tokens_threshold": tokens,
+            }
+
+        assert await post() == thresholds(0.5, None)
+        assert await post(active_prefill_tokens_threshold=100) == thresholds(0.5, 100)
+        assert await post(active_decode_blocks_threshold=None) == thresholds(None, 100)
+        assert await post(active_decode_blocks_threshold=1) == thresholds(1.0, 100)
+        listed = (await house.http.get("/busy_threshold")).json()
+    assert listed == {"thresholds": [thresholds(1.0, 100)]}
+
+
+async def test_a_threshold_holds_for_the_next_request() -> None:
+    async with open_house(card(1), script=says("ok")) as house:
+        field = "active_decode_blocks_threshold"
+        await house.http.post("/busy_threshold", json={"model": MODEL, field: 0.5})
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(1), DpRank(0)), 600, 1000))
+        busy = await house.chat()
+        await house.http.post(
+            "/busy_threshold", json={"model": MODEL, "active_decode_blocks_threshold": None}
+        )
+        free = await house.chat()
+    assert (busy.status_code, error_of(busy)["code"]) == (503, "all_workers_busy")
+    assert error_of(busy)["refusals"] == {"busy": 1}
+    assert free.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({}, 400, "model"),
+        ({"model": "other"}, 404, "model"),
+        ({"model": MODEL, "active_decode_blocks_threshold": 1.5}, 400, "active_decode_blocks_threshold"),
+        ({"model": MODEL, "active_decode_blocks_threshold": "a"}, 400, "active_decode_blocks_threshold"),
+        ({"model": MODEL, "active_prefill_tokens_threshold": -1}, 400, "active_prefill_tokens_threshold"),
+        ({"model": MODEL, "active_prefill_tokens_threshold": 1.5}, 400, "active_prefill_tokens_threshold"),
+        ({"model": MODEL, "threshold": 1}, 400, "threshold"),
+    ],
+)
+async def test_a_wrong_threshold_is_named(fields: dict[str, object], status: int, param: str) -> None:
+    async with open_house(card(1)) as house:
+        response = await house.http.post("/busy_threshold", json=fields)
+    assert response.status_code == status
+    assert error_of(response)["param"] == param

@@ -1,0 +1,293 @@
+"""How long bodies may be, route by route, and what long ones are read in."""
+
+import asyncio
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import ModelName, WorkerId
+from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason
+from kvrouter.core.workers import WorkerCard
+from kvrouter.frontend import prepare
+from kvrouter.frontend.openai import parse
+from kvrouter.frontend.openai.body import (
+    ITEMS_MAX,
+    NUMBERS_MIN,
+    BodyBounds,
+    BodyOverBounds,
+    ScannedBody,
+    scanned,
+)
+from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
+from kvrouter.settings.tree import FrontendSettings
+from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
+from tests.support.fleets import MODEL, card
+from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
+from tests.support.scripted_transport import ScriptedStream
+from tests.support.waits import until
+
+CHAT = "/v1/chat/completions"
+DERIVED_BYTES = OUTSIDE_PROMPT_BYTES + 3 * 16 * CONTEXT_TOKENS
+
+
+def own(worker_id: int, *, context: int = CONTEXT_TOKENS, model: str = MODEL) -> WorkerCard:
+    return structs.replace(card(worker_id, model=model), context_length=context)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def taking_calls() -> WorkerCard:
+    return structs.replace(own(1), takes_calls=True)
+
+
+def says_user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = False) -> str | None:
+    """What a body of spaces is refused with for its size alone; None when it is not."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        left = size_bytes
+        while left:
+            yield b" " * min(left, 1 << 20)
+            left -= min(left, 1 << 20)
+
+    response = await house.http.post(path, content=pieces() if chunked else b" " * size_bytes, headers=JSON)
+    if response.status_code != 413:
+        assert response.status_code == 400, response.text
+        return None
+    error = error_of(response)
+    assert error["code"] == "request_too_large"
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/route/explain"])
+async def test_a_body_is_as_long_as_the_longest_context_can_need(path: str, chunked: bool) -> None:
+    async with open_house(own(1)) as house:
+        assert await refusal(house, path, DERIVED_BYTES, chunked=chunked) is None
+        why = await refusal(house, path, DERIVED_BYTES + 1, chunked=chunked)
+    assert why is not None
+    assert f"over {DERIVED_BYTES} bytes" in why
+    assert "KVROUTER_BODY_MAX_BYTES" in why
+
+
+async def test_the_longest_context_counts_also_where_no_tokenizer_is_here() -> None:
+    async with open_house(own(1), own(2, model="other", context=1_000_000)) as house:
+        assert await refusal(house, CHAT, 12_000_000) is None
+        assert await refusal(house, CHAT, OUTSIDE_PROMPT_BYTES + 12_000_001) is not None
+
+
+@pytest.mark.parametrize("model", [MODEL, "other"])
+async def test_the_context_of_a_worker_that_does_not_answer_does_not_count(model: str) -> None:
+    longer = own(2, model=model, context=1_000_000)
+    text = replace(mock_text(), context_length_tokens=1_000_000)  # as of the longest card, whoever has it
+    ids = b'{"model":"%s","prompt":[%s1]}' % (MODEL.encode(), b"1," * NUMBERS_MIN)
+    async with open_house(own(1), own(3, model=model), longer, text=text, script=says("ok")) as house:
+        assert await refusal(house, CHAT, DERIVED_BYTES + 1) is None
+        reply = await house.http.post("/v1/completions", content=ids)
+        assert "body_over_bounds" not in reply.text
+        house.bench.service.model(ModelName(model)).fleet.set_alive(WorkerId(2), False)
+        assert await refusal(house, CHAT, DERIVED_BYTES + 1) is not None
+        refused = error_of(await house.http.post("/v1/completions", content=ids))
+        assert refused["code"] == "body_over_bounds"
+
+
+@pytest.mark.parametrize("cards", [(), (own(2), taking_calls()), (taking_calls(),)])
+async def test_who_may_send_pictures_or_is_not_known_yet_has_the_most(cards: tuple[WorkerCard, ...]) -> None:
+    has_most = not cards or all(each.takes_calls for each in cards)
+    async with open_house(*cards) as house:
+        assert (await refusal(house, CHAT, DERIVED_BYTES + 1) is None) == has_most
+        assert await refusal(house, CHAT, BODY_BYTES_MAX + 1) is not None
+
+
+@pytest.mark.parametrize("most_bytes", [1_000, 5_000_000])
+async def test_a_setting_wins(most_bytes: int) -> None:
+    async with open_house(own(1), settings=FrontendSettings(body_max_bytes=most_bytes)) as house:
+        assert await refusal(house, CHAT, most_bytes) is None
+        why = await refusal(house, CHAT, most_bytes + 1)
+    assert why is not None
+    assert f"over {most_bytes} bytes" in why
+
+
+async def test_operators_routes_take_what_they_need() -> None:
+    async with open_house(taking_calls()) as house:
+        assert await refusal(house, "/busy_threshold", PAGE_BYTES_MAX) is None
+        assert "no body of this route" in (await refusal(house, "/busy_threshold", PAGE_BYTES_MAX + 1) or "")
+
+
+async def test_long_bodies_are_read_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[tuple[str, str]] = []
+
+    def noted_scan(data: bytes, bounds: BodyBounds) -> ScannedBody:
+        threads.append(("scan", threading.current_thread().name))
+        return scanned(data, bounds)
+
+    def noted_decode(decoder: "msgspec.json.Decoder[object]", body: ScannedBody) -> object:
+        threads.append(("decode", threading.current_thread().name))
+        return decoder.decode(body.data)
+
+    monkeypatch.setattr(prepare, "scanned", noted_scan)
+    monkeypatch.setattr(parse, "decode_body", noted_decode)
+    async with open_house(own(1), script=says("ok")) as house:
+        assert (await house.chat("hello")).status_code == 200
+        assert (await house.chat("hello", metadata={"a": "x" * OFF_LOOP_BYTES})).status_code == 200
+    here = threading.current_thread().name
+    assert [(what, name == here) for what, name in threads] == [
+        ("scan", True), ("decode", True), ("scan", False), ("decode", False),
+    ]  # fmt: skip
+
+
+async def test_as_many_token_ids_as_the_longest_context_holds() -> None:
+    ids = b",".join([b"1"] * 300_000)
+    body = b'{"model":"%s","prompt":[%s]}' % (MODEL.encode(), ids)
+    async with open_house(own(1), own(2, model="other", context=300_000)) as house:
+        reply = await house.http.post("/v1/completions", content=body)
+        assert error_of(reply)["code"] == "context_length_exceeded"
+        reply = await house.http.post("/v1/completions", content=body.replace(b"[", b"[1,", 1))
+        assert (error_of(reply)["code"], error_of(reply)["param"]) == ("body_over_bounds", "prompt")
+    async with open_house(own(1), settings=FrontendSettings(body_max_token_ids=10)) as house:
+        assert error_of(await house.complete([1] * 11))["code"] == "body_over_bounds"
+
+
+TOO_LONG = 1_000_001
+"""Characters of messages that no template of the mock model, with its context here, is given."""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "code"),
+    [
+        ("chat/completions", {"messages": says_user("a" * TOO_LONG)}, "messages", "context_length_exceeded"),
+        (
+            "chat/completions",
+            {"messages": says_user("\U0001f600" * 999_990)},
+            "messages",
+            "prompt_over_budget",
+        ),
+        ("completions", {"prompt": "a" * (13 * CONTEXT_TOKENS + 1)}, "prompt", "context_length_exceeded"),
+        ("route/explain", {"prompt": ["a" * TOO_LONG]}, "prompt", "context_length_exceeded"),
+        ("chat/completions", {"messages": [], "model": "other"}, "model", "model_not_found"),
+    ],
+)
+async def test_of_a_prompt_that_is_too_long_nothing_is_built(
+    path: str, fields: dict[str, object], param: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_decode(*_: object) -> object:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(parse, "decode_body", no_decode)
+    async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
+        error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
+        counted = house.bench.telemetry.prompts_refused.value(code)
+    assert (error["param"], error["code"]) == (param, code)
+    assert counted == (param != "model")
+
+
+def test_a_prompt_that_is_tokenized_on_the_loop_takes_no_part_of_the_budget() -> None:
+    pool = EncodePool(EncodeLimits(off_loop_chars=10, bytes_max=1))
+    text = replace(mock_text(), pool=pool)
+    text.refuse_prompt_size(10, 10)
+    with pytest.raises(PromptOverBudget):
+        text.refuse_prompt_size(11, 11)
+
+
+@pytest.mark.parametrize(
+    "text", [{"messages": says_user("a" * 900_000 + "\U0001f600")}, {"prompt": ["a" * 6_000]}]
+)
+def test_of_a_call_that_is_refused_for_another_field_the_text_is_not_built(text: dict[str, object]) -> None:
+    data = msgspec.json.encode({"model": MODEL, **text, "n": 2})
+    body = scanned(data, BodyBounds())
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"^n: "):
+            parse.parse_either(body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5_000
+
+
+async def test_the_tokens_of_a_prompt_count_and_its_text_with_them_is_bounded_all_the_same() -> None:
+    async with open_house(own(1), script=says("ok")) as house:
+        reply = await house.complete("a text", nvext={"token_data": [1, 2, 3]})
+        refused = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
+    assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 3)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        (rb'{"a":1,"\u0061":2,"a":3}', b"3"),
+        (rb'{"a":1,"a":3,"\u0061":2}', b"2"),
+        (rb'{"\u0061":1,"a":3,"\u0061":2}', b"2"),
+    ],
+)
+def test_of_a_field_that_is_there_several_times_the_last_counts_however_it_is_written(
+    body: bytes, last: bytes
+) -> None:
+    assert bytes(scanned(body, BodyBounds()).raw("a") or b"") == last
+    assert msgspec.json.decode(body)["a"] == int(last)
+
+
+async def test_the_body_of_a_request_ends_before_its_answer() -> None:
+    """While the answer is on its way, no more is held for a long body than for a short one."""
+    kept_bytes = 8_000_000
+    body = msgspec.json.encode(
+        {"model": MODEL, "prompt": "hello", "stream": True, "metadata": {"a": "x" * kept_bytes}}
+    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    fed: list[ScriptedStream] = []
+
+    def begins(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(token_ids=token_ids("ok")))
+        fed.append(stream)
+
+    settings = FrontendSettings(body_max_bytes=BODY_BYTES_MAX)
+    async with open_house(own(1), script=begins, settings=settings) as house:
+        assert (await house.http.get("/health")).status_code == 200
+        reader, writer = await asyncio.open_connection(*house.address)
+        tracemalloc.start()
+        try:
+            for data in (head, body):
+                writer.write(data)
+                await writer.drain()
+            await reader.readuntil(b"text_completion")
+            # The thread that scanned it may let go of it a moment after it has reported so.
+            await until(lambda: tracemalloc.get_traced_memory()[0] < kept_bytes / 4)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        fed[0].feed(EngineChunk(finish=FinishReason.STOP))
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+    assert peak_bytes > kept_bytes, "it was held once"
+
+
+MANY = b"[%s]" % b",".join([b"{}"] * 100_000)
+EMBEDDINGS = next(each for each in PASSED_ROUTES if each.route is CallRoute.EMBEDDINGS)
+
+
+@pytest.mark.parametrize("name", [b"model", b"stream", b"max_tokens", b"cache_salt", b"nvext", b"vllm_xargs"])
+def test_of_a_call_whose_prompt_is_not_read_only_fields_that_are_read_are_counted(name: bytes) -> None:
+    bounds = BodyBounds(read_fields=EMBEDDINGS.read_fields)
+    whole = scanned(b'{"model":"m","input":%s,"%s":1}' % (MANY, name), bounds)
+    assert bytes(whole.raw("input") or b"") == MANY
+    with pytest.raises(BodyOverBounds) as refused:
+        scanned(b'{"input":1,"%s":{"x":%s}}' % (name, MANY), bounds)
+    assert refused.value.param == f"{name.decode()}.x"
+
+
+def test_the_fields_of_a_body_are_counted_whether_they_are_read_or_not() -> None:
+    fields = b",".join(b'"%d":1' % at for at in range(ITEMS_MAX + 1))
+    with pytest.raises(BodyOverBounds, match="elements or fields"):
+        scanned(b"{%s}" % fields, BodyBounds(read_fields=EMBEDDINGS.read_fields))

@@ -1,0 +1,353 @@
+"""What the fleet's page and the metrics show, over a real socket."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import KvTransfers, LoadReport, Role
+from kvrouter.kernel.placement.link_speeds import Seen
+from kvrouter.kernel.topology.links import Link, SharedLink
+from kvrouter.router import transfer_speed
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.setting import installed_version
+from tests.support.fleets import MODEL, card
+from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
+from tests.support.logged import event_of, events_of
+
+
+async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+        before = await metrics_of(house)
+        await house.chat()
+        await house.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 7, 1000, None, 3, 2))
+        after = await metrics_of(house)
+        house.bench.discovery.drop(3)
+        without = await metrics_of(house)
+    assert after["kvrouter_requests_total", MODEL, "/v1/chat/completions", "200"] == 1
+    assert after["kvrouter_requests_total", MODEL, "/v1/chat/completions", "503"] == 1
+    assert after["kvrouter_handoffs_total", "a", "a"] == 1
+    assert after["kvrouter_refusals_total", "taint_missing", "prefill"] >= 1
+    assert before["kvrouter_worker_up", "b", MODEL, "decode", "3"] == 1
+    assert before["kvrouter_worker_draining", "3"] == 0
+    assert before["kvrouter_worker_blocks", "0", "total", "2"] == 1024
+    assert after["kvrouter_worker_blocks", "0", "active", "2"] == 7
+    assert after["kvrouter_worker_blocks", "0", "total", "2"] == 1000
+    requests = [f"kvrouter_worker_{state}_requests" for state in ("running", "waiting")]
+    assert [after[name, "0", "2"] for name in requests] == [3, 2]
+    assert not any((name, "0", "2") in before for name in requests)
+    assert before["kvrouter_ledger_active_blocks", "0", "2"] == 0
+    assert before["kvrouter_ledger_leases", MODEL] == 0
+    assert ("kvrouter_index_bytes", MODEL) in before
+    states = {
+        state: after["kvrouter_feed_state", "0", state, "2"] for state in ("live", "recovering", "none")
+    }
+    assert sum(states.values()) + after["kvrouter_feed_state", "0", "partial", "2"] == 1
+    assert ("kvrouter_feed_staleness_seconds", "0", "2") in after
+    assert not any("3" in key[1:] and key[0] == "kvrouter_worker_up" for key in without)
+
+
+async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> None:
+    config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
+    cards = (*zoned_pairs(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
+    async with open_house(*cards, script=takeover_instructions, config=config) as house:
+        for _ in range(6):
+            await house.chat()
+        assert house.bench.telemetry.handoffs.value("a", "a") == 6
+
+
+async def test_gauges_show_what_is_booked_while_it_runs() -> None:
+    async with open_house(card(1)) as house:
+        call = asyncio.create_task(house.complete([5] * 40))
+        worker = await house.plane.wait_for(Leg.AGGREGATED)
+        running = await metrics_of(house)
+        says("ok")(worker)
+        await call
+    assert running["kvrouter_ledger_active_blocks", "0", "1"] == 3
+    assert running["kvrouter_ledger_prefill_tokens", "0", "1"] == 40
+    assert running["kvrouter_ledger_leases", MODEL] == 1
+    assert running["kvrouter_requests_active", MODEL] == 1
+
+
+async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
+    config = KvRouterConfig(kv_transfer_topology_level="rack")
+    cards = (*zoned_pairs(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))
+    async with open_house(*cards, script=takeover_instructions, config=config) as house:
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3, 2, 1))
+        fleet = (await house.http.get("/v1/fleet")).json()
+    workers = {worker["worker_id"]: worker for worker in fleet["workers"]}
+    assert list(workers) == [1, 2, 3, 4, 5]
+    assert (fleet["draining"], fleet["running_requests"]) == (False, 0)
+    (model,) = fleet["models"]
+    assert (model["model"], model["block_size"], model["router_mode"]) == (MODEL, 16, "kv")
+    assert (model["workers"], model["worker_ranks"], model["waiting_requests"]) == (5, 6, 0)
+    assert model["kv_transfer_default"] == {"enforcement": "required", "domain": "rack"}
+    assert model["index"]["blocks"]["gpu"] == 0
+    assert model["index"]["bytes"] >= 0
+    assert workers[1]["domains"] == {"zone": "a"}
+    assert workers[1]["kv_transfer"] == {"enforcement": "required", "domain": "zone"}
+    assert workers[4]["kv_transfer"] == {"enforcement": "required", "domain": "rack"}
+    assert workers[2]["kv_transfer"] is None
+    assert workers[1]["taints"] == ["dynamo.topology/zone=a"]
+    assert workers[3]["taints"] == ["dynamo.topology/zone=b"]
+    assert workers[4]["taints"] == ["gpu=h100"]
+    assert (workers[2]["role"], workers[2]["alive"], workers[2]["draining"]) == ("decode", True, False)
+    assert workers[2]["address"].endswith("2")
+    first, second = workers[5]["ranks"]
+    assert (first["dp_rank"], first["report"], first["total_blocks"]) == (0, None, 1024)
+    assert second["report"] == {
+        "active_blocks": 7,
+        "active_prefill_tokens": 3,
+        "running_requests": 2,
+        "waiting_requests": 1,
+    }
+    assert (second["active_blocks"], second["prefill_tokens"], second["index_blocks"]) == (0, 0, 0)
+    assert second["feed"]["state"] in {"live", "recovering"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [KvRouterConfig(overlap_score_weight=0.0), KvRouterConfig(kv_events=False)],
+    ids=["none", "predicted"],
+)
+async def test_the_fleet_without_events_has_no_feeds(config: KvRouterConfig) -> None:
+    async with open_house(card(1), script=says("ok"), config=config) as house:
+        await house.chat()
+        fleet = (await house.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(house)
+    (rank,) = fleet["workers"][0]["ranks"]
+    assert (rank["feed"], rank["index_blocks"]) == (None, None)
+    assert (fleet["models"][0]["index"] is None) == (config.overlap_score_weight == 0.0)
+    assert metrics["kvrouter_feed_state", "0", "none", "1"] == 1
+
+
+# What engines tell of themselves
+
+
+async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    reported = msgspec.structs.replace(card(1), engine="vllm 0.32.0")
+    async with open_house(reported, card(2)) as house:
+
+        async def shown() -> list[tuple[object, ...]]:
+            fleet = (await house.http.get("/v1/fleet")).json()
+            fields = ("engine", "engine_silent", "draining")
+            return [tuple(worker[name] for name in fields) for worker in fleet["workers"]]
+
+        assert await shown() == [("vllm 0.32.0", False, False), (None, False, False)]
+        house.bench.discovery.put(msgspec.structs.replace(reported, engine_silent=True))
+        assert await shown() == [("vllm 0.32.0", True, False), (None, False, False)]
+        metrics = await metrics_of(house)
+    gauges = ("kvrouter_worker_engine_silent", "kvrouter_worker_draining")
+    assert [metrics[name, worker] for name in gauges for worker in "12"] == [1, 0, 0, 0]
+    (line,) = (each for each in caplog.records if event_of(each) == "worker_changed")
+    assert getattr(line, "kvrouter_fields", {})["reason"] == "its engine does not answer"
+
+
+async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> None:
+    async with open_house(card(1), card(2), script=says("ok", cached=32)) as house:
+        before = (await house.http.get("/v1/fleet")).json()
+        for _ in range(4):
+            await house.complete([5] * 40, nvext={"worker_id": 1})
+        fleet = (await house.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(house)
+    assert [worker["ranks"][0]["predictions"] for worker in before["workers"]] == [None, None]
+    shown = {"answers": 4, "wrong": 4, "wrong_share": 1.0, "mean_error_blocks": -2.0}
+    assert [worker["ranks"][0]["predictions"] for worker in fleet["workers"]] == [shown, None]
+    assert metrics["kvrouter_index_predictions_total", "0", MODEL, "too_few", "1"] == 4
+
+
+async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_predicted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = KvRouterConfig(router_cost="time")
+    async with open_house(card(1, taints=("own",)), card(2), config=config, script=says("ok")) as house:
+        before = (await house.http.get("/v1/fleet")).json()
+        for _ in range(3):
+            await house.complete([5] * 40, nvext={"routing_constraints": {"required_taints": ["own"]}})
+        await house.complete([5] * 40, nvext={"worker_id": 2})
+        fleet = (await house.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(house)
+        speeds = next(iter(house.bench.service.models())).observed.placement
+        speeds.turned(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
+    assert before["models"][0]["router_cost"] == "time"
+    assert [worker["ranks"][0]["speed"] for worker in before["workers"]] == [None, None]
+    shown, other = (worker["ranks"][0]["speed"] for worker in fleet["workers"])
+    assert (other, shown["requests"], shown["slow"], shown["relative"]) == (None, 3, False, 1.0)
+    assert shown["predicted_ttft_s"] > 0.0
+    labels = ("0", MODEL, "1")
+    seen = [metrics[f"kvrouter_ttft_{kind}_seconds_total", *labels] for kind in ("predicted", "seen")]
+    assert min(seen) > 0.0
+    assert metrics["kvrouter_ttft_prediction_error_seconds_count", MODEL] == 3
+    assert metrics["kvrouter_rank_slow", "0", "1"] == 0
+    assert metrics["kvrouter_rank_slowness", "0", "1"] == pytest.approx(shown["relative"], abs=1e-3)
+    (line,) = (each for each in caplog.records if event_of(each) == "rank_slow")
+    assert getattr(line, "kvrouter_fields", {})["slowness"] == 2.5
+
+
+async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFixture) -> None:
+    config = KvRouterConfig(router_cost="time")
+    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
+        await house.complete([5] * 40)
+        before = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
+        model = next(iter(house.bench.service.models()))
+        link = SharedLink((("zone", "a"),), "b")
+        learned = model.placer.transfers.learned
+        for at_s in range(40):
+            learned.note(Seen(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
+            learned.refresh((), now_s=float(at_s))
+        sums, rank = model.placer.transfers.engine_sums, WorkerRank(WorkerId(1), DpRank(0))
+        for n in range(2):  # a first report may be of long ago
+            report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(10 * n, 10**9 * n, 1.0 * n))
+            house.bench.events.load(report)
+        for _ in range(10):
+            sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
+        shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
+        metrics = await metrics_of(house)
+    assert before == {"alike": True, "engines": None, "learned": []}
+    engines = shown["engines"]
+    assert engines["ratio"] == pytest.approx(3.0, rel=1e-2)
+    assert engines["bandwidth_bytes_per_s"] == pytest.approx(1e9, rel=1e-2)
+    assert not engines["agree"]
+    assert metrics["kvrouter_link_seen_over_reported_ratio", MODEL] == pytest.approx(3.0, rel=1e-2)
+    assert shown["alike"]
+    (kind,) = shown["learned"]
+    assert kind["link"] == "between two values of zone"
+    assert (kind["slowness"], kind["bandwidth_bytes_per_s"], kind["slow"]) == (10.0, 100_000_000, True)
+    assert kind["slowness_interval"] == [10.0, 10.0]
+    labels = kind["link"], MODEL
+    assert metrics["kvrouter_link_bandwidth_bytes_per_second", *labels] == pytest.approx(1e8)
+    assert metrics["kvrouter_link_latency_seconds", *labels] == 1e-3
+    assert metrics["kvrouter_link_slow", *labels] == 1.0
+    (line,) = (each for each in caplog.records if event_of(each) == "link_slow")
+    assert getattr(line, "kvrouter_fields", {})["link"] == kind["link"]
+
+
+async def test_what_is_not_known_for_sure_is_not_compared() -> None:
+    """A rank whose feed recovers, and one whose worker itself does not know all that its engine holds."""
+    async with open_house(card(1), card(2), card(3), script=says("ok", cached=32)) as house:
+        house.bench.discovery.put(msgspec.structs.replace(card(1), cache_is_partial=True))
+        lost = KvBatch(WorkerRank(WorkerId(2), DpRank(0)), Epoch(1), EventId(9), ())
+        house.bench.events.silent.add(lost.rank)
+        house.bench.events.batch(lost)
+        for worker_id in (1, 2, 3):
+            await house.complete([5] * 40, nvext={"worker_id": worker_id})
+        fleet = (await house.http.get("/v1/fleet")).json()
+    ranks = [worker["ranks"][0] for worker in fleet["workers"]]
+    assert [rank["feed"]["state"] == "live" for rank in ranks] == [False, False, True]
+    assert [rank["predictions"] is None for rank in ranks] == [True, True, False]
+
+
+async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer_speed, "WINDOW_S", 0.0)
+    caplog.set_level("INFO")
+    rank, gb = WorkerRank(WorkerId(1), DpRank(0)), 1_000_000_000
+    async with open_house(card(1), card(2)) as house:
+
+        async def reported(
+            transfers: int, n_bytes: int, seconds: float, failed: int = 0
+        ) -> dict[str, object]:
+            reported = KvTransfers(transfers, n_bytes, seconds, failed)
+            house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=reported))
+            fleet = (await house.http.get("/v1/fleet")).json()
+            assert fleet["workers"][1]["ranks"][0]["kv_transfers"] is None
+            shown = fleet["workers"][0]["ranks"][0]["kv_transfers"]
+            assert isinstance(shown, dict)
+            return shown
+
+        nothing = {"transfers": 100, "failed": 1, "bytes": 7, "seconds": 3.0}
+        speeds = {"gb_per_s": None, "shown_gb_per_s": None, "slow": False}
+        assert await reported(100, 7, 3.0, 1) == {**nothing, **speeds}
+        await reported(110, 10 * gb + 7, 4.0, 1)
+        fast = await reported(120, 20 * gb + 7, 5.0, 2)
+        assert (fast["gb_per_s"], fast["shown_gb_per_s"], fast["slow"]) == (10.0, 10.0, False)
+        await reported(10, 10 * gb, 20.0)
+        slow = await reported(20, 20 * gb, 40.0)
+        assert (slow["bytes"], slow["gb_per_s"], slow["slow"]) == (20 * gb, round(40 / 42, 3), True)
+        metrics = await metrics_of(house)
+        await reported(30, 30 * gb, 41.0)
+        assert (await reported(40, 40 * gb, 42.0))["slow"] is False
+        well = await metrics_of(house)
+    labels = ("0", MODEL, "1")
+    assert metrics["kvrouter_kv_transfers_total", *labels] == 40
+    assert metrics["kvrouter_kv_transfer_bytes_total", *labels] == 40 * gb
+    assert metrics["kvrouter_kv_transfer_seconds_total", *labels] == 42.0
+    assert metrics["kvrouter_kv_transfers_failed_total", *labels] == 1
+    assert metrics["kvrouter_kv_transfer_slow", "0", "1"] == 1
+    assert ("kvrouter_kv_transfer_slow", "0", "2") not in metrics
+    assert well["kvrouter_kv_transfer_slow", "0", "1"] == 0
+    assert [e for e in events_of(caplog.records) if e.startswith("kv_")] == [
+        "kv_transfer_slow",
+        "kv_transfer_well",
+    ]
+
+
+async def test_what_an_engine_reported_is_forgotten_with_its_worker() -> None:
+    rank = WorkerRank(WorkerId(1), DpRank(0))
+    async with open_house(card(1), script=says("ok", cached=32)) as house:
+        await house.complete([5] * 40)
+        report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(1, 1, 1.0))
+        house.bench.events.load(msgspec.structs.replace(report, kv_events_skipped={"orphan": 1}))
+        house.bench.telemetry.index_wrong.inc(MODEL, "1", "0")
+        house.bench.discovery.put(card(1, incarnation=2))
+        (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
+        metrics = await metrics_of(house)
+    (shown,) = worker["ranks"]
+    assert [shown[field] for field in ("predictions", "kv_transfers", "kv_events_skipped")] == [None] * 3
+    reported = (
+        "kvrouter_index_predictions",
+        "kvrouter_index_wrong",
+        "kvrouter_kv_transfer",
+        "kvrouter_kv_events_skipped",
+    )
+    assert [key for key in metrics if key[0].startswith(reported)] == []
+
+
+async def test_the_fleet_shows_versions_engines_and_the_workers_that_it_refuses() -> None:
+    said = msgspec.structs.replace(
+        card(1), version="0.1.0", engine="vllm 0.32.0", engine_url="http://engine:8000", takes_calls=True
+    )
+    other_blocks = msgspec.structs.replace(card(3), block_size=32, pod="pod-3")
+    async with open_house(said, card(2), other_blocks) as house:
+        asked_s = time.time()
+        fleet = (await house.http.get("/v1/fleet")).json()
+        house.bench.discovery.drop(3)
+        without = (await house.http.get("/v1/fleet")).json()
+    assert (fleet["version"], fleet["recording"], fleet["replicas"]) == (installed_version(), None, None)
+    assert fleet["time_s"] == pytest.approx(asked_s, abs=30.0)
+    assert fleet["models"][0]["cache_view"] == "events"
+    fields = ("version", "engine_url", "takes_calls", "block_size", "context_length")
+    assert [[worker[field] for field in fields] for worker in fleet["workers"]] == [
+        ["0.1.0", "http://engine:8000", True, 16, 4096],
+        [None, None, False, 16, 4096],
+    ]
+    (refused,) = fleet["refused_workers"]
+    assert [refused[field] for field in ("worker_id", "model", "pod", "block_size", "field")] == [
+        3,
+        MODEL,
+        "pod-3",
+        32,
+        "block_size",
+    ]
+    assert "has blocks of 32 tokens" in refused["why"]
+    assert without["refused_workers"] == []
+
+
+async def test_the_fleet_shows_how_far_each_workers_clock_is_from_the_routers() -> None:
+    async with open_house(card(1), card(2)) as house:
+        rank = WorkerRank(WorkerId(1), DpRank(0))
+        house.bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=time.time() + 60.0))
+        fleet = (await house.http.get("/v1/fleet")).json()
+    ahead, unheard = (worker["ranks"][0]["feed"]["clock_ahead_s"] for worker in fleet["workers"])
+    assert ahead == pytest.approx(60.0, abs=30.0)
+    assert unheard is None

@@ -1,0 +1,172 @@
+"""What the web page asks again and again: the latest decisions, KV between domains, refusals."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.workers import WorkerCard
+from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
+from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.router import kv_flows, model_router
+from kvrouter.settings.router import KvRouterConfig
+from tests.support.fleets import MODEL, card, decode_card, prefill_card
+from tests.support.front import House, error_of, open_house, says, takeover_instructions, zoned_pairs
+
+PROMPT = [7] * 40
+
+
+async def asked(house: House, path: str) -> Any:
+    response = await house.http.get(path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def send(house: House, request_id: str, **more: object) -> httpx.Response:
+    body = {"model": MODEL, "prompt": PROMPT, **more}
+    return await house.http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
+
+
+def sized(worker: WorkerCard) -> WorkerCard:
+    config = replace(worker.runtime_config, kv_bytes_per_token=1000)
+    return replace(worker, runtime_config=config)
+
+
+async def test_the_latest_decisions_come_newest_first_with_their_costs() -> None:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+        for request_id in ("a", "b", "c"):
+            assert (await send(house, request_id)).status_code == 200
+        two = (await asked(house, "/v1/decisions?limit=2"))["decisions"]
+        every = (await asked(house, "/v1/decisions"))["decisions"]
+        none = (await asked(house, "/v1/decisions?limit=0"))["decisions"]
+    assert [row["request_id"] for row in two] == ["c", "b"]
+    assert [row["request_id"] for row in every] == ["c", "b", "a"]
+    assert none == []
+    newest = two[0]
+    assert (newest["model"], newest["mode"], newest["attempt"]) == (MODEL, "kv", 0)
+    assert newest["prefill"]["worker_id"] == 1
+    assert newest["decode"]["worker_id"] == 2
+    assert newest["prefill"]["cost"] >= 0
+    assert newest["constraint"]["value"] == "a"
+    assert "table" not in newest
+
+
+@pytest.mark.parametrize("limit", ["-1", "x", "", "1.5", str(DECISIONS_LISTED_MAX + 1), "9" * 30, "²"])
+async def test_a_limit_that_is_no_number_or_too_large_is_refused(limit: str) -> None:
+    async with open_house(card(1)) as house:
+        response = await house.http.get("/v1/decisions", params={"limit": limit})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "limit"
+
+
+async def test_candidates_are_kept_only_while_somebody_follows_the_decisions() -> None:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+        await send(house, "before")
+        await asked(house, "/v1/decisions")
+        await send(house, "followed")
+        await send(house, "at-once")
+        latest = (await asked(house, "/v1/decisions"))["decisions"]
+        (followed,) = (await asked(house, "/v1/decisions/followed"))["attempts"]
+        (before,) = (await asked(house, "/v1/decisions/before"))["attempts"]
+    # the third one comes sooner after the second than a table may come after another
+    assert {row["request_id"]: row["has_table"] for row in latest} == {
+        "before": False,
+        "followed": True,
+        "at-once": False,
+    }
+    assert before["table"] is None
+    rows = {row["worker_id"]: row for row in followed["table"]["decode"]["candidates"]}
+    assert rows.keys() == {2, 3}
+    assert (rows[2]["chosen"], rows[2]["cost"]) == (True, followed["decode"]["cost"])
+    assert rows[3]["reason"] == "domain_mismatch"
+    assert followed["table"]["prefill"]["chosen"]["worker_id"] == followed["prefill"]["worker_id"]
+
+
+@pytest.mark.parametrize("mode", [RouterMode.RANDOM, RouterMode.ROUND_ROBIN])
+async def test_the_kept_table_is_of_the_choice_that_was_made(
+    mode: RouterMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the draw of the booking, so that what was drawn is what the table says."""
+    monkeypatch.setattr(model_router, "TABLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(model_router, "TABLE_TIME_SHARE", 1e9)
+    config = KvRouterConfig(router_mode=mode)
+    async with open_house(*(card(n) for n in range(1, 6)), script=says("ok"), config=config) as house:
+        await asked(house, "/v1/decisions")
+        for n in range(12):
+            await send(house, f"r{n}")
+        picked = set()
+        for n in range(12):
+            (attempt,) = (await asked(house, f"/v1/decisions/r{n}"))["attempts"]
+            assert attempt["table"]["decode"]["chosen"]["worker_id"] == attempt["decode"]["worker_id"]
+            picked.add(attempt["decode"]["worker_id"])
+    assert len(picked) > 1
+
+
+async def test_only_so_many_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_router, "TABLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(model_router, "TABLE_TIME_SHARE", 1e9)
+    monkeypatch.setattr(model_router, "TABLES_MAX", 2)
+    async with open_house(card(1), script=says("ok")) as house:
+        await asked(house, "/v1/decisions")
+        for request_id in ("a", "b", "c"):
+            await send(house, request_id)
+        latest = (await asked(house, "/v1/decisions"))["decisions"]
+    assert [row["has_table"] for row in latest] == [True, True, False]
+
+
+async def test_flows_count_handoffs_bytes_and_cost_by_domain_pair() -> None:
+    cards = (sized(prefill_card(1)), decode_card(2), decode_card(3, zone="b"))
+    async with open_house(*cards, script=takeover_instructions) as house:
+        house.bench.model.links_changed(LinkTable(otherwise=Link(0.001, 1e9, 0.5)))
+        for n in range(3):
+            await send(house, f"r{n}")
+        flows = await asked(house, "/v1/flows")
+    (flow,) = flows["flows"]
+    assert (flow["model"], flow["domain"]) == (MODEL, "zone")
+    assert (flow["prefill_value"], flow["decode_value"]) == ("a", "a")
+    assert (flow["handoffs"], flow["unsized_handoffs"], flow["recent_handoffs"]) == (3, 0, 3)
+    assert flow["bytes"] == 3 * 40 * 1000
+    assert flow["cost"] == pytest.approx(3 * 40 * 1000 * 0.5 / 1e9)
+    assert flow["bytes_per_s"] == 3 * 40 * 1000 / flows["recent_s"]
+
+
+async def test_the_rate_of_a_flow_is_of_the_last_seconds_alone() -> None:
+    async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
+        await send(house, "r")
+        model = house.bench.model
+        (now,) = model.flows.readings(now_s=model.clock())
+        (later,) = model.flows.readings(now_s=asyncio.get_running_loop().time() + kv_flows.RECENT_S + 1)
+    assert (now.recent_bytes, now.recent_handoffs) == (40_000, 1)
+    assert (later.recent_bytes, later.recent_handoffs) == (0, 0)
+    assert later.bytes == 40_000
+
+
+async def test_bytes_that_nobody_knows_and_links_without_a_price_are_no_zeros() -> None:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+        await send(house, "r")
+        (flow,) = (await asked(house, "/v1/flows"))["flows"]
+    assert (flow["handoffs"], flow["unsized_handoffs"]) == (1, 1)
+    assert flow["cost"] is None
+
+
+async def test_pairs_after_the_most_that_are_counted_are_counted_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_flows, "PAIRS_MAX", 0)
+    async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
+        for n in range(2):
+            await send(house, f"r{n}")
+        (flow,) = (await asked(house, "/v1/flows"))["flows"]
+    assert (flow["prefill_value"], flow["decode_value"], flow["handoffs"]) == ("others", "others", 2)
+
+
+async def test_refusals_are_listed_by_reason_and_by_answer() -> None:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+        nowhere = {"routing_constraints": {"required_taints": ["gpu=h200"]}}
+        assert (await send(house, "r", nvext=nowhere)).status_code == 503
+        refusals = await asked(house, "/v1/refusals")
+    assert {"reason": "taint_missing", "role": "prefill", "count": 1} in refusals["worker_ranks"]
+    assert refusals["answers"] == [{"model": MODEL, "code": "no_eligible_worker", "count": 1}]

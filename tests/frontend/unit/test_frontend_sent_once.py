@@ -1,0 +1,96 @@
+"""What is asked of a second engine, and what never is: a client gets one answer, and no part of it twice."""
+
+import json
+
+import pytest
+
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.transports.requests.port import StreamBroken
+from tests.frontend.unit.test_frontend_passthrough import ROLE, event, goes_on, piece, streams, taking
+from tests.support.fleets import MODEL
+from tests.support.front import open_house, token_ids
+from tests.support.scripted_transport import ScriptedStream
+
+BODY = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()
+WHOLE = b'{ "id": "theirs", "odd" : 1.50 }\n'
+
+
+async def test_a_whole_answer_of_which_nothing_came_is_asked_for_elsewhere_in_the_same_words() -> None:
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.attempt == 0:
+            stream.feed(StreamBroken("the engine answered 500: out of memory"))
+        else:
+            stream.feed(EngineChunk(raw=WHOLE, finish=FinishReason.STOP))
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        response = await house.http.post("/v1/chat/completions", content=BODY)
+        assert (response.status_code, response.content) == (200, WHOLE)
+        first, second = house.plane.opened
+        assert first.address != second.address
+        assert first.request.call == second.request.call
+        assert first.cancelled_for is not None, "whatever still runs there is cancelled"
+        assert house.bench.booked() == 0
+
+
+async def test_a_whole_answer_that_broke_off_is_not_asked_for_again() -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(raw=WHOLE[:9]))
+        stream.die()
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        response = await house.http.post("/v1/chat/completions", content=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+        assert len(house.plane.opened) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_call_is_sent_more_often_than_the_tries_allow(stream: bool) -> None:
+    async with open_house(*map(taking, range(1, 7)), script=ScriptedStream.die) as house:
+        response = await house.chat(stream=stream)
+        assert response.json()["error"]["code"] == "worker_failed"
+        assert len({each.address for each in house.plane.opened}) == len(house.plane.opened) == 3
+
+
+async def test_a_stream_of_which_nothing_came_is_asked_for_elsewhere() -> None:
+    def script(stream: ScriptedStream) -> None:
+        (streams("Paris") if stream.request.attempt else ScriptedStream.die)(stream)
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        response = await house.chat(stream=True)
+        assert response.content.startswith(event("") + event("Paris"))
+        assert len(house.plane.opened) == 2
+
+
+async def test_a_stream_of_which_only_the_head_came_does_not_begin_twice() -> None:
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.attempt == 0:
+            stream.feed(ROLE)
+            stream.die()
+        else:
+            streams("Paris")(stream)
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        response = await house.chat(stream=True)
+        assert response.content.startswith(event(""))
+        assert response.content.count(event("")) == 1
+        assert b'"code":"worker_failed"' in response.content.replace(b" ", b"")
+        assert len(house.plane.opened) == 1
+
+
+async def test_what_a_second_engine_goes_on_with_are_tokens_and_never_the_call() -> None:
+    """The call would begin the answer again."""
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.attempt == 0:
+            stream.feed(ROLE, piece("Par"))
+            stream.die()
+        else:
+            goes_on("is")(stream)
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        response = await house.chat(stream=True)
+        assert response.content.count(b"Par") == 1
+        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+        assert second.request.resumed_tokens == len(token_ids("Par"))
+        last = json.loads(response.content.decode().split("\n\n")[-3].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "stop"

@@ -1,0 +1,105 @@
+"""GET /openapi.json and /docs: every route of both apps, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import validate
+
+from kvrouter.frontend.openapi import ADMIN_PAGES, ANSWERS, CALLS, PAGES, docs_html, openapi
+from kvrouter.frontend.routes import Page, PageRequest, Route
+from tests.support.mock_fleets import alike, pairs
+from tests.support.served import MODEL, served, user, words
+
+
+async def test_what_is_described_is_what_is_there() -> None:
+    async with served(alike(replicas=1)) as here:
+        response = await here.http.get("/openapi.json")
+        assert response.headers["content-type"] == "application/json"
+        described = response.json()
+        assert described["openapi"].startswith("3.1")
+        for path, methods in described["paths"].items():
+            asked = path.replace("{model}", "mock").replace("{request_id}", "r")
+            allowed = (await here.http.options(asked)).headers["allow"].lower().split(", ")
+            assert methods.keys() | {"options", "head"} == {*allowed, "options", "head"}, path
+        assert {"/v1/chat/completions", "/v1/responses", "/v1/fleet", "/docs"} <= described["paths"].keys()
+        assert "security" in described["paths"]["/v1/fleet"]["get"]
+        assert "security" not in described["paths"]["/v1/models"]["get"]
+        page = await here.http.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        for path in described["paths"]:
+            assert path in page.text
+        assert "://" not in page.text.replace(described["externalDocs"]["url"], ""), "it loads nothing"
+
+
+def test_every_route_has_its_words_once() -> None:
+    assert not PAGES.keys() & ADMIN_PAGES.keys()
+    assert not CALLS.keys() & (PAGES.keys() | ADMIN_PAGES.keys())
+
+
+def test_the_standalone_routers_routes_have_words() -> None:
+    source = (Path(__file__).parents[3] / "src/kvrouter/frontend/standalone.py").read_text("utf-8")
+    assert '"/v1/prefill/{request_id:path}"' in source
+    pages = [Route(path, _answer, methods=["POST"]) for path in (*PAGES, *ADMIN_PAGES)]
+    described: Any = openapi(CALLS, pages, version="1")
+    assert described["paths"].keys() == {*CALLS, *PAGES, *ADMIN_PAGES}
+    assert json.dumps(described)
+
+
+def test_a_route_without_words_is_a_mistake() -> None:
+    with pytest.raises(KeyError, match="/new"):
+        openapi((), [Route("/new", _answer)], version="1")
+
+
+def test_words_are_text_on_the_page() -> None:
+    assert "<b>" not in docs_html({"paths": {"/<b>": {"get": {"summary": "<b>"}}}})
+
+
+async def _answer(_: PageRequest) -> Page:
+    return Page()
+
+
+async def test_answers_have_the_form_that_is_described() -> None:
+    async with served(pairs()) as here:
+        body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
+        request_id = (await here.http.post("/v1/chat/completions", json=body)).headers["x-request-id"]
+        described = (await here.http.get("/openapi.json")).json()
+        cordon = {"level": "worker", "name": 3}
+        asked = [
+            ("get", "/v1/decisions/{request_id}", None),
+            ("post", "/v1/route/explain", body),
+            ("post", "/v1/cordons", cordon),
+            ("post", "/busy_threshold", {"model": MODEL}),
+            *(("get", path, None) for path, methods in described["paths"].items() if "get" in methods),
+        ]
+        checked = 0
+        for method, path, sent in asked:
+            where = (
+                path.replace("{model}", MODEL).replace("{request_id}", request_id).replace("{name}", "app.js")
+            )
+            answer = await here.http.request(method, where, json=sent, follow_redirects=True)
+            said = described["paths"][path][method]["responses"]["200"]
+            assert answer.status_code == 200, path
+            if "content" in said:
+                schema = {
+                    **said["content"]["application/json"]["schema"],
+                    "components": described["components"],
+                }
+                validate(answer.json(), schema)
+                checked += 1
+        refused = await here.http.post("/v1/cordons", json={})
+        validate(
+            refused.json(), {"$ref": "#/components/schemas/ErrorBody", "components": described["components"]}
+        )
+        assert checked >= 18
+        assert {"CordonBody", "BusyBody"} <= described["components"]["schemas"].keys()
+        assert "CordonBody" in str(described["paths"]["/v1/cordons"]["post"]["requestBody"])
+
+
+def test_every_answer_in_json_is_described() -> None:
+    """A route of ours has a schema, unless it answers as an engine does, with text, or with nothing."""
+    no_json = {"/ping", "/metrics", "/openapi.json", "/docs", "/ui", "/ui/", "/ui/{name}"}
+    paths = {path.rpartition(" ")[2] for path in ANSWERS}
+    assert paths >= (PAGES.keys() | ADMIN_PAGES.keys()) - no_json
+    assert paths <= CALLS.keys() | PAGES.keys() | ADMIN_PAGES.keys()

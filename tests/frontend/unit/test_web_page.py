@@ -1,0 +1,136 @@
+"""The files of the page at ``/ui``: how they are served, and what they may not contain."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+import kvrouter
+from kvrouter.core.errors import Reason
+from kvrouter.settings.tree import AdminAccess, FrontendSettings
+from tests.support.fleets import card
+from tests.support.front import error_of, open_house
+
+FOLDER = Path(kvrouter.__file__).parent / "frontend" / "ui"
+FILES = sorted(path.name for path in FOLDER.iterdir())
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_each_file_is_served_with_its_type_and_a_policy(name: str) -> None:
+    async with open_house(card(1)) as house:
+        response = await house.http.get(f"/ui/{name}")
+        again = await house.http.get(
+            f"/ui/{name}", headers={"if-none-match": f'"x", W/{response.headers["etag"]}'}
+        )
+        other = await house.http.get(f"/ui/{name}", headers={"if-none-match": '"x"'})
+    assert response.status_code == 200
+    assert response.content == (FOLDER / name).read_bytes()
+    assert response.headers["content-type"] == TYPES[name.rpartition(".")[2]]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["cache-control"] == "no-cache"
+    policy = response.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self'; ")
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == response.headers["etag"]
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [FrontendSettings(admin_token=SecretStr("s3cret")), FrontendSettings(admin_routes=AdminAccess.CLOSED)],
+    ids=["token", "closed"],
+)
+async def test_the_page_needs_no_token_and_its_data_does(settings: FrontendSettings) -> None:
+    async with open_house(card(1), settings=settings) as house:
+        page = await house.http.get("/ui")
+        data = [await house.http.get(f"/v1/{path}") for path in ("fleet", "flows", "refusals", "decisions")]
+    assert page.status_code == 200
+    assert page.text == text_of("index.html")
+    assert [answer.status_code for answer in data] == [401] * 4
+
+
+async def test_a_slash_at_the_end_leads_to_the_page() -> None:
+    async with open_house(card(1)) as house:
+        response = await house.http.get("/ui/")
+        followed = await house.http.get("/ui/", follow_redirects=True)
+    assert response.headers["location"] == "../ui"
+    assert str(followed.url).endswith("/ui")
+    assert followed.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui/none.js", "/ui/..%2fadmin.py", "/ui/%2e%2e/admin.py", "/ui/a/b", "/ui/.."]
+)
+async def test_nothing_else_is_served(path: str) -> None:
+    async with open_house(card(1)) as house:
+        response = await house.http.get(path)
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "not_found"
+
+
+async def test_it_is_only_read() -> None:
+    async with open_house(card(1)) as house:
+        for method in ("POST", "PUT", "DELETE"):
+            assert (await house.http.request(method, "/ui")).status_code == 405
+
+
+def test_the_page_has_no_script_or_style_of_its_own_and_only_relative_addresses() -> None:
+    page = text_of("index.html")
+    assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=|javascript:", page) == []
+    for name in FILES:
+        text = text_of(name).replace("http://www.w3.org/2000/svg", "")
+        assert re.findall(r"https?://|url\(|@import|innerHTML|outerHTML|insertAdjacent|eval\(", text) == [], (
+            name
+        )
+
+
+def test_every_file_that_is_named_is_there_and_none_is_left_over() -> None:
+    page = text_of("index.html")
+    named = set(re.findall(r'(?:src|href)="ui/([\w.-]+)"', page))
+    for name in [name for name in FILES if name.endswith(".js")]:
+        named |= set(re.findall(r'from "\./([\w.-]+)"', text_of(name)))
+    assert named | {"index.html"} == set(FILES)
+
+
+def test_every_element_that_a_script_looks_for_is_on_the_page() -> None:
+    page = text_of("index.html")
+    ids = set(re.findall(r'\bid="([\w-]+)"', page))
+    for name in [name for name in FILES if name.endswith(".js")]:
+        wanted = set(re.findall(r'getElementById\("([\w-]+)"\)', text_of(name)))
+        assert wanted - ids == set(), name
+
+
+def test_the_page_knows_every_reason_for_a_refusal() -> None:
+    known = set(re.findall(r"^  (\w+): \"", text_of("candidates.js"), re.M))
+    assert {reason.value for reason in Reason} - known == set()
+
+
+def test_the_page_asks_only_for_what_may_be_read() -> None:
+    """Its one POST is the question where a prompt would go."""
+    asked = {
+        path
+        for name in FILES
+        if name.endswith(".js")
+        for path in re.findall(r"ask\([\"`](v1/[\w/]+)", text_of(name))
+    }
+    assert asked == {
+        "v1/fleet",
+        "v1/decisions",
+        "v1/decisions/",
+        "v1/flows",
+        "v1/refusals",
+        "v1/route/explain",
+    }

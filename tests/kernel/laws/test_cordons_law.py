@@ -1,0 +1,110 @@
+"""A cordoned rank is never picked, whatever the request and the mode; uncordoned, all is as before."""
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.cordons import NODE_LEVEL, WORKER_LEVEL, Cordon, CordonRules
+from kvrouter.core.cost_rules import COST_RULES
+from kvrouter.core.errors import Reason, RoutingRefused
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing import Decision, View, route
+from kvrouter.kernel.topology.policy import topology_domains
+from tests.support.scenes import Scene, fleet_of, scenes, view_of
+
+
+def outcome(scene: Scene, view: View) -> Decision | tuple[type[RoutingRefused], object]:
+    try:
+        return route(scene.request, view)
+    except RoutingRefused as refused:
+        return type(refused), refused.refusals
+
+
+def drawn(seed: int) -> tuple[Random, Scene, Fleet]:
+    rng = Random(seed)
+    scene = next(scenes(rng, 1))
+    mode = rng.choice([*RouterMode])
+    settings = structs.replace(scene.settings, mode=mode)
+    request = structs.replace(scene.request, last_resort=rng.random() < 0.5, whole=rng.random() < 0.2)
+    scene = scene._replace(settings=settings, request=request)
+    fleet = fleet_of(scene, scene.cards)
+    for card in scene.cards:
+        if rng.random() < 0.2:
+            fleet.set_circuit_open(card.worker_id, True)
+    return rng, scene, fleet
+
+
+def some_rules(rng: Random, scene: Scene) -> CordonRules:
+    cordons = [Cordon(WORKER_LEVEL, str(card.worker_id)) for card in scene.cards if rng.random() < 0.3]
+    for card in scene.cards:
+        for level, name in topology_domains(card.runtime_config).items():
+            if rng.random() < 0.1:
+                cordons.append(Cordon(level, name))
+    return CordonRules([*cordons, Cordon(NODE_LEVEL, "nowhere")])
+
+
+@given(st.integers(0, 2**32))
+def test_a_cordoned_rank_is_never_picked_and_the_others_decide_as_if_it_were_dead(seed: int) -> None:
+    rng, scene, fleet = drawn(seed)
+    dead = fleet_of(scene, scene.cards)
+    for card in scene.cards:
+        dead.set_circuit_open(
+            card.worker_id, bool(fleet.columns.circuit_open[fleet.slots_of(card.worker_id)[0]])
+        )
+    rules = some_rules(rng, scene)
+    before = outcome(scene, view_of(scene, fleet))
+    fleet.set_cordons(rules)
+    cordoned = {card.worker_id for card in scene.cards if fleet.cordons_on(card.worker_id)}
+    assert cordoned == {
+        card.worker_id for card in scene.cards if rules.on(card, topology_domains(card.runtime_config))
+    }
+    for worker_id in cordoned:
+        dead.set_alive(worker_id, False)
+    got = outcome(scene, view_of(scene, fleet))
+    if isinstance(got, Decision):
+        picked = {pick.rank.worker_id for pick in (got.prefill, got.decode) if pick is not None}
+        assert not picked & cordoned
+        assert got == outcome(scene, view_of(scene, dead))
+    else:
+        assert not isinstance(outcome(scene, view_of(scene, dead)), Decision)
+    fleet.set_cordons(CordonRules())
+    assert outcome(scene, view_of(scene, fleet)) == before, "uncordoned, everything is as it was"
+
+
+@given(st.integers(0, 2**32))
+def test_an_explanation_names_the_cordon(seed: int) -> None:
+    rng, scene, fleet = drawn(seed)
+    fleet.set_cordons(some_rules(rng, scene))
+    try:
+        rows = route(scene.request, view_of(scene, fleet), explain=True).rows
+    except RoutingRefused as refused:
+        rows = refused.rows  # type: ignore[assignment] # rows are routing's own
+    columns = fleet.columns
+    for row in rows:
+        slot = fleet.slot_of(row.rank)
+        assert slot is not None
+        if columns.cordoned[slot]:
+            first = Reason.DRAINING if columns.draining[slot] else Reason.CORDONED
+            assert row.refused in (Reason.NOT_ALIVE, Reason.WRONG_ROLE, first)
+        else:
+            assert row.refused is not Reason.CORDONED
+
+
+@given(st.integers(0, 2**32), st.sampled_from([*COST_RULES]))
+def test_a_worker_that_joins_later_is_cordoned_too(seed: int, cost: str) -> None:
+    rng = Random(seed)
+    scene = next(scenes(rng, 1))
+    scene = scene._replace(settings=structs.replace(scene.settings, cost=cost))
+    rules = some_rules(rng, scene)
+    here, later = fleet_of(scene, scene.cards), Fleet(scene.cards[0].model, scene.cards[0].block_size or 0)
+    here.set_cordons(rules)
+    later.set_cordons(rules)
+    for card in scene.cards:
+        later.join(card)
+    assert [later.cordons_on(card.worker_id) for card in scene.cards] == [
+        here.cordons_on(card.worker_id) for card in scene.cards
+    ]
+    assert later.columns.cordoned.tolist() == here.columns.cordoned.tolist()

@@ -1,0 +1,174 @@
+"""The cost of time is, at every rank, the sum that its formula says; the cheapest rank is picked."""
+
+from itertools import cycle
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import Leg
+from kvrouter.core.timing import Timing
+from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing import RouteRequest, RoutingSettings, View, route
+from kvrouter.kernel.routing.request import CostInput, Pick, Speeds, Times
+from tests.oracles.prediction import RankLoad, predicted
+
+BLOCK = 16
+TIMINGS = (
+    Timing(),
+    Timing(prefill_attention=1e-6, decode_sequence=0.2, decode_kv_token=1e-5),
+    Timing(prefill_quadratic=0.0, prefill_base=0.0, decode_quadratic=0.0, decode_linear=0.0, decode_base=9.0),
+)
+COUNT = st.integers(0, 3000)
+LOADS = st.builds(
+    RankLoad,
+    overlap_blocks=st.integers(0, 40),
+    not_active=st.integers(0, 40),
+    prefill_tokens=st.integers(0, 40_000),
+    active_blocks=COUNT,
+    requests=st.integers(0, 40),
+    waiting=st.integers(0, 20),
+    total_blocks=st.sampled_from((64, 1000, None)).map(lambda blocks: blocks or inf),
+    seats=st.sampled_from((4, 256, None)).map(lambda seats: seats or inf),
+    slowness=st.floats(0.1, 20.0),
+    decode_slowness=st.floats(0.1, 20.0),
+    turnover=st.floats(0.0, 4.0),
+)
+
+
+def view_of(
+    loads: list[RankLoad],
+    settings: RoutingSettings,
+    answer_s: float,
+    *roles: Role,
+    interference: float = 1.0,
+) -> View:
+    """Return a fleet whose workers have ``roles`` by turns."""
+    fleet = Fleet(ModelName("m"), BLOCK)
+    for (worker_id, load), role in zip(enumerate(loads, start=1), cycle(roles), strict=False):
+        config = ModelRuntimeConfig(
+            total_kv_blocks=None if load.total_blocks == inf else int(load.total_blocks),
+            max_num_seqs=None if load.seats == inf else int(load.seats),
+        )
+        fleet.join(
+            WorkerCard(
+                WorkerId(worker_id), Epoch(1), fleet.model, role, BLOCK, 100_000, "a", runtime_config=config
+            )
+        )
+    return View(
+        fleet=fleet,
+        settings=settings,
+        overlap_blocks=np.array([load.overlap_blocks for load in loads], np.uint32),
+        prefill_tokens=np.array([load.prefill_tokens for load in loads], np.int64),
+        active_blocks=np.array([load.active_blocks for load in loads], np.int64),
+        not_active=np.array([load.not_active for load in loads], np.uint32),
+        cost_input=CostInput(
+            np.array([load.requests for load in loads], np.int64),
+            np.array([load.waiting for load in loads], np.int64),
+            Speeds(
+                np.array([load.slowness for load in loads]),
+                np.array([load.decode_slowness for load in loads]),
+                np.array([load.turnover for load in loads]),
+                answer_s,
+                interference,
+            ),
+        ),
+    )
+
+
+def cost_of(times: Times) -> float:
+    return sum(times)
+
+
+@given(
+    loads=st.lists(LOADS, min_size=1, max_size=6),
+    timing=st.sampled_from(TIMINGS),
+    isl_tokens=st.integers(1, 50_000),
+    answer_s=st.floats(0.0, 60.0),
+    decode_weight=st.sampled_from((0.0, 1.0, 8.0)),
+    interference=st.sampled_from((0.0, 0.3, 1.0)),
+)
+def test_each_part_is_what_its_formula_says_and_the_least_sum_is_picked(
+    loads: list[RankLoad],
+    timing: Timing,
+    isl_tokens: int,
+    answer_s: float,
+    decode_weight: float,
+    interference: float,
+) -> None:
+    settings = RoutingSettings(cost="time", timing=timing, decode_weight=decode_weight)
+    view = view_of(loads, settings, answer_s, Role.BOTH, interference=interference)
+    decision = route(RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK)), view, explain=True)
+    costs = []
+    for row, load in zip(decision.rows, loads, strict=True):
+        expected = predicted(
+            load,
+            timing,
+            Leg.AGGREGATED,
+            isl_tokens=isl_tokens,
+            block_size=BLOCK,
+            answer_s=answer_s,
+            decode_weight=decode_weight,
+            interference=interference,
+        )
+        assert row.times == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert row.times is not None
+        assert row.cost == pytest.approx(cost_of(row.times), rel=1e-9, abs=1e-12)
+        costs.append(row.cost)
+    assert decision.decode.cost == min(costs)
+    picked: Pick = decision.decode
+    assert picked.times == decision.rows[picked.slot].times
+
+
+@given(load=LOADS, leg=st.sampled_from((Leg.PREFILL, Leg.DECODE)), isl_tokens=st.integers(1, 20_000))
+def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_tokens: int) -> None:
+    settings = RoutingSettings(cost="time")
+    view = view_of([load], settings, 4.0, Role.PREFILL if leg is Leg.PREFILL else Role.DECODE)
+    other = Role.DECODE if leg is Leg.PREFILL else Role.PREFILL
+    view.fleet.join(WorkerCard(WorkerId(99), Epoch(1), view.fleet.model, other, BLOCK, 100_000, "b"))
+    both = [load, RankLoad(0, 0, 0, 0, 0, 0, inf, inf, 1.0, 1.0, 0.0)]
+    whole = view_of(both, settings, 4.0, Role.BOTH)
+    view = View(
+        **{
+            name: getattr(view if name in ("fleet", "settings") else whole, name)
+            for name in View.__struct_fields__
+        }
+    )
+    decision = route(RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK)), view)
+    pick = decision.prefill if leg is Leg.PREFILL else decision.decode
+    assert pick is not None
+    expected = predicted(
+        load,
+        settings.timing,
+        leg,
+        isl_tokens=isl_tokens,
+        block_size=BLOCK,
+        answer_s=4.0,
+        decode_weight=settings.decode_weight,
+    )
+    assert pick.times == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(
+    loads=st.lists(LOADS, min_size=2, max_size=8),
+    roles=st.sampled_from(((Role.BOTH,), (Role.PREFILL, Role.DECODE))),
+    excluded=st.frozensets(st.integers(3, 8).map(WorkerId)),
+    isl_tokens=st.integers(1, 50_000),
+)
+def test_ranks_that_may_not_take_a_leg_change_nothing(
+    loads: list[RankLoad], roles: tuple[Role, ...], excluded: frozenset[WorkerId], isl_tokens: int
+) -> None:
+    view = view_of(loads, RoutingSettings(cost="time"), 4.0, *roles)
+    request = RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK), excluded=excluded)
+    decision, explained = route(request, view), route(request, view, explain=True)
+    assert structs.replace(explained, rows=()) == decision
+    for pick in filter(None, (decision.prefill, decision.decode)):
+        open_rows = [row for row in explained.rows if row.leg is pick.leg and row.refused is None]
+        assert pick.cost == min(row.cost for row in open_rows)
+        assert pick.rank.worker_id not in excluded
+        assert pick.candidates == len(open_rows)

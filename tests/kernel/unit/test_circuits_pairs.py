@@ -1,0 +1,125 @@
+"""Pairs whose KV was lost: when they are forgotten, and what many of them cost."""
+
+from array import array
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, RequestId, WorkerId
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import Role
+from kvrouter.kernel.fleet.circuit import CircuitSettings, CircuitState, Pair
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.journey import Shape
+from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.routing import Decision, Pick, RouteRequest
+from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.support.placements import A_DRAW, KeptEvents
+
+OPEN_S, OPEN_MAX_S = 2.0, 30.0
+REQUEST = RequestId("r")
+
+
+class Bench:
+    """Circuits of as many prefill as decode workers, and a clock that is turned by hand."""
+
+    def __init__(self, n_each: int) -> None:
+        self.now_s = 100.0
+        self.let_in = 0
+        self.fleet = Fleet(MODEL, BLOCK_SIZE)
+        self.prefill = tuple(range(1, n_each + 1))
+        self.decode = tuple(range(n_each + 1, 2 * n_each + 1))
+        for worker in (*self.prefill, *self.decode):
+            self.fleet.join(card(worker, Role.PREFILL if worker in self.prefill else Role.DECODE))
+        self.circuits = Circuits(
+            self.fleet,
+            CircuitSettings(3, OPEN_S, OPEN_MAX_S),
+            KeptEvents(),
+            seed=1,
+            on_let_in=self.note,
+        )
+
+    def note(self) -> None:
+        self.let_in += 1
+
+    def pass_time(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        self.circuits.refresh(now_s=self.now_s)
+
+    def pick(self, worker: int, leg: Leg) -> Pick:
+        (slot,) = self.fleet.slots_of(WorkerId(worker))
+        rank = self.fleet.rank_at(slot)
+        assert rank is not None
+        return Pick(slot, rank, leg, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1)
+
+    def booked(self, prefill: int, decode: int) -> Placement:
+        placement = Placement(
+            wanted=RouteRequest(REQUEST, 1, 1),
+            decision=Decision(
+                REQUEST, 0, RouterMode.KV, self.pick(decode, Leg.DECODE), self.pick(prefill, Leg.PREFILL)
+            ),
+            prompt=Prompt(array("I", [1]), block_size=BLOCK_SIZE),
+            token_ids=array("I", [1]),
+            block_size=BLOCK_SIZE,
+            shape=Shape.SYNCHRONOUS,
+            draw=A_DRAW,
+            decode_address="",
+            decode_context_tokens=4096,
+            decode_lease=LeaseId(0),
+        )
+        self.circuits.booked(placement, now_s=self.now_s)
+        return placement
+
+    def lose(self, prefill: int, decode: int) -> None:
+        placement = self.booked(prefill, decode)
+        self.circuits.kv_lost(placement, since_s=self.now_s, now_s=self.now_s)
+        self.circuits.released(placement, now_s=self.now_s)
+
+
+def test_a_pair_that_is_being_tried_is_forgotten_once_that_try_is_over() -> None:
+    bench = Bench(1)
+    bench.lose(1, 2)
+    pair = Pair(WorkerId(1), WorkerId(2))
+    assert dict(bench.circuits.pairs(now_s=bench.now_s)) == {pair: CircuitState.OPEN}
+    bench.pass_time(OPEN_S)
+    attempt = bench.booked(1, 2)
+    assert attempt.tries
+    bench.pass_time(2 * OPEN_MAX_S)
+    assert list(bench.fleet.broken_pairs) == [pair], "one at a time"
+    bench.circuits.released(attempt, now_s=bench.now_s)
+    assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
+    assert list(bench.fleet.broken_pairs) == []
+
+
+def test_a_pair_that_nobody_tries_is_forgotten_in_time() -> None:
+    bench = Bench(1)
+    bench.lose(1, 2)
+    bench.pass_time(OPEN_S)
+    assert len(list(bench.circuits.pairs(now_s=bench.now_s))) == 1
+    assert list(bench.fleet.broken_pairs) == []
+    bench.pass_time(OPEN_MAX_S)
+    assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
+
+
+def test_only_the_pairs_are_looked_at_for_which_something_changed() -> None:
+    bench = Bench(12)
+    for prefill in bench.prefill:
+        for decode in bench.decode:
+            bench.lose(prefill, decode)
+            bench.now_s += 0.001
+    n_pairs = len(bench.prefill) * len(bench.decode)
+    assert len(list(bench.fleet.broken_pairs)) == n_pairs
+    looked_at = 0
+    show = bench.fleet.set_broken_pair
+
+    def counted(prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
+        nonlocal looked_at
+        looked_at += 1
+        show(prefill, decode, is_broken)
+
+    bench.fleet.set_broken_pair = counted  # type: ignore[method-assign]
+    for _ in range(2000):
+        bench.pass_time(0.001)
+    assert list(bench.fleet.broken_pairs) == []
+    assert looked_at == n_pairs, "each once, however many requests came meanwhile"
+    assert bench.let_in <= n_pairs

@@ -1,0 +1,282 @@
+"""What a client may teach a placer: first tokens that are none, pins, and one client among others."""
+
+from array import array
+from collections import Counter, deque
+from heapq import heapify, heappop, heappush
+from itertools import count
+from random import Random
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.constraints import Pin
+from kvrouter.core.ids import RouterId, Slot, WorkerId
+from kvrouter.core.requests import CallRoute, ClientCall, GenerateRequest
+from kvrouter.core.workers import Role
+from kvrouter.kernel.fleet.circuit import CircuitSettings
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.journey import RetryPlan
+from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
+from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.placement.placement import Draw, Placement
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.waiting_line import WaitingLimits
+from kvrouter.kernel.routing.request import RoutingSettings
+from kvrouter.kernel.topology.links import LinkTable
+from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
+from tests.support.placements import KeptEvents
+
+HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
+ATTACKER, ATTACKERS, ATTACKER_TOKENS = 7, 2, 1200
+PROMPT_TOKEN_S, TOKEN_S = 11e-6, 0.015
+PHASE_S = 30.0
+
+
+def request_of(
+    number: int, tokens: int, *, stream: bool = True, pin: int | None = None, client: int = 0
+) -> GenerateRequest:
+    return structs.replace(
+        generate_request(request_id=f"r{number}"),
+        token_ids=array("I", range(number, number + tokens)),
+        call=ClientCall(CallRoute.COMPLETION, b"{}", stream=stream, resumable=False),
+        pin=None if pin is None else Pin(WorkerId(pin)),
+        client=client,
+    )
+
+
+class Engines:
+    """Two equal engines on a clock that a test turns: each computes one prompt at a time."""
+
+    def __init__(self, *roles: Role, cost: str = "time") -> None:
+        fleet = Fleet(MODEL, BLOCK_SIZE)
+        for worker_id, role in enumerate(roles or (Role.BOTH, Role.BOTH), start=1):
+            joins = card(worker_id, role, zone="a")
+            config = structs.replace(
+                joins.runtime_config, kv_bytes_per_token=100_000, max_num_seqs=64, total_kv_blocks=20_000
+            )
+            fleet.join(structs.replace(joins, runtime_config=config))
+        self.events = KeptEvents()
+        self.placer = Placer(
+            fleet=fleet,
+            cache=NoCacheView(),
+            ledger=NativeLedger(1),
+            router_id=RouterId("here"),
+            settings=RoutingSettings(cost=cost, links=LinkTable()),
+            tracks_active_blocks=True,
+            circuits=CircuitSettings(2, 1.0, 30.0),
+            circuit_seed=1,
+            events=self.events,
+            waiting=WaitingLimits(8, 5.0, 5.0),
+            call_soon=lambda _call: None,
+            now_s=0.0,
+        )
+        self.now_s = 0.0
+        self._free_s = Counter[int]()
+        self._numbers = count()
+        self._due: list[tuple[float, int, str, Placement, int, bool, int]] = []
+
+    def place(self, request: GenerateRequest) -> Placement:
+        turn = next(self._numbers)
+        asked = attempt_request(
+            request,
+            hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
+            request.token_ids,
+            attempt=0,
+            excluded=frozenset(),
+            kv_lost_from=frozenset(),
+            plans=(RetryPlan.USUAL,),
+        )
+        return self.placer.place(asked, Draw(Random(turn).getrandbits(64), turn, turn), now_s=self.now_s)
+
+    def send(self, tokens: int, answer: int, *, stream: bool, pin: int | None = None, client: int = 0) -> int:
+        """Send one request; return the worker that takes it. Its end comes by :meth:`run`."""
+        request = request_of(next(self._numbers), tokens, stream=stream, pin=pin, client=client)
+        placement = self.place(request)
+        worker = placement.decision.decode.rank.worker_id
+        first_s = max(self.now_s, self._free_s[worker]) + PROMPT_TOKEN_S * tokens
+        self._free_s[worker] = first_s  # type: ignore[assignment]
+        end_s = first_s + TOKEN_S * answer
+        heappush(
+            self._due,
+            (first_s if stream else end_s, next(self._numbers), "first", placement, answer, stream, client),
+        )
+        heappush(self._due, (end_s, next(self._numbers), "end", placement, answer, stream, client))
+        return worker
+
+    def queued(self, now_s: float) -> int:
+        """Return the prompt tokens that wait at the first worker then."""
+        self.now_s = now_s
+        probe = self.place(request_of(2, BLOCK_SIZE))
+        tokens = int(self.placer.ledger.columns().prefill_tokens[Slot(0)]) - BLOCK_SIZE
+        self.placer.release(probe, now_s=now_s)
+        return tokens
+
+    def shares(self, seconds: float, *, stream: bool | None, pin: int | None = 1) -> tuple[float, int]:
+        """Serve honest requests beside attackers that stream, do not, or are not there; return the share of
+        the honest ones that worker 1 got, and how many they were.
+        """
+        rng, until_s = Random(5), self.now_s + seconds
+        got = Counter[int]()
+        running = 0
+        next_s = self.now_s
+        while self.now_s < until_s:
+            while stream is not None and running < ATTACKERS:
+                self.send(ATTACKER_TOKENS, 14, stream=stream, pin=pin, client=ATTACKER)
+                running += 1
+            if self._due and self._due[0][0] <= next_s:
+                self.now_s, _, what, placement, answer, _, client = heappop(self._due)
+                if what == "first":
+                    self.placer.first_token(placement, now_s=self.now_s)
+                else:
+                    self.placer.release(placement, now_s=self.now_s, tokens=answer)
+                    running -= client == ATTACKER
+                continue
+            self.now_s = next_s
+            got[self.send(HONEST_TOKENS, HONEST_ANSWER, stream=True, client=1 + rng.randrange(3))] += 1
+            next_s += rng.expovariate(HONEST_PER_S)
+        return got[1] / got.total(), got.total()
+
+
+@pytest.mark.parametrize("cost", ["time", "blocks"])
+@pytest.mark.parametrize("pin", [1, 2, None])
+def test_a_client_that_does_not_stream_moves_others_as_little_as_one_that_does(
+    pin: int | None, cost: str
+) -> None:
+    streamed, unstreamed = Engines(cost=cost), Engines(cost=cost)
+    for engines in (streamed, unstreamed):
+        engines.shares(PHASE_S, stream=None)
+    beside_streams, n_requests = streamed.shares(PHASE_S, stream=True, pin=pin)
+    attacked, _ = unstreamed.shares(PHASE_S, stream=False, pin=pin)
+    assert n_requests >= 400
+    assert abs(attacked - beside_streams) <= 0.05
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("pin", [1, 2, None])
+def test_five_seconds_after_the_attacker_left_others_go_where_they_went_before(
+    pin: int | None, stream: bool
+) -> None:
+    engines = Engines()
+    before, _ = engines.shares(PHASE_S, stream=None)
+    engines.shares(PHASE_S, stream=stream, pin=pin)
+    engines.shares(5.0, stream=None)
+    after, n_requests = engines.shares(PHASE_S, stream=None)
+    assert n_requests >= 400
+    assert abs(after - before) <= 0.05
+
+
+def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -> None:
+    """Prompts do not wait for decode steps here, and the attacker's answers never end at worker 1."""
+    engines = Engines()
+    engines.shares(PHASE_S, stream=None)
+    engines.shares(PHASE_S, stream=True)
+    slowness = engines.placer.learned.speeds.speeds(2, now_s=engines.now_s).slowness
+    assert slowness[0] == pytest.approx(slowness[1], rel=0.05)
+
+
+def test_an_answer_that_shows_no_first_token_leaves_the_queue_when_its_prompt_should_be_computed() -> None:
+    engines = Engines(Role.BOTH)
+    placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
+    ends_s = engines.placer.learned.prefill_ends_s(placement, now_s=0.0)
+
+    assert engines.queued(0.9 * ends_s) == HONEST_TOKENS
+    assert engines.queued(1.1 * ends_s) == 0
+    engines.placer.first_token(placement, now_s=60.0)
+    engines.placer.release(placement, now_s=60.0, tokens=1000)
+    assert engines.events.came_s == []
+    assert engines.placer.learned.speeds.reading(Slot(0)) is None
+
+
+def test_requests_that_end_before_their_first_token_was_expected_are_forgotten() -> None:
+    engines = Engines(Role.BOTH)
+    for number in range(1000):
+        placement = engines.place(request_of(number, HONEST_TOKENS, stream=False))
+        engines.placer.release(placement, now_s=0.0)
+    unseen = engines.placer._unseen_prefills
+    assert len(unseen._running) == 0
+    assert len(unseen._ends) <= 65
+
+
+def taught(*roles: Role, stream: bool = True, pin: int | None = None) -> tuple[int, int, bool]:
+    """Serve twenty requests; return how many prompts and transfers taught something, and whether answers
+    did.
+    """
+    engines = Engines(*roles)
+    placer = engines.placer
+    decode = Slot(len(roles) - 1)
+    for number in range(20):
+        engines.now_s = 100.0 * number
+        placement = engines.place(request_of(number, HONEST_TOKENS, stream=stream, pin=pin))
+        if len(roles) > 1:
+            placer.prefill_done(placement, now_s=engines.now_s + 0.1)
+        placer.first_token(placement, now_s=engines.now_s + 1.0)
+        placer.release(placement, now_s=engines.now_s + 50.0, tokens=100)
+    transfers = len(placer.transfers.learned.samples())
+    return len(engines.events.came_s), transfers, placer.speeds.decode_slowness(decode) != 1.0
+
+
+def test_what_streams_teaches_all_pins_nothing_and_an_answer_that_comes_whole_its_prefill_leg() -> None:
+    pair = (Role.PREFILL, Role.DECODE)
+    assert taught(Role.BOTH) == (20, 0, True)
+    assert taught(*pair) == (20, 20, True)
+    assert taught(Role.BOTH, pin=1) == taught(*pair, pin=2) == (0, 0, False)
+    assert taught(Role.BOTH, stream=False) == (0, 0, False)
+    assert taught(*pair, stream=False) == (20, 0, False)
+
+
+def test_the_prefill_of_a_pair_ends_when_its_worker_says_so_whether_the_answer_streams_or_not() -> None:
+    engines = Engines(Role.PREFILL, Role.DECODE)
+    placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
+
+    assert engines.queued(1000.0) == HONEST_TOKENS
+    engines.placer.prefill_done(placement, now_s=1000.0)
+    assert engines.queued(1000.0) == 0
+    assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 1
+    assert engines.queued(2000.0) == 0
+    assert int(engines.placer.ledger.columns().waiting[Slot(1)]) == 0
+
+
+CALLERS, WARM_S, COLD_S, ANSWER_TOKENS, STEP_S = 4, 0.02, 0.5, 100, 0.005
+
+
+def test_a_restarted_engine_gets_calls_at_once_and_goes_on_to_get_them_though_its_first_were_slow() -> None:
+    """Few callers ask one call after the other, short ones that no cache holds: either engine alone could
+    answer them all.
+    """
+    engines = Engines()
+    placer = engines.placer
+    got = [Counter[int]() for _ in range(3)]
+    cold = {2}
+    due: list[tuple[float, int, str, Placement | None]]
+    due = [(0.0, caller, "call", None) for caller in range(CALLERS)]
+    number = CALLERS
+    starts_s, ends_s = 40.0, 100.0
+    changes = deque([(20.0, True), (starts_s, False)])
+    heapify(due)
+    while due[0][0] < ends_s:
+        if changes and changes[0][0] <= due[0][0]:
+            engines.now_s, is_silent = changes.popleft()
+            cold = {2}
+            before = placer.fleet.card_at(Slot(1))
+            assert before is not None
+            placer.fleet.join(structs.replace(before, engine_silent=is_silent))
+            placer.fleet_changed(now_s=engines.now_s)
+            continue
+        engines.now_s, _, what, placement = heappop(due)
+        now_s, number = engines.now_s, number + 1
+        if placement is None:
+            placement = engines.place(request_of(100 * number, 20))
+            worker = placement.decision.decode.rank.worker_id
+            got[(now_s >= starts_s) + (now_s >= starts_s + 2.0)][worker] += 1
+            heappush(due, (now_s + (COLD_S if worker in cold else WARM_S), number, "first", placement))
+        elif what == "first":
+            placer.first_token(placement, now_s=now_s)
+            cold -= {placement.decision.decode.rank.worker_id}
+            heappush(due, (now_s + ANSWER_TOKENS * STEP_S, number, "end", placement))
+        else:
+            placer.release(placement, now_s=now_s, tokens=ANSWER_TOKENS)
+            heappush(due, (now_s, number, "call", None))
+    _, at_once, behind = got
+    assert at_once[2] > 0
+    assert 0.4 <= behind[2] / behind.total() <= 0.6

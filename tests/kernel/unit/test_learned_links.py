@@ -1,0 +1,287 @@
+"""What the placer learns of how fast links are."""
+
+from random import Random
+
+import pytest
+
+from kvrouter.kernel.placement.link_speeds import FORGET_S, LearnedLinks, Seen
+from kvrouter.kernel.topology.links import (
+    ACROSS_LINK,
+    UNKNOWN_KIND,
+    Link,
+    LinkKind,
+    LinkPace,
+    LinkState,
+    SharedLink,
+)
+from tests.support.placements import KeptEvents
+
+TABLE = Link(1e-3, 10e9)
+WITHIN = LinkKind("zone", True)
+
+
+def within(zone: str) -> SharedLink:
+    return SharedLink((("zone", zone),), zone)
+
+
+def between(one: str, other: str) -> SharedLink:
+    return SharedLink((("zone", one),), other)
+
+
+class Way:
+    """Transfers that take as long as a test says, one after another."""
+
+    def __init__(self, table: Link = TABLE, seed: int = 0) -> None:
+        self.table, self.rng = table, Random(seed)
+        self.state, self.events = LinkState(), KeptEvents()
+        self.learned = LearnedLinks(self.state, self.events)
+        self.now_s = 100.0
+
+    def send(
+        self,
+        link: SharedLink | None,
+        slowness: float,
+        *,
+        extra_s: float = 0.0,
+        n: int = 1,
+        plain_s: float | None = None,
+    ) -> None:
+        for _ in range(n):
+            plain = self.rng.uniform(0.02, 0.4) if plain_s is None else plain_s
+            took = (plain * slowness + extra_s) * self.rng.uniform(0.95, 1.05)
+            self.now_s += took
+            self.learned.note(Seen(link, self.table, self.now_s - took, self.now_s, plain, took))
+            self.refresh()
+
+    def late(self, link: SharedLink, took: float, plain: float = 0.1) -> Seen:
+        return Seen(link, self.table, self.now_s - took, self.now_s, plain, took)
+
+    def refresh(self, *on_the_way: Seen) -> None:
+        self.learned.refresh(on_the_way, now_s=self.now_s)
+
+    def slowness(self, link: SharedLink | None) -> float:
+        paces = dict(self.state.paces())
+        own = None if link is None else paces.get(link)
+        kind = UNKNOWN_KIND if link is None else link.kind
+        return (own or self.state.pace_of_kind(kind)).slowness
+
+
+def test_links_as_their_table_has_them_stay_so_and_are_alike() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=40)
+    way.send(between("a", "b"), 1.1, n=40)
+    assert [way.slowness(link) for link in (within("a"), between("a", "b"))] == [1.0, 1.0]
+    assert way.learned.are_alike
+    assert way.events.links == []
+
+
+@pytest.mark.parametrize("slowness", [0.05, 0.5, 3.0, 20.0])
+def test_latency_and_bandwidth_come_apart_with_an_interval_around_the_truth(slowness: float) -> None:
+    way = Way(ACROSS_LINK)
+    way.send(between("a", "b"), slowness, extra_s=0.01, n=60)
+    reading, *_ = way.learned.readings()
+    assert reading.name == "between two values of zone"
+    assert reading.slowness == pytest.approx(slowness, rel=0.1)
+    assert reading.low is not None
+    assert reading.high is not None
+    assert reading.low < slowness < reading.high
+    assert reading.latency_s == pytest.approx(ACROSS_LINK.latency_s + 0.01, abs=0.01)
+    bandwidth = ACROSS_LINK.bandwidth_bytes_per_s / slowness
+    assert reading.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.1)
+    assert reading.transfers == 60
+
+
+def test_what_a_busy_engine_takes_for_each_transfer_is_no_bandwidth() -> None:
+    """Real engines on busy CPUs take a tenth of a second from the end of a prefill to the first token."""
+    way = Way()
+    for _ in range(20):
+        for plain_s in (0.01, 0.015, 0.022, 0.03, 0.037):
+            way.send(between("a", "b"), 1.0, extra_s=0.09, plain_s=plain_s)
+    reading, *_ = way.learned.readings()
+    assert reading.slowness == 1.0
+    assert reading.latency_s == pytest.approx(TABLE.latency_s + 0.09, abs=0.02)
+    assert not reading.is_slow
+
+
+def test_mistaken_transfers_do_not_change_what_the_others_show() -> None:
+    way = Way()
+    for _ in range(12):
+        way.send(within("a"), 60.0)
+        way.send(within("a"), 4.0, n=3)
+        assert way.slowness(within("a")) < 4.4
+    assert way.slowness(within("a")) == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_transfer_that_was_stuck_counts_a_third_until_one_is_in_time() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.send(within("a"), 10.0, plain_s=0.3)
+    assert way.slowness(within("a")) == pytest.approx(10 ** (1 / 3), rel=0.1)
+    assert way.slowness(within("b")) == 1.0
+    way.send(within("a"), 10.0, plain_s=0.3)
+    assert way.slowness(within("a")) == pytest.approx(10 ** (2 / 3), rel=0.1)
+    assert way.events.links == [], "three of them say so"
+    way.now_s += FORGET_S
+    way.refresh()
+    assert way.slowness(within("a")) == pytest.approx(10 ** (1 / 3), rel=0.1)
+    way.send(within("a"), 1.0, plain_s=0.3)
+    assert way.slowness(within("a")) == 1.0
+
+
+def test_a_link_without_transfers_is_as_its_kind_is_and_a_kind_never_faster_than_its_table() -> None:
+    way = Way()
+    way.send(within("a"), 0.2, n=10)
+    assert way.slowness(within("b")) == pytest.approx(0.2, rel=0.1)
+    assert way.slowness(between("a", "b")) == 1.0
+    slow = Way()
+    slow.send(within("a"), 8.0, n=10)
+    assert slow.slowness(between("a", "b")) == pytest.approx(8.0, rel=0.1)
+    slow.send(between("a", "b"), 1.0, n=3)
+    assert slow.slowness(between("a", "b")) == 1.0
+
+
+def test_what_is_too_short_or_not_seen_enough_says_nothing() -> None:
+    way = Way()
+    way.send(within("a"), 30.0, n=20, plain_s=0.001)
+    way.send(within("a"), 30.0, n=2, plain_s=0.01)
+    assert way.slowness(within("a")) == 1.0
+
+
+def test_a_link_that_falls_to_a_tenth_is_noticed_by_three_transfers_and_said_once() -> None:
+    way = Way()
+    for zone in "abc":
+        way.send(within(zone), 1.0, n=20)
+    way.send(within("a"), 10.0, n=3)
+    assert way.slowness(within("a")) == pytest.approx(10.0, rel=0.1)
+    assert way.slowness(within("b")) == 1.0
+    assert not way.learned.are_alike
+    way.send(within("a"), 10.0, n=10)
+    assert [(name, is_slow) for name, is_slow, _ in way.events.links] == [("zone=a to zone=a", True)]
+    assert way.learned.readings()[-1].is_slow
+    way.send(within("a"), 1.0, n=8)
+    assert way.slowness(within("a")) == 1.0
+    ((name, is_slow, relative),) = way.events.links[1:]
+    assert (name, is_slow) == ("zone=a to zone=a", False)
+    assert relative == pytest.approx(1.0, abs=0.2)
+
+
+def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
+    way = Way()
+    way.send(within("a"), 1.0, n=20)
+    way.send(within("b"), 1.0, n=20)
+    late = [way.late(within("a"), took) for took in (0.9, 1.1)]
+    for _ in range(3):
+        way.refresh(*late)
+        assert way.slowness(within("a")) == pytest.approx(10.0)
+    assert way.slowness(within("b")) == 1.0
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.refresh()
+    assert way.slowness(within("a")) == 1.0
+    way.refresh(way.late(within("a"), 0.2))
+    assert way.slowness(within("a")) == 1.0
+    way.refresh(way.late(within("a"), 0.9))
+    assert way.slowness(within("a")) == pytest.approx(9.0)
+
+
+def test_a_link_whose_late_transfers_arrive_is_not_well_before_that_is_long_ago() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.refresh(way.late(within("a"), 0.9), way.late(within("a"), 0.6))
+    way.send(within("a"), 10.0, n=2, plain_s=0.1)
+    way.refresh()
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.now_s += FORGET_S + 1.0
+    way.refresh()
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+
+
+def test_a_link_that_was_late_is_well_once_a_transfer_is_in_time() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.refresh(way.late(within("a"), 0.9), way.late(within("a"), 0.6))
+    way.send(within("a"), 10.0, n=1, plain_s=0.1)
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.send(within("a"), 1.0)
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+
+
+def test_a_whole_fleet_that_fell_is_noticed_before_its_transfers_end() -> None:
+    way = Way()
+    for zone in "abcdef":
+        way.send(within(zone), 1.0, n=8)
+    way.refresh(*(way.late(within(zone), 1.0) for zone in "abcd"))
+    assert way.slowness(within("f")) == pytest.approx(10.0)
+    assert ("within one zone", True) in [(name, is_slow) for name, is_slow, _ in way.events.links]
+
+
+def test_what_was_not_heard_of_for_long_is_tried_again() -> None:
+    way = Way()
+    for zone in "ab":
+        way.send(within(zone), 1.0, n=20)
+    way.send(within("a"), 16.0, n=4)
+    before = way.slowness(within("a"))
+    way.now_s += FORGET_S + 1.0
+    way.refresh()
+    assert way.slowness(within("a")) == pytest.approx(before**0.5, rel=0.05)
+    way.now_s += 20 * FORGET_S
+    way.refresh()
+    assert way.slowness(within("a")) == 1.0
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+
+
+def test_links_of_places_that_nobody_knows_are_learned_together() -> None:
+    way = Way(ACROSS_LINK)
+    way.send(None, 0.1, n=10)
+    assert way.slowness(None) == pytest.approx(0.1, rel=0.1)
+    assert way.learned.readings()[0].name == "between unknown places"
+
+
+def test_a_readers_form_of_links_follows_each_change() -> None:
+    heard: list[object] = []
+
+    class Reader:
+        def loaded(self, link: SharedLink, load: object) -> None:
+            heard.append((link, load))
+
+        def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+            heard.append((of, pace))
+
+    state = LinkState()
+    state.reader = Reader()
+    state.set_pace(WITHIN, LinkPace(2.0, 0.0))
+    state.set_pace(WITHIN, LinkPace(2.0, 0.0))
+    state.set_pace(within("a"), None)
+    state.set_pace(WITHIN, None)
+    assert heard == [(WITHIN, LinkPace(2.0, 0.0)), (WITHIN, None)]
+
+
+def test_a_rank_that_hangs_makes_no_link_slow() -> None:
+    way = Way()
+    way.send(within("a"), 1.0, n=20)
+    began_s = way.now_s
+    for _ in range(8):
+        way.send(within("a"), 1.0)
+        hung = [Seen(within("a"), TABLE, began_s, way.now_s, 0.1, way.now_s - began_s)] * 2
+        way.refresh(*hung)
+    assert way.slowness(within("a")) == 1.0
+    assert way.events.links == []
+
+
+def test_another_table_begins_again_and_ends_what_was_said_to_be_slow() -> None:
+    way = Way()
+    for zone in "abc":
+        way.send(within(zone), 1.0, n=8)
+    way.send(within("a"), 10.0, n=6)
+    assert way.slowness(within("a")) > 5.0
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True]
+    way.learned.forget()
+    assert [way.slowness(within(zone)) for zone in "abc"] == [1.0, 1.0, 1.0]
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
+    assert way.learned.readings() == []
+    assert list(way.state.paces()) == []
+    way.send(within("a"), 3.0, n=8)
+    assert way.slowness(within("a")) == pytest.approx(3.0, rel=0.1)

@@ -1,0 +1,313 @@
+"""What the placer learns of how fast ranks are."""
+
+from math import log
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import Role
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.speeds import (
+    CLIENT_WAITS_S,
+    FORGET_S,
+    SLOW,
+    SLOWNESS_MIN,
+    TURNOVER_ALIKE,
+    TURNOVER_FLOOR,
+    TURNOVER_S,
+    Expected,
+    LearnedSpeeds,
+)
+from kvrouter.kernel.routing.request import Pick, Times
+from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.support.placements import KeptEvents
+
+
+class Ranks:
+    """Ranks whose prompts take as long as a test says, one after another."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.fleet = Fleet(MODEL, BLOCK_SIZE)
+        for worker_id in range(1, n_ranks + 1):
+            self.fleet.join(card(worker_id, Role.BOTH))
+        self.events = KeptEvents()
+        self.learned = LearnedSpeeds(self.fleet, self.events)
+        self.n_ranks = n_ranks
+        self.now_s = 1000.0
+        self.slowness()
+
+    def slowness(self) -> list[float]:
+        speeds = self.learned.speeds(self.fleet.n_slots, now_s=self.now_s)
+        return [float(value) for value in speeds.slowness]
+
+    def serve(
+        self,
+        slot: int,
+        takes: float,
+        *,
+        plain_s: float = 0.2,
+        memory_s: float = 0.0,
+        queue_s: float = 0.0,
+        steps_s: float = 0.0,
+        client: int = 0,
+    ) -> None:
+        """One request, that takes so many times as long as it would a rank of slowness 1."""
+        expected = self.place(slot, plain_s=plain_s, memory_s=memory_s, queue_s=queue_s, steps_s=steps_s)
+        self.now_s += takes * plain_s + queue_s + steps_s
+        self.learned.came(expected, client=client, now_s=self.now_s)
+
+    def serve_at_once(self, slot: int, takes: list[float]) -> None:
+        """Several, that are placed before the first of them is answered."""
+        placed = [self.place(slot, plain_s=0.2, memory_s=0.0, queue_s=0.0, steps_s=0.0) for _ in takes]
+        for expected, its in zip(placed, takes, strict=True):
+            self.learned.came(expected, now_s=self.now_s + 0.2 * its)
+        self.now_s += 0.2 * max(takes)
+
+    def place(
+        self, slot: int, *, plain_s: float, memory_s: float, queue_s: float, steps_s: float
+    ) -> Expected:
+        slowness = self.slowness()[slot]
+        times = Times(queue_s + steps_s, slowness * plain_s, memory_s, 0.0, 0.0, 0.0, 0.0)
+        rank = self.fleet.rank_at(Slot(slot))
+        assert rank is not None
+        pick = Pick(Slot(slot), rank, Leg.AGGREGATED, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1, times=times)
+        expected = self.learned.placed(pick, 1000, steps_s=steps_s, now_s=self.now_s)
+        assert expected is not None
+        return expected
+
+    def serve_all(self, takes: list[float], n: int = 30) -> None:
+        for _ in range(n):
+            for slot, its in enumerate(takes):
+                self.serve(slot, its)
+
+
+def rank(worker_id: int) -> WorkerRank:
+    return WorkerRank(WorkerId(worker_id), DpRank(0))
+
+
+def test_each_rank_is_as_slow_as_its_requests_are() -> None:
+    ranks = Ranks(4)
+    assert ranks.slowness() == [1.0] * 4
+    ranks.serve_all([1.0, 1.0, 2.0, 5.0])
+    assert ranks.slowness() == pytest.approx([1.0, 1.0, 2.0, 5.0], rel=0.02)
+
+
+def test_one_client_among_others_has_a_share_in_what_is_learned_and_alone_it_has_all() -> None:
+    """Three of four requests at rank 0 are one client's, and take four times as long."""
+    ranks, alone = Ranks(2), Ranks(2)
+    for n in range(120):
+        for slot in (0, 1):
+            ranks.serve(slot, 1.0, client=1 + n % 5, plain_s=0.05)
+        for _ in range(3):
+            alone.serve(0, 4.0, client=9, plain_s=0.05)
+            if n % 2:
+                ranks.serve(0, 4.0, client=9, plain_s=0.05)
+    assert ranks.slowness()[0] < 3.0
+    assert alone.slowness()[0] == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_rank_that_one_client_alone_uses_is_seen_as_it_is_after_a_while() -> None:
+    ranks = Ranks(2)
+    for _ in range(20):
+        ranks.serve(0, 1.0, client=1)
+        ranks.serve(1, 1.0, client=2)
+    for _ in range(24):
+        ranks.now_s += CLIENT_WAITS_S
+        ranks.serve(0, 4.0, client=9)
+        for _ in range(4):
+            ranks.serve(1, 1.0, client=2, plain_s=0.01)
+    assert ranks.slowness()[0] > 2.5
+
+
+def test_long_prompts_say_more_than_short_ones_whose_delay_is_another() -> None:
+    ranks, rng = Ranks(2), Random(3)
+    for _ in range(60):
+        short, long = (0, 1) if rng.random() < 0.5 else (1, 0)
+        ranks.serve(short, 4.0, plain_s=0.01)
+        ranks.serve(long, 1.1, plain_s=1.0)
+    assert ranks.slowness() == pytest.approx([1.1, 1.1], abs=0.1)
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0, 20.0])
+def test_a_rank_that_turns_slow_is_noticed_within_20_requests_and_when_it_is_well_again(
+    factor: float,
+) -> None:
+    ranks = Ranks(8)
+    ranks.serve_all([1.0] * 8)
+    assert ranks.events.turns == []
+    n_requests = 0
+    while not ranks.events.turns:
+        ranks.serve(3, factor)
+        n_requests += 1
+        assert n_requests <= 20
+    assert ranks.events.turns[0][:2] == (rank(4), True)
+    assert ranks.events.turns[0][2] > SLOW
+    for _ in range(20):
+        ranks.serve(3, factor)
+    assert ranks.slowness()[3] == pytest.approx(factor, rel=0.35)
+    for _ in range(80):
+        ranks.serve(3, 1.0)
+    assert [turn[:2] for turn in ranks.events.turns] == [(rank(4), True), (rank(4), False)]
+
+
+def test_a_rank_without_evidence_is_as_slow_as_ranks_are_and_one_fast_answer_changes_little() -> None:
+    ranks = Ranks(3)
+    ranks.serve_all([3.0, 3.0, 3.0])
+    ranks.fleet.join(card(9, Role.BOTH))
+    ranks.now_s += 1.0
+    assert ranks.slowness()[3] == pytest.approx(3.0, rel=0.02)
+    ranks.serve(3, 1.0)
+    assert ranks.slowness()[3] > 2.4
+
+
+def test_what_sets_a_rank_apart_is_forgotten_when_nothing_is_heard_of_it() -> None:
+    ranks = Ranks(4)
+    ranks.serve_all([1.0, 1.0, 1.0, 9.0])
+    apart = ranks.slowness()[3] - 3.0
+    for _ in range(int(FORGET_S)):
+        ranks.now_s += 1.0
+        for slot in range(3):
+            ranks.serve(slot, 1.0, plain_s=0.001)
+    mean = (3 * 1.0 + 9.0) / 4
+    assert ranks.slowness()[3] - mean == pytest.approx(apart / 2, rel=0.1)
+
+
+def test_one_request_that_took_very_long_changes_the_view_within_bounds() -> None:
+    ranks = Ranks(2)
+    ranks.serve_all([1.0, 1.0])
+    ranks.serve(1, 1000.0)
+    assert ranks.slowness()[1] < 1.3
+    assert ranks.events.turns == []
+
+
+def test_a_cold_rank_is_not_slow_and_one_that_stays_slow_is() -> None:
+    """What was placed before its first answer does not count where it takes long: at its start, and when its
+    engine answers again, of which nothing from before counts.
+    """
+    ranks = Ranks(2)
+    ranks.serve_all([1.0, 1.0])
+    ranks.fleet.join(card(9, Role.BOTH))
+    for is_silent in (False, True):
+        if is_silent:
+            for _ in range(9):
+                ranks.serve(2, 4.0)
+            assert ranks.slowness()[2] > 1.5
+            ranks.fleet.join(replace(card(9, Role.BOTH), engine_silent=True))
+            ranks.learned.fleet_changed()
+            ranks.fleet.join(card(9, Role.BOTH))
+            ranks.learned.fleet_changed()
+        ranks.serve_at_once(2, [10.0, 11.0, 12.0, 13.0])
+        assert ranks.slowness() == pytest.approx([1.0] * 3, rel=0.02)
+        for _ in range(30):
+            ranks.serve(2, 1.0)
+    for _ in range(4):
+        ranks.serve(2, 10.0)
+    assert ranks.slowness()[2] > 1.5
+
+
+def test_waits_for_memory_say_nothing_of_speed() -> None:
+    ranks = Ranks(2)
+    ranks.serve_all([1.0, 1.0])
+    for _ in range(90):
+        ranks.serve(1, 50.0, memory_s=5.0)
+    assert ranks.slowness() == pytest.approx([1.0, 1.0], rel=0.05)
+    reading = ranks.learned.reading(Slot(1))
+    assert reading is not None
+    assert reading.seen_s == pytest.approx(10.0, rel=0.2)
+    assert reading.predicted_s == pytest.approx(5.2, rel=0.05)
+
+
+def test_a_slot_that_is_freed_forgets_its_rank_and_a_late_first_token_is_nobodys() -> None:
+    ranks = Ranks(2)
+    ranks.serve_all([1.0, 4.0])
+    times = Times(0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0)
+    pick = Pick(Slot(1), rank(2), Leg.AGGREGATED, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1, times=times)
+    expected = ranks.learned.placed(pick, 1000, steps_s=0.0, now_s=ranks.now_s)
+    assert expected is not None
+    for slot in ranks.fleet.leave(WorkerId(2), Epoch(1)):
+        ranks.learned.freed(slot)
+    ranks.learned.came(expected, now_s=ranks.now_s + 9.0)
+    assert ranks.learned.reading(Slot(1)) is None
+    assert ranks.events.left == [rank(2)]
+
+
+def test_what_comes_into_a_cache_ages_and_is_compared_with_the_others() -> None:
+    ranks = Ranks(2)
+
+    def turnover() -> list[float]:
+        speeds = ranks.learned.speeds(2, now_s=ranks.now_s)
+        return [float(value) for value in speeds.turnover]
+
+    for _ in range(5):
+        ranks.serve(0, 1.0)
+        ranks.now_s += 1.0
+        turnover()
+    hot, cold = turnover()
+    assert hot == pytest.approx(log(2.0 / TURNOVER_FLOOR) - TURNOVER_ALIKE, rel=0.1)
+    assert cold == 0.0
+    for _ in range(int(8 * TURNOVER_S)):
+        ranks.serve(1, 1.0, plain_s=0.001)
+        ranks.now_s += 1.0
+        turnover()
+    hot, cold = turnover()
+    assert hot == 0.0
+    assert cold > 1.5
+
+
+def test_caches_count_as_alike_where_as_much_came_into_them_within_a_sixth() -> None:
+    ranks = Ranks(2)
+    for number in range(70):
+        ranks.serve(int(number >= 38), 1.0)
+    ranks.now_s += 1.0
+    one, other = ranks.learned.speeds(2, now_s=ranks.now_s).turnover
+    assert one == other == pytest.approx(-log(TURNOVER_FLOOR))
+
+
+def test_answers_say_how_long_one_keeps_its_blocks() -> None:
+    ranks = Ranks(2)
+    ranks.serve_all([1.0, 2.0])
+    for _ in range(200):
+        ranks.learned.answered(Slot(0), 401, 8.0, step_s=0.02, now_s=ranks.now_s)
+        ranks.learned.answered(Slot(1), 401, 16.0, step_s=0.02, now_s=ranks.now_s)
+        ranks.learned.answered(Slot(0), 1, 0.0, step_s=0.02, now_s=ranks.now_s)
+    speeds = ranks.learned.speeds(2, now_s=ranks.now_s)
+    assert list(speeds.decode_slowness) == pytest.approx([1.0, 2.0], rel=0.02)
+    assert speeds.answer_s == pytest.approx(8.0 * 2 / 3, rel=0.1)
+    assert list(speeds.slowness) == pytest.approx([1.0, 2.0], rel=0.02)
+
+
+def test_prompts_that_are_cached_whole_say_nothing_of_speed() -> None:
+    ranks = Ranks(2)
+    for _ in range(500):
+        ranks.serve(0, 0.0, plain_s=0.0, queue_s=0.5)
+        ranks.serve(1, 0.0, plain_s=0.0, steps_s=0.001)
+    assert ranks.slowness() == [1.0, 1.0]
+    assert ranks.events.turns == []
+
+
+def test_decode_steps_of_others_are_no_part_of_how_slow_prompts_are() -> None:
+    ranks = Ranks(2)
+    for _ in range(40):
+        ranks.serve(0, 2.0, plain_s=0.2, steps_s=0.05)
+        ranks.serve(1, 2.0, plain_s=0.2)
+        ranks.serve(1, 9.0, plain_s=0.01, steps_s=0.5)  # the wait is nearly all of it theirs
+    assert ranks.slowness() == pytest.approx([2.0, 2.0], rel=0.02)
+
+
+def test_slowness_stays_within_what_hardware_can_differ_by() -> None:
+    ranks = Ranks(2)
+    for _ in range(200):
+        ranks.serve(0, 0.0)
+        ranks.learned.answered(Slot(0), 100, 0.0, step_s=0.02, now_s=ranks.now_s)
+    assert ranks.slowness()[0] >= SLOWNESS_MIN
+    assert ranks.learned.speeds(2, now_s=ranks.now_s).decode_slowness[0] >= SLOWNESS_MIN
+
+
+def test_a_rank_of_a_large_fleet_may_answer_before_its_first_reading() -> None:
+    ranks = Ranks(24)
+    learned = LearnedSpeeds(ranks.fleet, ranks.events)
+    learned.answered(Slot(23), 100, 4.0, step_s=0.02, now_s=1.0)
+    assert len(learned.speeds(24, now_s=1.0).slowness) == 24

@@ -1,0 +1,184 @@
+"""What routers say to each other of links: what is refused, what is kept of much, and what is counted."""
+
+import math
+from collections import defaultdict
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import LINK_NEWS_MAX, LinkName, LinkNews, LinkSeen, LinkUse
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.ledger.link_exchange import LinkExchange
+from kvrouter.kernel.placement.link_journal import LinkJournal, OnLink, as_seen
+from kvrouter.kernel.placement.link_speeds import KINDS_MAX
+from kvrouter.kernel.placement.transfers import NEWS_LASTS_S, Transfers
+from kvrouter.kernel.topology.links import Link, LinkLoad, LinkTable, SharedLink
+from kvrouter.transports.sync.nats import decode_message
+from tests.support.fleets import BLOCK_SIZE, MODEL
+from tests.support.placements import KeptEvents
+
+HERE = RouterId("here")
+TABLE = LinkTable()
+
+
+def link(number: int) -> SharedLink:
+    return SharedLink((("zone", str(number)),), "far")
+
+
+def transfers() -> Transfers:
+    made = Transfers(Fleet(MODEL, BLOCK_SIZE), KeptEvents(), TABLE, HERE)
+    made.begin_sharing()
+    return made
+
+
+def frame(*amounts: float, digest: str = "d", uses: object = None) -> bytes:
+    """A message about links as a stranger would write it."""
+    seen = ["a", 1, [[["zone", "a"]], "b"], *amounts]
+    return msgspec.msgpack.encode([6, "a", MODEL, digest, [seen], uses])
+
+
+def test_a_message_of_amounts_is_read() -> None:
+    assert isinstance(decode_message(frame(1.0, 1.0, 1.0, 1.0, 1.0)), LinkNews)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e300])
+@pytest.mark.parametrize("at", range(5))
+def test_amounts_that_are_none_are_refused(wrong: float, at: int) -> None:
+    amounts = [1.0] * 5
+    amounts[at] = wrong
+    with pytest.raises(ProtocolError):
+        decode_message(frame(*amounts))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        frame(1.0, 0.0, 1.0, 1.0, 1.0),
+        frame(1.0, 1.0, 1.0, 1.0, 1.0, uses=[[[[], "b"], 1.0, 1.0, 1.0, 1.0]]),
+        frame(1.0, 1.0, 1.0, 1.0, 1.0, uses=[[[[["zone", "a"]], "b"], 1.0, 1.0, math.nan, 1.0]]),
+        frame(1.0, 1.0, 1.0, 1.0, 1.0, digest="d" * 65),
+        frame(1.0, 1.0, 1.0, 1.0),
+    ],
+)
+def test_links_that_are_none_are_refused(message: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_message(message)
+
+
+def test_a_journal_says_the_mean_of_its_looks_and_of_too_many_links_those_with_most_bytes() -> None:
+    journal = LinkJournal()
+    assert journal.take_uses() is None
+    journal.look([OnLink(link(n), LinkLoad(float(n), 1.0), LinkLoad(0.0, 0.0)) for n in range(100)])
+    journal.look([])
+    uses = journal.take_uses()
+    assert uses is not None
+    assert [use.bytes for use in uses] == [n / 2 for n in range(99, 99 - LINK_NEWS_MAX, -1)]
+    assert {use.transfers for use in uses} == {0.5}
+    assert journal.take_uses() == (), "that nothing is there any more is said once"
+    assert journal.take_uses() is None
+
+
+def history(n: int, kind: int = 0) -> tuple[LinkSeen, ...]:
+    """Transfers of different lengths over one link, ten times as long as by the table."""
+    name = LinkName(((f"level-{kind}", "a"),), "b")
+    return tuple(
+        LinkSeen(
+            RouterId("a"), kind * 1000 + at, name, 0.0, 1e9, float(n - at), 0.1 + at % 7, 1.0 + 10 * (at % 7)
+        )
+        for at in range(n)
+    )
+
+
+def test_a_history_that_comes_at_once_is_learned_whole() -> None:
+    here = transfers()
+    here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(64)), now_s=1000.0)
+    assert len(here.learned.samples()) == 64
+    (reading,) = here.learned.readings()
+    assert reading.slowness == pytest.approx(10.0, rel=0.01)
+
+
+def test_names_of_links_that_nobody_has_fill_no_memory() -> None:
+    here = transfers()
+    for kind in range(3 * KINDS_MAX):
+        here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(4, kind)), now_s=1000.0)
+    assert len(here.learned.readings()) == KINDS_MAX
+    assert len(here.learned.samples()) == 4 * KINDS_MAX
+
+
+def test_a_router_that_decides_nothing_still_says_what_it_has_on_links() -> None:
+    here = transfers()
+    here.state.add(link(1), 5.0)
+    for at_s in (1.0, 2.0):
+        news = here.take_news(HERE, now_s=at_s)
+        assert news is not None
+        assert news.uses == (LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0),)
+
+
+def test_what_was_seen_by_another_table_is_not_sent_under_the_new_one() -> None:
+    here = transfers()
+    assert here._journal is not None
+    here._journal.saw(as_seen(history(1)[0], now_s=1.0))
+    here.use(LinkTable({"zone": Link(1.0, 1.0)}))
+    assert here.take_news(HERE, now_s=1.0) is None
+
+
+def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
+    here, exchange = transfers(), LinkExchange(HERE)
+    exchange.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(8)), now_s=500.0)
+    exchange.share(MODEL, here)
+    assert {seen.at_s for seen in here.learned.samples()} == {500.0 - age for age in range(1, 9)}
+    exchange.forget(MODEL)
+    exchange.share(MODEL, other := transfers())
+    assert other.learned.samples() == []
+
+
+def test_what_a_router_put_on_links_counts_no_longer_when_it_falls_silent() -> None:
+    here = transfers()
+    use = LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0)
+    here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), (), (use,)), now_s=10.0)
+    assert here.take_news(HERE, now_s=10.0 + NEWS_LASTS_S) is None
+    assert here.state.on(link(1)) == LinkLoad(5.0, 1.0)
+    here.take_news(HERE, now_s=10.1 + NEWS_LASTS_S)
+    assert here.state.on(link(1)) == LinkLoad(0.0, 0)
+    assert len(here.state) == 0
+
+
+WORDS = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 3), st.none()),
+        st.tuples(st.integers(0, 3), st.dictionaries(st.integers(0, 3), st.integers(1, 9), max_size=3)),
+    ),
+    max_size=12,
+)
+
+
+@given(WORDS)
+def test_each_link_carries_what_each_router_said_last(words: list[tuple[int, dict[int, int] | None]]) -> None:
+    here = transfers()
+    here.state.add(link(0), 100.0)
+    said: dict[int, dict[int, int]] = {}
+    for router, uses in words:
+        if uses is None:
+            said.pop(router, None)
+            here.router_gone(RouterId(str(router)))
+            continue
+        said[router] = uses
+        uses_said = tuple(
+            LinkUse(LinkName(*link(n)), float(kv_bytes), 1.0, 0.0, 0.0) for n, kv_bytes in uses.items()
+        )
+        here.on_news(LinkNews(RouterId(str(router)), MODEL, TABLE.digest(), (), uses_said), now_s=0.0)
+    totals: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals[0] = [100.0, 1.0]
+    for uses in said.values():
+        for n, kv_bytes in uses.items():
+            totals[n][0] += kv_bytes
+            totals[n][1] += 1
+    for n in range(4):
+        assert here.state.on(link(n)) == LinkLoad(*totals[n])
+    assert dict(here.state.loads()) == {
+        link(n): LinkLoad(*total) for n, total in totals.items() if total[1] > 0
+    }

@@ -1,0 +1,63 @@
+"""Pauses of the event loop, and what they do to what is learned of links."""
+
+import time
+
+from msgspec import structs
+
+from kvrouter.core.ids import RouterId, Slot
+from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.transfers import Transfers
+from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.transports.background import PAUSE_S, LoopPauses
+from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.support.placements import KeptEvents
+from tests.support.waits import until
+
+TABLE = LinkTable(otherwise=Link(1e-3, 1e9))
+
+
+async def test_a_loop_that_stands_still_is_noticed_and_says_for_how_long() -> None:
+    heard: list[float] = []
+    pauses = LoopPauses(heard.append, tick_s=0.001)
+    pauses.start()
+    time.sleep(0.1)  # noqa: ASYNC251 - what is to be noticed
+    await until(lambda: max(heard, default=0.0) >= 0.1 - PAUSE_S)
+    pauses.stop()
+    pauses.stop()
+    assert pauses._timer is None
+
+
+def moving() -> tuple[Transfers, KeptEvents]:
+    fleet, events = Fleet(MODEL, BLOCK_SIZE), KeptEvents()
+    for worker, zone in ((1, "a"), (2, "b")):
+        config = ModelRuntimeConfig(
+            topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=100_000
+        )
+        fleet.join(structs.replace(card(worker), runtime_config=config))
+    return Transfers(fleet, events, TABLE, RouterId("here")), events
+
+
+def test_a_transfer_in_which_the_loop_stood_still_for_long_teaches_nothing() -> None:
+    for paused_s, learns in ((0.0, True), (0.01, True), (0.5, False)):
+        transfers, _ = moving()
+        transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
+        transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=10.0)
+        transfers.paused(paused_s)
+        transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=11.0)
+        assert bool(transfers.learned.readings()) is learns
+
+
+def test_transfers_are_not_late_because_the_loop_stood_still() -> None:
+    for paused_s, turns in ((0.0, 1), (5.0, 0)):
+        transfers, events = moving()
+        for n in range(8):  # each takes 0.1 s by the table, and did
+            transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
+            transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=float(n))
+            transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=n + 0.101)
+        for _ in range(4):
+            transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
+            transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=10.0)
+        transfers.paused(paused_s)
+        transfers.refresh(lambda _slot: True, now_s=15.1)
+        assert len(events.links) == turns

@@ -1,0 +1,198 @@
+"""The placer of one model, without a service."""
+
+from array import array
+from collections import Counter
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from msgspec import structs
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import NoEligibleWorker
+from kvrouter.core.ids import Epoch, RouterId, WorkerId
+from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.kernel.fleet.circuit import CircuitSettings
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.journey import RetryPlan
+from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
+from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.placement.placement import Draw, Placement
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.waiting_line import WaitingLimits
+from kvrouter.kernel.routing.request import RoutingSettings
+from kvrouter.kernel.topology.links import Link, LinkTable
+from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
+from tests.support.placements import A_DRAW, KeptEvents
+
+
+def placer_of(
+    *workers: tuple[int, Role], mode: RouterMode = RouterMode.KV, settings: RoutingSettings | None = None
+) -> Placer:
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    for worker_id, role in workers:
+        fleet.join(card(worker_id, role))
+    return Placer(
+        fleet=fleet,
+        cache=NoCacheView(),
+        ledger=NativeLedger(1),
+        router_id=RouterId("here"),
+        settings=settings or RoutingSettings(mode=mode),
+        tracks_active_blocks=True,
+        circuits=CircuitSettings(2, 1.0, 30.0),
+        circuit_seed=1,
+        events=KeptEvents(),
+        waiting=WaitingLimits(8, 5.0, 5.0),
+        call_soon=lambda _call: None,
+        now_s=0.0,
+    )
+
+
+def place(placer: Placer, draw: Draw = A_DRAW) -> Placement:
+    request = generate_request(request_id=f"r{draw.turn}")
+    asked = attempt_request(
+        request,
+        hash_prompt(array("I", request.token_ids), block_size=BLOCK_SIZE),
+        request.token_ids,
+        attempt=0,
+        excluded=frozenset(),
+        kv_lost_from=frozenset(),
+        plans=(RetryPlan.USUAL,),
+    )
+    return placer.place(asked, draw, now_s=0.0)
+
+
+def leave(placer: Placer, worker_id: int) -> None:
+    for slot in placer.fleet.leave(WorkerId(worker_id), Epoch(1)):
+        placer.freed(slot)
+    placer.fleet_changed(now_s=0.0)
+
+
+@pytest.mark.parametrize("mode", RouterMode)
+def test_a_decode_worker_that_leaves_during_prefill_is_replaced(mode: RouterMode) -> None:
+    """Its slot may be the last one, which is gone from every column."""
+    placer = placer_of((1, Role.PREFILL), (2, Role.DECODE), (3, Role.DECODE), mode=mode)
+    placement = next(
+        placement
+        for turn in range(64)
+        if (placement := place(placer, Draw(turn, turn, 0))).decision.decode.rank.worker_id == 3
+    )
+    leave(placer, 3)
+    assert placer.pick_decode_again(placement, now_s=0.0)
+    assert placement.decision.decode.rank.worker_id == 2
+
+
+@pytest.mark.parametrize("mode", RouterMode)
+def test_without_a_decode_worker_decode_is_refused(mode: RouterMode) -> None:
+    placer = placer_of((1, Role.PREFILL), (2, Role.DECODE), mode=mode)
+    placement = place(placer)
+    leave(placer, 2)
+    with pytest.raises(NoEligibleWorker):
+        placer.pick_decode_again(placement, now_s=0.0)
+
+
+@pytest.mark.parametrize(("lookahead_tokens", "overlap_blocks"), [(0, 2), (1, 1), (BLOCK_SIZE, 1), (64, 0)])
+def test_a_block_counts_where_what_must_follow_it_is_known(
+    lookahead_tokens: int, overlap_blocks: int
+) -> None:
+    class TwoBlocks(NoCacheView):
+        def overlap(self, *_: object, **__: object) -> npt.NDArray[np.uint32]:
+            return np.array([2], np.uint32)
+
+    placer = placer_of((1, Role.BOTH))
+    placer.cache = TwoBlocks()
+    placer.fleet.join(structs.replace(card(1), lookahead_tokens=lookahead_tokens))
+    assert place(placer).decision.decode.overlap_blocks == overlap_blocks
+
+
+def test_the_bootstrap_room_is_drawn_and_belongs_to_its_rank() -> None:
+    placer = placer_of((2, Role.DECODE))
+    placer.fleet.join(card(1, Role.PREFILL, bootstrap=True, dp_size=4))
+    rooms = set[int]()
+    for turn in range(16):
+        placement = place(placer, Draw(turn, turn, turn * 0x1234567))
+        assert placement.bootstrap is not None
+        assert placement.bootstrap.room % 4 == placement.prefill_pick.rank.dp_rank
+        rooms.add(placement.bootstrap.room)
+    assert len(rooms) == 16
+
+
+def test_a_released_placement_leaves_no_load() -> None:
+    placer = placer_of((1, Role.PREFILL), (2, Role.DECODE))
+    placement = place(placer)
+    assert len(placer.ledger) == 2
+    placer.release(placement, now_s=0.0)
+    placer.release(placement, now_s=0.0)
+    assert len(placer.ledger) == 0
+
+
+def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_itself() -> None:
+    links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
+    placer = placer_of(settings=RoutingSettings(cost="time", links=links))
+    for worker_id, role, zone in ((1, Role.PREFILL, "a"), (2, Role.DECODE, "a"), (3, Role.DECODE, "b")):
+        config = ModelRuntimeConfig(
+            topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=1000
+        )
+        placer.fleet.join(structs.replace(card(worker_id, role), runtime_config=config))
+    loads = placer.transfers.state
+    first = place(placer)
+    assert first.decision.decode.rank.worker_id == 2
+    assert [load for _, load in loads.loads()] == [(1000 * first.prompt.isl_tokens, 1)]
+    assert not placer.pick_decode_again(first, now_s=0.0)
+    second = place(placer, Draw(1, 1, 1))
+    assert second.decision.decode.rank.worker_id == 3
+    assert [load.transfers for _, load in loads.loads()] == [1, 1]
+    leave(placer, 2)
+    assert placer.pick_decode_again(first, now_s=0.0)
+    assert [load.transfers for _, load in loads.loads()] == [2]
+    placer.first_token(first, now_s=1.0)
+    placer.release(first, now_s=2.0)
+    placer.release(second, now_s=2.0)
+    assert len(loads) == 0
+
+
+def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -> None:
+    links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
+    workers = ((1, Role.DECODE), (2, Role.PREFILL))
+    placer = placer_of(*workers, settings=RoutingSettings(cost="time", links=links))
+    begun, late, waiting = (place(placer, Draw(turn, turn, turn)) for turn in range(3))
+    placer.first_token(begun, now_s=1.0)
+    leave(placer, 2)
+    placer.fleet.join(card(3, Role.BOTH))
+    assert waiting.decision.prefill is not None
+    placer.pick_decode_again(waiting, now_s=1.0)
+    leave(placer, 3)
+    leave(placer, 1)
+    placer.first_token(late, now_s=1.0)
+    for placement in (begun, late, waiting):
+        placer.release(placement, now_s=2.0, tokens=50)
+    assert len(placer.ledger) == 0
+    assert len(placer.transfers.state) == 0
+
+
+@pytest.mark.parametrize("took_s", [0.0005, 0.003, 0.05, 2.0])
+def test_workers_that_are_alike_share_an_idle_fleet_whatever_their_speed(took_s: float) -> None:
+    """The timing that is expected of them may be of a much slower engine, or of a faster one."""
+    settings = RoutingSettings(cost="time")
+    placer = placer_of(*((worker, Role.BOTH) for worker in range(1, 5)), settings=settings)
+    rng, sent, now_s = Random(1), Counter[int](), 10.0
+    for number in range(400):
+        request = generate_request(request_id=f"r{number}", tokens=400)
+        asked = attempt_request(
+            request,
+            hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
+            request.token_ids,
+            attempt=0,
+            excluded=frozenset(),
+            kv_lost_from=frozenset(),
+            plans=(RetryPlan.USUAL,),
+        )
+        placement = placer.place(asked, Draw(rng.getrandbits(64), number, 0), now_s=now_s)
+        sent[placement.decision.decode.rank.worker_id] += 1
+        now_s += took_s * rng.uniform(0.9, 1.1)
+        placer.first_token(placement, now_s=now_s)
+        now_s += 0.2
+        placer.release(placement, now_s=now_s, tokens=8)
+    assert min(sent[worker] for worker in range(1, 5)) > 60

@@ -1,0 +1,167 @@
+"""The placer where pairs are chosen together: what is booked, picked again, and learned of links."""
+
+from msgspec import structs
+
+from kvrouter.core.constraints import PdSelection
+from kvrouter.core.ids import LeaseKey, RequestId, RouterId, Slot, WorkerId
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.kernel.fleet.circuit import Fault
+from kvrouter.kernel.journey import Shape
+from kvrouter.kernel.placement.placement import Draw, Placement
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.routing.links import links_of
+from kvrouter.kernel.routing.request import RoutingSettings
+from kvrouter.kernel.topology.links import Link, LinkTable
+from tests.kernel.unit.test_placer import place, placer_of
+from tests.support.fleets import card
+
+LINKS = LinkTable({"zone": Link(1e-4, 1e9)}, Link(1e-4, 1e9))
+JOINT = RoutingSettings(cost="time", pd_selection=PdSelection.JOINT, links=LINKS)
+PAIR = ((1, Role.PREFILL), (2, Role.DECODE), (3, Role.DECODE))
+
+
+def joint(*workers: tuple[int, Role], decode_only: bool = True, settings: RoutingSettings = JOINT) -> Placer:
+    placer = placer_of(settings=settings)
+    for worker_id, role in workers:
+        config = ModelRuntimeConfig(
+            topology_domains={"zone": "a"},
+            topology_levels=("zone",),
+            kv_bytes_per_token=100_000,
+            total_kv_blocks=1000,
+            max_num_seqs=4,
+        )
+        placer.fleet.join(
+            structs.replace(
+                card(worker_id, role),
+                runtime_config=config,
+                decode_only=decode_only and role is Role.DECODE,
+            )
+        )
+    return placer
+
+
+def handed_on(placer: Placer, placement: Placement, at_s: float, takes_s: float) -> None:
+    """Prefill ends, and the first token comes so long after it."""
+    placer.prefill_done(placement, now_s=at_s)
+    placer.pick_decode_again(placement, now_s=at_s)
+    placer.first_token(placement, now_s=at_s + takes_s)
+    placer.release(placement, now_s=at_s + takes_s, tokens=8)
+
+
+def test_a_decode_worker_that_prefills_holds_the_request_alone() -> None:
+    placer = joint(*PAIR, decode_only=False)
+    placement = place(placer)
+    assert placement.shape is Shape.AGGREGATED
+    assert placement.decision.together
+    assert placement.decision.decode.leg is Leg.AGGREGATED
+    assert placement.transfer is None
+    slot = placement.decision.decode.slot
+    assert placer.ledger.columns().prefill_tokens[slot] == placement.prompt.isl_tokens
+    placer.first_token(placement, now_s=0.01)
+    assert placer.ledger.columns().prefill_tokens[slot] == 0
+    placer.release(placement, now_s=2.0)
+    assert len(placer.ledger) == 0
+    reading = placer.speeds.reading(slot)
+    assert reading is not None
+    assert reading.requests == 1
+
+
+def test_decode_is_picked_again_by_what_it_was_picked_by() -> None:
+    """A worker that prefills for itself meanwhile is as dear then as it was before."""
+    placer = joint(*PAIR)
+    first = place(placer)
+    placer.ledger.book(
+        key=LeaseKey(RouterId("here"), RequestId("another"), 0),
+        slot=Slot(3 - first.decision.decode.slot),
+        prompt=first.prompt,
+        prefill_tokens=8000,
+        track_blocks=False,
+    )
+    placer.prefill_done(first, now_s=1.0)
+    assert not placer.pick_decode_again(first, now_s=1.0)
+    times = first.decision.decode.times
+    assert times is not None
+    assert times.queue_s == 0.0
+
+
+def test_links_are_learned_from_transfers_that_waited_for_nothing_else() -> None:
+    placer = joint(*PAIR[:2])
+    for number in range(8):
+        handed_on(placer, place(placer, Draw(number, number, number)), 10.0 * number, 0.2)
+    (reading,) = placer.transfers.learned.readings()
+    assert reading.transfers == 8
+    crowded = joint(*PAIR[:2])
+    several = [place(crowded, Draw(number, number, number)) for number in range(6)]
+    for placement in several:  # two of them wait for a seat
+        handed_on(crowded, placement, 10.0, 5.0)
+    shown = [reading.transfers for reading in crowded.transfers.learned.readings()]
+    assert sum(shown) < len(several)
+
+
+def test_nothing_is_learned_where_a_prefill_leg_ends_after_its_transfer() -> None:
+    placer = joint(*PAIR[:2])
+    sender = placer.fleet.card(WorkerId(1))
+    assert sender is not None
+    placer.fleet.join(structs.replace(sender, ends_after_transfer=True))
+    for number in range(8):
+        handed_on(placer, place(placer, Draw(number, number, number)), 10.0 * number, 0.001)
+    assert placer.transfers.learned.readings() == []
+    assert len(placer.transfers.state) == 0
+
+
+def test_a_router_that_leaves_the_cost_of_time_sees_no_load_on_links() -> None:
+    placer = joint(*PAIR[:2])
+    going = [place(placer, Draw(number, number, number)) for number in range(2)]
+    links = links_of(placer.fleet, LINKS)
+    alone_s = LINKS.otherwise.transfer_s(1e9)
+    assert links.transfer(Slot(0), Slot(1), 1e9)[0] > alone_s
+    blocks = RoutingSettings(links=LINKS, kv_transfer_weight=10.0)
+    placer.set_routing(blocks, now_s=1.0)
+    last = place(placer, Draw(9, 9, 9))
+    placer.release(going[0], now_s=1.0)
+    again = place(placer, Draw(10, 10, 10))
+    assert links.transfer(Slot(0), Slot(1), 1e9)[0] == alone_s
+    assert again.decision.decode.transfer_blocks == last.decision.decode.transfer_blocks
+
+
+def test_a_short_prompt_that_fails_says_nothing_of_broken_pairs() -> None:
+    placer = joint(*PAIR, decode_only=False)
+    placer.fleet.set_broken_pair(WorkerId(1), WorkerId(2), True)
+    local = place(placer)
+    assert local.decision.prefill is None
+    placer.circuits.failed(local, Leg.AGGREGATED, Fault.LOST, since_s=0.0, now_s=1.0)
+    assert not placer.fleet.broken_pairs.whole_failed
+
+
+def test_links_are_kept_while_nobody_moves() -> None:
+    placer = joint(*PAIR)
+    fleet, links = placer.fleet, links_of(placer.fleet, LINKS)
+    first = fleet.card(WorkerId(2))
+    assert first is not None
+    fleet.join(structs.replace(first, draining=True))
+    fleet.set_alive(WorkerId(2), False)
+    fleet.set_circuit_open(WorkerId(3), True)
+    assert links_of(fleet, LINKS) is links
+    moved = structs.replace(first.runtime_config, topology_domains={"zone": "b"})
+    fleet.join(structs.replace(first, runtime_config=moved))
+    assert links_of(fleet, LINKS) is not links
+
+
+def test_a_transfer_that_another_table_was_given_meanwhile_teaches_nothing_and_leaves_nothing() -> None:
+    placer = joint(*PAIR)
+    placements = [place(placer, Draw(0, number, 0)) for number in range(2)]
+    placer.prefill_done(placements[0], now_s=1.0)
+    placer.set_routing(structs.replace(JOINT, links=LinkTable({"zone": Link(1e-4, 5e8)})), now_s=1.5)
+    placer.prefill_done(placements[1], now_s=2.0)
+    for placement in placements:
+        placer.first_token(placement, now_s=9.0)
+        placer.release(placement, now_s=9.0, tokens=8)
+    assert placer.transfers.learned.readings() == []
+    assert len(placer.transfers.state) == 0
+    same = structs.replace(JOINT, links=LinkTable({"zone": Link(1e-4, 5e8)}))
+    for number in range(4):
+        placement = place(placer, Draw(0, 10 + number, 0))
+        handed_on(placer, placement, 10.0 + number, 0.5)
+    placer.set_routing(same, now_s=20.0)
+    assert placer.transfers.learned.readings() != []

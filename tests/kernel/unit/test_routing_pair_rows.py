@@ -1,0 +1,138 @@
+"""What an explanation shows of both legs when no pair can be formed."""
+
+import numpy as np
+import pytest
+
+from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
+from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, route, route_decode
+from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.policy import Fallback, Required, TransferConstraint
+
+REQUEST = RouteRequest(RequestId("r"), 8, 2)
+MISMATCH, BUSY = Reason.DOMAIN_MISMATCH, Reason.BUSY
+
+
+def worker(worker_id: int, role: Role, zone: str | None) -> WorkerCard:
+    prefill = role is Role.PREFILL
+    return WorkerCard(
+        WorkerId(worker_id),
+        Epoch(1),
+        ModelName("m"),
+        role,
+        4,
+        4096,
+        "here",
+        runtime_config=ModelRuntimeConfig(
+            topology_domains={} if zone is None else {"zone": zone},
+            topology_levels=("zone",),
+            kv_transfer_domain="zone" if prefill else None,
+            kv_transfer_enforcement=Enforcement.REQUIRED if prefill else None,
+            kv_bytes_per_token=1000,
+            total_kv_blocks=100,
+        ),
+    )
+
+
+def fleet_of(*, prefill: str, decode: str) -> Fleet:
+    """Prefill workers 1, 2, … and decode workers 11, 12, …, one in each of the zones."""
+    fleet = Fleet(ModelName("m"), 4)
+    for first, role, zones in ((1, Role.PREFILL, prefill), (11, Role.DECODE, decode)):
+        for worker_id, zone in enumerate(zones, first):
+            fleet.join(worker(worker_id, role, zone if zone != "-" else None))
+    return fleet
+
+
+def view(fleet: Fleet, *busy: int, settings: RoutingSettings | None = None) -> View:
+    active = np.zeros(fleet.n_slots, np.int64)
+    for worker_id in busy:
+        active[list(fleet.slots_of(WorkerId(worker_id)))] = 90
+    return View(
+        fleet=fleet,
+        settings=settings or RoutingSettings(active_decode_blocks_threshold=0.5),
+        overlap_blocks=None,
+        prefill_tokens=np.zeros(fleet.n_slots, np.int64),
+        active_blocks=active,
+        not_active=None,
+    )
+
+
+def rows_of(refused: RoutingRefused) -> list[Candidate]:
+    return [row for row in refused.rows if isinstance(row, Candidate)]
+
+
+def reasons_of(refused: RoutingRefused) -> dict[int, Reason | None]:
+    return {row.rank.worker_id: row.refused for row in rows_of(refused)}
+
+
+def refused_route(reading: View) -> RoutingRefused:
+    with pytest.raises((NoEligibleWorker, AllWorkersBusy)) as refused:
+        route(REQUEST, reading, explain=True)
+    return refused.value
+
+
+def test_no_pair_in_one_domain_refuses_both_legs_for_it() -> None:
+    refused = refused_route(view(fleet_of(prefill="a-", decode="b-")))
+    assert reasons_of(refused) == {
+        1: MISMATCH,
+        2: Reason.DOMAIN_UNKNOWN,
+        11: MISMATCH,
+        12: Reason.DOMAIN_UNKNOWN,
+    }
+    assert [row.leg for row in rows_of(refused)] == [Leg.PREFILL] * 2 + [Leg.DECODE] * 2
+
+
+def test_prefill_workers_are_open_where_the_decode_workers_are_busy() -> None:
+    refused = refused_route(view(fleet_of(prefill="abc", decode="ab"), 2, 11, 12))
+    assert (refused.role, refused.refusals) == ("decode", {BUSY: 2})
+    assert reasons_of(refused) == {1: None, 2: BUSY, 3: MISMATCH, 11: BUSY, 12: BUSY}
+
+
+def test_busy_prefill_workers_are_reported_from_those_whose_decode_workers_are_busy() -> None:
+    refused = refused_route(view(fleet_of(prefill="ab", decode="ab"), 1, 12))
+    assert (refused.role, refused.refusals) == ("prefill", {BUSY: 2})
+    rows: dict[int, Candidate] = {row.rank.worker_id: row for row in rows_of(refused)}
+    assert reasons_of(refused) == {1: BUSY, 2: BUSY, 11: None, 12: BUSY}
+    assert (rows[1].prefill_blocks, rows[1].decode_blocks) == (2.0, 0.0)
+    assert (rows[12].prefill_blocks, rows[12].decode_blocks) == (0.0, 92.0)
+
+
+def test_a_domain_is_not_blamed_where_no_decode_worker_is_at_all() -> None:
+    refused = refused_route(view(fleet_of(prefill="a", decode="")))
+    assert (refused.role, refused.refusals) == ("decode", {Reason.WRONG_ROLE: 1})
+    assert [(row.leg, row.refused) for row in rows_of(refused)] == [
+        (Leg.PREFILL, None),
+        (Leg.DECODE, Reason.WRONG_ROLE),
+    ]
+
+
+def test_decode_picked_again_explains_its_refusal_with_what_the_way_would_cost() -> None:
+    links = LinkTable(otherwise=Link(2.0, 1e3), by_level={"zone": Link(0.5, 1e6)}, pairs={})
+    settings = RoutingSettings(active_decode_blocks_threshold=0.5, kv_transfer_weight=1.0, links=links)
+    fleet = fleet_of(prefill="a", decode="ab")
+    with pytest.raises(AllWorkersBusy) as refused:
+        route_decode(
+            REQUEST,
+            view(fleet, 11, settings=settings),
+            TransferConstraint(Required("zone"), "a"),
+            prefill=WorkerRank(WorkerId(1), DpRank(0)),
+            explain=True,
+        )
+    assert refused.value.refusals == {BUSY: 1, MISMATCH: 1}
+    assert reasons_of(refused.value) == {11: BUSY, 12: MISMATCH}
+    assert [row.transfer_blocks for row in rows_of(refused.value)] == [0.508, 10.0]
+
+
+def test_under_fallback_busy_decode_workers_elsewhere_are_busy_and_not_elsewhere() -> None:
+    with pytest.raises(AllWorkersBusy) as refused:
+        route_decode(
+            REQUEST,
+            view(fleet_of(prefill="a", decode="ab"), 11, 12),
+            TransferConstraint(Fallback("zone"), "a"),
+            explain=True,
+        )
+    assert refused.value.refusals == {BUSY: 2}
+    assert reasons_of(refused.value) == {11: BUSY, 12: BUSY}

@@ -1,0 +1,123 @@
+"""The waiting line: calls in order, in pieces, nobody forgotten."""
+
+from collections import deque
+from collections.abc import Callable
+
+from kvrouter.kernel.placement.waiting_line import TRIES_PER_TURN, Ticket, WaitingLine
+
+
+class Turns:
+    """Turns of an event loop, one by one."""
+
+    def __init__(self) -> None:
+        self._due: deque[Callable[[], None]] = deque()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._due.append(call)
+
+    def one(self) -> None:
+        """Run what is due now."""
+        for _ in range(len(self._due)):
+            self._due.popleft()()
+
+    def all(self) -> None:
+        """Run until nothing is due; fails when that never ends."""
+        for _ in range(10_000):
+            if not self._due:
+                return
+            self.one()
+        raise AssertionError("the line calls for ever")
+
+
+class Waiters:
+    """Requests that note when they are called; the first ``places`` to try are served, and leave."""
+
+    def __init__(self, n: int, *, places: int, line_places: int = 1000) -> None:
+        self.turns = Turns()
+        self.line = WaitingLine(places_max=line_places, call_soon=self.turns.call_soon)
+        self.calls: list[int] = []
+        self.served: list[int] = []
+        self.places = places
+        self.tickets: dict[int, Ticket] = {}
+        for number in range(n):
+            self.enter(number)
+
+    def enter(self, number: int) -> None:
+        self.tickets[number] = self.line.enter(lambda: self._called(number))
+
+    def _called(self, number: int) -> None:
+        self.calls.append(number)
+        if self.places:
+            self.places -= 1
+            self.served.append(number)
+            self.tickets[number].leave()
+
+
+def test_a_change_calls_everyone_in_the_order_of_arrival() -> None:
+    waiters = Waiters(5, places=2)
+    waiters.line.pulse()
+    assert not waiters.calls, "whoever changes something is not held up by those who wait"
+    waiters.turns.all()
+    assert waiters.calls == [0, 1, 2, 3, 4]
+    assert waiters.served == [0, 1], "who came first is served first"
+    assert len(waiters.line) == 3
+    waiters.places = 1
+    waiters.line.pulse()
+    waiters.turns.all()
+    assert waiters.served == [0, 1, 2], "who was called in vain has kept its place"
+
+
+def test_one_change_serves_everyone_however_long_the_line() -> None:
+    """A worker that joins changes the fleet once; nobody may wait for a second worker in vain."""
+    n = 5 * TRIES_PER_TURN + 3
+    waiters = Waiters(n, places=n)
+    waiters.line.pulse()
+    waiters.turns.all()
+    assert waiters.served == list(range(n))
+    assert len(waiters.line) == 0
+
+
+def test_changes_of_one_turn_count_as_one() -> None:
+    waiters = Waiters(2, places=0)
+    for _ in range(50):
+        waiters.line.pulse()
+    waiters.turns.all()
+    assert waiters.calls == [0, 1]
+
+
+def test_a_turn_calls_a_piece_and_a_change_in_between_calls_the_line_again() -> None:
+    n = 2 * TRIES_PER_TURN
+    waiters = Waiters(n, places=0)
+    waiters.line.pulse()
+    waiters.turns.one()
+    assert len(waiters.calls) == TRIES_PER_TURN
+    waiters.line.pulse()
+    waiters.turns.all()
+    assert waiters.calls == [*range(n), *range(n)]
+
+
+def test_one_that_came_after_the_change_is_not_called_for_it() -> None:
+    waiters = Waiters(TRIES_PER_TURN + 1, places=0)
+    waiters.line.pulse()
+    waiters.turns.one()
+    waiters.enter(99)
+    waiters.turns.all()
+    assert 99 not in waiters.calls
+    waiters.line.pulse()
+    waiters.turns.all()
+    assert waiters.calls[-1] == 99
+
+
+def test_a_place_is_given_back_once() -> None:
+    waiters = Waiters(2, places=0, line_places=2)
+    assert (waiters.line.is_full, len(waiters.line)) == (True, 2)
+    waiters.tickets[0].leave()
+    waiters.tickets[0].leave()
+    assert (waiters.line.is_full, len(waiters.line)) == (False, 1)
+    waiters.line.pulse()
+    waiters.turns.all()
+    assert waiters.calls == [1]
+
+
+def test_a_line_without_places_is_full() -> None:
+    assert WaitingLine(places_max=0, call_soon=Turns().call_soon).is_full

@@ -1,0 +1,376 @@
+"""KvRouter and KvIndexer inside a program: what they refuse, and that nothing is left behind."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypedDict
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.app.mock_fleet import MockFleet
+from kvrouter.core.constraints import RoutingConstraints
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.core.ids import Taint
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.library import KvIndexer, KvRouter, Runtime
+from kvrouter.settings.router import KvRouterConfig
+from tests.support.fleets import HandDiscovery, HandEvents, card
+from tests.support.logged import event_of
+from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike
+from tests.support.scripted_transport import ScriptedPlane
+from tests.support.waits import until
+
+PROMPT = list(range(256, 256 + 100))
+LONG: Mapping[str, object] = {"max_tokens": LONG_TOKENS, "ignore_eos": True}
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class InProgram:
+    fleet: MockFleet
+    router: KvRouter
+
+    async def loads(self) -> list[int]:
+        """What is booked, rank by rank, seen through a prompt that nobody has."""
+        loads = await self.router.get_potential_loads([5] * BLOCK)
+        return [
+            load["potential_prefill_tokens"] - BLOCK + load["potential_decode_blocks"] - 1 for load in loads
+        ]
+
+    async def until_quiet(self) -> None:
+        await until(lambda: self.fleet.cluster.idle)
+        assert self.fleet.check_integrity() == []
+        assert await self.loads() == [0, 0]
+
+
+@asynccontextmanager
+async def in_program(config: KvRouterConfig | None = None) -> AsyncIterator[InProgram]:
+    async with MockFleet(alike()) as fleet:
+        runtime = Runtime(fleet.discovery, fleet.requests, fleet.events)
+        endpoint = runtime.namespace("default").component("backend").endpoint("generate")
+        async with KvRouter(endpoint, BLOCK, config) as router:
+            yield InProgram(fleet, router)
+
+
+class Scripted:
+    """A router before workers that never answer."""
+
+    def __init__(self, *cards: WorkerCard, config: KvRouterConfig | None = None) -> None:
+        self.plane, discovery = ScriptedPlane(), HandDiscovery()
+        discovery.put(*(cards or (card(1), card(2))))
+        runtime = Runtime(discovery, self.plane, HandEvents())
+        self.endpoint = runtime.namespace("default").component("backend").endpoint("generate")
+        self.router = KvRouter(self.endpoint, 16, config)
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("close", [True, False])
+async def test_a_reader_who_leaves_leaves_nothing_behind(close: bool) -> None:
+    """Also one who only breaks: the loop closes a generator that nobody holds any more."""
+    async with in_program() as program:
+        answers = await program.router.generate(PROMPT, stop_conditions=LONG, request_id="leaves")
+        async for piece in answers:
+            assert piece["token_ids"]
+            break
+        if close:
+            await answers.aclose()
+        del answers
+        await program.until_quiet()
+
+
+async def test_an_answer_that_is_never_read_was_never_routed() -> None:
+    async with in_program() as program:
+        answers = await program.router.generate(PROMPT, stop_conditions=LONG, request_id="unread")
+        assert await program.loads() == [0, 0]
+        await answers.aclose()
+        await program.until_quiet()
+
+
+async def test_errors_of_routing_come_with_the_first_read() -> None:
+    async with in_program() as program:
+        answers = await program.router.generate(PROMPT, worker_id=99)
+        with pytest.raises(NoEligibleWorker) as refused:
+            await anext(answers)
+        assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 2}
+        assert [piece async for piece in answers] == []
+        await program.until_quiet()
+
+
+# One id at a time
+
+
+async def test_one_request_id_runs_once_at_a_time() -> None:
+    async with in_program() as program:
+        router = program.router
+        first = await router.generate(PROMPT, stop_conditions=LONG, request_id="twice")
+        early = await router.generate(PROMPT, request_id="twice")  # neither runs yet
+        await anext(first)
+        for again in (
+            router.generate(PROMPT, request_id="twice"),
+            router.best_worker(PROMPT, request_id="twice"),
+        ):
+            with pytest.raises(InvalidRequest, match="runs already") as refused:
+                await again
+            assert refused.value.param == "request_id"
+        with pytest.raises(InvalidRequest, match="runs already"):
+            await anext(early)
+        await anext(first)  # and is undisturbed
+        await first.aclose()
+        worker_id, _, _ = await router.best_worker(PROMPT, request_id="twice")
+        assert worker_id in {1, 2}
+        await router.free("twice")
+        await program.until_quiet()
+
+
+async def test_an_id_whose_reader_left_can_be_used_again_at_once() -> None:
+    async with in_program() as program:
+        for _ in range(2):
+            answers = await program.router.generate(
+                PROMPT, worker_id=1, stop_conditions=LONG, request_id="again"
+            )
+            await anext(answers)
+            await answers.aclose()
+        await program.until_quiet()
+
+
+async def test_an_id_that_is_booked_by_hand_is_in_use_until_it_is_freed() -> None:
+    async with in_program() as program:
+        router = program.router
+        await router.best_worker(PROMPT, request_id="hand")
+        for again in (
+            router.generate(PROMPT, request_id="hand"),
+            router.best_worker(PROMPT, request_id="hand"),
+        ):
+            with pytest.raises(InvalidRequest, match="free it first") as refused:
+                await again
+            assert refused.value.param == "request_id"
+        await router.mark_prefill_complete("hand")
+        await router.free("hand")
+        with pytest.raises(InvalidRequest, match="is not booked"):
+            await router.free("hand")
+        tokens = [piece async for piece in await router.generate(PROMPT, request_id="hand")]
+        assert tokens
+        await program.until_quiet()
+
+
+async def test_of_two_bookings_of_one_id_at_once_one_is_made() -> None:
+    async with in_program() as program:
+        booked = await asyncio.gather(
+            *(program.router.best_worker(PROMPT, request_id="once") for _ in range(3)), return_exceptions=True
+        )
+        assert [isinstance(each, InvalidRequest) for each in booked] == [False, True, True]
+        await program.router.free("once")
+        await program.until_quiet()
+
+
+async def test_a_booking_that_was_refused_leaves_its_id_free() -> None:
+    scripted = Scripted(config=KvRouterConfig(active_prefill_tokens_threshold=50))
+    async with scripted.router as router:
+        for n in range(2):
+            await router.best_worker(PROMPT, request_id=f"fills-{n}")
+        for _ in range(2):
+            with pytest.raises(Exception, match="busy"):
+                await router.best_worker(PROMPT, request_id="late")
+        await router.free("fills-0")
+        await router.best_worker(PROMPT, request_id="late")
+
+
+# After close
+
+
+async def test_a_closed_router_routes_nothing_and_says_so() -> None:
+    async with in_program() as program:
+        router = program.router
+        unread = await router.generate(PROMPT)
+        await router.best_worker(PROMPT, request_id="held")
+        router.close()
+        for refused in (
+            router.generate(PROMPT),
+            router.best_worker(PROMPT),
+            router.best_worker(PROMPT, request_id="new"),
+            router.get_potential_loads(PROMPT),
+            router.dump_events(),
+            anext(unread),
+        ):
+            with pytest.raises(ShuttingDown, match="closed"):
+                await refused
+        with pytest.raises(InvalidRequest, match="is not booked"):
+            await router.free("held")
+        router.close()
+        assert program.fleet.cluster.idle
+
+
+async def test_a_booking_that_waits_while_the_router_is_closed_holds_nothing() -> None:
+    config = KvRouterConfig(active_prefill_tokens_threshold=50, admission_queue_max=8, admission_wait_s=20.0)
+    scripted = Scripted(config=config)
+    async with scripted.router as router:
+        for n in range(2):
+            await router.best_worker(PROMPT, request_id=f"fills-{n}")
+        waits = asyncio.ensure_future(router.best_worker(PROMPT, request_id="waits"))
+        await asyncio.sleep(0)
+        router.close()  # frees what was booked, so that there is room
+        with pytest.raises(ShuttingDown, match="closed"):
+            await waits
+        with pytest.raises(InvalidRequest, match="is not booked"):
+            await router.free("waits")
+
+
+async def test_an_indexer_answers_only_while_it_follows_the_workers() -> None:
+    async with in_program() as program:
+        async for _ in await program.router.generate(PROMPT, stop_conditions={"max_tokens": 1}):
+            pass
+        indexer = KvIndexer(Scripted().endpoint, BLOCK)
+        with pytest.raises(ShuttingDown, match="async with"):
+            await indexer.find_matches_for_request(PROMPT)
+        async with indexer:
+            assert await indexer.find_matches_for_request(PROMPT) == {}
+        with pytest.raises(ShuttingDown, match="async with"):
+            await indexer.find_matches_for_request(PROMPT)
+
+
+# What is let in
+
+
+class Wrong(TypedDict, total=False):
+    stop_conditions: Mapping[str, object]
+    sampling_options: Mapping[str, object]
+    router_config_override: Mapping[str, object]
+    worker_id: int
+    dp_rank: int
+    routing_constraints: RoutingConstraints
+    request_id: str
+
+
+def preferring(weight: float) -> RoutingConstraints:
+    return RoutingConstraints(preferred_taints={Taint("gpu"): weight})
+
+
+def requiring(*taints: str) -> RoutingConstraints:
+    return RoutingConstraints(required_taints=frozenset(map(Taint, taints)))
+
+
+WRONG_NUMBERS: list[tuple[Wrong, str]] = [
+    ({"router_config_override": {field: value}}, f"router_config_override.{field}")
+    for field in ("overlap_score_weight", "router_temperature")
+    for value in (NAN, INF, -INF, -0.5, "1")
+]
+WRONG_WEIGHTS: list[tuple[Wrong, str]] = [
+    ({"routing_constraints": preferring(weight)}, "routing_constraints.preferred_taints.gpu")
+    for weight in (NAN, INF, -INF)
+]
+REFUSED: list[tuple[Wrong, str]] = [
+    ({"router_config_override": {"router_mode": "kvv"}}, "router_config_override.router_mode"),
+    ({"router_config_override": {"overlap": 1.0}}, "router_config_override"),
+    ({"sampling_options": {"temperature": NAN}}, "sampling_options.temperature"),
+    ({"sampling_options": {"temperature": -0.1}}, "sampling_options.temperature"),
+    ({"sampling_options": {"temperature": INF}}, "sampling_options.temperature"),
+    ({"sampling_options": {"top_p": 1.5}}, "sampling_options.top_p"),
+    ({"sampling_options": {"repetition_penalty": INF}}, "sampling_options.repetition_penalty"),
+    ({"sampling_options": {"temprature": 0.0}}, "sampling_options"),
+    ({"stop_conditions": {"max_tokens": 0}}, "stop_conditions.max_tokens"),
+    ({"stop_conditions": {"max_tokens": 2, "min_tokens": 3}}, "stop_conditions.min_tokens"),
+    ({"stop_conditions": {"stop_token_ids": [-1]}}, "stop_conditions.stop_token_ids[0]"),
+    ({"stop_conditions": {"stop_token_ids": list(range(65))}}, "stop_conditions.stop_token_ids"),
+    ({"stop_conditions": {"max_tokens": 4000}}, "stop_conditions.max_tokens"),
+    ({"dp_rank": 0}, "dp_rank"),
+    ({"worker_id": -1}, "worker_id"),
+    ({"worker_id": 1, "dp_rank": -1}, "dp_rank"),
+    ({"routing_constraints": requiring("")}, "routing_constraints.required_taints"),
+    (
+        {"routing_constraints": requiring("dynamo.topology/zone=a", "dynamo.topology/zone=b")},
+        "routing_constraints.required_taints",
+    ),
+    ({"request_id": ""}, "request_id"),
+    ({"request_id": "x" * 129}, "request_id"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param"), [*WRONG_NUMBERS, *WRONG_WEIGHTS, *REFUSED])
+async def test_what_cannot_be_meant_names_its_field_and_is_not_sent(wrong: Wrong, param: str) -> None:
+    scripted = Scripted()
+    async with scripted.router as router:
+        with pytest.raises(InvalidRequest) as refused:
+            await router.generate(PROMPT, **wrong)
+        assert refused.value.param == param
+        assert refused.value.message.startswith(f"{param}: ")
+        assert scripted.plane.opened == []
+
+
+@pytest.mark.parametrize("override", [{"overlap_score_weight": NAN}, {"router_temperature": -1.0}])
+async def test_a_question_may_override_no_more_than_a_request(override: Mapping[str, object]) -> None:
+    async with Scripted().router as router:
+        for request_id in (None, "booked"):
+            with pytest.raises(InvalidRequest):
+                await router.best_worker(PROMPT, router_config_override=override, request_id=request_id)
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "two words", "line\nforged", "ümlaut", "a%2Fb"])
+async def test_an_id_that_the_front_door_would_not_take_is_refused(request_id: str) -> None:
+    async with Scripted().router as router:
+        for refused in (
+            router.generate(PROMPT, request_id=request_id),
+            router.best_worker(PROMPT, request_id=request_id),
+        ):
+            with pytest.raises(InvalidRequest) as error:
+                await refused
+            assert error.value.param == "request_id"
+        await router.best_worker(PROMPT, request_id="a.b_c:d@e/f-" + "9" * 116)
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[], array("I"), array("q"), [-1], [2**32], array("q", [-1]), [1.5], ["a"], b"\1\0\0\0"]
+)
+async def test_a_prompt_is_token_ids_and_some(token_ids: list[int]) -> None:
+    scripted = Scripted()
+    async with scripted.router as router, KvIndexer(scripted.endpoint, 16) as indexer:
+        for refused in (
+            router.generate(token_ids),
+            router.best_worker(token_ids),
+            router.get_potential_loads(token_ids),
+            indexer.find_matches_for_request(token_ids),
+        ):
+            with pytest.raises(InvalidRequest) as error:
+                await refused
+            assert error.value.param == "token_ids"
+
+
+async def test_a_prompt_must_leave_room_in_the_context() -> None:
+    async with Scripted().router as router:
+        for refused in (router.generate([7] * 4096), router.best_worker([7] * 4096)):
+            with pytest.raises(ContextLengthExceeded) as error:
+                await refused
+            assert error.value.param == "token_ids"
+        await router.best_worker([7] * 4095)
+        await router.generate([7] * 4080, stop_conditions={"max_tokens": 16})
+
+
+async def test_a_request_goes_only_to_workers_whose_context_holds_it() -> None:
+    small = replace(card(2), context_length=64)
+    async with Scripted(card(1), small).router as router:
+        for _ in range(4):
+            worker_id, _, _ = await router.best_worker(PROMPT)
+            assert worker_id == 1
+        with pytest.raises(ContextLengthExceeded):
+            await router.generate(PROMPT, worker_id=2)
+        await router.generate(PROMPT, worker_id=1)
+    sender = replace(card(3, Role.PREFILL), context_length=8)
+    async with Scripted(card(1), sender).router as router:
+        with pytest.raises(NoEligibleWorker) as refused:
+            await router.best_worker(PROMPT)
+        assert refused.value.refusals == {Reason.CONTEXT_TOO_SHORT: 1}
+
+
+async def test_a_worker_with_another_block_size_is_refused_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Scripted(replace(card(1), block_size=32), card(2)).router as router:
+        for n in range(4):
+            worker_id, _, _ = await router.best_worker(PROMPT, request_id=f"r{n}")
+            assert worker_id == 2
+    refused = [record for record in caplog.records if record.name == "kvrouter.library.router"]
+    assert [(record.levelname, event_of(record)) for record in refused] == [("ERROR", "worker_refused")]

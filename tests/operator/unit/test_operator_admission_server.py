@@ -1,0 +1,473 @@
+"""The admission door over real HTTPS: questions, limits, probes, and a certificate that changes."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import ssl
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import aiohttp
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.operator.admission import server as server_module
+from kvrouter.operator.admission.certificates import (
+    AUTHORITY_CERT,
+    SERVING_CERT,
+    SERVING_KEY,
+    ServingCertificate,
+    renewed,
+)
+from kvrouter.operator.admission.review import Review, judged
+from kvrouter.operator.admission.server import (
+    BINDING_BYTES_MAX,
+    BODY_BYTES_MAX,
+    AdmissionServer,
+    Facts,
+    Labels,
+    Tried,
+)
+from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.api.deployment import UNKNOWN_MAX
+from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
+from kvrouter.operator.labels.binding import BindingTarget
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.settings.problems import Problem
+from tests.support.deployments import DEFAULTS
+from tests.support.operator_deployments import GROVE, Document, deployment
+
+NAMES = ("localhost", "127.0.0.1")
+Data = dict[str, bytes]
+POLICY: Document = {"clusterTopologyName": "fabric", "domain": "zone"}
+SOON_S = 60.0
+
+
+def secret() -> Data:
+    data = renewed(datetime.now(UTC), {}, NAMES)
+    assert data is not None
+    return data
+
+
+def write(folder: Path, data: Data) -> tuple[Path, Path]:
+    """As a Secret's volume does: what is there is exchanged at once."""
+    for name in (SERVING_CERT, SERVING_KEY):
+        (folder / f".{name}").write_bytes(data[name])
+        (folder / f".{name}").replace(folder / name)
+    return folder / SERVING_CERT, folder / SERVING_KEY
+
+
+class Heard(OperatorInstrumentation):
+    def __init__(self) -> None:
+        super().__init__(ReplicaHealth())
+        self.verdicts: list[Verdict] = []
+        self.reasons: list[str] = []
+        self.labels: list[Mapping[str, str] | None] = []
+        self.certificates: asyncio.Queue[str] = asyncio.Queue()
+
+    def judged(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+
+    def bound(self, labels: Mapping[str, str] | None) -> None:
+        self.labels.append(labels)
+
+    def not_answered(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def certificate_changed(self) -> None:
+        self.certificates.put_nowait("changed")
+
+    def certificate_refused(self, reason: str) -> None:
+        self.certificates.put_nowait(reason)
+
+
+@dataclass
+class Opened:
+    url: str
+    heard: Heard
+    data: Data
+    folder: Path
+    not_ready: str | None = None
+
+    @asynccontextmanager
+    async def client(self, data: Data | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+        trusted = (data or self.data)[AUTHORITY_CERT].decode()
+        connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cadata=trusted))
+        async with aiohttp.ClientSession(self.url, connector=connector) as session:
+            yield session
+
+
+async def known() -> ClusterFacts:
+    return GROVE
+
+
+async def placed(pod: BindingTarget) -> Mapping[str, str] | None:
+    """Of the pod ``mine`` its place, of ``odd`` nothing that is known; the others are not ours."""
+    return (
+        None if pod.name == "odd" else {"a/zone": f"{pod.namespace}-{pod.node}"} if pod.name == "mine" else {}
+    )
+
+
+async def taken(_review: Review, _facts: ClusterFacts) -> Verdict:
+    return Verdict()
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path,
+    *,
+    facts: Facts = known,
+    labels: Labels = placed,
+    tried: Tried = taken,
+    facts_s: float = SOON_S,
+    labels_s: float = SOON_S,
+    body_s: float = SOON_S,
+    body_bytes_max: int = 100_000,
+    reviews_max: int = 8,
+    bindings_max: int = 8,
+) -> AsyncIterator[Opened]:
+    data = secret()
+    certificate = ServingCertificate(*write(folder, data))
+    found = Opened("", Heard(), data, folder)
+    door = AdmissionServer(
+        facts=facts,
+        labels=labels,
+        tried=tried,
+        defaults=DEFAULTS,
+        certificate=certificate,
+        listener=found.heard,
+        not_ready=lambda: found.not_ready,
+        facts_s=facts_s,
+        body_s=body_s,
+        labels_s=labels_s,
+        reread_s=0.01,
+        body_bytes_max=body_bytes_max,
+        reviews_max=reviews_max,
+        bindings_max=bindings_max,
+    )
+    port = await door.start("127.0.0.1", 0)
+    found.url = f"https://localhost:{port}"
+    try:
+        yield found
+    finally:
+        await door.stop()
+
+
+def review(document: JsonValue) -> Document:
+    kind: JsonValue = {"group": "nvidia.com", "version": "v1beta1", "kind": "DynamoGraphDeployment"}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {"uid": "1-2", "kind": kind, "operation": "CREATE", "object": document},
+    }
+
+
+def binding(name: str, **metadata: JsonValue) -> Document:
+    target: JsonValue = {"kind": "Node", "name": "n1"}
+    stored: JsonValue = {"metadata": {"name": name, **metadata}, "target": target}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "1-2",
+            "kind": {"group": "", "version": "v1", "kind": "Binding"},
+            "operation": "CREATE",
+            "namespace": "fleet",
+            "name": name,
+            "object": stored,
+        },
+    }
+
+
+async def bound(client: aiohttp.ClientSession, question: Document) -> Document:
+    async with client.post("/bind", json=question) as answer:
+        assert answer.status == 200
+        response: Document = (await answer.json())["response"]
+        assert (response["uid"], response["allowed"]) == ("1-2", True)
+        return response
+
+
+async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        response = await bound(client, binding("mine", labels={"a/zone": "forged"}))
+        assert response["patchType"] == "JSONPatch"
+        assert json.loads(base64.b64decode(str(response["patch"]))) == [
+            {"op": "add", "path": "/metadata/labels/a~1zone", "value": "fleet-n1"}
+        ]
+        for other in ("odd", "theirs"):
+            assert "patch" not in await bound(client, binding(other))
+    assert door.heard.labels == [{"a/zone": "fleet-n1"}, None, {}]
+
+
+async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path) -> None:
+    async def never(_pod: BindingTarget) -> Mapping[str, str] | None:
+        await asyncio.Event().wait()
+        return {}
+
+    async with opened(tmp_path, labels=never, labels_s=0.05) as door, door.client() as client:
+        assert "patch" not in await bound(client, binding("mine"))
+    assert door.heard.labels == [None]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"operation": "DELETE"}, "a Binding that is created"),
+        ({"kind": {"group": "", "kind": "Pod"}}, "a Binding that is created"),
+        ({"namespace": ""}, "request.namespace: must be there"),
+        ({"object": {"target": {}}}, "request.object.target.name: must be there"),
+        ({"object": None}, "request.object: must be an object"),
+    ],
+)
+async def test_what_is_no_binding_is_reported_so(tmp_path: Path, part: Document, reason: str) -> None:
+    question = binding("mine")
+    request = question["request"]
+    assert isinstance(request, dict)
+    request.update(part)
+    async with (
+        opened(tmp_path) as door,
+        door.client() as client,
+        client.post("/bind", json=question) as answer,
+    ):
+        assert answer.status == 400
+        assert reason in await answer.text()
+
+
+async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def held(_pod: BindingTarget) -> Mapping[str, str] | None:
+        entered.set()
+        await go.wait()
+        return {}
+
+    async with opened(tmp_path, labels=held, bindings_max=1) as door, door.client() as client:
+        first = asyncio.create_task(bound(client, binding("mine")))
+        await entered.wait()
+        async with client.post("/bind", json=binding("mine")) as answer:
+            assert answer.status == 503
+        async with client.post("/validate", json=review(deployment())) as answer:
+            assert answer.status == 200
+        go.set()
+        await first
+
+
+async def test_a_question_is_answered(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
+            assert answer.status == 200
+            assert (await answer.json())["response"] == {"uid": "1-2", "allowed": True}
+        async with client.post("/validate", json=review({})) as answer:
+            response = (await answer.json())["response"]
+            assert (response["allowed"], response["status"]["message"]) == (False, "spec: is required")
+    assert [verdict.is_allowed for verdict in door.heard.verdicts] == [True, False]
+
+
+async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def refusing(review: Review, _facts: ClusterFacts) -> Verdict:
+        asked.append(review.uid)
+        return Verdict((Problem(("spec", "components", 1), "no room"),))
+
+    async with opened(tmp_path, tried=refusing) as door, door.client() as client:
+        for graph, reported in (
+            ({"labelKey": "a/zone", "domain": "zone"}, "no room"),
+            ({"domain": "zone"}, ""),
+        ):
+            document = deployment(graph=graph)
+            async with client.post("/validate", json=review(document)) as answer:
+                response = (await answer.json())["response"]
+            assert response["allowed"] is False
+            assert reported in response["status"]["message"]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[" * 50_000, "no JSON"),
+        (b"{}", "must be an AdmissionReview of admission.k8s.io/v1"),
+    ],
+)
+async def test_what_is_no_question_is_reported_so(tmp_path: Path, body: bytes, reason: str) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        async with client.post("/validate", data=body) as answer:
+            assert answer.status == 400
+            assert reason in await answer.text()
+        assert reason in door.heard.reasons[0]
+
+
+def body_of(document: JsonValue) -> io.BytesIO:
+    return io.BytesIO(json.dumps(review(document)).encode())
+
+
+async def test_a_large_object_is_read_and_judged_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    judge = judged
+
+    def noted(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
+        threads.append(threading.get_ident())
+        return judge(review, facts, defaults)
+
+    monkeypatch.setattr(server_module, "judged", noted)
+    document = deployment(graph=POLICY)
+    document.update({f"x{n}": n for n in range(200_000)})
+    async with opened(tmp_path, body_bytes_max=BODY_BYTES_MAX) as door, door.client() as client:
+        async with client.post("/validate", data=body_of(document)) as answer:
+            response = (await answer.json())["response"]
+        assert response["allowed"]
+        assert len(response["warnings"]) <= UNKNOWN_MAX + 1
+        too_many: JsonValue = {f"x{n}": 1 for n in range(600_000)}
+        async with client.post("/validate", data=body_of(too_many)) as answer:
+            assert answer.status == 400
+            assert "more values than are read" in await answer.text()
+    assert threading.get_ident() not in threads
+    assert threads
+
+
+async def test_a_body_has_a_limit(tmp_path: Path) -> None:
+    async with opened(tmp_path, body_bytes_max=1_000) as door, door.client() as client:
+        async with client.post("/validate", json=review("x" * 1_000)) as answer:
+            assert answer.status == 413
+        async with client.post("/validate", json=review("x")) as answer:
+            assert answer.status == 200
+
+
+async def test_a_binding_has_a_smaller_limit_and_tells_its_length(tmp_path: Path) -> None:
+    async def without_length() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    async with opened(tmp_path, body_bytes_max=2 * BINDING_BYTES_MAX) as door, door.client() as client:
+        for body in (b" " * (BINDING_BYTES_MAX + 1), without_length()):
+            async with client.post("/bind", data=body) as answer:
+                assert answer.status == 413
+        async with client.post("/bind", data=b" " * BINDING_BYTES_MAX) as answer:
+            assert answer.status == 400
+
+
+async def test_a_body_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with (
+        opened(tmp_path, body_s=0.05) as door,
+        door.client() as client,
+        client.post("/validate", data=slow()) as answer,
+    ):
+        assert answer.status == 408
+
+
+async def test_a_cluster_that_does_not_answer_counts_as_unread(tmp_path: Path) -> None:
+    """What needs no topology is admitted all the same."""
+
+    async def never() -> ClusterFacts:
+        await asyncio.Event().wait()
+        return GROVE
+
+    async def refused() -> ClusterFacts:
+        raise ConnectionRefusedError("nobody is there")
+
+    for facts, facts_s, why in (
+        (never, 0.05, "no answer within 0.05 s"),
+        (refused, SOON_S, "nobody is there"),
+    ):
+        async with opened(tmp_path, facts=facts, facts_s=facts_s) as door, door.client() as client:
+            async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
+                response = (await answer.json())["response"]
+                assert f"could not be read just now ({why})" in response["status"]["message"]
+            async with client.post("/validate", json=review(deployment())) as answer:
+                assert (await answer.json())["response"]["allowed"]
+
+
+async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def held() -> ClusterFacts:
+        entered.set()
+        await go.wait()
+        return GROVE
+
+    async with opened(tmp_path, facts=held, reviews_max=1) as door, door.client() as client:
+
+        async def ask() -> int:
+            async with client.post("/validate", json=review(deployment())) as answer:
+                return answer.status
+
+        first = asyncio.create_task(ask())
+        await entered.wait()
+        assert await ask() == 503
+        go.set()
+        assert await first == 200
+        assert await ask() == 200
+
+
+async def test_probes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        door.not_ready = "the cluster was not read yet"
+        async with client.get("/readyz") as answer:
+            assert (answer.status, await answer.text()) == (503, "the cluster was not read yet\n")
+        door.not_ready = None
+        for path in ("/readyz", "/healthz"):
+            async with client.get(path) as answer:
+                assert answer.status == 200
+
+
+async def test_another_certificate_is_shown_when_its_files_change(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as before:
+        async with before.get("/healthz") as answer:
+            assert answer.status == 200
+        other = secret()
+        write(tmp_path, other)
+        while await asyncio.wait_for(door.heard.certificates.get(), SOON_S) != "changed":
+            pass
+        async with door.client(other) as after, after.get("/healthz") as answer:
+            assert answer.status == 200
+        async with door.client() as stranger:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await stranger.get("/healthz")
+        async with before.get("/healthz") as answer:
+            assert answer.status == 200
+
+
+async def test_files_that_do_not_fit_leave_what_is_shown(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        (tmp_path / SERVING_KEY).write_bytes(secret()[SERVING_KEY])
+        reason = await asyncio.wait_for(door.heard.certificates.get(), SOON_S)
+        assert str(tmp_path / SERVING_CERT) in reason
+        async with door.client() as client, client.get("/healthz") as answer:
+            assert answer.status == 200
+
+
+def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=os.fspath(tmp_path / "none.crt")):
+        ServingCertificate(tmp_path / "none.crt", tmp_path / "none.key")
+
+
+async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        port = int(door.url.rpartition(":")[2])
+        other = AdmissionServer(
+            facts=known,
+            labels=placed,
+            tried=taken,
+            defaults=DEFAULTS,
+            certificate=ServingCertificate(*write(tmp_path, secret())),
+            listener=Heard(),
+            not_ready=lambda: None,
+        )
+        with pytest.raises(OSError, match=str(port)):
+            await other.start("127.0.0.1", port)

@@ -1,0 +1,196 @@
+"""Whether requests are served, and why not: the findings, their events, and the workers that they go by."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvrouter.core.workers import Role
+from kvrouter.kernel.topology.policy import Fallback, Required
+from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest
+from kvrouter.operator.api.status import ConditionStatus
+from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.plan.serving import registers_elsewhere
+from kvrouter.operator.reconcile.cards import Cards, fleet_of
+from kvrouter.operator.status.available import Registered, Workers, role_mistakes
+from kvrouter.operator.status.finding import events_of
+from kvrouter.operator.status.resolved import RefusedObjects
+from tests.support.deployments import deployment
+from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
+
+FLEET = Key("team", "team_llm")
+REQUIRED = Required("zone")
+A, B = {"zone": "a"}, {"zone": "b"}
+PREFILL = Registered("llama", Role.PREFILL, domains=A, policy=REQUIRED)
+DECODE = Registered("llama", Role.DECODE, domains=A)
+
+
+@pytest.mark.parametrize(
+    ("workers", "reported"),
+    [
+        ([PREFILL, DECODE], (TRUE, "RequestsServed")),
+        ([DECODE], (TRUE, "RequestsServed")),
+        ([replace(PREFILL, takes_requests=False), DECODE], (TRUE, "RequestsServed")),
+        ([], (FALSE, "NoWorkers")),
+        ([PREFILL], (FALSE, "NoDecodeWorkers")),
+        ([PREFILL, replace(DECODE, domains=B)], (FALSE, "NoPairInDomain")),
+        ([replace(PREFILL, policy=None), replace(DECODE, domains=B)], (FALSE, "NoPairInDomain")),
+        ([replace(PREFILL, policy=Fallback("zone")), replace(DECODE, domains=B)], (TRUE, "RequestsServed")),
+        ([PREFILL, replace(DECODE, takes_requests=False)], (FALSE, "WorkersLeaving")),
+        ([PREFILL, DECODE, replace(PREFILL, model="other")], (FALSE, "NoDecodeWorkers")),
+    ],
+)
+def test_registered_workers_decide(
+    workers: Sequence[Registered], reported: tuple[ConditionStatus, str]
+) -> None:
+    assert said(status(pods(a=(1, 1)), workers=Workers(workers)), "Available") == reported
+
+
+def test_of_several_models_those_without_are_named() -> None:
+    workers = Workers([PREFILL, DECODE, replace(PREFILL, model="other")])
+    message = condition(status(pods(a=(1, 1)), workers=workers), "Available").message
+    assert message.startswith("requests for other get 503: 1 prefill workers are registered")
+    assert message.endswith("llama are served")
+
+
+NATS = Workers(unknown_because="they announce themselves in NATS")
+
+
+@pytest.mark.parametrize(
+    ("types", "replicas", "workers", "reported"),
+    [
+        (("prefill", "decode"), 1, Workers([PREFILL, DECODE]), (FALSE, "NoFrontend")),
+        (("frontend", "worker"), 0, Workers([PREFILL, DECODE]), (FALSE, "ScaledToZero")),
+        (("frontend", "worker"), 1, NATS, (UNKNOWN, "WorkersUnknown")),
+        (("frontend", "prefill"), 1, NATS, (FALSE, "NoDecodeWorkers")),
+        (("frontend",), 1, NATS, (FALSE, "ScaledToZero")),
+    ],
+)
+def test_what_is_certain_is_reported_without_cards(
+    types: tuple[str, ...], replicas: int, workers: Workers, reported: tuple[ConditionStatus, str]
+) -> None:
+    of = deployment(types=types)
+    components = [each.model_copy(update={"replicas": replicas}) for each in of.spec.components]
+    of = of.model_copy(update={"spec": of.spec.model_copy(update={"components": tuple(components)})})
+    assert said(status([], of=of, policy=None, workers=workers), "Available") == reported
+
+
+def test_without_a_ready_frontend_nobody_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.statuses.FRONTEND", replace(FRONTEND, is_ready=False))
+    assert said(status(pods(a=(1, 1))), "Available") == (FALSE, "NoReadyFrontend")
+
+
+def test_a_start_is_no_event_and_what_is_ready_and_serves_nobody_is_one() -> None:
+    alone = Workers([PREFILL])
+    starting = status(pods(a=(1, 0)), refusals=RefusedObjects(writes=["x"]), workers=alone)
+    assert "NoDecodeWorkers" not in [event.reason for event in events_of(None, starting)]
+    ready = status(pods(a=(1, 0)), previous=starting, workers=alone)
+    assert [event.reason for event in events_of(starting, ready)][1:] == ["NoDecodeWorkers"]
+    assert events_of(ready, status(pods(a=(1, 0)), previous=ready, workers=alone)) == ()
+    serving = status(pods(a=(1, 1)), previous=ready, workers=Workers([PREFILL, DECODE]))
+    assert "RequestsServed" in [event.reason for event in events_of(ready, serving)]
+    broken = status(pods(a=(1, 1)), previous=serving, refusals=RefusedObjects(writes=["x"]), workers=alone)
+    assert "NoDecodeWorkers" in [event.reason for event in events_of(serving, broken)]
+
+
+def test_a_role_that_is_not_the_components_type_is_named() -> None:
+    of_decode = worker("decode", "a")
+    pod = replace(of_decode, labels={**of_decode.labels, "kvrouter.dev/component": "engines"})
+    wrong = Workers([replace(PREFILL, pod=pod.name), replace(DECODE, pod="stranger")])
+    (line,) = role_mistakes([pod], wrong)
+    assert line == (
+        "component engines is of type decode, and its workers register as prefill: start them with --role "
+        "decode, or move them to a component of their own type"
+    )
+    assert role_mistakes([pod], Workers([replace(DECODE, pod=pod.name)])) == []
+    assert role_mistakes([Pod("x")], wrong) == []
+    assert line in condition(status([pod], workers=wrong), "Available").message
+
+
+@pytest.mark.parametrize(
+    ("main", "reported"),
+    [
+        ({}, None),
+        ({"env": [{"name": "DYN_NAMESPACE", "value": "x"}]}, "frontend says DYN_NAMESPACE itself"),
+        ({"args": ["frontend", "--discovery=nats"]}, "frontend says --discovery itself"),
+    ],
+)
+def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, reported: str | None) -> None:
+    of = deployment(pods={"frontend": {"spec": {"containers": [{"name": "main", **main}]}}})
+    assert registers_elsewhere(of.spec) == reported
+
+
+# Cards and leases.
+
+
+def card(number: int = 1, version: str = "1", *, lease_s: float = 10.0, **said: object) -> Manifest:
+    spec: Manifest = {"card": {"model": "llama", "role": "decode", **said}, "lease_s": lease_s}  # type: ignore[dict-item]
+    return {
+        "metadata": {
+            "namespace": "team",
+            "name": f"team.llm-{number}",
+            "resourceVersion": version,
+            "labels": {FLEET_LABEL: FLEET.name},
+            "ownerReferences": [{"kind": "Pod", "name": f"pod-{number}", "uid": "u"}],
+        },
+        "spec": spec,
+    }
+
+
+def cards() -> tuple[Cards, list[Key], Callable[[], list[str]]]:
+    heard = list[Key]()
+    found = Cards(heard.append)
+    return found, heard, lambda: [each.pod for each in found.of(FLEET, has_pod="pod-2".__eq__)]
+
+
+def test_a_renewal_is_no_change_and_a_lease_that_nobody_renews_runs_out() -> None:
+    found, heard, there = cards()
+    found.update(card(), 0.0, is_there=True)
+    found.update(card(version="2"), 8.0, is_there=True)
+    found.update(card(version="2"), 12.0, is_there=True)
+    assert heard == [FLEET] == [fleet_of(card())]
+    found.expire(17.0)
+    assert there() == ["pod-1"]
+    found.expire(18.0)
+    assert (there(), heard) == ([], [FLEET] * 2)
+    found.update(card(version="3"), 19.0, is_there=True)
+    assert (there(), heard) == (["pod-1"], [FLEET] * 3)
+
+
+def test_while_the_objects_cannot_be_watched_nobody_expires_and_then_every_lease_is_whole() -> None:
+    found, _, there = cards()
+    found.update(card(), 0.0, is_there=True)
+    found.watch_lost("no")
+    found.expire(1000.0)
+    assert there() == ["pod-1"]
+    found.watch_restored(1000.0)
+    found.expire(1009.0)
+    assert there() == ["pod-1"]
+    found.expire(1010.0)
+    assert there() == []
+
+
+def test_an_object_that_is_gone_takes_its_worker_away_only_with_its_pod() -> None:
+    found, _, there = cards()
+    for number in (1, 2):
+        found.update(card(number), 0.0, is_there=True)
+        found.update(card(number), 1.0, is_there=False)
+    assert there() == ["pod-2"]
+    found.expire(10.0)
+    assert there() == []
+
+
+def test_goodbyes_changes_and_what_is_no_card() -> None:
+    found, heard, there = cards()
+    found.update(card(), 0.0, is_there=True)
+    for version, state in (("2", "draining"), ("3", "engine_silent")):
+        found.update(card(version=version, **{state: True}), 1.0, is_there=True)
+        assert [each.takes_requests for each in found.of(FLEET, has_pod=bool)] == [False]
+    found.update(card(version="4", role="cook"), 2.0, is_there=True)
+    assert there() == []
+    found.update(card(version="5"), 3.0, is_there=True)
+    gone = card(version="6")
+    gone["spec"] = {**gone["spec"], "withdrawn": True}  # type: ignore[dict-item]
+    found.update(gone, 4.0, is_there=True)
+    assert there() == []
+    assert len(heard) == 5

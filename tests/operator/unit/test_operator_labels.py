@@ -1,0 +1,306 @@
+"""What pods get of their nodes' labels: which, in the write that binds them, and later."""
+
+import json
+from typing import cast
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.kernel.topology.policy import Required
+from kvrouter.operator.api.grove import ClusterTopology, Level
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.labels.binding import backfill_labels, binding_patch, binding_policy
+from kvrouter.operator.labels.copies import (
+    NODES_MAX,
+    Copy,
+    Node,
+    Pod,
+    Source,
+    copies_of,
+    gather_s,
+    is_pod_of,
+    node_places,
+    pod_labels,
+    pod_name_stem,
+    read_node,
+    read_pod,
+    resolve,
+)
+from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
+
+ZONE = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
+RACK = Copy("rack", "nvidia.com/rack", "grove.io/topology.rack")
+LEVELS = (Level("zone", ZONE.node_label), Level("rack", RACK.node_label))
+FABRIC = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS)}
+FACTS = ClusterFacts(grove=Grove.PRESENT, topologies=FABRIC)
+OF_FABRIC = DeploymentPolicy(Required("zone"), NamedTopology("gpu-fabric"))
+
+
+# Which labels.
+
+
+def test_a_topology_gives_each_level_a_label_of_its_own() -> None:
+    assert resolve(OF_FABRIC, FACTS) == ((ZONE, RACK), Source.TOPOLOGY)
+
+
+def test_a_raw_label_keeps_its_key_and_asks_for_no_topology() -> None:
+    policy = DeploymentPolicy(Required("zone"), RawLabel("example.com/zone"))
+    raw = Copy("zone", "example.com/zone", "example.com/zone")
+    assert resolve(policy, ClusterFacts()) == ((raw,), Source.LABEL)
+
+
+@pytest.mark.parametrize(
+    ("facts", "source"),
+    [
+        (ClusterFacts(), Source.GROVE_ABSENT),
+        (ClusterFacts(grove=Grove.UNREAD), Source.TOPOLOGY_UNREAD),
+        (ClusterFacts(grove=Grove.PRESENT), Source.TOPOLOGY_ABSENT),
+    ],
+)
+def test_a_topology_that_is_gone_is_remembered_or_else_its_domain_stays_unknown(
+    facts: ClusterFacts, source: Source
+) -> None:
+    assert resolve(OF_FABRIC, facts, LEVELS) == ((ZONE, RACK), source)
+    ((only,), found) = resolve(OF_FABRIC, facts)
+    assert (only.pod_label, found) == (ZONE.pod_label, source)
+    assert pod_labels({ZONE.node_label: "us-east-1a"}, (only,)) == {ZONE.pod_label: ""}
+
+
+def test_a_level_that_left_the_topology_is_none_of_the_others() -> None:
+    racks = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS[1:])}
+    found = resolve(OF_FABRIC, ClusterFacts(grove=Grove.PRESENT, topologies=racks), LEVELS)
+    assert found == ((ZONE, RACK), Source.LEVEL_ABSENT)
+
+
+def test_a_node_without_a_label_gives_an_empty_one() -> None:
+    assert pod_labels({ZONE.node_label: "a", "other": "x"}, (ZONE, RACK)) == {
+        ZONE.pod_label: "a",
+        RACK.pod_label: "",
+    }
+
+
+# In the write that binds.
+
+
+def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() -> None:
+    policy, binding = binding_policy("kvrouter-llm", (ZONE,), ["fleet", "chat"])
+    assert policy["spec"] == {
+        "paramKind": {"apiVersion": "kvrouter.dev/v1alpha1", "kind": "KvrouterNodePlaces"},
+        "matchConstraints": {
+            "namespaceSelector": {
+                "matchExpressions": [
+                    {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["chat", "fleet"]}
+                ]
+            },
+            "resourceRules": [
+                {
+                    "apiGroups": [""],
+                    "apiVersions": ["v1"],
+                    "operations": ["CREATE"],
+                    "resources": ["pods/binding"],
+                }
+            ],
+        },
+        "matchConditions": [
+            {
+                "name": "is-a-worker",
+                "expression": "request.namespace in params.spec.workers && "
+                "params.spec.workers[request.namespace].exists(start, "
+                "object.metadata.name.startsWith(start) && "
+                "(object.metadata.name.substring(size(start))"
+                ".matches('^[456789bcdf]{1,10}-[bcdfghjklmnpqrstvwxz2456789]{5}$') || "
+                "size(object.metadata.name) == 63 && object.metadata.name.substring(size(start))"
+                ".matches('^([456789bcdf]{1,10}-?)?[bcdfghjklmnpqrstvwxz2456789]{5}$')))",
+            }
+        ],
+        "variables": [
+            {
+                "name": "values",
+                "expression": "object.target.name in params.spec.values ? "
+                "params.spec.values[object.target.name] : []",
+            },
+        ],
+        "mutations": [
+            {
+                "patchType": "JSONPatch",
+                "jsonPatch": {
+                    "expression": "size(variables.values) != 1 ? [] :\n"
+                    "(has(object.metadata.labels) ? [] : "
+                    '[JSONPatch{op: "add", path: "/metadata/labels", value: {}}]) + [\n'
+                    '  JSONPatch{op: "add", path: "/metadata/labels/" + '
+                    'jsonpatch.escapeKey("grove.io/topology.zone"), '
+                    "value: variables.values[0]}\n]"
+                },
+            }
+        ],
+        "failurePolicy": "Ignore",
+        "reinvocationPolicy": "IfNeeded",
+    }
+    assert binding["spec"] == {
+        "policyName": "kvrouter-llm",
+        "paramRef": {"name": "kvrouter-llm", "parameterNotFoundAction": "Allow"},
+    }
+
+
+def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limit() -> None:
+    nodes = [Node("n2", {RACK.node_label: "r2"}), Node("n1", {ZONE.node_label: "a", "other": "x"})]
+    found = node_places("kvrouter-llm", (ZONE, RACK), nodes, {"fleet": ("llm-prefill", "llm-decode")})
+    assert found["spec"] == {
+        "levels": [f"zone={ZONE.node_label}", f"rack={RACK.node_label}"],
+        "workers": {"fleet": ["llm-decode-", "llm-prefill-"]},
+        "values": {"n1": ["a", ""], "n2": ["", "r2"]},
+    }
+    many = node_places("p", (ZONE,), [Node(f"n{number:05}") for number in reversed(range(NODES_MAX + 1))], {})
+    values = cast(dict[str, dict[str, object]], many["spec"])["values"]
+    assert (len(values), "n00000" in values, f"n{NODES_MAX:05}" in values) == (NODES_MAX, True, False)
+
+
+@pytest.mark.parametrize("nodes", [10, 500, 5000])
+def test_however_many_nodes_come_little_is_written(nodes: int) -> None:
+    """Less than 50 MiB within the five minutes for which etcd keeps what was written over."""
+    there = [
+        Node(f"ip-10-0-0-{number:05}.us-east-1.compute.internal", {ZONE.node_label: "us-east-1a"})
+        for number in range(nodes)
+    ]
+    written = json.dumps(node_places("p", (ZONE, RACK, *copies_of(LEVELS)), there, {})).encode()
+    assert 300 * len(written) / gather_s(nodes) < 50 * 2**20
+    assert gather_s(nodes) <= 5
+
+
+@pytest.mark.parametrize(
+    ("workload", "name", "is_one"),
+    [
+        ("llm-prefill", "llm-prefill-5d9c8f7b6-x7k2p", True),
+        ("llm-prefill", "llm-prefill-4-bcdfg", True),
+        ("llm-prefill", "llm-prefill-0", False),
+        ("llm-prefill", "llm-prefill-migrate-x7k2p", False),
+        ("llm-prefill", "llm-prefill-b-5d9c8f7b6-x7k2p", False),
+        ("llm-prefill", "llm-prefill-5d9c8f7b6", False),
+        ("llm-prefill", "llm-prefill-x7k2p", False),
+        ("llm-prefill", "llm-prefill-5d9c8f7b6-x7k2p-0", False),
+        ("llm-prefill", "my-llm-prefill-5d9c8f7b6-x7k2p", False),
+        ("llm-prefill", "llm-prefill-5d9c8f7b6-x7k2p\n", False),
+        ("a" * 50, f"{'a' * 50}-5d9c8f7x7k2p", True),
+        ("a" * 47, f"{'a' * 47}-5d9c8f7b6-x7k2p", True),
+        ("a" * 57, f"{'a' * 57}-x7k2p", True),
+        ("a" * 63, f"{'a' * 58}x7k2p", True),
+        ("a" * 56, f"{'a' * 56}-x7k2p", False),
+        ("a" * 63, f"{'a' * 58}-0", False),
+    ],
+)
+def test_pods_of_a_deployment_are_known_by_their_whole_names(workload: str, name: str, is_one: bool) -> None:
+    assert is_pod_of(pod_name_stem(workload), name) is is_one
+
+
+def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:
+    name = "a" * 63
+    spec = cast(dict[str, object], node_places("p", (ZONE,), [], {"fleet": [name]})["spec"])
+    assert spec["workers"] == {"fleet": ["a" * 58]}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "patch"),
+    [
+        ({}, [{"op": "add", "path": "/metadata/labels", "value": {"grove.io/topology.zone": "a"}}]),
+        (
+            {"labels": {"grove.io/topology.zone": "forged"}},
+            [{"op": "add", "path": "/metadata/labels/grove.io~1topology.zone", "value": "a"}],
+        ),
+        ({"labels": {"grove.io/topology.zone": "a"}}, []),
+    ],
+)
+def test_a_webhook_patches_the_binding(metadata: dict[str, dict[str, str]], patch: list[object]) -> None:
+    binding = json.loads(json.dumps({"metadata": metadata}))
+    assert binding_patch(binding, {"grove.io/topology.zone": "a"}) == patch
+
+
+# Late.
+
+NODE = Node("n1", {ZONE.node_label: "us-east-1a"})
+
+
+def pod(**labels: str) -> Pod:
+    return Pod(
+        "p", "fleet", "uid-1", "n1", {f"grove.io/topology.{key}": value for key, value in labels.items()}
+    )
+
+
+def test_late_or_changed_labels_are_patched_and_the_patch_is_for_this_pod_alone() -> None:
+    for found in (pod(), pod(zone="old"), pod(zone="", rack="")):
+        assert backfill_labels(found, NODE, (ZONE,)).patch == {
+            "metadata": {"uid": "uid-1", "labels": {ZONE.pod_label: "us-east-1a"}}
+        }
+
+
+def test_a_forged_label_of_a_level_that_the_node_lacks_is_emptied() -> None:
+    decided = backfill_labels(pod(zone="us-east-1a", rack="forged"), NODE, (ZONE, RACK))
+    assert decided.patch == {"metadata": {"uid": "uid-1", "labels": {RACK.pod_label: ""}}}
+    assert decided.missing == (RACK,)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pod(zone="us-east-1a"),
+        Pod("p", node_name="n2"),
+        Pod("p"),
+        Pod("p", node_name="n1", is_over=True),
+    ],
+)
+def test_nothing_is_done_where_labels_are_right_or_the_pod_is_not_there(found: Pod) -> None:
+    assert backfill_labels(found, NODE, (ZONE,)).patch is None
+
+
+def test_a_level_that_a_node_lacks_shows_on_the_pod_and_is_written_once() -> None:
+    empty: dict[str, JsonValue] = {ZONE.pod_label: "", RACK.pod_label: ""}
+    patch: JsonValue = {"uid": "uid-1", "labels": empty}
+    assert backfill_labels(pod(), Node("n1"), copies_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
+    assert backfill_labels(pod(zone="", rack=""), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
+
+
+# As the API server tells of them.
+
+
+def test_pods_and_nodes_are_read_from_json() -> None:
+    document = {
+        "metadata": {"name": "p", "namespace": "fleet", "uid": "u", "labels": {"a": "b", "odd": 1}},
+        "spec": {"nodeName": "n1"},
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+    assert read_pod(document) == Pod("p", "fleet", "u", "n1", {"a": "b"}, is_ready=True, address="10.0.0.1")
+    assert read_node(document) == Node("p", {"a": "b"})
+    gone = {"metadata": {"name": "p", "deletionTimestamp": "2026-11-21T20:00:00Z"}}
+    assert read_pod(gone) == Pod("p", is_over=True)
+
+
+@pytest.mark.parametrize("document", [None, 3, [], {}, {"metadata": []}, {"metadata": {"name": ""}}])
+def test_what_is_no_object_is_none(document: object) -> None:
+    assert read_pod(document) is None
+    assert read_node(document) is None
+
+
+# What is read of a pod.
+
+
+@pytest.mark.parametrize(
+    ("status", "is_stuck"),
+    [
+        ({}, False),
+        ({"conditions": [{"type": "PodScheduled", "status": "True"}]}, False),
+        ({"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}, True),
+        ({"initContainerStatuses": [{"state": {"waiting": {"reason": "PodInitializing"}}}]}, False),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}, False),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}]}, True),
+        ({"containerStatuses": [{"state": {"running": {}}, "restartCount": 0}]}, False),
+        ({"initContainerStatuses": [{"state": {"running": {}}, "restartCount": 1}]}, True),
+        ({"containerStatuses": "none", "conditions": [None]}, False),
+    ],
+)
+def test_a_pod_that_does_not_come_by_itself_is_stuck(status: dict[str, object], is_stuck: bool) -> None:
+    found = read_pod({"metadata": {"name": "p"}, "status": status})
+    assert found is not None
+    assert found.is_stuck is is_stuck

@@ -1,0 +1,317 @@
+"""``packDomain``: the affinity that packs pods, whose domain it is, and what pods have of their own."""
+
+from collections.abc import Mapping
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.plan.packing import PACKING_ANNOTATION, PREFERRED, REQUIRED
+from kvrouter.operator.plan.plan import Plan, plan, read_levels
+from kvrouter.settings.problems import dotted
+from tests.support.deployments import DEFAULTS, FACTS, at, has, of_kind, planned, templates
+
+ZONE = "topology.kubernetes.io/zone"
+PACKED = "kvrouter.dev/packed-by"
+UNREAD = ClusterFacts(grove=Grove.UNREAD, unread_because="forbidden")
+
+
+def packed(
+    pack_domain: str | None = None,
+    own: Mapping[str, str] | None = None,
+    pods: Mapping[str, JsonValue] | None = None,
+    **spec: JsonValue,
+) -> DynamoGraphDeployment:
+    """A frontend, prefill and decode workers; ``own`` are levels, ``pods`` specs of pods by component."""
+    components: list[JsonValue] = []
+    for kind in ("frontend", "prefill", "decode"):
+        pod_spec: dict[str, JsonValue] = {"containers": [{"name": "main", "image": "example.com/engine:1"}]}
+        more = (pods or {}).get(kind, {})
+        assert isinstance(more, dict)
+        component: dict[str, JsonValue] = {
+            "name": kind,
+            "type": kind,
+            "podTemplate": {"spec": {**pod_spec, **more}},
+        }
+        if own is not None and kind in own:
+            component["topologyConstraint"] = {"packDomain": own[kind]}
+        components.append(component)
+    constraint: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric"}
+    if pack_domain is not None:
+        constraint["packDomain"] = pack_domain
+    metadata: JsonValue = {"name": "llm", "namespace": "fleet", "uid": "uid-1"}
+    document: JsonValue = {
+        "metadata": metadata,
+        "spec": {"topologyConstraint": constraint, "components": components, **spec},
+    }
+    reading = read_deployment(document)
+    assert reading.deployment is not None, reading.problems
+    return reading.deployment
+
+
+def required(template: JsonValue) -> JsonValue:
+    """The terms that a pod requires."""
+    return at(template, "spec", "affinity", "podAffinity", REQUIRED)
+
+
+def preferred(template: JsonValue) -> JsonValue:
+    """The terms that it prefers."""
+    return at(template, "spec", "affinity", "podAffinity", PREFERRED)
+
+
+def packed_by(template: JsonValue) -> JsonValue:
+    return at(template, "metadata", "labels", PACKED)
+
+
+def warned(found: Plan) -> list[str]:
+    return [f"{dotted(problem.path)} {problem.must}" for problem in found.warnings]
+
+
+def test_the_deployments_level_packs_all_components_into_one_domain() -> None:
+    found = planned(packed("zone"))
+    of = templates(found)
+    assert {str(packed_by(template)) for template in of.values()} == {str(packed_by(of["decode"]))}
+    assert str(packed_by(of["decode"])).startswith("zone-")
+    term: JsonValue = {
+        "labelSelector": {"matchLabels": {"kvrouter.dev/deployment": "llm", PACKED: packed_by(of["decode"])}},
+        "topologyKey": ZONE,
+    }
+    for template in of.values():
+        assert required(template) == [term]
+        assert at(template, "spec", "affinity") == {"podAffinity": {REQUIRED: [term]}}
+    assert found.warnings == ()
+
+
+def test_a_components_own_level_packs_it_alone_and_near_the_others() -> None:
+    of = templates(planned(packed("zone", {"prefill": "rack"})))
+    assert required(of["prefill"]) == [
+        {
+            "labelSelector": {
+                "matchLabels": {
+                    "kvrouter.dev/deployment": "llm",
+                    "kvrouter.dev/component": "prefill",
+                    PACKED: packed_by(of["prefill"]),
+                }
+            },
+            "topologyKey": "nvidia.com/rack",
+        }
+    ]
+    near: JsonValue = {
+        "weight": 100,
+        "podAffinityTerm": {
+            "labelSelector": {"matchLabels": {"kvrouter.dev/deployment": "llm"}},
+            "topologyKey": ZONE,
+        },
+    }
+    assert [preferred(template) for template in of.values()] == [[near]] * 3
+    assert at(required(of["decode"]), 0, "topologyKey") == ZONE
+    assert packed_by(of["prefill"]) != packed_by(of["decode"]) == packed_by(of["frontend"])
+
+
+def test_a_component_that_names_the_deployments_own_level_shares_its_domain() -> None:
+    assert planned(packed("zone", {"prefill": "zone"})).manifests == planned(packed("zone")).manifests
+
+
+def test_only_components_with_a_level_are_packed_where_the_deployment_has_none() -> None:
+    of = templates(planned(packed(None, {"decode": "zone"})))
+    assert at(required(of["decode"]), 0, "topologyKey") == ZONE
+    assert not has(at(of["decode"], "spec", "affinity", "podAffinity"), PREFERRED)
+    for name in ("frontend", "prefill"):
+        assert not has(at(of[name], "spec"), "affinity")
+        assert not has(at(of[name], "metadata", "labels"), PACKED)
+    assert packed_by(of["decode"]) == packed_by(templates(planned(packed("zone")))["decode"])
+
+
+def test_pods_of_another_level_or_node_label_have_no_say() -> None:
+    labels = {
+        packed_by(templates(planned(packed(level), facts))["decode"])
+        for level, facts in [("zone", FACTS), ("rack", FACTS), ("host", ClusterFacts())]
+    }
+    assert len(labels) == 3
+    policy: JsonValue = {"kvTransferPolicy": {"labelKey": "example.com/zone", "domain": "zone"}}
+    found = planned(packed("zone", experimental=policy), ClusterFacts())
+    assert at(required(templates(found)["decode"]), 0, "topologyKey") == "example.com/zone"
+    assert packed_by(templates(found)["decode"]) not in labels
+
+
+@pytest.mark.parametrize(
+    ("domain", "key"),
+    [("region", "topology.kubernetes.io/region"), ("zone", ZONE), ("host", "kubernetes.io/hostname")],
+)
+def test_without_topologies_the_labels_of_kubernetes_are_known(domain: str, key: str) -> None:
+    found = planned(packed(domain), ClusterFacts())
+    assert at(required(templates(found)["decode"]), 0, "topologyKey") == key
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("domain", "facts", "why"),
+    [
+        (
+            "rack",
+            ClusterFacts(),
+            "has no effect: this cluster has no topologies (grove.io) that say which node label 'rack' is",
+        ),
+        ("zone", UNREAD, "has no effect: topology 'gpu-fabric' could not be read (forbidden)"),
+        ("zone", ClusterFacts(grove=Grove.PRESENT), "topology 'gpu-fabric' is not in this cluster"),
+        ("racks", FACTS, "is no level of gpu-fabric, which has zone, rack (did you mean rack?)"),
+    ],
+)
+def test_a_level_that_is_not_known_packs_nothing_and_is_reported(
+    domain: str, facts: ClusterFacts, why: str
+) -> None:
+    found = planned(packed(domain), facts)
+    assert not has(at(templates(found)["decode"], "spec"), "affinity")
+    (line,) = warned(found)
+    assert line.startswith("spec.topologyConstraint.packDomain")
+    assert why in line
+    assert line.endswith(": pods are not packed by it")
+
+
+@pytest.mark.parametrize("facts", [UNREAD, ClusterFacts(grove=Grove.PRESENT), ClusterFacts()])
+def test_a_topology_that_is_gone_rolls_nothing_while_the_level_is_known(facts: ClusterFacts) -> None:
+    of = packed("rack", {"decode": "zone"})
+    before = planned(of)
+    annotations = [
+        at(workload, "metadata", "annotations", PACKING_ANNOTATION)
+        for workload in of_kind(before, "Deployment").values()
+    ]
+    assert annotations == ["rack=nvidia.com/rack", "rack=nvidia.com/rack", f"zone={ZONE}"]
+    last = [level for text in annotations for level in read_levels(str(text))]
+    after = plan(of, facts, DEFAULTS, last_pack_levels=last)
+    assert after.manifests == before.manifests
+    assert "pods stay packed by nvidia.com/rack, as before" in warned(after)[0]
+
+
+# What pods have of their own.
+
+CACHE: JsonValue = {
+    "labelSelector": {"matchLabels": {"app": "cache"}},
+    "topologyKey": "kubernetes.io/hostname",
+}
+
+
+def of_fleet(*expressions: JsonValue, **more: JsonValue) -> JsonValue:
+    """A term that selects this deployment's pods."""
+    labels: JsonValue = {"kvrouter.dev/deployment": "llm"}
+    selector: JsonValue = {"matchLabels": labels, "matchExpressions": [*expressions]}
+    return {"labelSelector": selector, "topologyKey": "example.com/room", **more}
+
+
+def with_term(*terms: JsonValue) -> JsonValue:
+    return {
+        "affinity": {
+            "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []},
+            "podAffinity": {REQUIRED: [*terms], PREFERRED: [{"weight": 1, "podAffinityTerm": CACHE}]},
+            "podAntiAffinity": {REQUIRED: [CACHE]},
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        of_fleet(),
+        of_fleet({"key": "app", "operator": "DoesNotExist"}, namespaces=["fleet", "other"]),
+        of_fleet({"key": "kvrouter.dev/component", "operator": "Exists"}),
+        of_fleet({"key": "kvrouter.dev/component", "operator": "NotIn", "values": ["planner"]}),
+    ],
+)
+def test_a_pods_own_affinity_stays_and_packing_comes_after_it(term: JsonValue) -> None:
+    found = planned(packed("zone", pods={"decode": with_term(term)}))
+    template = templates(found)["decode"]
+    own, ours = list_of(required(template))
+    assert own == term
+    assert at(ours, "topologyKey") == ZONE
+    assert preferred(template) == [{"weight": 1, "podAffinityTerm": CACHE}]
+    assert at(template, "spec", "affinity", "podAntiAffinity") == {REQUIRED: [CACHE]}
+    assert has(at(template, "spec", "affinity"), "nodeAffinity")
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        CACHE,
+        of_fleet({"key": "kvrouter.dev/component", "operator": "In", "values": ["decode"]}),
+        of_fleet(namespaces=["other"]),
+        of_fleet(namespaceSelector={}),
+        of_fleet(matchLabelKeys=["pod-template-hash"]),
+        of_fleet({"key": "app", "operator": "Exists"}),
+        of_fleet({"key": "app", "operator": "Near"}),
+        {"topologyKey": ZONE},
+    ],
+)
+def test_packing_is_preferred_where_a_pod_requires_others(term: JsonValue) -> None:
+    found = planned(packed("zone", pods={"decode": with_term(term)}))
+    of = templates(found)
+    assert required(of["decode"]) == [term]
+    own, ours = list_of(preferred(of["decode"]))
+    assert own == {"weight": 1, "podAffinityTerm": CACHE}
+    assert at(ours, "weight") == 100
+    assert [at(ours, "podAffinityTerm")] == required(of["prefill"])
+    assert not has(at(of["decode"], "metadata", "labels"), PACKED)
+    (line,) = warned(found)
+    assert line.startswith(f"spec.components[2].podTemplate.spec.affinity.podAffinity.{REQUIRED}")
+    assert "zone is preferred, not required" in line
+
+
+def test_a_term_for_a_components_own_pods_is_enough_where_it_is_packed_alone() -> None:
+    term = of_fleet({"key": "kvrouter.dev/component", "operator": "In", "values": ["decode"]})
+    found = planned(packed(None, {"decode": "zone"}, pods={"decode": with_term(term)}))
+    assert len(list_of(required(templates(found)["decode"]))) == 2
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("affinity", "where"),
+    [
+        ([], "affinity"),
+        ({"podAffinity": "zone"}, "affinity.podAffinity"),
+        ({"podAffinity": {REQUIRED: {}}}, f"affinity.podAffinity.{REQUIRED}"),
+        ({"podAffinity": {PREFERRED: ["zone"]}}, f"affinity.podAffinity.{PREFERRED}"),
+    ],
+)
+def test_an_affinity_of_a_wrong_form_is_a_problem_at_its_place(affinity: JsonValue, where: str) -> None:
+    found = plan(packed("zone", pods={"prefill": {"affinity": affinity}}), FACTS, DEFAULTS)
+    assert [dotted(problem.path) for problem in found.problems] == [
+        f"spec.components[1].podTemplate.spec.{where}"
+    ]
+
+
+def test_pods_that_spread_over_what_they_are_packed_into_are_reported() -> None:
+    spread: dict[str, JsonValue] = {"maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule"}
+    soft: JsonValue = {**spread, "whenUnsatisfiable": "ScheduleAnyway"}
+    other: JsonValue = {**spread, "topologyKey": "kubernetes.io/hostname"}
+    pods: dict[str, JsonValue] = {"decode": {"topologySpreadConstraints": [soft, other, spread]}}
+    (line,) = warned(planned(packed("zone", pods=pods)))
+    assert line.startswith("spec.components[2].podTemplate.spec.topologySpreadConstraints[2] spreads pods")
+
+
+def test_the_label_of_packed_pods_is_the_operators() -> None:
+    document: JsonValue = {
+        "metadata": {"name": "llm"},
+        "spec": {
+            "components": [
+                {
+                    "name": "f",
+                    "type": "frontend",
+                    "podTemplate": {"metadata": {"labels": {PACKED: "zone-1", "team": "a"}}},
+                }
+            ]
+        },
+    }
+    of = read_deployment(document).deployment
+    assert of is not None
+    found = planned(of)
+    labels = at(templates(found)["f"], "metadata", "labels")
+    assert has(labels, "team")
+    assert not has(labels, PACKED)
+    (line,) = warned(found)
+    assert line.startswith(f"spec.components[0].podTemplate.metadata.labels.{PACKED}")
+
+
+def list_of(found: JsonValue) -> list[JsonValue]:
+    assert isinstance(found, list)
+    return found

@@ -1,0 +1,123 @@
+"""Rules of the house that import-linter cannot see: compiled modules and forbidden names."""
+
+import ast
+import re
+from pathlib import Path
+
+import kvrouter
+from kvrouter.engines.registry import ENGINES
+
+HOME = Path(kvrouter.__file__).parent
+IMPORTS_NATIVE = re.compile(
+    r"^\s*(from kvrouter\._native import|import kvrouter\._native|from kvrouter import _native)", re.M
+)
+
+
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(HOME)): path.read_text("utf-8") for path in HOME.rglob("*.py")}
+
+
+def test_only_the_native_doors_import_the_native_core() -> None:
+    doors = {name for name, text in sources().items() if IMPORTS_NATIVE.search(text)}
+    assert doors == {
+        "core/hashing.py",
+        "core/json_bounds.py",
+        "kernel/index.py",
+        "kernel/ledger/port.py",
+        "engines/mock_engine/ranks.py",
+        "recording/recorder.py",
+        "kernel/routing/joint.py",
+        "kernel/routing/links.py",
+        "kernel/routing/costs/time.py",
+    }
+
+
+def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -> None:
+    """A new kind touches its folder and one line of the registry. The mock is no server that is attached."""
+    kinds = {name.split("/")[1] for name in sources() if re.fullmatch(r"engines/\w+/attach\.py", name)}
+    assert {package.rpartition(".")[2] for package in ENGINES.values()} == kinds
+    named = re.compile(rf"kvrouter\.engines\.({'|'.join(kinds)})\b")
+    namers = {
+        (name, kind)
+        for name, text in sources().items()
+        for kind in named.findall(text)
+        if not name.startswith(f"engines/{kind}/") and name != "engines/registry.py"
+    }
+    assert namers == set()
+
+
+def test_no_module_is_a_grab_bag() -> None:
+    grab_bags = {"utils", "common", "helpers", "base", "manager"}
+    assert [name for name in sources() if grab_bags & set(Path(name).with_suffix("").parts)] == []
+
+
+def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
+    page = (HOME.parents[1] / "docs" / "module-map.md").read_text("utf-8")
+    contributing = (HOME.parents[1] / "CONTRIBUTING.md").read_text("utf-8")
+    named = set(re.findall(r"`([a-z_0-9/]+\.py)`", page))
+    assert named - set(sources()) == set()
+    in_packages = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", contributing))
+    assert {name for name in in_packages if not name.startswith("tests/")} - set(sources()) == set()
+    in_tests = set(re.findall(r"\btests/[a-z_0-9/]+", contributing))
+    assert {name for name in in_tests if not [*HOME.parents[1].glob(f"{name}*")]} == set()
+    packages = {name.split("/")[0] for name in sources() if "/" in name}
+    assert packages - {name.split("/")[0] for name in named} == set()
+
+
+def test_imports_for_types_alone_hide_no_cycle() -> None:
+    """Where a module imports for its types alone, what it imports does not import it, by any way."""
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources()
+    }
+    imports = {module: set[str]() for module in modules}
+    for_types: list[tuple[str, str]] = []
+    for module, name in modules.items():
+        if module == "__init__":  # the library's names, which are imported when they are asked for
+            continue
+        tree = ast.parse((HOME / name).read_text("utf-8"))
+        hidden = {
+            node
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("kvrouter."):
+                continue
+            source = (node.module or "").removeprefix("kvrouter.")
+            for found in (source, *(f"{source}.{alias.name}" for alias in node.names)):
+                if found in modules and node in hidden:
+                    for_types.append((module, found))
+                elif found in modules:
+                    imports[module].add(found)
+    for module, found in for_types:
+        reached, todo = set[str](), [found]
+        while todo:
+            each = todo.pop()
+            if each not in reached:
+                reached.add(each)
+                todo += imports[each]
+        assert module not in reached, f"{module} imports {found} for its types, which imports it"
+
+
+def test_bytes_from_outside_are_decoded_in_one_place() -> None:
+    """core/json.py counts what long texts would become, and catches whatever a decoder may raise."""
+    caught = {"MsgspecError", "DecodeError", "ValidationError"}
+    found: set[str] = set()
+    for name, text in sources().items():
+        if name == "core/json.py":
+            continue
+        made = set(re.findall(r"^\s*(_?\w+)(?::[^=\n]+)? = msgspec\.(?:json|msgpack)\.Decoder\(", text, re.M))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                named = {each.attr for each in ast.walk(node.type) if isinstance(each, ast.Attribute)}
+                if caught & named:
+                    found.add(f"{name}:{node.lineno}: catches {', '.join(sorted(caught & named))}")
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = ast.unparse(node.func)
+            if called in ("msgspec.json.decode", "msgspec.msgpack.decode", "msgspec.convert") or (
+                node.func.attr == "decode" and called.removesuffix(".decode").removeprefix("self.") in made
+            ):
+                found.add(f"{name}:{node.lineno}: {called}")
+    assert found == set()

@@ -1,0 +1,388 @@
+"""Cordons of a router: rules by name, what a call changes and refuses, and what becomes of requests."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.cordons import CORDONS_MAX, Cordon, CordonRules, CordonSource, checked_cordon
+from kvrouter.core.errors import (
+    CordonsUnavailable,
+    InvalidRequest,
+    NoEligibleWorker,
+    NotFound,
+    Reason,
+)
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.core.workers import LoadReport, Role, WorkerCard
+from kvrouter.kernel.topology.policy import topology_domains
+from kvrouter.router.cordons import CordonChange, CordonedElsewhere, NobodyLeft
+from kvrouter.transports.discovery.memory import MemoryCordons
+from kvrouter.transports.discovery.port import CordonStore
+from tests.support.fleets import Bench, card, decode_card, prefill_card, read_all
+from tests.support.front import says
+from tests.support.logged import events_of
+from tests.support.scripted_transport import ScriptedPlane, address_of
+from tests.support.waits import until
+
+ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
+
+
+@asynccontextmanager
+async def running(
+    *cards: WorkerCard, plane: ScriptedPlane | None = None, cordons: CordonStore | None = None
+) -> AsyncIterator[Bench]:
+    bench = Bench(plane or ScriptedPlane(says("ok")), cordons=cordons)
+    await bench.start(*cards)
+    try:
+        yield bench
+    finally:
+        bench.service.stop()
+
+
+async def put(bench: Bench, level: str, name: str, *, force: bool = False, reason: str = "") -> CordonChange:
+    return await bench.service.cordons.put(Cordon(level, name, reason=reason), force=force)
+
+
+class BrokenStore(MemoryCordons):
+    """A store that answers no more while it ``is_broken``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_broken = False
+        self.look_s = 0.001
+
+    def _check(self) -> None:
+        if self.is_broken:
+            raise CordonsUnavailable("the store is away")
+
+    async def read(self) -> tuple[Cordon, ...]:
+        self._check()
+        return await super().read()
+
+    async def put(self, cordon: Cordon) -> None:
+        self._check()
+        await super().put(cordon)
+
+    async def remove(self, cordon: Cordon) -> None:
+        self._check()
+        await super().remove(cordon)
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "field"),
+    [
+        ("", "a", "level"),
+        ("zone", "", "name"),
+        ("zone", " a", "name"),
+        ("zone", "a\n", "name"),
+        ("zone", "a" * 257, "name"),
+        ("z" * 257, "a", "level"),
+        ("worker", "seven", "name"),
+        ("worker", "-1", "name"),
+        ("worker", str(2**63), "name"),
+    ],
+)
+def test_a_mistake_names_the_field(level: str, name: str, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        checked_cordon(Cordon(level, name))
+    assert refused.value.param == field
+    assert refused.value.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("at_s", [1764205200000.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_no_date_says_names_the_field(at_s: float) -> None:
+    """One such record would make every answer that shows it fail."""
+    with pytest.raises(InvalidRequest) as refused:
+        checked_cordon(Cordon("zone", "a", at_s=at_s))
+    assert refused.value.param == "at_s"
+
+
+def test_rules_hold_by_id_by_node_and_by_every_level() -> None:
+    worker = structs.replace(card(7, zone="a"), node="gpu-4")
+    domains = topology_domains(worker.runtime_config) | {"host": "h1", "cluster": "east"}
+
+    def holds(level: str, name: str, cluster: str = "") -> bool:
+        return bool(CordonRules([Cordon(level, name, cluster=cluster)]).on(worker, domains))
+
+    assert holds("worker", "7")
+    assert holds("node", "gpu-4")
+    assert holds("node", "h1"), "a host is a node"
+    assert holds("host", "h1")
+    assert holds("zone", "a")
+    assert holds("zone", "a", "east")
+    for level, name in (("worker", "8"), ("node", "gpu-5"), ("zone", "b"), ("rack", "a"), ("host", "gpu-4")):
+        assert not holds(level, name)
+    assert not holds("zone", "a", "west"), "a cordon of another cluster is about that cluster's workers"
+    assert checked_cordon(Cordon("worker", "007")).name == "7"
+
+
+async def test_a_cordon_keeps_new_requests_away_until_it_is_taken_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    plane = ScriptedPlane(says("ok"))
+    async with running(*ZONES, plane=plane) as bench:
+        change = await put(bench, "zone", "a", reason="rack 4")
+        assert (change.changed, change.warnings) == (True, ())
+        assert [worker.card.worker_id for worker in change.reading.workers] == [1, 2]
+        assert change.reading.cordon.at_s > 0.0
+        for number in range(6):
+            await read_all(bench, request_id=f"r{number}")
+        assert {stream.address for stream in plane.opened} == {address_of(3)}
+        again = await put(bench, "zone", "a")
+        assert (again.changed, again.reading.cordon) == (False, change.reading.cordon)
+        back = await bench.service.cordons.remove("zone", "a")
+        assert back.changed
+        assert not (await bench.service.cordons.remove("zone", "a")).changed
+        plane.opened.clear()
+        for worker in (1, 2):
+            await read_all(bench, request_id=f"s{worker}", pinned=worker)
+        assert [stream.address for stream in plane.opened] == [address_of(1), address_of(2)]
+    found = [event for event in events_of(caplog.records) if "cordoned" in event]
+    assert found == [*["worker_cordoned"] * 2, "cordoned", *["worker_uncordoned"] * 2, "uncordoned"]
+
+
+async def test_a_refusal_says_that_it_was_a_cordon() -> None:
+    async with running(card(1)) as bench:
+        await put(bench, "worker", "1", force=True)
+        with pytest.raises(NoEligibleWorker) as refused:
+            await read_all(bench, pinned=1)
+        assert refused.value.refusals == {Reason.CORDONED: 1}
+        assert bench.telemetry.refusals.value("cordoned", "decode") == 1
+
+
+async def test_what_runs_goes_on() -> None:
+    plane = ScriptedPlane()
+    async with running(card(1), card(2), plane=plane) as bench:
+        reading = asyncio.create_task(read_all(bench, max_tokens=2))
+        stream = await plane.wait_for(Leg.AGGREGATED)
+        where = str(1 if stream.address == address_of(1) else 2)
+        change = await put(bench, "worker", where)
+        assert [worker.running_requests for worker in change.reading.workers] == [1]
+        stream.tokens(1, 2, finish=FinishReason.LENGTH)
+        assert await reading == [1, 2]
+        assert stream.cancelled_for is None
+        (now,) = bench.service.cordons.readings()
+        assert [worker.running_requests for worker in now.workers] == [0]
+
+
+@pytest.mark.parametrize("others", [True, False])
+async def test_a_pair_that_prefills_decodes_elsewhere_or_where_nobody_else_may_where_it_was_booked(
+    others: bool,
+) -> None:
+    plane = ScriptedPlane()
+    cards = [prefill_card(1), decode_card(2), *([decode_card(3)] if others else [])]
+    async with running(*cards, plane=plane) as bench:
+        reading = asyncio.create_task(read_all(bench, max_tokens=1))
+        prefill = await plane.wait_for(Leg.PREFILL)
+        booked = bench.model.ledger.columns().requests
+        (before,) = (
+            each for each in (2, 3) if bench.model.fleet.card(WorkerId(each)) and booked[_slot(bench, each)]
+        )
+        await put(bench, "worker", str(before), force=True)
+        await put(bench, "worker", "1", force=True)
+        prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+        decode = await plane.wait_for(Leg.DECODE)
+        assert (decode.address == address_of(before)) is not others
+        decode.tokens(1, finish=FinishReason.LENGTH)
+        assert await reading == [1]
+        assert bench.booked() == 0
+
+
+def _slot(bench: Bench, worker_id: int) -> int:
+    return bench.model.fleet.slots_of(WorkerId(worker_id))[0]
+
+
+async def test_running_requests_are_those_booked_or_those_that_the_engine_reports() -> None:
+    async with running(card(1), card(2)) as bench:
+        bench.load(
+            LoadReport(WorkerRank(WorkerId(1), DpRank(0)), 5, 100, running_requests=2, waiting_requests=1)
+        )
+        change = await put(bench, "worker", "1")
+        assert [worker.running_requests for worker in change.reading.workers] == [3]
+        bench.model.fleet.set_alive(WorkerId(1), False)
+        (now,) = bench.service.cordons.readings()
+        assert [worker.running_requests for worker in now.workers] == [0], (
+            "an old report of a dead worker is none"
+        )
+
+
+async def test_a_worker_that_joins_later_is_cordoned_too_and_one_that_moves_is_not() -> None:
+    async with running(*ZONES) as bench:
+        await put(bench, "zone", "a")
+        bench.discovery.put(card(4, zone="a"), card(5, zone="b"), card(2, zone="a", incarnation=2))
+        fleet = bench.model.fleet
+        assert [bool(fleet.cordons_on(WorkerId(each))) for each in (1, 2, 3, 4, 5)] == [
+            True,
+            True,
+            False,
+            True,
+            False,
+        ]
+        bench.discovery.put(card(4, zone="b"))
+        assert not fleet.cordons_on(WorkerId(4))
+        assert not fleet.columns.cordoned[_slot(bench, 4)]
+        bench.discovery.put(card(9, zone="a", model="other"))
+        other = bench.service.find(card(9, model="other").model)
+        assert other is not None
+        assert other.fleet.cordons_on(WorkerId(9)), "a model that is new here, too"
+
+
+async def test_a_last_resort_undoes_no_cordon() -> None:
+    async with running(card(1), card(2)) as bench:
+        await put(bench, "worker", "1")
+        bench.model.fleet.set_circuit_open(WorkerId(2), True)
+        for number in range(4):
+            await read_all(bench, request_id=f"r{number}")
+        assert bench.model.ledger.columns().requests.sum() == 0
+        bench.model.fleet.set_alive(WorkerId(2), False)
+        with pytest.raises(NoEligibleWorker) as refused:
+            await read_all(bench)
+        assert refused.value.refusals == {Reason.CORDONED: 1, Reason.NOT_ALIVE: 1}
+
+
+async def test_a_cordon_of_all_that_could_answer_asks_for_force() -> None:
+    async with running(prefill_card(1), decode_card(2), decode_card(3)) as bench:
+        cordons = bench.service.cordons
+        with pytest.raises(NobodyLeft) as refused:
+            await put(bench, "zone", "a")
+        assert refused.value.param == "force"
+        assert "none of its 1 prefill workers" in refused.value.message
+        assert "none of its 2 decode workers" in refused.value.message
+        assert not cordons.rules
+        await put(bench, "worker", "2")
+        with pytest.raises(NobodyLeft):
+            await put(bench, "worker", "3")
+        change = await put(bench, "worker", "3", force=True)
+        assert change.warnings == ("model mock: none of its 2 decode workers takes new requests",)
+        assert [(each.role, each.workers, each.left) for each in cordons.remaining()] == [
+            (Role.PREFILL, 1, 1),
+            (Role.DECODE, 2, 0),
+        ]
+        await put(bench, "node", "elsewhere")  # what changes nothing for the worse needs no force
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "field", "known"),
+    [("rack", "1", "level", "worker, node, zone"), ("worker", "9", "name", "no worker 9")],
+)
+async def test_what_nobody_knows_is_not_found(level: str, name: str, field: str, known: str) -> None:
+    async with running(*ZONES) as bench:
+        with pytest.raises(NotFound) as refused:
+            await put(bench, level, name)
+        assert refused.value.param == field
+        assert known in refused.value.message
+        if field == "level":
+            with pytest.raises(NotFound):
+                await bench.service.cordons.remove(level, name)
+
+
+async def test_a_zone_without_workers_may_be_cordoned_with_a_warning() -> None:
+    async with running(*ZONES) as bench:
+        change = await put(bench, "zone", "c")
+        assert change.changed
+        (warning,) = change.warnings
+        assert "no worker is in zone c now" in warning
+        assert "a, b" in warning
+        bench.discovery.put(card(4, zone="c"))
+        assert bench.model.fleet.cordons_on(WorkerId(4))
+
+
+async def test_a_worker_that_left_stays_cordoned_and_can_be_uncordoned() -> None:
+    async with running(*ZONES) as bench:
+        await put(bench, "worker", "1")
+        bench.discovery.drop(1)
+        assert not (await put(bench, "worker", "1")).changed
+        bench.discovery.put(card(1, zone="a", incarnation=2))
+        assert bench.model.fleet.cordons_on(WorkerId(1))
+        assert (await bench.service.cordons.remove("worker", "1")).changed
+
+
+async def test_another_cordon_that_still_holds_is_said() -> None:
+    async with running(*ZONES) as bench:
+        await put(bench, "zone", "a")
+        await put(bench, "worker", "1")
+        change = await bench.service.cordons.remove("worker", "1")
+        assert change.warnings == (
+            "zone a is still cordoned: 1 of these workers, such as 1, take no new requests",
+        )
+        assert bench.model.fleet.cordons_on(WorkerId(1))
+
+
+async def test_a_cordon_that_others_made_is_not_taken_back_here() -> None:
+    store = MemoryCordons()
+    await store.put(Cordon("node", "n1", source=CordonSource.NODE_ANNOTATION))
+    await store.put(Cordon("zone", "a", cluster="west"))
+    async with running(*ZONES, cordons=store) as bench:
+        for level, name, word in (("node", "n1", "kubectl annotate node n1"), ("zone", "a", "cluster west")):
+            with pytest.raises(CordonedElsewhere) as refused:
+                await bench.service.cordons.remove(level, name)
+            assert word in refused.value.message
+        assert len(bench.service.cordons.rules.all) == 2
+
+
+async def test_a_router_that_starts_knows_the_cordons_before_it_knows_workers() -> None:
+    store = MemoryCordons()
+    await store.put(Cordon("zone", "a"))
+    async with running(*ZONES, cordons=store) as bench:
+        assert bench.model.fleet.cordons_on(WorkerId(1))
+        assert not bench.model.fleet.cordons_on(WorkerId(3))
+
+
+async def test_another_routers_cordon_is_followed() -> None:
+    store = BrokenStore()
+    async with running(*ZONES, cordons=store) as here, running(*ZONES, cordons=store) as there:
+        await put(here, "zone", "a", reason="one")
+        await until(lambda: bool(there.model.fleet.cordons_on(WorkerId(1))))
+        await put(there, "zone", "a", reason="two")
+        await until(lambda: here.service.cordons.rules.all[0].reason == "two")
+        await there.service.cordons.remove("zone", "a")
+        await until(lambda: not here.model.fleet.cordons_on(WorkerId(1)))
+
+
+async def test_a_store_that_is_away_fails_the_call_and_what_was_read_last_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = BrokenStore()
+    async with running(*ZONES, cordons=store) as bench:
+        await put(bench, "worker", "1")
+        store.is_broken = True
+        cordons = bench.service.cordons
+        for ask in (put(bench, "zone", "a"), cordons.remove("worker", "1")):
+            with pytest.raises(CordonsUnavailable, match="away"):
+                await ask
+        await until(lambda: cordons.lost is not None)
+        assert [each.place for each in cordons.rules.all] == ["worker 1"]
+        assert bench.model.fleet.cordons_on(WorkerId(1))
+        store.is_broken = False
+        await until(lambda: cordons.lost is None)
+        assert [each.place for each in await store.read()] == ["worker 1"], "nothing half-done"
+    found = [event for event in events_of(caplog.records) if event.startswith("cordons_")]
+    assert found == ["cordons_lost", "cordons_back"]
+
+
+async def test_a_write_that_fails_changes_nothing_here() -> None:
+    class ReadOnly(MemoryCordons):
+        async def put(self, cordon: Cordon) -> None:
+            raise CordonsUnavailable(f"{cordon.place} cannot be written")
+
+    async with running(*ZONES, cordons=ReadOnly()) as bench:
+        with pytest.raises(CordonsUnavailable):
+            await put(bench, "zone", "a")
+        assert not bench.service.cordons.rules
+        assert not bench.model.fleet.columns.cordoned.any()
+
+
+async def test_there_are_not_too_many() -> None:
+    store = MemoryCordons()
+    for number in range(CORDONS_MAX):
+        await store.put(Cordon("zone", f"z{number}"))
+    async with running(*ZONES, cordons=store) as bench:
+        with pytest.raises(InvalidRequest, match="1024"):
+            await put(bench, "worker", "1")

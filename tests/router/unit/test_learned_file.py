@@ -1,0 +1,188 @@
+"""The file in which what was learned of links is kept over restarts."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from kvrouter.app.learned_file import keeping
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import LinkName, LinkNews, LinkSeen
+from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.kernel.placement.link_speeds import FORGET_S
+from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.router.router import RECALLED_S, RouterService
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.telemetry import Event
+from tests.support.fleets import MODEL, Bench, card
+from tests.support.logged import events_of
+from tests.support.scripted_transport import ScriptedPlane
+from tests.support.waits import until
+
+LINK = LinkName((("zone", "a"),), "b")
+
+
+def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> LinkNews:
+    seen = [
+        LinkSeen(RouterId("x"), each, LINK, 2e-3, 3.125e9, float(n - each), 0.1, 0.1 * slowness)
+        for each in range(n)
+    ]
+    return LinkNews(RouterId("x"), MODEL, table or LinkTable().digest(), tuple(seen))
+
+
+async def a_bench(path: Path | None) -> tuple[Bench, KvRouterConfig]:
+    kept = None if path is None else str(path)
+    config = KvRouterConfig(router_cost="time", router_learned_file=kept)
+    bench = Bench(ScriptedPlane(None), config)
+    await bench.start()
+    return bench, config
+
+
+def slowness(service: RouterService) -> list[float]:
+    """Of what is known of each kind of link, after a look at it."""
+    model = service.model(MODEL)
+    transfers = model.placer.transfers
+    transfers.learned.refresh((), now_s=model.clock())
+    return [reading.slowness for reading in transfers.learned.readings()]
+
+
+async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_the_longer_it_took(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "learned.json"
+    now_s = [1e9]
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: now_s[0]):
+        bench.discovery.put(card(1))
+        bench.model.placer.transfers.on_news(news(), now_s=bench.model.clock(), aged_s=0.0)
+        assert slowness(bench.service)[0] > 9.0
+    bench.service.stop()
+    for away_s, least, most in ((1.0, 9.0, 10.0), (FORGET_S, 2.9, 3.2), (20 * FORGET_S, 1.0, 1.01)):
+        later, config = await a_bench(path)
+        async with keeping(config, later.service, clock=lambda away_s=away_s: 1e9 + away_s):  # type: ignore[misc]
+            later.discovery.put(card(1))
+            assert least <= slowness(later.service)[0] <= most
+            later.service.stop()
+            kept = path.read_bytes()
+        path.write_bytes(kept)  # as it was at the first end, for the next
+
+
+async def test_models_that_did_not_come_meanwhile_are_kept_too_and_grow_older(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: 150.0):
+        pass
+    bench.service.stop()
+    kept = msgspec.json.decode(path.read_bytes())
+    assert kept["saved_at_s"] == 150.0
+    ages = [seen[5] for seen in kept["links"][0][4]]
+    assert ages == pytest.approx([each.age_s + 50.0 for each in news().seen], abs=5.0)
+
+
+async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_file_longer(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(64),)}))
+    for _ in range(3):
+        bench, config = await a_bench(path)
+        bench.discovery.put(card(1))
+        async with keeping(config, bench.service, clock=lambda: 101.0):
+            assert slowness(bench.service)[0] > 9.0
+        bench.service.stop()
+        links = msgspec.json.decode(path.read_bytes())["links"]
+        assert sum(len(each[4]) for each in links) == 64
+
+
+async def test_a_card_that_is_refused_uses_up_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: 101.0):
+        wrong = structs.replace(card(1), runtime_config=ModelRuntimeConfig(kv_transfer_domain="zone "))
+        bench.discovery.put(structs.replace(wrong, dp_size=0))
+        bench.discovery.put(card(1))
+        assert slowness(bench.service)[0] > 9.0
+    bench.service.stop()
+
+
+async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: 101.0 + RECALLED_S):
+        pass
+    bench.service.stop()
+    assert msgspec.json.decode(path.read_bytes())["links"] == []
+
+
+async def test_it_is_written_while_the_router_runs(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, save_s=0.01):
+        await until(path.exists)
+    bench.service.stop()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"version": 2, "saved_at_s": 1, "links": []}', b'{"version":1}', b"\xff"],
+)
+async def test_a_file_that_is_none_is_said_and_the_router_begins_without(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrouter.router")
+    path = tmp_path / "learned.json"
+    path.write_bytes(content)
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service):
+        bench.discovery.put(card(1))
+        assert slowness(bench.service) == []
+    bench.service.stop()
+    assert events_of(caplog.records).count(Event.LEARNED_NOT_READ) == 1
+    assert str(path) in caplog.text
+
+
+async def test_what_was_measured_by_other_figures_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    other = structs.replace(news(), table="another")
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (other,)}))
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, clock=lambda: 101.0):
+        bench.discovery.put(card(1))
+        assert slowness(bench.service) == []
+    bench.service.stop()
+
+
+async def test_a_place_that_takes_no_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    bench, config = await a_bench(tmp_path / "nowhere" / "learned.json")
+    with pytest.raises(ConfigError, match="router_learned_file") as refused:
+        async with keeping(config, bench.service):
+            raise AssertionError("it began")
+    assert refused.value.param == "router_learned_file"
+    bench.service.stop()
+
+
+async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrouter.router")
+    path = tmp_path / "learned.json"
+    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": ()}))
+    before, tries = path.read_bytes(), [0]
+
+    def full(path: Path, _content: bytes) -> None:
+        tries[0] += 1
+        raise ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
+
+    monkeypatch.setattr("kvrouter.app.learned_file.write_whole", full)
+    bench, config = await a_bench(path)
+    async with keeping(config, bench.service, save_s=0.005):
+        await until(lambda: tries[0] >= 3)
+        assert events_of(caplog.records).count(Event.LEARNED_NOT_KEPT) == 1
+    bench.service.stop()
+    assert path.read_bytes() == before

@@ -1,0 +1,41 @@
+"""What a router keeps up for each worker: whom it cannot reach, it says, and sends nothing there."""
+
+import asyncio
+from collections.abc import Callable
+
+from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import WorkerCard
+from kvrouter.router.liveness import Liveness
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.port import AliveSink, EngineStream, WorkerUnreachable
+from tests.support.discovery_stores import card
+
+
+class _Elsewhere:
+    """A request plane on which no address is right."""
+
+    async def open(self, address: str, request: EngineRequest) -> EngineStream:
+        raise WorkerUnreachable(address)
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        raise WorkerUnreachable(f"{address} is no address here")
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_worker_of_another_request_plane_is_reported_of_and_not_alive() -> None:
+    reported: list[tuple[WorkerCard, bool]] = []
+    liveness = Liveness(
+        _Elsewhere(),
+        MemoryEventPlane(),
+        hears_events=True,
+        on_alive=lambda worker, is_alive: reported.append((worker, is_alive)),
+        on_lapsed_and_dead=lambda _: None,
+    )
+    odd = liveness.follow(card())
+    assert odd is not None
+    assert "is no address here" in odd
+    await asyncio.sleep(0)
+    assert reported == [(card(), False)]
+    liveness.close()

@@ -1,0 +1,134 @@
+"""The setting ``router_links``: read from its text or from a file, and followed while it serves."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvrouter.app.followed_links import following_links
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import ModelName
+from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.link_table import link_warnings, read_links
+from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.telemetry import Event
+from tests.support.fleets import Bench, card
+from tests.support.logged import event_of
+from tests.support.scripted_transport import ScriptedPlane
+from tests.support.waits import until
+
+TEXT = '{"within": {"zone": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e9, "price_per_gb": 0.5}}}'
+SLOW = "within: {zone: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e8}}\n"
+
+
+def test_the_setting_holds_a_table_or_names_a_file_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "links.yaml"
+    file.write_text(SLOW)
+    assert read_links(TEXT).by_level == {"zone": Link(0.001, 1e9, 0.5)}
+    assert read_links(str(file)).by_level == {"zone": Link(0.001, 1e8)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"within": {"zone": {"latency_s": 1}}}', "bandwidth_bytes_per_s"),
+        ('{"wihtin": {}}', "wihtin"),
+        ('{"within": {"zone": {"latency_s": -1, "bandwidth_bytes_per_s": 1}}}', "latency_s"),
+        ("{", "not YAML"),
+        ("links\0.yaml", "cannot be read"),
+        ("/nowhere/links.yaml", "router_links: /nowhere/links.yaml: cannot be read"),
+    ],
+)
+def test_a_mistake_names_the_setting_and_the_field(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        routing_settings(KvRouterConfig(router_links=text), None)
+    assert said in refused.value.message
+    assert "router_links" in refused.value.message
+    assert refused.value.param == "router_links"
+
+
+def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_with_assumed_links() -> None:
+    of_file = LinkTable(otherwise=Link(1.0, 1.0))
+    given = routing_settings(KvRouterConfig(router_links=TEXT, kv_transfer_weight=1.0), of_file)
+    assert given.links is not None
+    assert given.links.by_level == {"zone": Link(0.001, 1e9, 0.5)}
+    assert routing_settings(KvRouterConfig(kv_transfer_weight=1.0), of_file).links is of_file
+    blocks = KvRouterConfig(router_links=TEXT, router_cost="blocks")
+    assert routing_settings(blocks, of_file).links is None
+    assumed = routing_settings(KvRouterConfig(router_cost="time"), None).links
+    assert assumed is not None
+    assert assumed.says_as(LinkTable())
+
+
+def test_a_weight_without_links_is_warned_of() -> None:
+    weighed = KvRouterConfig(kv_transfer_weight=1.0)
+    assert link_warnings(weighed, None) == [
+        "router.kv_transfer_weight has no effect without links: give router.router_links",
+    ]
+    assert link_warnings(weighed, LinkTable()) == []
+    assert link_warnings(weighed.model_copy(update={"router_links": TEXT}), None) == []
+    assert link_warnings(KvRouterConfig(), None) == []
+
+
+UNLIKE = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.002, 1e8))
+
+
+def test_blocks_over_unlike_links_without_a_policy_or_a_weight_is_warned_of() -> None:
+    blocks = KvRouterConfig(router_cost="blocks")
+    (warning,) = link_warnings(blocks, UNLIKE)
+    assert warning.startswith("router.router_cost 'blocks' does not see that links differ")
+    assert link_warnings(blocks.model_copy(update={"router_links": TEXT}), None) == [warning]
+    for change in ({"kv_transfer_topology_level": "zone"}, {"router_mode": RouterMode.ROUND_ROBIN}):
+        assert link_warnings(blocks.model_copy(update=change), UNLIKE) == []
+    assert link_warnings(KvRouterConfig(router_cost="blocks", kv_transfer_weight=1.0), UNLIKE) == []
+    assert link_warnings(KvRouterConfig(), UNLIKE) == []
+    alike = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.001, 1e9, 0.02))
+    assert link_warnings(blocks, alike) == []
+
+
+async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrouter.router")
+    file = tmp_path / "links.yaml"
+    file.write_text(TEXT)
+    config = KvRouterConfig(router_links=str(file), router_cost="time")
+    bench = Bench(ScriptedPlane(None), config)
+    await bench.start(card(1))
+
+    def within_zone() -> Link | None:
+        links = bench.model.placer.settings.links
+        return None if links is None else links.by_level["zone"]
+
+    def said(event: Event) -> int:
+        return sum(event_of(record) == event for record in caplog.records)
+
+    def write(text: str) -> None:
+        replaced = tmp_path / "next"
+        replaced.write_text(text)
+        replaced.rename(file)
+
+    at_start = bench.model.placer.settings.links
+    try:
+        async with following_links(config, bench.service, poll_s=0.005):
+            await until(lambda: bench.model.placer.settings.links is not at_start)
+            assert within_zone() == Link(0.001, 1e9, 0.5)
+            write(SLOW)
+            await until(lambda: within_zone() == Link(0.001, 1e8))
+            assert said(Event.LINKS_READ) == 1
+            write("within: {zone: {}}")
+            await until(lambda: said(Event.LINKS_REFUSED) == 1)
+            file.unlink()
+            await until(lambda: said(Event.LINKS_REFUSED) == 2)
+            assert within_zone() == Link(0.001, 1e8)
+            bench.discovery.put(card(2, model="other"))
+            other = bench.service.model(ModelName("other")).placer.settings.links
+            assert other is not None
+            assert other.by_level == {"zone": Link(0.001, 1e8)}
+            write(SLOW.replace("1.0e8", "1.0e7"))
+            await until(lambda: within_zone() == Link(0.001, 1e7))
+            assert said(Event.LINKS_READ) == 2
+    finally:
+        bench.service.stop()

@@ -1,0 +1,45 @@
+"""Whose silence it is."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
+from tests.support.waits import until
+
+PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
+
+
+async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:
+    reported: list[TooLong] = []
+    watch = StallWatch(PATIENCE, lambda kind, _: reported.append(kind))
+    watch.enter(Phase.STREAMING)
+    watch.resume(heard=True)
+    time.sleep(0.5)  # noqa: ASYNC251
+    for _ in range(4):  # what came meanwhile is read a few turns later
+        await asyncio.sleep(0)
+    assert reported == []
+    watch.heard_s = time.monotonic()
+    await asyncio.sleep(0.05)
+    assert reported == []
+    await until(lambda: reported == [TooLong.SILENCE])
+    watch.stop()
+
+
+async def test_behind_a_comment_the_clients_time_is_no_workers_silence() -> None:
+    reported: list[float] = []
+    limit_s = 0.8
+    watch = StallWatch(
+        replace(PATIENCE, between_tokens_s=limit_s), lambda _, silent_s: reported.append(silent_s)
+    )
+    watch.enter(Phase.STREAMING)
+    watch.resume(heard=True)
+    for _ in range(3):  # a comment comes at once, and its client takes its time
+        watch.pause()
+        await asyncio.sleep(0.6)
+        watch.resume(heard=False)
+        await asyncio.sleep(0.1)
+    assert reported == []
+    await until(lambda: bool(reported))
+    assert limit_s <= reported[0] < limit_s + 0.3, "all time that it was waited for counts, and no other"
+    watch.stop()

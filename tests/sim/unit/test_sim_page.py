@@ -1,0 +1,525 @@
+"""The page of a replay: well-formed, escaped, and with every figure of every variant."""
+
+import re
+import subprocess
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
+
+import kvrouter
+from kvrouter.sim.replay.comparison import COLUMNS, COST
+from kvrouter.sim.replay.summary import Carriage, ReplayReport
+from kvrouter.sim.replay.timetable import TimetableEntry
+from kvrouter.sim.replay.variant import VARIANTS_MAX
+from kvrouter.sim.report.document import TEMPLATES, render_page
+from kvrouter.sim.report.plot import HEIGHT, WIDTH, Line, Mark, Plot, Point
+from kvrouter.sim.report.scale import (
+    Scale,
+    clock,
+    latencies,
+    latencies_over_time,
+    linear,
+    milliseconds,
+    plain,
+    shares,
+)
+from tests.support.reports import NOTHING, empty_summary, part, report, spread, summary, variant
+
+Element = ElementTree.Element
+EVIL = "<script>alert('a & \"b\"')</script>"
+LATENCIES = ("Time to first token", "Between tokens", "End to end")
+TWO = report(
+    variant("kvrouter", [summary()]),
+    variant("round-robin", [summary(2.0, errors={}, refusals={}, carried=())], source="load balancers"),
+)
+
+
+def parsed(of: ReplayReport) -> Element:
+    """The page as XML: whatever is not escaped or not closed fails here."""
+    text = render_page(of).decode()
+    assert text.startswith("<!DOCTYPE html>\n")
+    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def drawn(plot: Plot) -> Element:
+    return ElementTree.fromstring(TEMPLATES.get_template("parts.html").make_module().plot(plot))  # type: ignore[attr-defined]
+
+
+def rendered(template: str, a: str | float) -> str:
+    return TEMPLATES.from_string(template).render(a=a)
+
+
+def words(found: Element) -> str:
+    return " ".join("".join(found.itertext()).split())
+
+
+def first(of: Element, tag: str) -> Element:
+    return next(of.iter(tag))
+
+
+def section(page: Element, title: str) -> Element:
+    (found,) = [each for each in page.iter("section") if words(first(each, "h2")) == title]
+    return found
+
+
+def figures(of: Element) -> dict[str, Element]:
+    return {words(first(each, "h3")): each for each in of.iter("figure")}
+
+
+def series(of: Element) -> list[str]:
+    """The names of a plot's lines."""
+    return [words(each[0]) for each in of.iter("g")]
+
+
+def rows(of: Element) -> list[list[str]]:
+    return [[words(cell) for cell in row] for row in of.findall(".//tbody/tr")]
+
+
+def test_the_head_says_what_was_replayed_and_how() -> None:
+    page = parsed(TWO)
+    head = words(first(page, "header"))
+    for said in (
+        "day.jsonl",
+        "traces/day.jsonl",
+        "Mooncake",
+        "by time stamp",
+        "within 2 s",
+        "0.05 s",
+        "9.9",
+        "96",
+    ):
+        assert said in head
+    assert "Interrupted" not in head
+    assert words(first(page, "title")) == "Replay of day.jsonl"
+    stopped = parsed(report(variant("kvrouter", [summary(is_whole=False)]), is_whole=False))
+    assert "Interrupted" in words(first(stopped, "header"))
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing() -> None:
+    page = parsed(TWO)
+    assert {each.tag for each in page.iter()} & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "image",
+        "use",
+    } == set()
+    names = {name for each in page.iter() for name in each.attrib}
+    assert not [name for name in names if name.startswith("on") or name in ("src", "href")]
+    sheet = words(first(page, "style"))
+    assert "url(" not in sheet
+    assert "@import" not in sheet
+    assert "prefers-color-scheme:dark" in sheet
+    (policy,) = [each.get("content") for each in page.iter("meta") if each.get("http-equiv")]
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+
+
+def test_every_variant_has_every_figure_in_the_comparison() -> None:
+    found = rows(section(parsed(TWO), "Comparison"))
+    assert [row[0] for row in found] == ["kvrouter", "round-robin"]
+    assert [len(row) for row in found] == [len(COLUMNS)] * 2
+    assert found[0][1:4] == ["505", "505", "990"]
+    assert found[1][1:4] == ["1,010", "1,010", "1,980"]
+    assert found[0][11:] == ["6", "1.25", "5.2"]
+
+
+def test_the_best_is_bold_unless_all_are_alike() -> None:
+    (table,) = section(parsed(TWO), "Comparison").iter("table")
+    bold = [
+        [cell.get("class") in ("best", "begins best") for cell in row] for row in table.findall(".//tbody/tr")
+    ]
+    first, second = bold
+    assert first[1:4] == [True, True, True]
+    assert second[1:4] == [False, False, False]
+    assert not first[4]  # the same ITL
+    assert second[11]  # fewer failed
+    near = parsed(
+        report(variant("a", [summary(), summary(1.1)]), variant("b", [summary(1.02), summary(1.12)]))
+    )
+    (table,) = section(near, "Comparison").iter("table")
+    assert not [cell for cell in table.iter("td") if "best" in (cell.get("class") or "")]
+
+
+def test_bars_show_each_figure_of_each_variant_against_the_ceiling() -> None:
+    found = figures(section(parsed(TWO), "At a glance"))
+    assert tuple(found) == (
+        "Time to first token, mean",
+        "Time to first token, p99",
+        "Between tokens, mean",
+        "Good requests",
+        "Cached prompt tokens",
+        "Imbalance",
+        "KV crossing domains",
+    )
+    lengths = [each.get("width") for each in found["Time to first token, p99"].iter("rect")]
+    assert lengths == ["1000", "500", "1000", "1000"]  # of each variant what is behind its bar, and the bar
+    assert "990 ms" in words(found["Time to first token, p99"])
+    cached = found["Cached prompt tokens"]
+    assert "ceiling, 50.0 %" in words(cached)
+    assert [each.get("x1") for each in cached.iter("line")] == ["500", "500"]
+    assert [each.get("aria-label") for each in cached.iter("svg")] == [
+        "kvrouter: 25.0 %",
+        "round-robin: 25.0 %",
+    ]
+
+
+def test_seeds_give_intervals_and_shaded_ranges() -> None:
+    page = parsed(report(variant("kvrouter", [summary(), summary(1.2), summary(1.4)])))
+    ((_, mean, *_),) = rows(section(page, "Comparison"))
+    assert mean == "606 ± 251"
+    assert "3 seeds" in words(section(page, "At a glance"))
+    assert "0 to 2" in words(first(page, "header"))
+    for title in ("Distributions", "Over time"):
+        bands = [each for each in section(page, title).iter("path") if each.get("class") == "band"]
+        assert bands
+        assert all((each.get("d") or "").endswith("Z") for each in bands)
+    one = parsed(report(variant("kvrouter", [summary()])))
+    assert not [each for each in one.iter() if each.get("class") in ("band", "within")]
+    assert "One seed" in words(section(one, "At a glance"))
+
+
+def test_a_bars_interval_is_drawn_around_its_end() -> None:
+    page = parsed(report(variant("kvrouter", [summary(), summary(1.2), summary(1.4)])))
+    mean = figures(section(page, "At a glance"))["Time to first token, mean"]
+    (whisker,) = [each for each in mean.iter("line") if each.get("class") == "whisker"]
+    _, bar = [float(each.get("width") or 0) for each in mean.iter("rect")]
+    low, high = (float(whisker.get(name) or 0) for name in ("x1", "x2"))
+    assert low < bar < high == 1_000.0
+    assert bar - low == pytest.approx(high - bar, abs=0.1)
+
+
+def test_each_latency_has_a_line_for_each_variant_that_grows() -> None:
+    found = figures(section(parsed(TWO), "Distributions"))
+    assert tuple(found) == LATENCIES
+    for title, figure in found.items():
+        (svg,) = figure.iter("svg")
+        assert svg.get("role") == "img"
+        assert title in (svg.get("aria-label") or "")
+        assert sorted(series(svg)) == ["kvrouter", "round-robin"]
+        for line in (each for each in svg.iter("path") if each.get("class") == "line"):
+            points = places(line)
+            assert len(points) == 101
+            assert all(a[0] <= b[0] and a[1] >= b[1] for a, b in pairwise(points))
+    assert "objective 2 s" in words(found["Time to first token"])
+    assert "objective 50 ms" in words(found["Between tokens"])
+    assert "objective" not in words(found["End to end"])
+
+
+def test_figures_run_over_time_with_ceiling_and_arrivals() -> None:
+    found = figures(section(parsed(TWO), "Over time"))
+    assert tuple(found) == (
+        *LATENCIES, "Good requests", "Goodput", "Cached prompt tokens", "Imbalance", "KV crossing", "Failed",
+    )  # fmt: skip
+    assert sorted(series(found["Cached prompt tokens"])) == ["ceiling", "kvrouter", "round-robin"]
+    assert sorted(series(found["Goodput"])) == ["arrivals", "kvrouter", "round-robin"]
+    other = report(
+        variant("a", [summary()]),
+        variant("b", [summary(parts=[part(at, ceiling_share=0.9) for at in range(24)])]),
+    )
+    cached = figures(section(parsed(other), "Over time"))["Cached prompt tokens"]
+    assert sorted(series(cached)) == ["a", "a: ceiling", "b", "b: ceiling"]
+
+
+def test_what_never_happens_has_no_plot() -> None:
+    calm = [part(at, failed=0, crossing=0) for at in range(24)]
+    page = parsed(report(variant("kvrouter", [summary(errors={}, refusals={}, carried=(), parts=calm)])))
+    assert {"Failed", "KV crossing"} & set(figures(section(page, "Over time"))) == set()
+    assert "KV crossing domains" not in figures(section(page, "At a glance"))
+    assert "No KV went" in words(section(page, "KV between domains"))
+    assert "Every request was answered" in words(section(page, "Errors and refusals"))
+
+
+def test_parts_without_requests_or_figures_are_gaps() -> None:
+    parts = [part(at, requests=0 if at in (3, 10, 12) else 4) for at in range(24)]
+    parts[20] = part(20, ttft_ms=None)
+    page = parsed(report(variant("kvrouter", [summary(parts=parts)])))
+    (group,) = figures(section(page, "Over time"))["Time to first token"].iter("g")
+    shapes = Counter(each.tag for each in group)
+    assert shapes == {"title": 1, "path": 4, "circle": 1}
+    assert [len(places(each)) for each in group.iter("path")] == [3, 6, 7, 3]
+
+
+def test_an_empty_replay_and_figures_that_are_missing_have_a_page() -> None:
+    page = parsed(report(variant("kvrouter", [empty_summary()])))
+    ((_, *cells),) = rows(section(page, "Comparison"))
+    assert cells[:6] == ["–"] * 6
+    assert words(section(page, "Distributions")).count("Nothing to show.") == 3
+    assert figures(section(page, "Over time"))
+    mixed = parsed(
+        report(variant("a", [summary(itl_ms=NOTHING)]), variant("b", [summary(), empty_summary()]))
+    )
+    assert sorted(series(figures(section(mixed, "Distributions"))["Time to first token"])) == ["a"]
+    assert words(figures(section(mixed, "Distributions"))["Between tokens"]).endswith("Nothing to show.")
+    assert "Nothing was replayed" in words(parsed(report(is_whole=False)))
+
+
+def test_a_replay_of_one_moment_has_a_page() -> None:
+    parts = [part(at, begins_s=float(at), requests=int(at == 0)) for at in range(24)]
+    same = spread(5.0, 5.0)
+    page = parsed(report(variant("a", [summary(parts=parts, ttft_ms=same, itl_ms=spread(0.0, 0.0))])))
+    assert [len(list(each.iter("circle"))) for each in figures(section(page, "Over time")).values()].count(
+        0
+    ) == 0
+    assert tuple(figures(section(page, "Distributions"))) == LATENCIES
+
+
+def test_bytes_of_each_pair_of_domains_are_means_over_seeds_and_costs_stand_where_they_are_known() -> None:
+    second = summary(carried=(Carriage("a", "b", 50, 6_750_000_000),))
+    page = parsed(report(variant("kvrouter", [summary(), second])))
+    assert rows(section(page, "KV between domains")) == [
+        ["kvrouter", "a", "a", "no", "20", "2.00"],
+        ["kvrouter", "a", "b", "yes", "49", "6.00"],
+    ]
+    priced = (Carriage("a", "a", 1, 10**9), Carriage("a", "b", 2, 10**9, cost=0.5))
+    page = parsed(report(variant("kvrouter", [summary(carried=priced)])))
+    assert [row[-1] for row in rows(section(page, "KV between domains"))] == ["–", "0.50"]
+
+
+def test_the_cost_of_a_policy_stands_in_the_comparison_where_one_has_a_price() -> None:
+    priced = variant("kvrouter", [summary(cost=1.25)])
+    page = parsed(report(priced, variant("round-robin", [summary(cost=None)])))
+    assert [row[-1] for row in rows(section(page, "Comparison"))] == ["1.25", "–"]
+    assert "Cost of KV transfers" in figures(section(page, "At a glance"))
+    for free in (None, 0.0):
+        page = parsed(report(variant("kvrouter", [summary(cost=free)])))
+        shown = rows(section(page, "Comparison"))[0]
+        assert len(shown) == len(COLUMNS) + (free is not None)
+        assert "Cost of KV transfers" not in figures(section(page, "At a glance"))
+    assert COLUMNS[-1] is COST
+
+
+def test_what_kv_costs_stands_over_time_and_by_pair_where_there_are_several() -> None:
+    def over_time(*carried: Carriage) -> dict[str, Element]:
+        parts = tuple(part(at, carried=carried if at == 1 else ()) for at in range(24))
+        page = parsed(report(variant("kvrouter", [summary(carried=carried, parts=parts)])))
+        return {
+            title: plot
+            for title, plot in figures(section(page, "Over time")).items()
+            if title.startswith("Cost")
+        }
+
+    dear, cheap, free = (
+        Carriage("a", "b", 1, 10**9, cost=0.5),
+        Carriage("b", "a", 1, 10**9, cost=0.25),
+        Carriage("b", "b", 1, 10**9),
+    )
+    assert over_time(free) == {}
+    assert list(over_time(dear, free)) == ["Cost of KV transfers"]
+    found = over_time(cheap, dear, free)
+    assert list(found) == ["Cost of KV transfers", "Cost of KV from a to b", "Cost of KV from b to a"]
+    ticks = [[text.text for text in plot.iter("text")][-1] for plot in found.values()]
+    assert ticks == ["300", "200", "100"]  # 0.75, 0.5 and 0.25 in one part of 10 s
+    many = [Carriage("a", str(n), 1, 1, cost=float(n)) for n in range(20)]
+    assert list(over_time(*many))[1:] == [f"Cost of KV from a to {n}" for n in range(19, 13, -1)]
+
+
+def test_events_are_numbered_lines_over_time_and_rows_of_a_table() -> None:
+    events = (
+        TimetableEntry(30.0, "die", "group d"),
+        TimetableEntry(31.0, "link", "zone a – b", "bandwidth × 0.1"),
+        TimetableEntry(200.0, "join", "all workers"),
+        TimetableEntry(1_000.0, "add", "group <d>", "2 workers more"),
+    )
+    page = parsed(report(variant("kvrouter", [summary()]), events=events))
+    over_time = section(page, "Over time")
+    for svg in over_time.iter("svg"):
+        if svg.get("class") == "plot":
+            lines = [each for each in svg.iter("line") if each.get("class") == "mark"]
+            assert len(lines) == 3
+            places = [float(line.get("x1", "0")) for line in lines]
+            assert places == sorted(places)
+            labels = [each.text for each in svg.iter("text") if each.get("class") == "mark-label"]
+            assert labels == ["1–2", "3"]
+    assert rows(over_time) == [
+        ["1", "30 s", "die", "group d", "–"],
+        ["2", "31 s", "link", "zone a – b", "bandwidth × 0.1"],
+        ["3", "200 s", "join", "all workers", "–"],
+        ["4", "1,000 s", "add", "group <d>", "2 workers more"],
+    ]
+    assert "numbered lines" in words(over_time)
+    calm = section(parsed(TWO), "Over time")
+    assert "numbered lines" not in words(calm)
+    assert rows(calm) == []
+
+
+@given(st.lists(st.floats(0.0, 240.0), min_size=1, max_size=40))
+def test_labels_of_marks_never_meet_and_leave_none_out(values: list[float]) -> None:
+    marks = [Mark(value, str(number)) for number, value in enumerate(sorted(values), 1)]
+    lines = [Line("a", "v0", [[Point(0.0, 0.5), Point(240.0, 0.5)]])]
+    made = drawn(Plot("a", clock(240.0), shares(), lines, marks))
+    labels = [each for each in made.iter("text") if each.get("class") == "mark-label"]
+    texts = [label.text or "" for label in labels]
+    ends = [[int(end) for end in text.split("–")] for text in texts]
+    assert [ends[0][0], ends[-1][-1]] == [1, len(marks)]
+    assert all(before[-1] + 1 == after[0] for before, after in pairwise(ends))
+    spans = [
+        (float(label.get("x", "0")) - 3 * len(text), float(label.get("x", "0")) + 3 * len(text))
+        for label, text in zip(labels, texts, strict=True)
+    ]
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert all(low >= 0.0 and high <= WIDTH for low, high in spans)
+
+
+def test_errors_and_refusals_stand_by_reason() -> None:
+    second = summary(errors={"deadline_exceeded": 2}, refusals={})
+    page = parsed(report(variant("kvrouter", [summary(), second]), variant("sticky", [summary()])))
+    found = rows(section(page, "Errors and refusals"))
+    assert [row[:3] for row in found] == [
+        ["kvrouter", "error", "deadline_exceeded"],
+        ["kvrouter", "error", "no_eligible_worker"],
+        ["kvrouter", "refused", "domain_mismatch"],
+        ["sticky", "error", "no_eligible_worker"],
+        ["sticky", "refused", "domain_mismatch"],
+    ]
+    assert found[0][3].startswith("1.0 ± ")
+    assert found[3][3:] == ["6", "6.2"]
+
+
+@pytest.mark.parametrize("evil", [EVIL, "\x1b[31m\x00", "\udcff.jsonl", "]]>&amp;<!--", '" onload="x'])
+def test_names_are_text_and_never_markup(evil: str) -> None:
+    carried = (Carriage(evil, "b", 1, 1_000),)
+    page = parsed(
+        report(
+            variant(evil, [summary(carried=carried, errors={evil: 1}, refusals={evil: 1})], source=evil),
+            variant("other", [summary()]),
+            trace=f"folder/{evil.replace('/', '_')}",
+        )
+    )
+    assert not list(page.iter("script"))
+    assert not [name for each in page.iter() for name in each.attrib if name.startswith("on")]
+    shown = words(ElementTree.fromstring(rendered("<p>{{ a }}</p>", evil)))
+    assert words(section(page, "Where the policies are from")).count(shown) == 2
+    assert rows(section(page, "KV between domains"))[0][:2] == [shown, shown]
+
+
+@given(name=st.text(max_size=30), domain=st.text(max_size=10))
+@settings(max_examples=60)
+def test_any_name_gives_a_page(name: str, domain: str) -> None:
+    carried = (Carriage(domain, name, 1, 1_000),)
+    page = parsed(report(variant(name, [summary(carried=carried)]), trace=name))
+    assert len(rows(section(page, "KV between domains"))) == 1
+
+
+def test_as_many_variants_as_a_command_takes_each_have_a_line_of_their_own() -> None:
+    page = parsed(report(*(variant(f"p{n}", [summary(1.0 + n / 10)]) for n in range(VARIANTS_MAX))))
+    assert len(rows(section(page, "Comparison"))) == VARIANTS_MAX
+    sheet = words(first(page, "style"))
+    own = re.findall(r"\.v\d+\{(--own:[^}]*)\}", sheet)
+    assert len(set(own)) == len(own) == VARIANTS_MAX
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_stand_out_from_their_background(scheme: int) -> None:
+    sheet = words(first(parsed(TWO), "style"))
+    root = re.findall(r":root\{([^}]*)\}", sheet)[scheme]
+    colours = dict(re.findall(r"--(\w+):(#\w{6});", root))
+    behind = luminance(colours["card"])
+    for number in range(8):
+        low, high = sorted((behind, luminance(colours[f"c{number}"])))
+        assert (high + 0.05) / (low + 0.05) >= 3.0, number
+
+
+def test_text_and_numbers_are_escaped_and_what_is_markup_is_not_escaped_again() -> None:
+    assert rendered("{{ a }}", "<b>") == "&lt;b&gt;"
+    assert rendered("{% set b %}{{ a }}{% endset %}{{ b }}", "<") == "&lt;"
+    assert rendered("{{ a }}", "\udcff\x00") == "\ufffd\ufffd"
+    numbers = [rendered("{{ a }}", number) for number in (1_000, 0, 2.5, 1 / 3)]
+    assert numbers == ["1000", "0", "2.5", "0.33"]
+    assert rendered("<i>{{ a }}</i>{{ 'x' ~ a }}", "<&'") == "<i>&lt;&amp;&#39;</i>x&lt;&amp;&#39;"
+
+
+def test_templates_are_files_that_a_wheel_has_and_what_is_missing_is_an_error() -> None:
+    """A wheel has what is under src/kvrouter and is no file that git ignores."""
+    root = Path(kvrouter.__file__).parents[2]
+    names = TEMPLATES.list_templates(extensions=["html", "css"])
+    assert names == ["page.css", "page.html", "parts.html"]
+    files = [f"src/kvrouter/sim/report/{name}" for name in names]
+    tracked = subprocess.run(
+        ["git", "ls-files", "--", *files], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert tracked.stdout.split() == files
+    with pytest.raises(UndefinedError, match="nowhere"):
+        TEMPLATES.from_string("{{ nowhere }}").render()
+
+
+FINITE = st.floats(1e-3, 1e8)
+
+
+@given(values=st.lists(FINITE, min_size=1, max_size=20))
+def test_scales_hold_all_values_with_a_few_ticks_in_order(values: list[float]) -> None:
+    for scale in (
+        latencies(values),
+        latencies_over_time(values),
+        linear(max(values), plain),
+        clock(max(values)),
+    ):
+        assert 2 <= len(scale.ticks) <= 8
+        assert all(scale.low <= tick.value * (1 + 1e-9) for tick in scale.ticks)
+        assert all(tick.value <= scale.high * (1 + 1e-9) for tick in scale.ticks)
+        assert all(a.value < b.value for a, b in pairwise(scale.ticks))
+        assert len({tick.label for tick in scale.ticks}) == len(scale.ticks)
+        ordered = sorted(values)
+        places = [scale.share(value) for value in ordered]
+        assert places == sorted(places)
+        assert 0.0 <= places[0] <= places[-1] <= 1.0
+        if scale.low <= ordered[0]:
+            assert (scale.share(scale.low), scale.share(scale.high)) == (0.0, 1.0)
+
+
+def test_ticks_are_round_and_speak_the_readers_unit() -> None:
+    assert [tick.label for tick in latencies([25.0, 5_000.0]).ticks] == [
+        "30 ms",
+        "100 ms",
+        "300 ms",
+        "1 s",
+        "3 s",
+    ]
+    assert [tick.label for tick in latencies_over_time([100.0, 900.0]).ticks] == [
+        "0", "200 ms", "400 ms", "600 ms", "800 ms", "1 s",
+    ]  # fmt: skip
+    assert [tick.label for tick in clock(3_600.0).ticks][:2] == ["0", "10 min"]
+    assert clock(90_000.0).ticks[-1].label == "25 h"
+    assert milliseconds(1_500_000.0) == "1,500 s"
+    assert latencies([0.0, 5.0]).is_log is False
+
+
+@given(
+    points=st.lists(st.tuples(st.floats(-10, 300), st.floats(-1, 2)), min_size=1, max_size=9),
+)
+def test_lines_stay_within_the_plot(points: list[tuple[float, float]]) -> None:
+    runs = [[Point(x, y) for x, y in points]]
+    made = drawn(Plot("a", clock(240.0), shares(), [Line("l", "v0", runs, runs)]))
+    for shape in made.iter("path"):
+        for x, y in places(shape):
+            assert 0 <= x <= WIDTH
+            assert 0 <= y <= HEIGHT
+
+
+def test_a_value_outside_a_scale_is_at_its_end() -> None:
+    scale = Scale(1.0, 100.0, (), is_log=True)
+    assert [scale.share(value) for value in (0.0, 1.0, 10.0, 100.0, 1e9)] == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def places(shape: Element) -> list[tuple[float, float]]:
+    """The points of a path."""
+    pairs = re.findall(r"(-?[\d.]+) (-?[\d.]+)", shape.get("d") or "")
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of #rrggbb."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

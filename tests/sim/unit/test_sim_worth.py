@@ -1,0 +1,320 @@
+"""What other transfer policies change, and what follows from it."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.workers import Enforcement
+from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.settings.problems import Document, parse_document
+from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.summary import Objective
+from kvrouter.sim.worth.advice import Alternative, Verdict, advise
+from kvrouter.sim.worth.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
+from kvrouter.sim.worth.worth import (
+    FIGURES,
+    PARTS,
+    Change,
+    FigureName,
+    Floats,
+    Rows,
+    changes_of,
+    check_length,
+    compared_figures,
+    figures_of,
+    rows_of,
+)
+from tests.support.replays import TWO_ZONES, fleet, replayed, row
+
+KV = RouterMode.KV
+HEAD = "version: 1\nmodels: [{name: m, block_size: 64}]\n"
+RACKS = TWO_ZONES.replace("[zone]", "[zone, rack]")
+PRICED = TWO_ZONES.replace("1310720.0}", "1310720.0, price_per_gb: 2}")
+NO_LINKS = "topology: {levels: [zone]}\nworkers: [{name: p, role: prefill}, {name: d, role: decode}]"
+BLOCKS = "blocks"
+TODAY = TransferChoice(KV, cost=BLOCKS)
+PREFERRED = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0, BLOCKS)
+FALLBACK = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost=BLOCKS)
+REQUIRED = TransferChoice(KV, Enforcement.REQUIRED, "zone", cost=BLOCKS)
+
+
+def document(text: str) -> Document:
+    return parse_document(HEAD + text, "fleet.yaml")
+
+
+def by_blocks(text: str) -> Document:
+    """Where the text says nothing of the router."""
+    return document(text if "router:" in text else f"router: {{router_cost: blocks}}\n{text}")
+
+
+# Choices
+
+
+def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> None:
+    file = load_fleet(by_blocks(f"kv_transfer: {{domain: rack}}{RACKS}")).fleet
+    others = other_choices(file, tuple(RouterMode))
+    assert choice_of(file) == TransferChoice(KV, Enforcement.REQUIRED, "rack", cost=BLOCKS)
+    assert [choice.name for choice in others if choice.cost is BLOCKS] == [
+        "anywhere, kv by blocks",
+        "preferred 1 on zone, kv by blocks",
+        "preferred 1 on rack, kv by blocks",
+        "fallback on zone, kv by blocks",
+        "fallback on rack, kv by blocks",
+        "required on zone, kv by blocks",
+    ]
+    assert [choice.name for choice in others if choice.cost == "joint"] == [
+        "anywhere, kv by joint",
+        "preferred 1 on zone, kv by joint",
+        "preferred 1 on rack, kv by joint",
+        "fallback on zone, kv by joint",
+        "fallback on rack, kv by joint",
+        "required on zone, kv by joint",
+        "required on rack, kv by joint",
+    ]
+    assert len(others) == 6 + 7 + 7 + 2 * 5
+    assert {choice.enforcement for choice in others if choice.mode is RouterMode.RANDOM} == {
+        None,
+        Enforcement.FALLBACK,
+        Enforcement.REQUIRED,
+    }
+    assert len(set(others)) == len(others)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("", "anywhere, kv by blocks"),
+        (
+            "kv_transfer: {domain: zone, enforcement: preferred, preferred_weight: 0.4}",
+            "preferred 0.4 on zone, kv by blocks",
+        ),
+        ("router: {kv_transfer_topology_level: zone}", "required on zone, kv by time"),
+        (
+            "router: {kv_transfer_topology_level: zone, kv_transfer_mismatch_policy: fallback}",
+            "fallback on zone, kv by time",
+        ),
+        ("router: {router_mode: random}", "anywhere, random"),
+        ("router: {router_cost: time}", "anywhere, kv by time"),
+        ("router: {router_cost: time, router_pd_selection: joint}", "anywhere, kv by joint"),
+        ("router: {router_cost: lmetric}", "anywhere, kv by lmetric"),
+        (
+            "kv_transfer: {domain: zone}\nrouter: {kv_transfer_topology_level: zone, router_cost: blocks}",
+            "required on zone, kv by blocks",
+        ),
+    ],
+)
+def test_todays_choice_is_the_files_and_every_other_replaces_it_whole(text: str, name: str) -> None:
+    described = by_blocks(text + TWO_ZONES)
+    today = choice_of(load_fleet(described).fleet)
+    assert today.name == name
+    for other in other_choices(load_fleet(described).fleet, tuple(RouterMode)):
+        variant = variant_of(described, other)
+        assert choice_of(variant.fleet) == other
+        assert variant.fleet.workers == load_fleet(described).fleet.workers
+
+
+def test_the_files_own_weight_of_preferred_is_tried() -> None:
+    file = load_fleet(document(f"kv_transfer: {{domain: zone, preferred_weight: 0.3}}{TWO_ZONES}")).fleet
+    assert {choice.weight for choice in other_choices(file, (KV,))} == {None, 0.3}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("workers: [{name: w}]", "topology.levels"),
+        (NO_LINKS, "topology.links"),
+        (TWO_ZONES.replace("role: prefill, ", ""), "workers"),
+        (RACKS.replace("zone, rack", ", ".join(["zone", *(f"l{n}" for n in range(13))])), "mode"),
+    ],
+)
+def test_a_fleet_in_which_nothing_could_be_compared_is_refused(text: str, field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        other_choices(load_fleet(document(text)).fleet, tuple(RouterMode))
+    assert refused.value.param == field
+
+
+# Changes
+
+
+def rows(**columns: Floats) -> Rows:
+    """A hundred requests that are alike, but for what is said."""
+    zeros = np.zeros(100)
+    made = Rows(ttft_ms=zeros + 100.0, good=zeros + 1.0, failed=zeros, crossing_gb=zeros, cost=zeros)
+    return made._replace(**columns)
+
+
+def test_changes_are_means_of_parts_and_totals_are_of_the_whole() -> None:
+    ttft_ms = np.repeat(np.arange(10.0) * 2.0 + 101.0, 10)
+    other = rows(ttft_ms=ttft_ms, crossing_gb=np.full(100, 0.5), good=np.tile([1.0, 0.0], 50))
+    changes = changes_of([rows()], [other], FIGURES, 4)
+    ttft = changes[FigureName.TTFT_MEAN]
+    assert (ttft.today, ttft.change) == (100.0, 10.0)
+    assert ttft.parts == tuple(range(1, 20, 2))
+    assert ttft.within == pytest.approx(2.262 * np.std(ttft.parts, ddof=1) / 10**0.5, rel=1e-3)
+    assert ttft.within_all > ttft.within
+    assert ttft.share == pytest.approx(0.1)
+    assert changes[FigureName.CROSSING].change == pytest.approx(50.0)
+    assert changes[FigureName.CROSSING].share is None
+    assert changes[FigureName.GOODPUT].change == -0.5
+    assert changes[FigureName.FAILED] == Change(0.0, 0.0, 0.0, 0.0, (0.0,) * PARTS)
+
+
+def test_nobody_looks_faster_for_refusing_the_slow_ones() -> None:
+    slow = np.tile([100.0, 900.0], 50)
+    refusing = rows(ttft_ms=np.tile([100.0, np.nan], 50), failed=np.tile([0.0, 1.0], 50))
+    changes = changes_of([rows(ttft_ms=slow)], [refusing], FIGURES, 1)
+    assert changes[FigureName.TTFT_MEAN].change == changes[FigureName.TTFT_P99].change == 0.0
+    assert changes[FigureName.FAILED].change == 0.5
+    other_way = changes_of([refusing], [rows(ttft_ms=slow)], FIGURES, 1)
+    assert other_way[FigureName.TTFT_MEAN] == Change(100.0, 0.0, 0.0, 0.0, (0.0,) * PARTS)
+    nobody = changes_of([rows()], [rows(ttft_ms=np.full(100, np.nan))], FIGURES, 1)
+    assert FigureName.TTFT_MEAN not in nobody
+    assert FigureName.GOODPUT in nobody
+    assert FigureName.TTFT_MEAN not in figures_of([rows(ttft_ms=np.full(100, np.nan))], FIGURES)
+
+
+def test_seeds_are_compared_one_by_one_and_those_that_are_alike_stand_for_the_rest() -> None:
+    today = [rows(ttft_ms=np.full(100, base)) for base in (100.0, 200.0, 300.0)]
+    other = [rows(ttft_ms=np.full(100, base)) for base in (110.0, 210.0, 310.0)]
+    ttft = changes_of(today, other, FIGURES, 1)[FigureName.TTFT_MEAN]
+    assert (ttft.today, ttft.change, ttft.within) == (200.0, 10.0, 0.0)
+    assert changes_of(today, [rows()], FIGURES, 1)[FigureName.TTFT_MEAN].change == -100.0
+    assert figures_of(today, FIGURES)[FigureName.TTFT_MEAN] == 200.0
+
+
+def test_rows_are_the_outcomes_by_number_with_what_crossed_and_cost() -> None:
+    file = fleet(f"kv_transfer: {{domain: zone}}{PRICED}")
+    workers = PRICED.splitlines(keepends=True)
+    stranded = fleet(
+        "".join(line for line in workers if "{name: da," not in line and "{name: pb," not in line)
+    )
+    trace = [row(0, 0.0, [1, 2, 3]), row(1, 40.0, [4, 5])]
+    at_home = rows_of(replayed(trace, file).outcomes, Objective(), Places(file, "zone"))
+    assert not at_home.crossing_gb.any()
+    assert not at_home.cost.any()
+    places = Places(stranded, "zone")
+    away = rows_of(replayed(trace, stranded).outcomes, Objective(), places)
+    assert away.crossing_gb.tolist() == pytest.approx([192 * 131_072 / 1e9, 128 * 131_072 / 1e9])
+    assert away.cost.tolist() == pytest.approx([2 * gb for gb in away.crossing_gb])
+    assert (at_home.good.tolist(), away.good.tolist()) == ([1.0, 1.0], [0.0, 0.0])
+    assert not away.failed.any()
+    assert away.ttft_ms[0] > away.ttft_ms[1] > at_home.ttft_ms[0]
+    assert compared_figures(places) == FIGURES
+    assert FigureName.COST not in {figure.name for figure in compared_figures(Places(fleet(TWO_ZONES)))}
+    assert away.is_like(away)
+    assert not away.is_like(at_home)
+
+
+def test_a_trace_too_short_to_be_cut_is_refused() -> None:
+    check_length(100)
+    with pytest.raises(ConfigError, match="99 requests"):
+        check_length(99)
+
+
+# Advice
+
+
+def change(today: float, by: float, within: float = 0.0, within_all: float | None = None) -> Change:
+    return Change(today, by, within, within if within_all is None else within_all, (by,) * PARTS)
+
+
+def alternative(choice: TransferChoice, changes: Mapping[FigureName, Change]) -> Alternative:
+    """An alternative that changes nothing but what is said."""
+    same = {
+        FigureName.TTFT_MEAN: change(1_000.0, 0.0),
+        FigureName.TTFT_P99: change(3_000.0, 0.0),
+        FigureName.GOODPUT: change(0.8, 0.0),
+        FigureName.FAILED: change(0.0, 0.0),
+        FigureName.CROSSING: change(100.0, 0.0),
+    }
+    return Alternative(choice.name, choice, 1, {**same, **changes})
+
+
+def verdict(*alternatives: Alternative, threshold: float = 0.02) -> Verdict:
+    return advise(TODAY, alternatives, threshold).verdict
+
+
+def test_a_clear_gain_of_ttft_or_goodput_is_advised() -> None:
+    faster = alternative(REQUIRED, {FigureName.TTFT_MEAN: change(1_000.0, -400.0, 50.0, 90.0)})
+    advice = advise(TODAY, [faster], 0.02)
+    assert (advice.verdict, advice.choice) == (Verdict.SWITCH, REQUIRED)
+    assert advice.sentences == (
+        "Switch to required on zone, kv by blocks: mean TTFT falls by 400 ± 50 ms (40 %); "
+        "nothing gets worse.",
+    )
+    assert verdict(alternative(REQUIRED, {FigureName.GOODPUT: change(0.8, 0.1, 0.02)})) is Verdict.SWITCH
+
+
+@pytest.mark.parametrize(
+    "ttft",
+    [
+        change(1_000.0, -400.0, 90.0, 401.0),  # may be chance among all alternatives
+        change(1_000.0, -19.0),  # below the threshold
+        change(1_000.0, 400.0),
+        change(1_000.0, -1e-9),
+    ],
+)
+def test_a_gain_that_may_be_chance_or_is_small_is_left(ttft: Change) -> None:
+    assert verdict(alternative(REQUIRED, {FigureName.TTFT_MEAN: ttft})) is Verdict.LEAVE
+    assert verdict(alternative(REQUIRED, {FigureName.TTFT_MEAN: change(1_000.0, -20.0)})) is Verdict.SWITCH
+
+
+@pytest.mark.parametrize(
+    ("figure", "worse", "words"),
+    [
+        (FigureName.FAILED, change(0.0, 0.05, 0.01), "what fails or is refused rises by 5.0 ± 1.0 points"),
+        (FigureName.TTFT_P99, change(3_000.0, 500.0, 100.0), "p99 TTFT rises by 500 ± 100 ms (17 %)"),
+        (FigureName.GOODPUT, change(0.8, -0.1, 0.05), "goodput falls by 10.0 ± 5.0 points"),
+        (FigureName.COST, change(2.0, 1.0, 0.5), "the cost rises by 1.00 ± 0.50 (50 %)"),
+    ],
+)
+def test_a_gain_that_makes_anything_else_worse_is_left_and_says_so(
+    figure: FigureName, worse: Change, words: str
+) -> None:
+    gain = {FigureName.TTFT_MEAN: change(1_000.0, -400.0, 50.0)}
+    advice = advise(TODAY, [alternative(REQUIRED, {**gain, figure: worse})], 0.02)
+    assert (advice.verdict, advice.choice, advice.worse) == (Verdict.LEAVE, None, (REQUIRED.name,))
+    assert words in " ".join(advice.sentences)
+    unsure = change(worse.today, worse.change, abs(worse.change) * 1.01)
+    assert verdict(alternative(REQUIRED, {**gain, figure: unsure})) is Verdict.SWITCH
+
+
+def test_what_costs_less_at_no_loss_of_latency_is_advised_for_money_alone() -> None:
+    saving = {FigureName.COST: change(10.0, -6.0, 1.0)}
+    ttft = {FigureName.TTFT_MEAN: change(1_000.0, -5.0, 20.0)}
+    advice = advise(TODAY, [alternative(REQUIRED, {**saving, **ttft})], 0.02)
+    assert (advice.verdict, advice.choice) == (Verdict.CHEAPER, REQUIRED)
+    assert "the cost falls by 6.00 ± 1.00 (60 %)" in advice.sentences[0]
+    # TTFT is not known to be worse, and not known to be within 2 % either
+    unknown = {FigureName.TTFT_MEAN: change(1_000.0, 5.0, 20.0)}
+    assert verdict(alternative(REQUIRED, {**saving, **unknown})) is Verdict.LEAVE
+    small = {FigureName.COST: change(10.0, -0.1, 0.01)}
+    assert verdict(alternative(REQUIRED, {**small, **ttft})) is Verdict.LEAVE
+
+
+def test_without_prices_what_would_cross_no_more_is_said_and_left() -> None:
+    less = alternative(PREFERRED, {FigureName.CROSSING: change(100.0, -80.0, 10.0)})
+    advice = advise(TODAY, [less], 0.02)
+    assert advice.verdict is Verdict.LEAVE
+    assert "KV that crosses falls by 80.0 ± 10.0 GB (80 %)" in advice.sentences[-1]
+    assert "price_per_gb" in advice.sentences[-1]
+
+
+def test_of_those_that_are_as_good_the_one_that_changes_and_forbids_the_least_is_named() -> None:
+    def faster(choice: TransferChoice, by: float) -> Alternative:
+        return alternative(choice, {FigureName.TTFT_MEAN: change(1_000.0, by, 20.0)})
+
+    other_mode = TransferChoice(RouterMode.ROUND_ROBIN)
+    alike = [faster(other_mode, -399.0), faster(REQUIRED, -400.0), faster(FALLBACK, -390.0)]
+    advice = advise(TODAY, [*alike, faster(PREFERRED, -300.0)], 0.02)
+    assert advice.choice == FALLBACK
+    assert advice.as_good == (other_mode.name, REQUIRED.name)
+    other_cost = TransferChoice(KV, cost="time")
+    assert advise(TODAY, [*alike, faster(other_cost, -395.0)], 0.02).choice == other_cost
+    strict = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost="time")
+    assert advise(TODAY, [*alike, faster(strict, -410.0)], 0.02).choice == FALLBACK
+    assert advise(TODAY, [*alike, faster(PREFERRED, -381.0)], 0.02).choice == PREFERRED
+    assert advise(TODAY, [], 0.02).verdict is Verdict.LEAVE

@@ -1,0 +1,536 @@
+"""The web page at ``/ui``, in a real Chromium before a real router."""
+
+import asyncio
+import json
+import os
+import random
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from kvrouter.core.constraints import PdSelection, RouterMode
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.tree import FrontendSettings
+from tests.support.mock_fleets import fleet_file, pairs
+from tests.support.processes import fleet, free_ports
+from tests.support.served import MODEL, Served, served, user, words
+from tests.system.browser.driver import Browser, browser
+
+PICTURE = "KVROUTER_UI_PICTURE"
+"""Set, the picture of the README is taken again."""
+
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
+SCHEMES = ("light", "dark")
+LIVE = "() => document.body.dataset.state === 'live'"
+ENGINE = "{handoff: bootstrap, total_kv_blocks: 900}"
+PRICED = f"""
+version: 1
+models: [{{name: mock, block_size: 16, context_length: 8192}}]
+topology:
+  levels: [zone, rack]
+  links:
+    within:
+      zone: {{latency_s: 0.0005, bandwidth_bytes_per_s: 12.5e9, price_per_gb: 0}}
+    across: {{latency_s: 0.002, bandwidth_bytes_per_s: 3.125e9, price_per_gb: 0.01}}
+kv_transfer: {{domain: zone, enforcement: preferred, preferred_weight: 0.3}}
+workers:
+  - {{name: prefill-a, role: prefill, replicas: 2, domains: {{zone: a, rack: r1}}, engine: {ENGINE}}}
+  - {{name: decode-a, role: decode, replicas: 3, domains: {{zone: a, rack: r2}}, engine: {ENGINE}}}
+  - {{name: prefill-b, role: prefill, replicas: 2, domains: {{zone: b, rack: r3}}, engine: {ENGINE}}}
+  - {{name: decode-b, role: decode, replicas: 2, domains: {{zone: b, rack: r4}}, engine: {ENGINE}}}
+  - {{name: prefill-c, role: prefill, replicas: 1, domains: {{zone: c, rack: r5}}, engine: {ENGINE}}}
+  - {{name: decode-c, role: decode, replicas: 3, domains: {{zone: c, rack: r6}}, engine: {ENGINE}}}
+"""
+EVIL = "<img src=x onerror=alert(1)>"
+NODES_MAX = 6000
+CONTRASTS = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const [r, g, b] = numbers(colour).map((each) => {
+      const part = each / 255;
+      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (numbers(colour)[3] !== 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = {};
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility() || node.closest(".skip")) continue;
+    const [ink, back] = [light(getComputedStyle(node).color), light(behind(node))];
+    const ratio = (Math.max(ink, back) + 0.05) / (Math.min(ink, back) + 0.05);
+    if (ratio < 4.5) found[`${node.tagName} ${node.className} ${walker.currentNode.data.trim()}`] = ratio;
+  }
+  return found;
+}"""
+"""Texts that stand out from what is behind them by less than 4.5 to 1, as WCAG asks of them."""
+
+OUTSIDE = """() => [...document.querySelectorAll('section, .zone, .worker')].filter((node) => {
+  const { left, right } = node.getBoundingClientRect();
+  return left < 0 || right > innerWidth;
+}).map((node) => node.className || node.id)"""
+"""What is outside of the window, to the left or the right."""
+
+SINCE_LAST_ASKED_MS = "performance.now() - performance.getEntriesByType('resource').at(-1).startTime"
+
+
+@pytest.fixture
+async def chromium() -> AsyncIterator[Browser]:
+    async with browser() as opened:
+        yield opened
+
+
+async def send(house: Served, first: int, *, n: int = 200, max_tokens: int = 4, name: str = "") -> None:
+    """Send one chat and read its answer."""
+    headers = {"x-request-id": name or f"chat-{first}"}
+    await house.openai.chat.completions.create(
+        model=MODEL, messages=user(words(first=first, n=n)), max_tokens=max_tokens, extra_headers=headers
+    )
+
+
+async def refused(house: Served) -> None:
+    """Send a chat that no worker may take."""
+    nowhere = {"routing_constraints": {"required_taints": ["gpu=none"]}}
+    body = {"model": MODEL, "messages": user("hello"), "nvext": nowhere}
+    assert (await house.http.post("/v1/chat/completions", json=body)).status_code == 503
+
+
+@asynccontextmanager
+async def traffic(house: Served, *, streams: int = 6) -> AsyncIterator[None]:
+    """Chats that come as long as the block runs; many of them begin like others."""
+
+    async def stream(number: int) -> None:
+        draws = random.Random(number)
+        while True:
+            first, n, out = draws.randrange(10), draws.randrange(200, 1600), draws.randrange(40, 160)
+            await send(house, first, n=n, max_tokens=out, name=f"chat-{draws.getrandbits(24):06x}")
+
+    tasks = [asyncio.create_task(stream(number)) for number in range(streams)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def opened(chromium: Browser, url: str, **how: Any) -> None:
+    """Open the page and wait until it has shown the router's state."""
+    await chromium.open(f"{url}/ui", **how)
+    await chromium.until(LIVE)
+
+
+async def asks(chromium: Browser, prompt: str) -> str:
+    """Ask where a prompt would go; return the verdict."""
+    await chromium.fill("#prompt", prompt)
+    await chromium.click("#ask-form button[type=submit]")
+    return await chromium.until_text("#verdict")
+
+
+async def polled(chromium: Browser, *, times: int = 2) -> None:
+    """Wait until the page has asked so many times more, and shown what came."""
+    count = (
+        "performance.getEntriesByType('resource').filter((each) => each.name.endsWith('/v1/fleet')).length"
+    )
+    before = await chromium.evaluate(count)
+    await chromium.until(f"() => {count} > {before + times - 1}")
+
+
+async def test_it_loads_without_complaints_and_asks_no_other_origin(chromium: Browser) -> None:
+    async with served(pairs()) as house:
+        for n in range(3):
+            await send(house, n)
+        await refused(house)
+        await opened(chromium, house.url)
+        fleet_text = await chromium.until_text("#zones", "zone a", "zone b", "#1", "#6")
+        await chromium.until_text("#decision-list", "chat-2", "→")
+        await chromium.until_text("#flow-table", "zone")
+        await chromium.until_text("#refusal-tables", "taint_missing", "no_eligible_worker")
+        await chromium.until_text("#totals", "Workers", "Handoffs")
+        await chromium.until_text("#link-table")
+        assert "need attention" not in fleet_text
+        assert await chromium.complaints() == []
+        asked = await chromium.requests()
+        assert asked
+        assert [address for address in asked if not address.startswith(f"{house.url}/")] == []
+        landmarks = "() => [...document.querySelectorAll('header, nav, main, section')].length"
+        assert await chromium.evaluate(landmarks) == 9
+        unnamed = """() => [...document.querySelectorAll('button, input, select, textarea, section')].filter(
+            (node) => !node.innerText.trim() && !node.labels?.length && !node.getAttribute('aria-label')
+            && !node.getAttribute('aria-labelledby')).length"""
+        assert await chromium.evaluate(unnamed) == 0
+
+
+async def test_it_updates_live_as_requests_run_and_a_worker_dies(chromium: Browser) -> None:
+    async with served(pairs()) as house:
+        await opened(chromium, house.url)
+        await chromium.until_text("#decisions", "No decision yet")
+        await chromium.evaluate("() => { window.before = document.querySelector('.worker'); }")
+        await send(house, 1, name="came-later")
+        await chromium.until_text("#decision-list", "came-later")
+        await chromium.until_text("#totals", "Handoffs\n1")
+        await house.kill(3)
+        await chromium.until(
+            "() => [...document.querySelectorAll('.worker.ill')].length === 1 || "
+            "document.querySelectorAll('.worker').length === 5"
+        )
+        await polled(chromium)
+        assert await chromium.evaluate("() => window.before.isConnected"), (
+            "a worker that stays is not drawn again"
+        )
+        assert await chromium.complaints() == []
+
+
+async def test_a_decision_opens_to_its_candidates_and_why_they_lost(chromium: Browser) -> None:
+    async with served(pairs()) as house:
+        await send(house, 1, name="before-anybody-looked")
+        await opened(chromium, house.url)
+        await chromium.click(".decision")
+        before = await chromium.until_text(".opened", "What was chosen", "not written down")
+        assert "candidates" in before
+        await send(house, 2, name="while-it-is-open")
+        await chromium.until_text("#newer", "Show 1 newer")
+        assert "while-it-is-open" not in await chromium.evaluate(
+            "document.querySelector('#decision-list').innerText"
+        )
+        await chromium.click("#newer")
+        await chromium.until_text("#decision-list", "while-it-is-open")
+        await chromium.click(".decision:has(.pill:not([hidden]))")
+        text = await chromium.until_text("[aria-expanded=true] + .opened:has(.chosen)", "Prefill", "Decode")
+    assert text.count("chosen: the lowest cost") == 2
+    assert "refused, domain_mismatch: KV may not leave the prefill worker's domain" in text
+    assert "costs" in text
+
+
+def sum_of(parts: str) -> float:
+    """The sum of what the parts of a difference say."""
+    numbers = re.findall(r"([+−])([\d.]+)", parts)
+    return sum(float(number) * (1 if sign == "+" else -1) for sign, number in numbers)
+
+
+async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> None:
+    """Also where a worker's place is preferred, which multiplies its cost."""
+    async with served(fleet_file(PRICED)) as house:
+        await send(house, 3, n=900)
+        await opened(chromium, house.url)
+        await asks(chromium, words(first=3, n=900))
+        answer = await chromium.until_text("#answer", "preference")
+    differences = re.findall(r"costs ([\d.,]+) ms more: (.*)", answer)
+    assert len(differences) > 5
+    for cost, parts in differences:
+        assert sum_of(parts) == pytest.approx(float(cost.replace(",", "")), rel=0.02, abs=0.05), parts
+
+
+async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium: Browser) -> None:
+    async with served(pairs()) as house:
+        await send(house, 5)
+        await opened(chromium, house.url)
+        verdict = await asks(chromium, words(first=5, n=200))
+        answer = await chromium.until_text("#answer", "Prefill", "Decode")
+        assert house.system.service.requests.running == 0
+        assert (await house.metrics()).value("handoffs_total") == 1, "a question sends nothing"
+        await chromium.fill("#ask-taints", "dynamo.topology/zone=nowhere")
+        await chromium.click("#ask-form button[type=submit]")
+        nowhere = await chromium.until_text("#answer", "Nowhere.")
+        await chromium.fill("#ask-taints", "two zones=3")
+        complaints = await chromium.complaints()
+    assert "to prefill, then worker" in verdict
+    assert "KV is required in zone" in verdict
+    assert answer.count("chosen: the lowest cost") == 2
+    assert "ms more: " in answer, "the parts that make the difference"
+    assert answer.count("domain_mismatch") == 2
+    assert "taint_missing" in nowhere
+    assert complaints == []
+
+
+async def test_it_works_with_the_keyboard_alone(chromium: Browser) -> None:
+    focused = "() => `${document.activeElement.id} ${document.activeElement.className}`"
+    outlined = "() => getComputedStyle(document.activeElement).outlineStyle"
+    async with served(pairs()) as house:
+        for n in range(2):
+            await send(house, n)
+        await opened(chromium, house.url)
+        await chromium.until_text("#decision-list", "chat-1")
+
+        async def tab_to(what: str) -> None:
+            for _ in range(60):
+                await chromium.press("Tab")
+                if await chromium.evaluate(f"() => document.activeElement.matches({json.dumps(what)})"):
+                    return
+            raise AssertionError(f"{what} is no stop of the tab key")
+
+        await chromium.press("Tab")
+        assert await chromium.evaluate(focused) == " skip"
+        assert await chromium.evaluate(outlined) == "solid"
+        await chromium.press("Enter")
+        await tab_to(".worker")
+        first = await chromium.evaluate("() => document.activeElement.innerText")
+        assert await chromium.evaluate(outlined) == "solid"
+        await tab_to(".decode .worker")
+        await chromium.press("ArrowRight")
+        second = await chromium.evaluate("() => document.activeElement.innerText")
+        await chromium.press("Enter")
+        await chromium.until("() => document.querySelector('dialog').open")
+        await chromium.until_text("dialog", "Worker 3", "zone a", "decode")
+        await polled(chromium)
+        await chromium.press("Escape")
+        await chromium.until("() => !document.querySelector('dialog').open")
+        assert "#1" in first
+        assert "#3" in second
+        assert "#3" in await chromium.evaluate("() => document.activeElement.innerText"), (
+            "the focus came back"
+        )
+        await tab_to("#hold")
+        await tab_to(".decision")
+        await chromium.press("Enter")
+        await chromium.until_text(".opened", "cost ms")
+        await tab_to("#prompt")
+        await chromium.type("Where will this go?")
+        await chromium.press("Control+Enter")
+        await chromium.until_text("#answer", "To worker")
+        await polled(chromium)
+        assert (await chromium.evaluate(focused)).startswith("prompt"), "an update does not take the focus"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_it_follows_the_readers_colour_scheme_and_every_text_can_be_read(
+    chromium: Browser, scheme: str
+) -> None:
+    async with served(fleet_file(PRICED)) as house:
+        for n in range(4):
+            await send(house, n)
+        await refused(house)
+        await house.kill(2)
+        await opened(chromium, house.url, scheme=scheme)
+        await chromium.until_text("#decision-list", "chat-3")
+        await asks(chromium, words(n=100))
+        await chromium.click(".decision")
+        await chromium.until_text(".opened", "cost ms")
+        background = await chromium.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        faint = await chromium.evaluate(CONTRASTS)
+    total = sum(int(part) for part in background.removeprefix("rgb(").removesuffix(")").split(","))
+    assert total > 600 if scheme == "light" else total < 200
+    assert faint == {}
+
+
+@pytest.mark.parametrize("width", [1440, 800, 360])
+async def test_it_fits_wide_and_narrow_windows(chromium: Browser, width: int) -> None:
+    async with served(fleet_file(PRICED)) as house:
+        for n in range(4):
+            await send(house, n, name=f"a-long-name-of-a-request-as-some-clients-send-them-{n:04}")
+        await opened(chromium, house.url, width=width)
+        await chromium.until_text("#decision-list", "a-long-name")
+        await asks(chromium, words(n=100))
+        await chromium.click(".decision")
+        await chromium.until_text(".opened", "cost ms")
+        page = await chromium.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
+        outside = await chromium.evaluate(OUTSIDE)
+    assert page[0] <= page[1]
+    assert outside == []
+
+
+async def test_a_router_that_goes_away_and_comes_back_is_noticed(chromium: Browser) -> None:
+    port = str(free_ports(1))
+    async with fleet({"DYN_DISCOVERY_BACKEND": "auto"}) as processes:
+        first = await processes.door("up", "--http-port", port)
+        await opened(chromium, first.url)
+        await chromium.until_text("#zones", "zone a", "zone b")
+        await first.kill()
+        await chromium.until_text("#state", "Not reachable since")
+        await chromium.until_text("#warning", "does not answer")
+        assert "#1" in await chromium.evaluate("document.querySelector('#zones').innerText"), (
+            "what was known stays"
+        )
+        second = await processes.door("up", "--http-port", port)
+        assert second.url == first.url
+        await chromium.until(LIVE)
+        await chromium.until("() => document.querySelector('#warning').hidden")
+
+
+async def test_a_page_that_nobody_looks_at_asks_nothing(chromium: Browser) -> None:
+    hide = """() => {
+      Object.defineProperty(document, 'hidden', { value: %s, configurable: true });
+      document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    async with served(pairs()) as house:
+        await opened(chromium, house.url)
+        await chromium.evaluate(hide % "true")
+        await chromium.until(f"() => {SINCE_LAST_ASKED_MS} > 3000")  # three times as long as it pauses
+        await send(house, 1, name="meanwhile")
+        assert "meanwhile" not in await chromium.evaluate("document.querySelector('#decisions').innerText")
+        await chromium.evaluate(hide % "false")
+        await chromium.until_text("#decision-list", "meanwhile")
+
+
+async def test_where_a_token_is_asked_for_the_page_asks_its_user(chromium: Browser) -> None:
+    settings = FrontendSettings(admin_token=SecretStr("s3cret"))
+    async with served(pairs(), frontend=settings) as house:
+        await chromium.open(f"{house.url}/ui")
+        await chromium.until_text("#state", "Needs the admin token")
+        assert await chromium.evaluate("document.querySelectorAll('.worker').length") == 0
+        await chromium.fill("#token", "wrong")
+        await chromium.click("#token-form button")
+        await chromium.until_text("#warning", "refuses the token")
+        await chromium.fill("#token", "s3cret")
+        await chromium.click("#token-form button")
+        await chromium.until(LIVE)
+        await chromium.until_text("#zones", "#1")
+        assert "to prefill" in await asks(chromium, "hello")
+        assert [address for address in await chromium.requests() if "s3cret" in address] == []
+        assert await chromium.evaluate("() => localStorage.length + document.cookie.length") == 0
+
+
+async def many(house: Served, n: int) -> dict[str, Any]:
+    """An answer of ``/v1/fleet`` with ``n`` workers in four zones, one of which is in trouble."""
+    answer: dict[str, Any] = (await house.http.get("/v1/fleet")).json()
+    prefill, decode = answer["workers"][0], answer["workers"][1]
+    answer["workers"] = [
+        {
+            **(prefill if at % 3 == 0 else decode),
+            "worker_id": 9_007_199_254_740_993 + at,
+            "domains": {"zone": f"z{at % 4}"},
+            "alive": at != n - 1,
+        }
+        for at in range(n)
+    ]
+    return answer
+
+
+async def test_a_thousand_workers_are_drawn_quickly_and_updated_in_place(
+    chromium: Browser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(pairs()) as house:
+        answers = {"/v1/fleet": await many(house, 1000)}
+        await opened(chromium, house.url, answers=answers)
+        await chromium.until_text("#totals", "1,000", "999 take requests")
+        nodes = await chromium.evaluate("document.querySelectorAll('*').length")
+        drawn = await chromium.evaluate("window.longTasksMs")
+        text = await chromium.until_text("#zones", "1 of 250 need attention", "not alive")
+        await chromium.evaluate("""() => {
+            window.changes = 0;
+            new MutationObserver((list) => (window.changes += list.length))
+                .observe(document.querySelector('#zones'), { childList: true, subtree: true });
+            window.longTasksMs.length = 0;
+        }""")
+        await polled(chromium, times=3)
+        changes, updating = await chromium.evaluate("[window.changes, window.longTasksMs]")
+        await chromium.click(".role button:not([hidden])")
+        await chromium.until("() => document.querySelectorAll('.workers')[0].children.length > 40")
+        complaints = await chromium.complaints()
+    with capsys.disabled():
+        print(
+            f"\n1,000 workers: {nodes} nodes; long tasks, ms: {drawn} at first, {updating} in three updates"
+        )
+    assert nodes < NODES_MAX
+    assert changes == 0, "what stays the same is not drawn again"
+    assert not updating or max(updating) < 1000
+    assert "#9007199254740997" in text, "a long id is exact"
+    assert "#9007199254741992" in text, "trouble is never left out"
+    assert complaints == []
+
+
+async def test_names_from_the_fleet_are_text_and_never_markup(chromium: Browser) -> None:
+    async with served(pairs()) as house:
+        answer = await many(house, 8)
+        for worker in answer["workers"]:
+            worker.update(domains={"zone": EVIL}, engine=EVIL, taints=[EVIL])
+        await opened(chromium, house.url, answers={"/v1/fleet": answer})
+        await chromium.until_text("#zones", EVIL)
+        await chromium.click(".worker")
+        await chromium.until_text("dialog", EVIL)
+        assert await chromium.complaints() == []
+        assert await chromium.evaluate("document.querySelectorAll('main img').length") == 0
+
+
+async def test_the_picture_shows_a_fleet_at_work(chromium: Browser, tmp_path: Path) -> None:
+    """With ``KVROUTER_UI_PICTURE=1`` it becomes that of the README."""
+    folder = IMAGES if os.environ.get(PICTURE) else tmp_path
+    folder.mkdir(exist_ok=True)
+    async with served(fleet_file(PRICED)) as house:
+        await opened(chromium, house.url, width=1360, height=1320)
+        await refused(house)
+        async with traffic(house):
+            handoffs = "document.querySelector('#totals').innerText.match(/Handoffs\\n(\\d+)/)?.[1]"
+            await chromium.until(f"() => Number({handoffs}) > 80")
+            await chromium.until("() => document.querySelector('.decision:has(.pill:not([hidden]))')")
+            await chromium.click(".decision:has(.pill:not([hidden]))")
+            await chromium.until_text("[aria-expanded=true] + .opened", "chosen: the lowest cost")
+            await asks(chromium, words(first=3, n=900))
+            await chromium.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
+            await polled(chromium)
+            await chromium.picture(folder / "ui.png")
+        assert await chromium.complaints() == []
+    assert (folder / "ui.png").stat().st_size > 20_000
+
+
+RULES = {
+    "blocks": KvRouterConfig(router_cost="blocks"),
+    "weighted": KvRouterConfig(router_cost="blocks", overlap_score_weight=2.5),
+    "lmetric": KvRouterConfig(router_cost="lmetric"),
+    "joint": KvRouterConfig(router_pd_selection=PdSelection.JOINT),
+    "warm": KvRouterConfig(router_temperature=5.0),
+    "random": KvRouterConfig(router_mode=RouterMode.RANDOM),
+    "round-robin": KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_every_rule_is_explained_by_what_it_weighs(chromium: Browser, rule: str) -> None:
+    async with served(fleet_file(PRICED), router=RULES[rule]) as house:
+        for n in range(3):
+            await send(house, n, n=900)
+        await opened(chromium, house.url)
+        await chromium.until_text("#decision-list", "chat-2")
+        await send(house, 3, n=900)
+        verdict = await asks(chromium, words(first=1, n=900))
+        answer = await chromium.until_text("#answer-tables", "chosen")
+        await chromium.click(".decision:has(.pill:not([hidden]))")
+        kept = await chromium.until_text("[aria-expanded=true] + .opened", "chosen")
+        assert await chromium.complaints() == []
+    assert "worker" in verdict
+    for text in (answer, kept):
+        assert not re.search(r"NaN|undefined|Infinity|null", text)
+    if rule in ("random", "round-robin"):
+        assert f"chosen by {rule}" in answer
+        assert f"{rule} chose another one: costs are not weighed" in answer
+    if rule == "joint":
+        assert answer.count("chosen: the lowest cost in all") in (1, 2)
+        assert re.search(r"costs [\d.]+ ms more in all with \d+/0", answer)
+        assert re.search(r"costs [\d.]+ ms more in all, by itself", answer)
+        assert "the request was refused" not in answer
+    if rule in ("blocks", "weighted"):
+        found = re.findall(r"costs ([\d.]+) blocks more: (.*)", answer)
+        assert found
+        for cost, parts in found:
+            assert sum_of(parts) == pytest.approx(float(cost), rel=0.02, abs=0.05), parts
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"draining": True}, "This router is draining"),
+        ({"discovery": {"reachable": False, "why": "no route"}}, "the fleet is frozen: no route"),
+        ({"workers": [], "models": []}, "No worker has registered yet"),
+    ],
+    ids=["draining", "discovery", "empty"],
+)
+async def test_what_is_wrong_with_all_of_it_is_said_above(
+    chromium: Browser, change: dict[str, object], says: str
+) -> None:
+    async with served(pairs()) as house:
+        answer = {**(await house.http.get("/v1/fleet")).json(), **change}
+        await opened(chromium, house.url, answers={"/v1/fleet": answer})
+        await chromium.until_text("main", says)
+        assert await chromium.complaints() == []

@@ -1,0 +1,172 @@
+"""Operators as processes, and deployments for them."""
+
+import asyncio
+import os
+import re
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.chart import FILLED, OF_ROLES, is_hook, rendered
+from tests.system.cluster.control_plane import ControlPlane
+from tests.system.cluster.nodes import RACK, ZONES
+
+CRDS = Path(__file__).parents[3] / "deploy" / "crds"
+IMAGE = "example.com/kvrouter:test"
+ENDS_WITHIN_S = 60.0
+WAIT = "--timeout=120s"
+
+
+def install_crds(plane: ControlPlane) -> None:
+    """Install the definitions that the project ships."""
+    for path in sorted(CRDS.glob("*.yaml")):
+        plane.kubectl("apply", "--server-side", "--filename", str(path))
+        plane.kubectl("wait", "--for=condition=Established", "--filename", str(path), WAIT)
+
+
+def account_with_roles(plane: ControlPlane, namespace: str, name: str, **values: object) -> Path:
+    """Make a service account with the roles that the chart has for it, and what they name; answers with its
+    kubeconfig.
+    """
+    given = {"serviceAccount": {"name": name}, **values}
+    manifests = [
+        each
+        for each in rendered(given, namespace=namespace)
+        if each["kind"] in OF_ROLES | FILLED and not is_hook(each)
+    ]
+    plane.apply(*manifests)
+    return plane.account_kubeconfig(namespace, name)
+
+
+class Operator:
+    """One replica."""
+
+    def __init__(self, process: Process, log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        """What it wrote."""
+        return self._log.read_text()
+
+    def port(self, kind: str) -> int:
+        """The port of its plain door (``http``) or of its admission door, once it is open."""
+        found = re.search(rf" ready kind={kind} .*?port=(\d+)", self.log)
+        assert found is not None
+        return int(found[1])
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether it wrote last that it leads."""
+        reported = [
+            line for line in self.log.splitlines() if "operator_leads" in line or "operator_follows" in line
+        ]
+        return bool(reported) and "operator_leads" in reported[-1]
+
+    async def end(self, *, at_once: bool = False) -> int:
+        """End it, in good order unless ``at_once``; answers with its exit code.
+
+        One that ends in good order gives its lease back: whoever comes next need not wait until it runs out.
+        """
+        if self.process.returncode is None:
+            (self.process.kill if at_once else self.process.terminate)()
+        try:
+            async with asyncio.timeout(ENDS_WITHIN_S):
+                return await self.process.wait()
+        finally:
+            if self.process.returncode is None:
+                self.process.kill()
+                await self.process.wait()
+
+
+@asynccontextmanager
+async def operator(
+    plane: ControlPlane, namespace: str, name: str, *more: str, kubeconfig: Path | None = None
+) -> AsyncIterator[Operator]:
+    """A replica that looks after this namespace, as the administrator unless stated otherwise."""
+    log = plane.folder / "logs" / f"operator-{namespace}-{name}.log"
+    argv = (
+        *("--kubeconfig", str(kubeconfig or plane.admin), "--namespace", namespace, "--image", IMAGE),
+        *("--lease-namespace", namespace, "--host", "127.0.0.1", "--http-port", "0", *more),
+    )
+    async with AsyncExitStack() as stack:
+        output = stack.enter_context(log.open("wb"))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrouter.cli", "operator", "run", *argv),
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "POD_NAME": name},
+        )
+        replica = Operator(process, log)
+        stack.push_async_callback(replica.end)
+        yield replica
+
+
+def wait_for(plane: ControlPlane, namespace: str, condition: str, name: str = "llm") -> None:
+    """Return once a deployment has this condition: ``Ready``, or ``Ready=False``."""
+    plane.kubectl("wait", f"--for=condition={condition}", f"dgd/{name}", "--namespace", namespace, WAIT)
+
+
+def events(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    """The events of a namespace."""
+    found: list[dict[str, Any]] = plane.read("events", "--namespace", namespace)["items"]
+    return found
+
+
+def reasons(plane: ControlPlane, namespace: str) -> set[str]:
+    """The reasons of its events."""
+    return {event["reason"] for event in events(plane, namespace)}
+
+
+def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
+    """How often the spec of each Deployment was written."""
+    found = plane.read("deployments", "--namespace", namespace)["items"]
+    return {each["metadata"]["name"]: each["metadata"]["generation"] for each in found}
+
+
+def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    """The Deployments whose spec was written between two looks."""
+    return {name for name in after if before.get(name) != after[name]}
+
+
+def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
+    """A deployment of one frontend, three prefill workers and three decode workers.
+
+    Where racks are its domains, both kinds go to the first rack of each zone: the scheduler is free to choose
+    another one for each, and then a rack has prefill workers alone.
+    """
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "DoNotSchedule",
+    }
+
+    def workers(kind: str) -> dict[str, Any]:
+        selector = {"matchLabels": {"kvrouter.dev/deployment": name, "kvrouter.dev/component": kind}}
+        main = {"name": "main", "args": ["worker", "mock", "--role", kind]}
+        pod: dict[str, Any] = {
+            "containers": [main],
+            "topologySpreadConstraints": [{**spread, "labelSelector": selector}],
+        }
+        if policy.get("domain") == "rack":
+            first = {"key": RACK, "operator": "In", "values": [f"{zone}-rack-0" for zone in ZONES]}
+            terms = {"nodeSelectorTerms": [{"matchExpressions": [first]}]}
+            pod["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+        return {"name": kind, "type": kind, "replicas": 3, "podTemplate": {"spec": pod}}
+
+    spec: dict[str, Any] = {
+        "components": [{"name": "frontend", "type": "frontend"}, workers("prefill"), workers("decode")]
+    }
+    if policy:
+        spec["experimental"] = {"kvTransferPolicy": policy}
+    metadata = {"namespace": namespace, "name": name}
+    return {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": metadata,
+        "spec": spec,
+    }

@@ -1,0 +1,155 @@
+"""The webhook on bindings, where the cluster copies their labels and has no policies to write them."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+from kubernetes.aio.client import ApiClient
+
+from tests.support.processes import eventually, free_ports
+from tests.system.cluster.certificates import LOOPBACK
+from tests.system.cluster.control_plane import ControlPlane, Features
+from tests.system.cluster.grove import install_grove, topology
+from tests.system.cluster.namespaces import new_namespace
+from tests.system.cluster.nodes import RACK, ZONE
+from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.system.cluster.pods import bound, pod, worker_name
+from tests.system.cluster.webhooks import (
+    SERVICE,
+    name_of,
+    on_bindings,
+    on_deployments,
+    own_certificate,
+    trusted,
+    until_reported,
+    until_serving,
+)
+
+FABRIC = {"zone": ZONE, "rack": RACK, "block": "example.com/block"}
+LABELS = {domain: f"grove.io/topology.{domain}" for domain in FABRIC}
+FORGED = dict.fromkeys(LABELS.values(), "forged")
+
+
+@pytest.fixture(scope="module")
+def plane(plane_of_1_35: ControlPlane) -> ControlPlane:
+    install_crds(plane_of_1_35)
+    install_grove(plane_of_1_35)
+    return plane_of_1_35
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Iterator[str]:
+    with new_namespace(plane) as name:
+        plane.lead_service(name, SERVICE)
+        yield name
+
+
+def test_policies_are_off_and_labels_of_bindings_are_copied(plane: ControlPlane) -> None:
+    assert plane.features() == Features(mutating_admission_policy=False, copies_binding_labels=True)
+
+
+async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
+    plane: ControlPlane, api: ApiClient, namespace: str
+) -> None:
+    port = free_ports(2)
+    name = name_of(namespace)
+    plane.apply(on_deployments(namespace, port + 1), on_bindings(namespace, port + 1))
+    with (
+        plane.deleting("validatingwebhookconfiguration", name),
+        plane.deleting("mutatingwebhookconfiguration", f"{name}-binding"),
+    ):
+        async with AsyncExitStack() as stack:
+            leader = operator(plane, namespace, "one", *own_certificate(namespace, port))
+            one = await stack.enter_async_context(leader)
+            await until_serving(one)
+            follower = operator(plane, namespace, "two", *own_certificate(namespace, port + 1))
+            two = await stack.enter_async_context(follower)
+            await until_reported(two, "kind=admission")
+            assert trusted(plane, "mutatingwebhookconfiguration", f"{name}-binding") == trusted(
+                plane, "validatingwebhookconfiguration", name
+            )
+            plane.apply(topology("fabric", FABRIC))
+            plane.apply(graph(namespace, "llm", clusterTopologyName="fabric", domain="zone"))
+            seen = await until_in_force(plane, api, namespace)
+            of_node = plane.read("node", seen["spec"]["nodeName"])["metadata"]["labels"]
+            of_pod = seen["metadata"]["labels"]
+            assert {domain: of_pod[label] for domain, label in LABELS.items()} == {
+                "zone": of_node[ZONE],
+                "rack": of_node[RACK],
+                "block": "",
+            }
+            other = await bound(plane, api, pod(namespace, worker_name("llm-frontend", 1), FORGED))
+            assert {key: other["metadata"]["labels"][key] for key in FORGED} == FORGED
+
+            wait_for(plane, namespace, "Ready=True")
+            late = one.log.count("pod_labelled")
+            await until_again(plane, namespace)
+            wait_for(plane, namespace, "DomainBalanced=True")
+            assert one.log.count("pod_labelled") == late
+            assert "operator_leads" not in two.log
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{two.port('http')}", timeout=60.0
+            ) as client:
+                page = (await client.get("/metrics")).text
+            for answer in ("labelled", "left"):
+                assert f'kvrouter_operator_bindings_total{{answer="{answer}"}}' in page
+
+
+@pytest.mark.parametrize("listens", [False, True])
+async def test_a_webhook_that_does_not_answer_holds_up_no_pod(
+    plane: ControlPlane, api: ApiClient, namespace: str, listens: bool
+) -> None:
+    before = passed_over(plane)
+    numbers = count()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        if not listens:
+            listener.close()
+        with plane.deleting("mutatingwebhookconfiguration", f"{name_of(namespace)}-binding"):
+            plane.apply(on_bindings(namespace, port))
+
+            async def is_passed_over() -> bool:
+                await bound(plane, api, pod(namespace, worker_name("llm-prefill", next(numbers))))
+                return passed_over(plane) > before
+
+            await eventually(is_passed_over)
+
+
+def passed_over(plane: ControlPlane) -> float:
+    """How often the API server went on without an answer about a Binding."""
+    reported = 'apiserver_admission_webhook_fail_open_count{name="bindings.kvrouter.dev"'
+    lines = plane.kubectl("get", "--raw", "/metrics").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(reported))
+
+
+async def until_again(plane: ControlPlane, namespace: str) -> None:
+    """Delete the decode workers; return once three others are Ready."""
+    where = ("-l", "kvrouter.dev/component=decode", "--namespace", namespace)
+    before = {each["metadata"]["uid"] for each in plane.read("pods", *where)["items"]}
+    plane.kubectl("delete", "pods", *where)
+
+    async def are_ready() -> bool:
+        pods = [each for each in plane.read("pods", *where)["items"] if each["metadata"]["uid"] not in before]
+        conditions = [each["status"].get("conditions", []) for each in pods]
+        ready = [c for each in conditions for c in each if (c["type"], c["status"]) == ("Ready", "True")]
+        return len(ready) == len(before)
+
+    await eventually(are_ready)
+
+
+async def until_in_force(plane: ControlPlane, api: ApiClient, namespace: str) -> dict[str, Any]:
+    """What the first watch event tells of a pod that got its place when it was bound, and no sooner."""
+    numbers = count()
+    seen: dict[str, Any] = {}
+
+    async def is_in_force() -> bool:
+        stray = pod(namespace, worker_name("llm-prefill", next(numbers)), FORGED)
+        seen.update(await bound(plane, api, stray))
+        return bool(seen["metadata"]["labels"][LABELS["zone"]] != "forged")
+
+    await eventually(is_in_force)
+    return seen

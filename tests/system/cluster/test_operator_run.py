@@ -1,0 +1,388 @@
+"""The operator as a process: what a deployment says becomes so, and its status tells how it is."""
+
+import json
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+from kubernetes.aio.client import ApiClient
+
+from tests.support.processes import eventually
+from tests.system.cluster.control_plane import ControlPlane
+from tests.system.cluster.nodes import RACK, ZONES
+from tests.system.cluster.operators import (
+    WAIT,
+    Operator,
+    account_with_roles,
+    changed,
+    generations,
+    graph,
+    install_crds,
+    operator,
+    reasons,
+    wait_for,
+)
+from tests.system.cluster.pods import bound, pod, worker_name
+
+OWNED = "deployments,services,serviceaccounts,roles,rolebindings"
+ZONE_POLICY = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}
+
+
+@pytest.fixture(autouse=True)
+def crds(plane: ControlPlane) -> None:
+    install_crds(plane)
+
+
+async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_how_it_is(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", **ZONE_POLICY))
+        wait_for(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "DomainBalanced=True")
+        dgd = plane.read("dgd", "llm", "--namespace", namespace)
+        owned = plane.read(OWNED, "--namespace", namespace, "--show-managed-fields")["items"]
+        owned = [each for each in owned if each["metadata"]["name"] != "default"]
+        assert sorted((each["kind"], each["metadata"]["name"]) for each in owned) == [
+            ("Deployment", "llm-decode"),
+            ("Deployment", "llm-frontend"),
+            ("Deployment", "llm-prefill"),
+            ("Role", "llm-frontends"),
+            ("Role", "llm-workers"),
+            ("RoleBinding", "llm-frontends"),
+            ("RoleBinding", "llm-workers"),
+            ("Service", "llm-frontend"),
+            ("ServiceAccount", "llm-frontends"),
+            ("ServiceAccount", "llm-workers"),
+        ]
+        for each in owned:
+            (owner,) = each["metadata"]["ownerReferences"]
+            assert (owner["uid"], owner["controller"]) == (dgd["metadata"]["uid"], True)
+            managers = {entry["manager"] for entry in each["metadata"]["managedFields"]}
+            assert "kvrouter-operator" in managers
+        status = dgd["status"]
+        assert status["observedGeneration"] == dgd["metadata"]["generation"]
+        assert status["domains"] == [{"value": zone, "prefill": 1, "decode": 1} for zone in ZONES]
+        assert {condition["type"]: condition["status"] for condition in status["conditions"]} == {
+            "Ready": "True",
+            "Available": "False",
+            "TopologyResolved": "True",
+            "DomainBalanced": "True",
+        }
+        row = plane.kubectl("get", "dgd", "llm", "--namespace", namespace, "--no-headers").split()
+        assert row[:4] == ["llm", "True", "False", "zone"], "nobody runs in the pods of these nodes"
+
+        async def is_reported() -> bool:  # events are written after the status
+            return "Applied" in reasons(plane, namespace)
+
+        await eventually(is_reported)
+        reported = reasons(plane, namespace)
+        assert not reported & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"
+
+
+async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        spec = graph(namespace, "llm", **ZONE_POLICY)
+        plane.apply(spec)
+        wait_for(plane, namespace, "Ready=True")
+        first = generations(plane, namespace)
+        spec["spec"]["components"][2]["replicas"] = 6
+        plane.apply(spec)
+        ready_at(plane, namespace, 2)
+        second = generations(plane, namespace)
+        assert changed(first, second) == {"llm-decode"}
+
+        policy = spec["spec"]["experimental"]["kvTransferPolicy"]
+        policy["enforcement"] = "fallback"
+        plane.apply(spec)
+        ready_at(plane, namespace, 3)
+        third = generations(plane, namespace)
+        assert changed(second, third) == {"llm-frontend", "llm-prefill"}
+        assert (
+            plane.read("dgd", "llm", "--namespace", namespace)["status"]["policy"]["enforcement"]
+            == "fallback"
+        )
+
+        spec["spec"]["components"] = spec["spec"]["components"][:1]
+        plane.kubectl("replace", "--filename", "-", stdin=json.dumps(spec))
+        for name in ("llm-prefill", "llm-decode"):
+            plane.kubectl("wait", "--for=delete", f"deployment/{name}", "--namespace", namespace, WAIT)
+        assert set(generations(plane, namespace)) == {"llm-frontend"}
+
+
+async def test_what_somebody_changed_or_deleted_is_put_right_and_all_goes_with_the_deployment(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm"))
+        wait_for(plane, namespace, "Ready=True")
+        before = plane.read("deployment", "llm-decode", "--namespace", namespace)["metadata"]["uid"]
+        plane.kubectl("scale", "deployment/llm-prefill", "--replicas=0", "--namespace", namespace)
+        plane.kubectl("delete", "deployment/llm-decode", "--namespace", namespace)
+
+        async def is_put_right() -> bool:
+            found = {
+                each["metadata"]["name"]: each
+                for each in plane.read("deployments", "--namespace", namespace)["items"]
+            }
+            decode = found.get("llm-decode")
+            return (
+                decode is not None
+                and decode["metadata"]["uid"] != before
+                and found["llm-prefill"]["spec"]["replicas"] == 3
+            )
+
+        await eventually(is_put_right)
+        plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
+        for kind in ("deployments", "services", "pods"):
+            plane.kubectl("wait", "--for=delete", kind, "--all", "--namespace", namespace, WAIT)
+
+
+async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_ends(
+    plane: ControlPlane, namespace: str
+) -> None:
+    def uids() -> dict[str, str]:
+        found = plane.read(f"{OWNED},pods", "--namespace", namespace)["items"]
+        return {f"{each['kind']} {each['metadata']['name']}": each["metadata"]["uid"] for each in found}
+
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", **ZONE_POLICY))
+        wait_for(plane, namespace, "Ready=True")
+        before, first = uids(), generations(plane, namespace)
+        plane.kubectl("delete", "dgd", "llm", "--cascade=orphan", "--namespace", namespace)
+        assert uids() == before
+        plane.apply(graph(namespace, "llm", **ZONE_POLICY))
+        wait_for(plane, namespace, "Ready=True")
+
+        async def is_reported() -> bool:
+            found = plane.read("events", "--namespace", namespace)["items"]
+            return any(
+                "adopted" in each["message"] and "Deployment llm-decode" in each["message"] for each in found
+            )
+
+        await eventually(is_reported)
+        assert uids() == before
+        assert changed(first, generations(plane, namespace)) == set()
+        assert "NameTaken" not in reasons(plane, namespace)
+        dgd = plane.read("dgd", "llm", "--namespace", namespace)["metadata"]["uid"]
+        for each in plane.read(OWNED, "--namespace", namespace)["items"]:
+            owners = [owner["uid"] for owner in each["metadata"].get("ownerReferences", [])]
+            assert owners == ([] if each["metadata"]["name"] == "default" else [dgd])
+
+
+async def test_one_that_is_deleted_and_written_again_waits_for_what_kubernetes_still_deletes(
+    plane: ControlPlane, namespace: str
+) -> None:
+    spec = graph(namespace, "llm")
+    async with operator(plane, namespace, "one"):
+        for _ in range(3):
+            plane.apply(spec)
+            wait_for(plane, namespace, "Ready=True")
+            plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
+        plane.apply(spec)
+        wait_for(plane, namespace, "Ready=True")
+        assert "NameTaken" not in reasons(plane, namespace)
+
+
+async def test_what_is_somebody_elses_is_left_alone_and_reported(plane: ControlPlane, namespace: str) -> None:
+    ports = {"ports": [{"port": 1}]}
+    metadata = {"namespace": namespace, "name": "llm-frontend"}
+    plane.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": ports})
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm"))
+
+        async def is_reported() -> bool:
+            return "NameTaken" in reasons(plane, namespace)
+
+        await eventually(is_reported)
+        found = plane.read("service", "llm-frontend", "--namespace", namespace)
+        assert [port["port"] for port in found["spec"]["ports"]] == [1]
+        plane.kubectl("delete", "service/llm-frontend", "--namespace", namespace)
+        plane.kubectl("wait", "--for=create", "service/llm-frontend", "--namespace", namespace, WAIT)
+
+
+async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPlane, namespace: str) -> None:
+    node, key = "late", "example.com/late"
+    plane.add_node(node, {"kvrouter.test/late": "yes"})
+    try:
+        async with operator(plane, namespace, "one"):
+            spec = graph(namespace, "llm", labelKey=key, domain="cage")
+            for component in spec["spec"]["components"][1:]:
+                component["replicas"] = 1
+                component["podTemplate"]["spec"] = {
+                    "containers": component["podTemplate"]["spec"]["containers"],
+                    "nodeSelector": {"kvrouter.test/late": "yes"},
+                }
+            plane.apply(spec)
+            wait_for(plane, namespace, "TopologyResolved=False")
+            plane.kubectl("label", "node", node, f"{key}=cage-1")
+            wait_for(plane, namespace, "DomainBalanced=True")
+            assert domains(plane, namespace) == [{"value": "cage-1", "prefill": 1, "decode": 1}]
+            plane.kubectl("label", "node", node, "--overwrite", f"{key}=cage-2")
+
+            async def is_moved() -> bool:
+                return domains(plane, namespace) == [{"value": "cage-2", "prefill": 1, "decode": 1}]
+
+            await eventually(is_moved)
+    finally:
+        plane.kubectl("delete", "node", node)
+
+
+async def test_the_places_of_nodes_follow_nodes_that_come_change_and_go(
+    plane: ControlPlane, namespace: str
+) -> None:
+    node, key = f"node-{namespace}", f"example.com/{namespace}"
+
+    async def becomes(wanted: list[str] | None) -> None:
+        async def is_so() -> bool:
+            there = [each["spec"] for each in plane.read("kvnp")["items"]]
+            values = [spec["values"] for spec in there if spec["levels"] == [f"cage={key}"]]
+            return len(values) == 1 and values[0].get(node) == wanted
+
+        await eventually(is_so)
+
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", labelKey=key, domain="cage"))
+        await becomes(None)
+        plane.add_node(node, {})
+        try:
+            await becomes([""])
+            plane.kubectl("label", "node", node, f"{key}=cage-1")
+            await becomes(["cage-1"])
+        finally:
+            plane.kubectl("delete", "node", node)
+        await becomes(None)
+
+
+async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_goes_with_the_deployment(
+    plane: ControlPlane, api: ApiClient, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one") as replica:
+        plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
+        wait_for(plane, namespace, "DomainBalanced=True")
+        numbers = count()
+        seen: dict[str, Any] = {}
+
+        async def is_in_force() -> bool:
+            stray = pod(namespace, worker_name("llm-prefill", next(numbers)), {RACK: "forged"})
+            seen.update(await bound(plane, api, stray))
+            return bool(seen["metadata"]["labels"][RACK] != "forged")
+
+        await eventually(is_in_force)
+        node = plane.read("node", seen["spec"]["nodeName"])
+        assert seen["metadata"]["labels"][RACK] == node["metadata"]["labels"][RACK]
+        assert namespace in policy_namespaces(plane)
+        before = replica.log.count("pod_labelled")
+        plane.kubectl("delete", "pods", "-l", "kvrouter.dev/component=decode", "--namespace", namespace)
+        plane.kubectl("rollout", "status", "deployment/llm-decode", "--namespace", namespace, WAIT)
+        wait_for(plane, namespace, "TopologyResolved=True")
+        assert replica.log.count("pod_labelled") == before
+        plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
+
+        async def is_gone() -> bool:
+            return namespace not in policy_namespaces(plane)
+
+        await eventually(is_gone)
+
+
+async def test_a_zone_without_decode_workers_is_reported(plane: ControlPlane, namespace: str) -> None:
+    async with operator(plane, namespace, "one"):
+        spec = graph(namespace, "llm", **ZONE_POLICY)
+        decode = spec["spec"]["components"][2]["podTemplate"]["spec"]
+        decode["nodeSelector"] = {"topology.kubernetes.io/zone": ZONES[0]}
+        plane.apply(spec)
+        wait_for(plane, namespace, "DomainBalanced=False")
+
+        async def is_reported() -> bool:
+            prefill = {each["value"]: each["prefill"] for each in domains(plane, namespace)}
+            is_counted = prefill == dict.fromkeys(ZONES, 1)
+            return is_counted and "DomainWithoutDecode" in reasons(plane, namespace)
+
+        await eventually(is_reported)
+
+
+async def test_the_other_takes_over_from_a_leader_that_is_killed_and_from_one_that_ends(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one") as one:
+
+        async def first_leads() -> bool:
+            return leads(one)
+
+        await eventually(first_leads)
+        async with operator(plane, namespace, "two") as two:
+            plane.apply(graph(namespace, "first"))
+            plane.kubectl("wait", "--for=create", "deployment/first-decode", "--namespace", namespace, WAIT)
+            assert not leads(two)
+            await one.end(at_once=True)
+            plane.apply(graph(namespace, "second"))
+            plane.kubectl("wait", "--for=create", "deployment/second-decode", "--namespace", namespace, WAIT)
+            assert leads(two)
+            async with operator(plane, namespace, "three") as three:
+
+                async def is_up() -> bool:
+                    return " ready " in three.log
+
+                await eventually(is_up)
+                assert await two.end() == 0
+                plane.apply(graph(namespace, "third"))
+                made = ("wait", "--for=create", "deployment/third-decode", "--namespace", namespace, WAIT)
+                plane.kubectl(*made)
+                assert leads(three)
+
+
+async def test_the_roles_that_are_shipped_suffice_and_its_page_tells_of_it(
+    plane: ControlPlane, namespace: str
+) -> None:
+    account = account_with_roles(plane, namespace, "kvrouter-operator")
+    async with operator(plane, namespace, "one", kubeconfig=account) as replica:
+        plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
+        wait_for(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "DomainBalanced=True")
+
+        async def is_reported() -> bool:
+            return {"Applied", "AllPodsReady"} <= reasons(plane, namespace)
+
+        await eventually(is_reported)
+        assert namespace in policy_namespaces(plane)
+        spec = graph(namespace, "llm")
+        spec["spec"]["components"] = spec["spec"]["components"][:1]
+        plane.kubectl("replace", "--filename", "-", stdin=json.dumps(spec))
+        plane.kubectl("wait", "--for=delete", "deployment/llm-prefill", "--namespace", namespace, WAIT)
+        assert "forbidden" not in replica.log
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{replica.port('http')}", timeout=60.0
+        ) as client:
+            assert (await client.get("/healthz")).text == "ok\n"
+            assert (await client.get("/readyz")).status_code == 200
+            lines = (await client.get("/metrics")).text.splitlines()
+    assert "kvrouter_operator_leading 1.0" in lines
+    assert 'kvrouter_operator_objects_total{change="created",kind="Deployment"} 3.0' in lines
+    assert not [
+        line for line in lines if line.startswith("kvrouter_operator_watches_lost{") and "1.0" in line
+    ]
+
+
+def leads(replica: Operator) -> bool:
+    return replica.is_leading
+
+
+def ready_at(plane: ControlPlane, namespace: str, generation: int) -> None:
+    observed = f"--for=jsonpath={{.status.observedGeneration}}={generation}"
+    plane.kubectl("wait", observed, "dgd/llm", "--namespace", namespace, WAIT)
+    wait_for(plane, namespace, "Ready=True")
+
+
+def domains(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = plane.read("dgd", "llm", "--namespace", namespace)["status"]["domains"]
+    return found
+
+
+def policy_namespaces(plane: ControlPlane) -> set[str]:
+    """The namespaces whose pods are labelled at their binding."""
+    found = plane.read("mutatingadmissionpolicies")["items"]
+    selectors = [each["spec"]["matchConstraints"]["namespaceSelector"] for each in found]
+    return {value for selector in selectors for value in selector["matchExpressions"][0]["values"]}

@@ -1,0 +1,85 @@
+"""What a browser's page of another origin may send, and read of the answer."""
+
+import httpx
+import pytest
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.frontend.origins import Cors
+from kvrouter.settings.tree import FrontendSettings
+from tests.support.mock_fleets import pairs
+from tests.support.served import MODEL, Served, served, user
+
+PAGE = "https://chat.example.com"
+OTHER = "https://chat.example.com.evil.example"
+CHAT = {"model": MODEL, "messages": user("hi"), "max_tokens": 2}
+
+
+async def preflight(here: Served, origin: str, path: str = "/v1/chat/completions") -> httpx.Response:
+    asked = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    return await here.http.options(path, headers=asked)
+
+
+@pytest.mark.parametrize("origins", [PAGE, f"http://localhost:3000, {PAGE}", "*"])
+async def test_a_page_that_may_call_is_answered_as_browsers_want_it(origins: str) -> None:
+    async with served(pairs(), frontend=FrontendSettings(cors_origins=origins)) as here:
+        admitted = "*" if origins == "*" else PAGE
+        asked = await preflight(here, PAGE)
+        assert asked.status_code == 204
+        assert asked.headers["access-control-allow-origin"] == admitted
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+        for body in (CHAT, {**CHAT, "stream": True}, {**CHAT, "max_tokens": -1}):  # whole, streamed, refused
+            answer = await here.http.post("/v1/chat/completions", json=body, headers={"origin": PAGE})
+            assert answer.headers["access-control-allow-origin"] == admitted
+            assert "x-kvrouter-decode-worker" in answer.headers["access-control-expose-headers"]
+        for path in ("/v1/models", "/nothing-here"):
+            page = await here.http.get(path, headers={"origin": PAGE})
+            assert page.headers["access-control-allow-origin"] == admitted
+
+
+async def test_another_page_may_not() -> None:
+    async with served(pairs(), frontend=FrontendSettings(cors_origins=PAGE)) as here:
+        for answer in (
+            await preflight(here, OTHER),
+            await preflight(here, "null"),
+            await here.http.post("/v1/chat/completions", json=CHAT, headers={"origin": OTHER}),
+            await here.http.post("/v1/chat/completions", json=CHAT),
+        ):
+            assert "access-control-allow-origin" not in answer.headers
+            assert "access-control-allow-methods" not in answer.headers
+            assert "origin" in answer.headers["vary"]  # for caches on the way
+
+
+async def test_without_the_setting_no_page_may() -> None:
+    async with served(pairs()) as here:
+        asked = await preflight(here, PAGE)
+        assert asked.status_code == 204
+        assert not [name for name in asked.headers if name.startswith("access-control")]
+
+
+async def test_options_say_what_a_path_takes() -> None:
+    async with served(pairs()) as here:
+        for path, methods in (
+            ("/v1/chat/completions", "OPTIONS, POST"),
+            ("/v1/responses", "OPTIONS, POST"),
+            ("/health", "GET, HEAD, OPTIONS"),
+            ("/busy_threshold", "GET, HEAD, OPTIONS, POST"),
+        ):
+            answer = await here.http.options(path)
+            assert (answer.status_code, answer.headers["allow"], answer.content) == (204, methods, b"")
+        assert (await here.http.options("/nothing-here")).status_code == 404
+        head = await here.http.head("/health")
+        assert (head.status_code, head.content) == (200, b"")
+        assert int(head.headers["content-length"]) > 0
+
+
+@pytest.mark.parametrize(
+    "wrong", ["chat.example.com", f"{PAGE}/", f"{PAGE}/page", "https://a b", "https://*.example.com"]
+)
+def test_what_is_no_origin_is_refused_at_the_start(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="cors-origins"):
+        Cors(f"{PAGE},{wrong}")

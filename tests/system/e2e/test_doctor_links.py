@@ -1,0 +1,108 @@
+"""``kvrouter doctor`` names links, transfers and ranks that are slow."""
+
+import pytest
+
+from kvrouter.cli.doctor.findings import Severity
+from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
+from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.kernel.placement.link_speeds import Seen
+from kvrouter.kernel.placement.speeds import LearnedSpeeds, SpeedReading
+from kvrouter.kernel.topology.links import Link, SharedLink
+from kvrouter.router import transfer_speed
+from kvrouter.settings.router import KvRouterConfig
+from tests.support.examined import examined, found, names_of, not_made, the_finding
+from tests.support.fleets import card, decode_card, prefill_card
+from tests.support.front import House, open_house
+from tests.support.mock_fleets import pairs
+from tests.support.served import served
+
+TIME = KvRouterConfig(router_cost="time")
+RANK = WorkerRank(WorkerId(2), DpRank(0))
+
+
+@pytest.mark.parametrize(("seen_s", "is_slow"), [(1.0, True), (0.1, False)])
+async def test_a_link_that_is_far_slower_than_its_table(seen_s: float, is_slow: bool) -> None:
+    async with served(pairs(), router=TIME) as here:
+        (model,) = here.system.service.models()
+        learned = model.placer.transfers.learned
+        for at_s in range(40):
+            link = SharedLink((("zone", "a"),), "b")
+            learned.note(Seen(link, Link(1e-3, 1e9), at_s - seen_s, float(at_s), 0.1, seen_s))
+            learned.refresh((), now_s=float(at_s))
+        report = await examined(here)
+    if not is_slow:
+        assert report.findings == []
+        return
+    finding = the_finding(report, "links", Severity.WARNING)
+    assert finding.subject == "between two values of zone (mock)"
+    assert finding.seen == "KV takes 10 times as long as it should, by 40 transfers: 0.1 GB/s"
+    assert names_of(report) == {"links"}
+
+
+async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
+    async with open_house(prefill_card(1), decode_card(2), config=TIME) as house:
+        sums = house.bench.model.placer.transfers.engine_sums
+        for n in range(2):  # a first report may be of long ago
+            fetched = KvTransfers(10 * n, 10**9 * n, 1.0 * n)
+            house.bench.events.load(LoadReport(RANK, 7, 1000, kv_transfers=fetched))
+        slot = house.bench.model.fleet.slot_of(RANK)
+        assert slot is not None
+        for _ in range(10):
+            sums.saw(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model.clock())
+        report = await examined(house)
+    finding = the_finding(report, "links", Severity.WARNING)
+    assert finding.seen.startswith("they come 3 times as late as the engines' own transfers take")
+
+
+async def test_a_router_that_learns_nothing_of_links_says_so() -> None:
+    blocks = KvRouterConfig(router_cost="blocks")
+    async with open_house(prefill_card(1), decode_card(2), config=blocks) as house:
+        report = await examined(house)
+    (why,) = not_made(report, "links")
+    assert "--router-cost time alone, and it is blocks" in why
+    async with open_house(card(1), config=blocks) as house:
+        assert not_made(await examined(house), "links") == []  # nothing travels
+
+
+async def transferred(house: House, *reports: KvTransfers) -> None:
+    for fetched in reports:
+        house.bench.events.load(LoadReport(RANK, 7, 1000, kv_transfers=fetched))
+        (await house.http.get("/v1/fleet")).raise_for_status()
+
+
+async def test_a_rank_to_which_kv_travels_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_speed, "WINDOW_S", 0.0)
+    gb = 1_000_000_000
+    async with open_house(prefill_card(1), decode_card(2)) as house:
+        fast = [KvTransfers(10 * n, 10 * n * gb, 1.0 * n) for n in range(4)]
+        await transferred(house, *fast)
+        well = await examined(house)
+        await transferred(
+            house, *(KvTransfers(30 + 10 * n, (30 + 10 * n) * gb, 3.0 + 20.0 * n) for n in (1, 2))
+        )
+        report = await examined(house)
+    assert found(well, "transfers") == []
+    finding = the_finding(report, "transfers", Severity.WARNING)
+    assert finding.subject.startswith("worker 2 (decode, zone=a), rank 0")
+    assert finding.seen.startswith("KV travels to it at 1.")
+    assert finding.seen.endswith(" GB/s, and has at 10.0 GB/s")
+
+
+@pytest.mark.parametrize(("failed", "severity"), [(5, Severity.WARNING), (1, Severity.NOTE)])
+async def test_transfers_that_fail(failed: int, severity: Severity) -> None:
+    async with open_house(prefill_card(1), decode_card(2)) as house:
+        await transferred(house, KvTransfers(195, 10**9, 1.0, failed))
+        report = await examined(house)
+    assert f"{failed} of {195 + failed} transfers" in the_finding(report, "transfers", severity).seen
+
+
+async def test_a_rank_that_is_slower_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(_: LearnedSpeeds, slot: Slot) -> SpeedReading:
+        return SpeedReading(2.5, 1.0, 2.5 if slot else 1.0, 40, 0.1, 0.25, is_slow=bool(slot))
+
+    monkeypatch.setattr(LearnedSpeeds, "reading", reading)
+    async with open_house(card(1), card(2), config=TIME) as house:
+        report = await examined(house)
+    finding = the_finding(report, "slow-ranks", Severity.WARNING)
+    assert finding.subject.startswith("worker 2 ")
+    assert "2.5 times as long" in finding.seen

@@ -1,0 +1,50 @@
+"""Calls of many shapes to a real vLLM: the router counts the tokens that the engine counts, and predicts at a
+repeat the blocks that the engine finds in its cache.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.support.processes import Fleet
+from tests.support.prompt_shapes import SHAPES
+from tests.support.prompt_templates import TEMPLATES
+from tests.system.engines.calls import attached, stopped
+from tests.system.engines.prompt_law import blind_shapes, kept_prompts, made_again, model_with_template
+from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
+    """One engine, whose template shows all that it gets."""
+    model = model_with_template(engine_folder)
+    async with stopped({1: VllmServer(engine_folder, "vllm", core=0)}) as one:
+        flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+        await one[1].start(model=model, n_blocks=1500, flags=flags)
+        yield one[1]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_shape_is_found_where_the_engine_has_it(engine: VllmServer, kvrouter: Fleet) -> None:
+    frontend = await attached(kvrouter, {1: engine})
+    assert await blind_shapes(frontend, SHAPES, block_size=BLOCK_SIZE) == {}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_so_it_is_where_nothing_is_read_here_and_the_engine_tokenizes(
+    engine: VllmServer, kvrouter: Fleet
+) -> None:
+    patient = ("--tokenize-engine-wait-s", "10")
+    flags = ("--tokenizer", "engine")
+    frontend = await attached(kvrouter, {1: engine}, *flags, frontend_flags=patient)
+    blind = await blind_shapes(frontend, SHAPES, block_size=BLOCK_SIZE)
+    assert blind.keys() == {"responses-called"}  # of chats alone vLLM orders the fields of calls of tools
+    (model,) = (await frontend.fleet())["models"]
+    assert (model["tokenized_by"], model["routing"]) == ("engine", "cache")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_kept_renderings_are_the_engines(template: str) -> None:
+    assert made_again("vllm_renderings.py", template) == kept_prompts("vllm-0.32.0")[template]

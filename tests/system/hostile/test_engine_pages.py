@@ -1,0 +1,55 @@
+"""``kvrouter up`` before engines whose metrics pages have 60 MB: it serves, and says what it leaves out."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from tests.support.engine_server import JSON, VLLM_PAGES, Answer, page, scripted_engine
+from tests.support.processes import fleet
+from tests.system.hostile.meter import MIB, Meter
+
+PAGE_BYTES = 60 * MIB
+MEMORY_MAX_BYTES = 50 * MIB
+TURN_MAX_S = 0.1
+PROBES = 3
+"""How often each page is read while the event loop is watched."""
+
+UNITS = (b'vllm:num_requests_running{engine="0",model_name="tiny"} 1.0\n', b"other_metric 1\n", b"x")
+"""What the pages consist of: samples that are used, others, and a line without an end."""
+
+
+async def test_metrics_pages_without_end_stop_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(scripted_engine()) for _ in UNITS]
+        workers = ""
+        for number, (engine, unit) in enumerate(zip(engines, UNITS, strict=True)):
+            pieces = (page(VLLM_PAGES["/metrics"]), *([unit * (MIB // len(unit))] * (PAGE_BYTES // MIB)))
+            engine.pages["/metrics"] = Answer(pieces, content_type="text/plain")
+            engine.answers.append(Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON))
+            at = f"{{kind: vllm, url: '{engine.url}', kv_events: false}}"
+            workers += f"- {{name: e{number}, engine: {at}}}\n"
+        file.write_text(f"version: 1\nmodels: [{{name: tiny, tokenizer: mock}}]\nworkers:\n{workers}")
+        router = await (await stack.enter_async_context(fleet())).door(
+            "up", "--fleet", str(file), "--no-kv-events"
+        )
+        assert router.lines().count("has a longer metrics page than is read") == len(UNITS)
+        meter = Meter(router.pid)
+        meter.forget_peak()
+        before_bytes = meter.resident_bytes()
+        before_probes = [engine.asked["/metrics"] for engine in engines]
+        longest_s = 0.0
+        while any(
+            engine.asked["/metrics"] < before + PROBES
+            for engine, before in zip(engines, before_probes, strict=True)
+        ):
+            before_s = meter.loop_cpu_s()
+            assert (await router.http.get("/health")).status_code == 200
+            longest_s = max(longest_s, meter.loop_cpu_s() - before_s)
+            await asyncio.sleep(0.005)
+        grown_bytes = meter.peak_bytes() - before_bytes
+        print(f"+{grown_bytes / MIB:.0f} MiB, loop {1e3 * longest_s:.0f} ms")
+        assert grown_bytes < MEMORY_MAX_BYTES
+        assert longest_s < TURN_MAX_S
+        call = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        assert (await router.http.post("/v1/completions", json=call)).status_code == 200

@@ -1,0 +1,157 @@
+"""Requests that come at once count each other: a worker is given no more than its busy threshold allows."""
+
+import asyncio
+from array import array
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.errors import AllWorkersBusy
+from kvrouter.core.requests import FinishReason
+from kvrouter.core.workers import LoadReport
+from kvrouter.settings.router import KvRouterConfig
+from tests.oracles.sync import MemorySyncPlane
+from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
+from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt
+from tests.support.replicas import ReplicaRouter
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.support.waits import until
+
+RANK = card(1).ranks()[0]
+BLOCKS = 10
+TOTAL = 64
+HALF = KvRouterConfig(active_decode_blocks_threshold=0.5)
+"""With requests of 10 blocks on a worker of 64: after four of them there are more than 32."""
+
+QUEUE = HALF.model_copy(update={"admission_queue_max": 64, "admission_wait_s": 60.0})
+
+
+def report(blocks: int) -> LoadReport:
+    return LoadReport(RANK, active_blocks=blocks, total_blocks=TOTAL)
+
+
+async def ask(bench: Bench, number: int) -> int:
+    """Send one request of ten blocks that shares none; return how many tokens came."""
+    first = 1000 * (number + 1)
+    request = replace(
+        generate_request(request_id=f"r{number}"),
+        token_ids=array("I", range(first, first + BLOCKS * BLOCK_SIZE)),
+    )
+    async with bench.service.requests.generate(request) as generation:
+        return len([token async for chunk in generation for token in chunk.token_ids])
+
+
+async def settled(plane: ScriptedPlane, asked: list[asyncio.Task[int]]) -> int:
+    """Wait until each request was sent or refused; return how many were sent."""
+    await until(lambda: len(plane.opened) + sum(each.done() for each in asked) == len(asked))
+    return len(plane.opened)
+
+
+def held(bench: Bench) -> int:
+    """Blocks of the worker that are booked."""
+    return int(bench.model.ledger.columns().active_blocks.sum())
+
+
+async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported_to_be_idle() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, card(1), config=HALF)
+    bench.load(report(0))
+    asked = [asyncio.create_task(ask(bench, number)) for number in range(8)]
+    assert await settled(plane, asked) == 4
+    refused = await asyncio.gather(*asked[4:], return_exceptions=True)
+    assert all(isinstance(each, AllWorkersBusy) for each in refused)
+    assert held(bench) == 4 * BLOCKS
+    bench.load(report(0))  # taken before they were there: it changes nothing
+    with pytest.raises(AllWorkersBusy):
+        await ask(bench, 8)
+    for stream in plane.opened:
+        stream.tokens(1, finish=FinishReason.STOP)
+    assert await asyncio.gather(*asked[:4]) == [1] * 4
+    assert len(plane.opened) == 4
+
+
+async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, card(1), config=HALF)
+    bench.load(report(20))
+    asked = [asyncio.create_task(ask(bench, number)) for number in range(8)]
+    assert await settled(plane, asked) == 2, "20, 30, and then 40"
+    refused = await asyncio.gather(*asked[2:], return_exceptions=True)
+    assert all(isinstance(each, AllWorkersBusy) for each in refused)
+    plane.opened[0].tokens(1, finish=FinishReason.STOP)
+    assert await asked[0] == 1
+    asked.append(asyncio.create_task(ask(bench, 8)))
+    await until(lambda: len(plane.opened) == 3)  # what ended since the report counts too
+    for stream in plane.opened[1:]:
+        stream.tokens(1, finish=FinishReason.STOP)
+    await asyncio.gather(asked[1], asked[-1])
+
+
+async def test_whoever_is_released_together_counts_each_other() -> None:
+    opened: asyncio.Queue[ScriptedStream] = asyncio.Queue()
+    plane = ScriptedPlane(opened.put_nowait)
+    bench = await bench_of(plane, card(1), config=QUEUE)
+    bench.load(report(TOTAL))
+    waiting = [asyncio.create_task(ask(bench, number)) for number in range(40)]
+    await until(lambda: len(bench.model.placer.waiting) == 40)
+    most = 0
+    for _ in range(40):
+        bench.load(report(0))  # which calls all who wait
+        stream = await opened.get()
+        most = max(most, held(bench))
+        stream.tokens(1, finish=FinishReason.STOP)
+    assert await asyncio.gather(*waiting) == [1] * 40
+    assert most == 4 * BLOCKS
+
+
+async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, card(1), config=KvRouterConfig())
+    bench.load(report(0))
+    asked = [asyncio.create_task(ask(bench, number)) for number in range(4)]
+    await until(lambda: len(plane.opened) == 4)
+    bench.model.placer.set_busy_thresholds(decode_blocks=0.5, prefill_tokens=None, now_s=bench.model.clock())
+    with pytest.raises(AllWorkersBusy):
+        await ask(bench, 4)
+    bench.model.placer.set_busy_thresholds(decode_blocks=None, prefill_tokens=None, now_s=bench.model.clock())
+    asked.append(asyncio.create_task(ask(bench, 5)))
+    await until(lambda: len(plane.opened) == 5)
+    for stream in plane.opened:
+        stream.tokens(1, finish=FinishReason.STOP)
+    assert await asyncio.gather(*asked) == [1] * 5
+
+
+async def test_what_other_routers_book_after_a_report_counts_with_it() -> None:
+    plane = MemorySyncPlane()
+    a = ReplicaRouter("a", plane, workers=(1,))
+    b = ReplicaRouter("b", plane, workers=(1,), config=HALF)
+    for router in (a, b):
+        await router.sync.start()
+    assert b.model.reported(report(20))
+    placements = [await a.place(n_blocks=BLOCKS) for _ in range(2)]
+    await until(lambda: b.loads() == a.loads())
+    with pytest.raises(AllWorkersBusy):
+        await b.place(n_blocks=BLOCKS)
+    a.model.release(placements[0])
+    await until(lambda: b.loads() == a.loads())
+    b.model.release(await b.place(n_blocks=BLOCKS))
+    for router in (a, b):
+        await router.sync.stop()
+
+
+async def test_engines_that_report_are_never_given_more_than_the_threshold_and_one_request() -> None:
+    """A hundred requests of 12 blocks on two engines of 64 blocks that report each step."""
+    async with mock_bench(
+        alike(engine="{total_kv_blocks: 64}"), config=QUEUE.model_copy(update={"admission_queue_max": 100})
+    ) as bench:
+        most = 0
+
+        async def answer(here: MockBench, number: int) -> None:
+            nonlocal most
+            request = here.request(prompt(tokens=12 * 16, first=number + 1), max_tokens=8)
+            async with here.service.requests.generate(request) as generation:
+                async for _ in generation:
+                    most = max(most, int(here.model.ledger.columns().active_blocks.max()))
+
+        await asyncio.gather(*(answer(bench, number) for number in range(100)))
+    assert 32 < most <= 32 + 13

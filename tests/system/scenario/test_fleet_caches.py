@@ -1,0 +1,300 @@
+"""What the router believes of caches, next to what the engines of a mock fleet hold."""
+
+import asyncio
+import random
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg, TokenBuffer
+from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
+from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
+from kvrouter.router import engine_reports
+from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.settings.router import KvRouterConfig
+from tests.support.fleets import Bench
+from tests.support.fleets import card as worker_card
+from tests.support.logged import events_of
+from tests.support.mock_fleets import (
+    BLOCK,
+    LONG_TOKENS,
+    MOCK,
+    MockBench,
+    accepted,
+    alike,
+    mock_bench,
+    once,
+    pairs,
+    prompt,
+)
+from tests.support.scripted_transport import ScriptedPlane
+from tests.support.waits import until
+
+SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"
+"""Caches that overflow all the time."""
+
+
+def conversations(*, turns: int, seed: int) -> list[TokenBuffer]:
+    """Prompts of a few conversations, mixed: each turn is the turn before and more."""
+    draw = random.Random(seed)
+    prompts, grown = [], {n: prompt(tokens=20 + 30 * n, first=n) for n in range(5)}
+    for _ in range(turns):
+        n = draw.randrange(5)
+        grown[n] = grown[n] + prompt(tokens=draw.randrange(1, 70), first=draw.randrange(50))
+        prompts.append(grown[n])
+    return prompts
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        alike(replicas=3, dp_size=2),
+        alike(replicas=2, engine=SMALL),
+        pairs(handoff="bootstrap"),
+        pairs(handoff="synchronous"),
+    ],
+    ids=["aggregated-dp2", "evicting-opaque", "bootstrap", "synchronous"],
+)
+async def test_after_traffic_the_index_is_what_the_engines_hold(fleet: FleetFile) -> None:
+    async with mock_bench(fleet) as bench:
+        prompts = conversations(turns=40, seed=1)
+        for n in range(0, 40, 8):
+            requests = [bench.request(each, max_tokens=30) for each in prompts[n : n + 8]]
+            await asyncio.gather(*(bench.read(request) for request in requests))
+        await bench.until_index_is_true()
+        index = bench.cache_of().index
+        total = sum(sum(bench.held(rank).values()) for rank in bench.ranks())
+        assert total > 0
+        slots = [bench.model.fleet.slot_of(rank) for rank in bench.ranks()]
+        assert sum(index.held(slot) for slot in slots if slot is not None) == index.stats().blocks[0]
+        counted = bench.telemetry.feed_events
+        assert counted.value(MOCK, "blocks_stored") > 0
+        assert counted.value(MOCK, "blocks_orphaned") == counted.value(MOCK, "gaps") == 0
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("engine", ["{}", "{engine_hashing: opaque, total_kv_blocks: 128}"])
+async def test_the_overlap_that_is_counted_on_is_what_the_engine_finds(dp_size: int, engine: str) -> None:
+    """On a quiet fleet a prediction is exact: whole blocks, less the block of which one token is computed."""
+    async with mock_bench(alike(replicas=2, dp_size=dp_size, engine=engine)) as bench:
+        for each in conversations(turns=30, seed=2):
+            await bench.until_index_is_true()
+            _, generation = await bench.read(bench.request(each, max_tokens=5))
+            assert generation.placement is not None
+            predicted = generation.placement.decision.decode.overlap_blocks * BLOCK
+            if predicted == len(each):
+                predicted -= BLOCK
+            assert generation.usage.cached_tokens == predicted
+        telemetry = bench.telemetry
+        assert telemetry.cached_tokens.value(MOCK) > 0
+        assert telemetry.prompt_tokens.value(MOCK) > telemetry.cached_tokens.value(MOCK)
+
+
+@pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
+async def test_a_pairs_overlap_is_what_the_prefill_engine_finds(handoff: str) -> None:
+    async with mock_bench(pairs(handoff=handoff, prefill=2)) as bench:
+        for each in conversations(turns=20, seed=3):
+            await bench.until_index_is_true()
+            _, generation = await bench.read(bench.request(each, max_tokens=5))
+            assert generation.placement is not None
+            predicted = generation.placement.prefill_pick.overlap_blocks * BLOCK
+            if predicted == len(each):
+                predicted -= BLOCK
+            assert generation.usage.cached_tokens == predicted
+        assert bench.telemetry.cached_tokens.value(MOCK) > 0
+
+
+async def test_tenants_do_not_share_blocks() -> None:
+    async with mock_bench(alike(replicas=1)) as bench:
+        overlaps = []
+        for namespace in (None, "a", "b", "a", None):
+            _, generation = await bench.read(bench.request(cache_namespace=namespace))
+            assert generation.placement is not None
+            overlap = generation.placement.decision.decode.overlap_blocks
+            assert generation.usage.cached_tokens == overlap * BLOCK
+            overlaps.append(overlap)
+            await bench.until_index_is_true()
+        assert overlaps == [0, 0, 0, 6, 6]
+
+
+async def test_a_dead_workers_blocks_go_and_its_next_start_begins_empty() -> None:
+    async with mock_bench(alike(replicas=2)) as bench:
+        for n in range(6):
+            await bench.read(bench.request(prompt(first=n), worker_id=1 + n % 2))
+        await bench.until_index_is_true()
+        old = bench.fleet.workers[WorkerId(1)]
+        rank = WorkerRank(WorkerId(1), old.card.ranks()[0].dp_rank)
+        assert bench.held(rank)
+        blocks = bench.cache_of().index.stats().blocks[0]
+        gone = sum(bench.held(rank).values())
+        await bench.fleet.kill(WorkerId(1))
+        assert bench.cache_of().index.stats().blocks[0] == blocks - gone
+        assert bench.cache_of().index.stats().ranks == 1
+        new = await bench.revive(old)
+        assert new.card.incarnation != old.card.incarnation
+        await bench.until_index_is_true()
+        assert not bench.believed(rank)
+        slot = bench.model.fleet.slot_of(rank)
+        feeds = dict(bench.cache_of().pump.feed_readings())
+        assert slot is not None
+        assert feeds[slot].state is FeedState.LIVE
+        await bench.read(bench.request(worker_id=1))
+        await bench.until_index_is_true()
+        assert bench.believed(rank)
+
+
+async def test_a_worker_that_restarts_in_mid_traffic_is_known_truly() -> None:
+    async with mock_bench(alike(replicas=2)) as bench:
+
+        async def restart(_: object) -> None:
+            old = bench.fleet.workers[WorkerId(1)]
+            await bench.fleet.kill(WorkerId(1))
+            await bench.revive(old)
+
+        for n in range(4):
+            bench.plane.hook = once(accepted(Leg.AGGREGATED), restart)
+            requests = [bench.request(prompt(first=n * 10 + m), max_tokens=50) for m in range(6)]
+            answers = await asyncio.gather(*(bench.read(request) for request in requests))
+            assert all(len(tokens) == 50 for tokens, _ in answers)
+        await bench.until_index_is_true()
+
+
+async def test_a_router_that_starts_late_learns_what_is_there() -> None:
+    async with mock_bench(pairs()) as first:
+        for n in range(6):
+            await first.read(first.request(prompt(first=n)))
+        second = MockBench(first.fleet)
+        await second.service.start()
+        try:
+            await second.until_index_is_true()
+            _, generation = await second.read(second.request(prompt(first=2)))
+            assert generation.usage.cached_tokens == 96
+        finally:
+            second.service.stop()
+
+
+async def test_without_events_decisions_predict_the_caches() -> None:
+    async with mock_bench(alike(replicas=3), KvRouterConfig(kv_events=False)) as bench:
+        assert isinstance(bench.model.cache, PredictedCacheView)
+        first, generation = await bench.read(bench.request())
+        assert generation.usage.cached_tokens == 0
+        again, generation = await bench.read(bench.request())
+        assert again == first
+        assert generation.placement is not None
+        assert generation.placement.decision.decode.overlap_blocks == 6
+        assert generation.usage.cached_tokens == 96
+        assert len(set(bench.legs(Leg.AGGREGATED))) == 1
+        await bench.fleet.kill(bench.legs(Leg.AGGREGATED)[0])
+        _, generation = await bench.read(bench.request())
+        assert generation.placement is not None
+        assert generation.placement.decision.decode.overlap_blocks == 0, (
+            "a dead worker's blocks are forgotten"
+        )
+
+
+async def test_a_prediction_covers_both_workers_of_a_pair() -> None:
+    async with mock_bench(pairs(decode=1), KvRouterConfig(kv_events=False)) as bench:
+        for _ in range(3):
+            _, generation = await bench.read(bench.request())
+        assert generation.usage.cached_tokens == 96
+        assert len(set(bench.legs(Leg.PREFILL))) == 1
+        explained = bench.model.explain(bench.request())
+        overlaps = {row.rank.worker_id: row.overlap_blocks for row in explained.rows}
+        expected = {bench.legs(Leg.PREFILL)[0]: 6, bench.legs(Leg.DECODE)[0]: 6}
+        assert {worker_id: blocks for worker_id, blocks in overlaps.items() if blocks} == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        KvRouterConfig(overlap_score_weight=0.0),
+        KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN),
+        KvRouterConfig(router_mode=RouterMode.RANDOM, kv_events=False),
+    ],
+)
+async def test_where_overlap_weighs_nothing_no_index_is_built(config: KvRouterConfig) -> None:
+    async with mock_bench(alike(), config) as bench:
+        assert isinstance(bench.model.cache, NoCacheView)
+        for _ in range(4):
+            _, generation = await bench.read(bench.request())
+            assert generation.placement is not None
+            assert generation.placement.decision.decode.overlap_blocks == 0
+
+
+async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> None:
+    """Requests that overlap in time find less in the index than in the engine; the counters say how much."""
+    async with mock_bench(alike(replicas=1)) as bench:
+        requests = [bench.request(max_tokens=LONG_TOKENS) for _ in range(4)]
+        answers = await asyncio.gather(*(bench.read(request) for request in requests))
+        assert len({tuple(tokens) for tokens, _ in answers}) == 1
+        await bench.until_index_is_true()
+        assert isinstance(bench.model.cache, EventCacheView)
+        await until(lambda: bench.fleet.cluster.idle)
+
+
+async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_reports, "SPAN_S", 0.0)
+    caplog.set_level("WARNING")
+    async with mock_bench(alike(replicas=1)) as bench:
+        asked = prompt(tokens=20 * BLOCK)
+        await bench.read(bench.request(asked))
+        await bench.until_index_is_true()
+        slot = bench.model.fleet.slot_of(bench.ranks()[0])
+        assert slot is not None
+        bench.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
+        for _ in range(engine_reports.WINDOW_ANSWERS):
+            await bench.read(bench.request(asked))
+        await bench.until_index_is_true()
+        rank = bench.ranks()[0]
+        labels = (MOCK, str(rank.worker_id), str(rank.dp_rank))
+        assert bench.telemetry.index_wrong.value(*labels) == 1
+        assert bench.telemetry.feed_events.value(MOCK, "doubts") == 1
+        assert events_of(caplog.records).count("index_wrong") == 1
+
+
+@pytest.mark.parametrize("is_card_published_again", [False, True])
+@pytest.mark.parametrize(("reported", "state"), [(9_000, FeedState.LIVE), (2_600, FeedState.OVER_LIMIT)])
+async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what_is_believed(
+    reported: int, state: FeedState, is_card_published_again: bool
+) -> None:
+    """A worker may register before its engine knows how many blocks it has."""
+    bench = Bench(ScriptedPlane(lambda _stream: None))
+    known = structs.replace(
+        worker_card(1),
+        publishes_kv_events=True,
+        runtime_config=ModelRuntimeConfig(total_kv_blocks=2_500),
+    )
+    await bench.start(known)
+    view, rank = bench.model.cache, WorkerRank(WorkerId(1), DpRank(0))
+    assert isinstance(view, EventCacheView)
+    ((_, feed),) = view.pump.feeds()
+    await until(lambda: feed.state is FeedState.LIVE)
+    bench.load(LoadReport(rank, active_blocks=0, total_blocks=reported))
+    if is_card_published_again:
+        bench.discovery.put(structs.replace(known, cache_is_partial=True))
+    blocks = pack_hashes(range(1, 10_001))
+    bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (Stored(None, blocks, blocks),)))
+    settled = (FeedState.LIVE, FeedState.OVER_LIMIT)
+    await until(lambda: dict(view.pump.feed_readings())[Slot(0)].state in settled)
+    assert feed.state is state
+    bench.service.stop()
+
+
+async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
+    bench = Bench(ScriptedPlane(lambda _stream: None))
+    known = structs.replace(
+        worker_card(1, dp_size=16), publishes_kv_events=True, runtime_config=ModelRuntimeConfig()
+    )
+    await bench.start(known)
+    view = bench.model.cache
+    assert isinstance(view, EventCacheView)
+    capacities = [view.pump._by_slot[Slot(at)].capacity for at in range(16)]
+    assert sum(each.gpu for each in capacities) == sum(each.other for each in capacities) == 4 * 2**24
+    bench.service.stop()

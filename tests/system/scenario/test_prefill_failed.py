@@ -1,0 +1,148 @@
+"""Prefill legs that engines refuse or fail: who answers the request, and whose fault it is."""
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.constraints import Pin
+from kvrouter.core.errors import InvalidRequest, KvrouterError, NoEligibleWorker
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.kernel.fleet.circuit import CircuitState
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
+from tests.support.fleets import Bench, bench_of, decode_card, generate_request, prefill_card, read_all
+from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+
+LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+FAILED = EngineFailed("the engine answered 500: Internal server error")
+FAILED_LATER = EngineFailedLater("the engine failed: Internal server error")
+REFUSED = InvalidRequest("1 validation error for list[FunctionDefinition]", param="tools")
+
+
+class Engines:
+    """Engines that answer; those at ``bad`` fail prefill legs of requests whose id begins with ``poison``."""
+
+    def __init__(self, *bad: int, error: KvrouterError) -> None:
+        self.bad = set(map(address_of, bad))
+        self.error = error
+        self.decode_error: KvrouterError | None = None
+
+    def __call__(self, stream: ScriptedStream) -> None:
+        leg, is_poison = stream.request.leg, stream.request.request_id.startswith("poison")
+        if leg is Leg.PREFILL:
+            if is_poison and stream.address in self.bad:
+                stream.feed(self.error)
+            else:
+                stream.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+        elif is_poison and self.decode_error is not None:
+            stream.feed(self.decode_error)
+        else:
+            stream.tokens(1, finish=FinishReason.STOP)
+
+
+async def send(bench: Bench, kind: str, times: int = 1) -> None:
+    for number in range(times):
+        assert await read_all(bench, request_id=f"{kind}-{number}") == [1]
+
+
+def legs_of(plane: ScriptedPlane, request_id: str) -> list[Leg]:
+    return [each.request.leg for each in plane.opened if each.request.request_id == request_id]
+
+
+def open_circuits(bench: Bench, *workers: int) -> set[int]:
+    states = {worker: bench.circuit_state(WorkerId(worker)) for worker in workers}
+    return {worker for worker, state in states.items() if state is not CircuitState.CLOSED}
+
+
+@pytest.mark.parametrize("error", [FAILED, FAILED_LATER], ids=["at once", "later"])
+async def test_a_request_that_fails_wherever_it_is_prefilled_is_answered_whole_and_blames_nobody(
+    error: KvrouterError,
+) -> None:
+    plane = ScriptedPlane(Engines(1, 2, error=error))
+    bench = await bench_of(plane, *map(prefill_card, (1, 2)), *map(decode_card, (3, 4)), config=LONG)
+    await send(bench, "poison", 12)
+    for number in range(12):
+        assert legs_of(plane, f"poison-{number}") == [Leg.PREFILL, Leg.PREFILL, Leg.AGGREGATED]
+    assert open_circuits(bench, 1, 2, 3, 4) == set()
+    await send(bench, "plain", 4)
+    for number in range(4):
+        assert legs_of(plane, f"plain-{number}") == [Leg.PREFILL, Leg.DECODE], "others are not hurt"
+    assert bench.booked() == 0
+
+
+async def test_a_prefill_leg_that_is_refused_is_answered_whole_at_once() -> None:
+    plane = ScriptedPlane(Engines(1, 2, error=REFUSED))
+    bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
+    await send(bench, "poison", 6)
+    assert legs_of(plane, "poison-0") == [Leg.PREFILL, Leg.AGGREGATED]
+    assert open_circuits(bench, 1, 2, 3) == set()
+    assert bench.booked() == 0
+
+
+async def test_what_the_worker_that_does_it_all_says_is_the_answer() -> None:
+    engines = Engines(1, error=REFUSED)
+    engines.decode_error = InvalidRequest("tools: odd", param="tools")
+    bench = await bench_of(ScriptedPlane(engines), prefill_card(1), decode_card(2), config=LONG)
+    with pytest.raises(InvalidRequest, match="odd"):
+        await send(bench, "poison")
+    assert bench.booked() == 0
+
+
+async def test_where_no_worker_may_do_it_all_the_prefill_engines_word_is_the_answer() -> None:
+    only_decodes = structs.replace(decode_card(2), decode_only=True)
+    plane = ScriptedPlane(Engines(1, error=REFUSED))
+    bench = await bench_of(plane, prefill_card(1), only_decodes, config=LONG)
+    with pytest.raises(InvalidRequest, match="FunctionDefinition"):
+        await send(bench, "poison")
+    assert bench.booked() == 0
+
+
+async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_nobody() -> None:
+    class Pairs(Engines):
+        def __call__(self, stream: ScriptedStream) -> None:
+            if stream.request.leg is Leg.PREFILL:
+                super().__call__(stream)  # decode waits for KV that never comes
+
+    plane = ScriptedPlane(Pairs(1, error=REFUSED))
+    bench = await bench_of(plane, prefill_card(1, bootstrap=True), decode_card(2), config=LONG)
+    for number in range(6):
+        with pytest.raises(InvalidRequest, match="FunctionDefinition"):
+            await read_all(bench, request_id=f"poison-{number}")
+    assert sorted(legs_of(plane, "poison-0")) == [Leg.DECODE, Leg.PREFILL]
+    assert open_circuits(bench, 1, 2) == set()
+    assert bench.booked() == 0
+
+
+async def test_a_worker_that_fails_what_another_prefills_is_passed_over() -> None:
+    plane = ScriptedPlane(Engines(1, error=FAILED))
+    bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
+    await send(bench, "poison", 40)
+    assert open_circuits(bench, 1, 2, 3) == {1}
+    assert {Leg.AGGREGATED} & set().union(*(legs_of(plane, f"poison-{n}") for n in range(40))) == set()
+
+
+async def test_a_lone_prefill_worker_that_was_well_lately_is_not_passed_over_for_one_request() -> None:
+    plane = ScriptedPlane(Engines(1, error=FAILED))
+    bench = await bench_of(plane, prefill_card(1), decode_card(2), config=LONG)
+    await send(bench, "plain")
+    await send(bench, "poison", 12)
+    assert legs_of(plane, "poison-11") == [Leg.PREFILL, Leg.AGGREGATED]
+    assert open_circuits(bench, 1, 2) == set()
+
+
+async def test_a_lone_prefill_worker_that_only_fails_is_passed_over() -> None:
+    plane = ScriptedPlane(Engines(1, error=FAILED))
+    bench = await bench_of(plane, prefill_card(1), decode_card(2), config=LONG)
+    await send(bench, "poison", 4)
+    assert open_circuits(bench, 1, 2) == {1}
+    assert legs_of(plane, "poison-3") == [Leg.AGGREGATED]
+
+
+async def test_a_client_that_named_its_prefill_worker_gets_no_other() -> None:
+    plane = ScriptedPlane(Engines(1, 2, error=FAILED))
+    bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
+    pinned = structs.replace(generate_request(request_id="poison-0"), prefill_pin=Pin(WorkerId(1)))
+    async with bench.service.requests.generate(pinned) as generation:
+        with pytest.raises(NoEligibleWorker, match="Internal server error"):
+            await anext(generation)
+    assert legs_of(plane, "poison-0") == [Leg.PREFILL]

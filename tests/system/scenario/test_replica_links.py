@@ -1,0 +1,117 @@
+"""Routers side by side, over memory and over a real nats-server: what one learns of links, all know."""
+
+from msgspec import structs
+
+from kvrouter.core.ids import Slot
+from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.kernel.topology.links import LinkLoad, SharedLink
+from kvrouter.settings.router import KvRouterConfig
+from tests.oracles.sync import MemorySyncPlane
+from tests.support.fleets import card
+from tests.support.replicas import ReplicaRouter
+from tests.support.waits import until
+from tests.system.scenario.test_replica_sync import MakePlane, make_plane
+
+__all__ = ["make_plane"]  # the fixture
+
+TIME = KvRouterConfig(router_cost="time")
+A_TO_B = SharedLink((("zone", "a"),), "b")
+BYTES_PER_TOKEN = 312_500
+"""A thousand tokens take 0.1 s over the link that is assumed between zones."""
+
+
+def replica(name: str, plane: object, *, silent_after_s: float = 20.0) -> ReplicaRouter:
+    """With a worker in zone a at slot 0, and one in zone b at slot 1."""
+    made = ReplicaRouter(name, plane, workers=(), config=TIME, silent_after_s=silent_after_s)  # type: ignore[arg-type]
+    for worker, zone in enumerate("ab"):
+        config = ModelRuntimeConfig(
+            topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=BYTES_PER_TOKEN
+        )
+        made.model.fleet.join(structs.replace(card(worker), runtime_config=config))
+    return made
+
+
+def hand_on(router: ReplicaRouter, seconds: float, *, n: int) -> None:
+    """Let so many transfers of a thousand tokens each take so long from zone a to zone b."""
+    transfers = router.model.placer.transfers
+    assert transfers.table is not None
+    for _ in range(n):
+        transfer = transfers.begin(transfers.table, Slot(0), Slot(1), 1000)
+        now_s = router.model.clock()
+        transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=now_s - seconds)
+        transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=now_s)
+
+
+def slowness(router: ReplicaRouter) -> float:
+    transfers = router.model.placer.transfers
+    transfers.learned.refresh((), now_s=router.model.clock())
+    return transfers.state.pace_of_kind(A_TO_B.kind).slowness
+
+
+def load(router: ReplicaRouter) -> LinkLoad:
+    return router.model.placer.transfers.state.on(A_TO_B)
+
+
+def look(router: ReplicaRouter) -> None:
+    """What a decision looks at."""
+    transfers = router.model.placer.transfers
+    transfers.refresh(lambda _slot: True, now_s=router.model.clock())
+
+
+async def test_what_one_sees_of_links_the_others_learn_and_so_does_one_that_starts_late(
+    make_plane: MakePlane,
+) -> None:
+    a, b = replica("a", await make_plane()), replica("b", await make_plane())
+    await a.sync.start()
+    await b.sync.start()
+    hand_on(a, 1.0, n=8)
+    await until(lambda: slowness(b) > 9.0)
+    c = replica("c", await make_plane())
+    assert slowness(c) == 1.0
+    await c.sync.start()
+    await until(lambda: slowness(c) > 9.0)
+    samples = c.model.placer.transfers.learned.samples()
+    assert len({seen.number for seen in samples}) == len(samples)  # both passed them on
+    for each in (a, b, c):
+        await each.sync.stop()
+
+
+async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_plane: MakePlane) -> None:
+    a, b = replica("a", await make_plane()), replica("b", await make_plane())
+    await a.sync.start()
+    await b.sync.start()
+    transfers = a.model.placer.transfers
+    assert transfers.table is not None
+    begun = [transfers.begin(transfers.table, Slot(0), Slot(1), 1000) for _ in range(3)]
+    look(a)
+    await until(lambda: load(b) == LinkLoad(3 * 1000.0 * BYTES_PER_TOKEN, 3.0))
+    assert load(a) == load(b)
+    for transfer in begun:
+        transfers.end(transfer)
+    await until(lambda: load(b) == LinkLoad(0.0, 0))
+    transfers.begin(transfers.table, Slot(0), Slot(1), 1000)
+    transfers._refreshed_s = 0.0
+    look(a)
+    await until(lambda: load(b).transfers > 0.0)
+    await a.sync.stop()
+    await until(lambda: load(b) == LinkLoad(0.0, 0))
+    await b.sync.stop()
+
+
+async def test_a_router_that_was_given_other_figures_learns_nothing() -> None:
+    plane = MemorySyncPlane()
+    a, b = replica("a", plane), replica("b", plane)
+    settings = b.model.placer.settings
+    assert settings.links is not None
+    b.model.links_changed(structs.replace(settings.links, by_level={"zone": settings.links.otherwise}))
+    heard: list[object] = []
+    plane._sinks["ear"] = heard.append  # type: ignore[index]
+    await a.sync.start()
+    await b.sync.start()
+    hand_on(a, 1.0, n=8)
+    await until(lambda: any(type(message).__name__ == "LinkNews" for message in heard))
+    await until(lambda: b.sync.counts().others.replicas == 1)
+    assert slowness(b) == 1.0
+    assert b.model.placer.transfers.learned.samples() == []
+    await a.sync.stop()
+    await b.sync.stop()

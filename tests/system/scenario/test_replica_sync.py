@@ -1,0 +1,199 @@
+"""Routers side by side, over memory and over a real nats-server: what one books, all count."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from uuid import uuid4
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+from kvrouter.core.errors import AllWorkersBusy
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import SyncMessage
+from kvrouter.settings.router import KvRouterConfig
+from kvrouter.transports.sync.nats import NatsSyncPlane
+from kvrouter.transports.sync.port import MessageSink, SyncPlane
+from tests.oracles.sync import MemorySyncPlane
+from tests.support.nats_server import NatsServer
+from tests.support.replicas import ReplicaRouter
+from tests.support.waits import until
+
+MakePlane = Callable[[], Awaitable[SyncPlane]]
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def make_plane(request: pytest.FixtureRequest) -> AsyncIterator[MakePlane]:
+    clients: list[Client] = []
+    shared = MemorySyncPlane()
+    namespace = f"ns-{uuid4().hex}"
+
+    async def make() -> SyncPlane:
+        if request.param == "memory":
+            return shared
+        server: NatsServer = request.getfixturevalue("shared_nats")
+        clients.append(await nats.connect(server.url))
+        return NatsSyncPlane(clients[-1], namespace=namespace, token="t0p")
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+async def test_what_one_books_the_others_count(make_plane: MakePlane) -> None:
+    a, b = [ReplicaRouter(name, await make_plane()) for name in "ab"]
+    await a.sync.start()
+    await b.sync.start()
+    placed = [await a.place() for _ in range(4)]
+    assert len(a.loads()) == 4  # one each
+    await until(lambda: b.loads() == a.loads())
+    own = await b.place()
+    await until(lambda: a.loads() == b.loads())
+    for placement in placed:
+        a.model.first_token(placement)
+        a.model.placer.output_blocks(placement, 3, now_s=a.model.clock())
+    await until(lambda: a.loads() == b.loads() and (0, 7) in b.loads().values())
+    for placement in placed:
+        a.model.release(placement)
+    b.model.release(own)
+    await until(lambda: not a.loads() and not b.loads())
+    await a.sync.stop()
+    await b.sync.stop()
+
+
+async def test_a_router_that_starts_late_knows_at_once(make_plane: MakePlane) -> None:
+    a = ReplicaRouter("a", await make_plane())
+    await a.sync.start()
+    placed = [await a.place(n_blocks=n) for n in range(1, 600)]
+    b = ReplicaRouter("b", await make_plane(), workers=())
+    await b.sync.start()
+    await until(lambda: b.sync.counts().others.leases == 599)
+    assert not b.loads()
+    for worker in (2, 0, 3, 1):
+        b.join(worker)
+    assert b.loads() == a.loads()
+    for placement in placed:
+        a.model.release(placement)
+    await until(lambda: not b.loads())
+    await a.sync.stop()
+    await b.sync.stop()
+
+
+async def test_a_router_that_ends_leaves_no_load(make_plane: MakePlane) -> None:
+    a, b = ReplicaRouter("a", await make_plane()), ReplicaRouter("b", await make_plane())
+    await a.sync.start()
+    await b.sync.start()
+    await a.place()
+    await until(lambda: bool(b.loads()))
+    await a.sync.stop()
+    await until(lambda: not b.loads())
+    assert b.sync.counts().others.lost == 0
+    await a.sync.stop()
+    await b.sync.stop()
+
+
+async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
+    plane = MemorySyncPlane()
+    a = ReplicaRouter("a", plane)
+    b = ReplicaRouter("b", plane, silent_after_s=0.3)
+    await a.sync.start()
+    await b.sync.start()
+    await a.place()
+    await until(lambda: bool(b.loads()))
+    plane._sinks.pop(a.sync.router_id)
+    assert a.sync._beat is not None
+    a.sync._beat.cancel()
+    await until(lambda: not b.loads())
+    assert b.sync.counts().others.lost == 1
+    await b.sync.stop()
+
+
+async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done() -> None:
+    plane = MemorySyncPlane()
+    config = KvRouterConfig(active_prefill_tokens_threshold=100, admission_queue_max=4, admission_wait_s=30.0)
+    a = ReplicaRouter("a", plane, workers=(1,))
+    b = ReplicaRouter("b", plane, workers=(1,), config=config)
+    await a.sync.start()
+    await b.sync.start()
+    placement = await a.place(n_blocks=20)
+    await until(lambda: bool(b.loads()))
+    waiting = asyncio.ensure_future(b.place())
+    await until(lambda: len(b.model.placer.waiting) == 1)
+    a.model.first_token(placement)
+    async with asyncio.timeout(20):
+        await waiting
+    refusing = ReplicaRouter(
+        "c", plane, workers=(1,), config=KvRouterConfig(active_prefill_tokens_threshold=10)
+    )
+    await refusing.sync.start()
+    await until(lambda: bool(refusing.loads()))
+    with pytest.raises(AllWorkersBusy):
+        await refusing.place()
+    for router in (a, b, refusing):
+        await router.sync.stop()
+
+
+async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServer) -> None:
+    clients = [
+        await nats.connect(own_nats.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
+        for _ in range(2)
+    ]
+    a, b = [
+        ReplicaRouter(name, NatsSyncPlane(client, namespace="ns", token="t0p"))
+        for name, client in zip("ab", clients, strict=True)
+    ]
+    await a.sync.start()
+    await b.sync.start()
+    gone = await a.place()
+    await until(lambda: a.loads() == b.loads())
+    own_nats.kill()
+    await until(lambda: not any(client.is_connected for client in clients))
+    a.model.release(gone)
+    await a.place(n_blocks=7)
+    await a.place(n_blocks=9)
+    await until(lambda: a.sync.counts().unsent > 0)
+    own_nats.start()
+    await until(lambda: a.loads() == b.loads())
+    assert b.sync.counts().others.gaps >= 1
+    for router, client in zip((a, b), clients, strict=True):
+        await router.sync.stop()
+        await client.close()
+
+
+async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: NatsServer) -> None:
+    client = await nats.connect(own_nats.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
+    a = ReplicaRouter("a", NatsSyncPlane(client, namespace="ns", token="t0p"))
+    await a.sync.start()
+    own_nats.kill()
+    await until(lambda: not client.is_connected)
+    await a.place()
+    async with asyncio.timeout(30):
+        await a.sync.stop()
+    with suppress(OSError):  # the client passes on how its last connection ended
+        await client.close()
+
+
+class Refusing(MemorySyncPlane):
+    """A wire that takes messages and no listeners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.published: list[SyncMessage] = []
+
+    def publish(self, message: SyncMessage, *, to: RouterId | None = None) -> bool:
+        self.published.append(message)
+        return super().publish(message, to=to)
+
+    async def subscribe(self, router_id: RouterId, on_message: MessageSink) -> Callable[[], Awaitable[None]]:
+        raise OSError("not connected")
+
+
+async def test_a_router_whose_start_failed_publishes_nothing() -> None:
+    plane = Refusing()
+    router = ReplicaRouter("a", plane)
+    with pytest.raises(OSError, match="not connected"):
+        await router.sync.start()
+    await router.place()
+    await asyncio.sleep(0.1)
+    assert plane.published == []

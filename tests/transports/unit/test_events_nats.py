@@ -1,0 +1,227 @@
+"""The NATS Core event plane: a server that goes and comes back, damaged messages, limits."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+import pytest
+
+from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored, pack_hashes
+from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.kernel.feed.states import FeedState
+from kvrouter.kernel.index import NativeBlockIndex
+from kvrouter.router.event_ingest import EventIngest
+from kvrouter.router.instrumentation import ModelInstrumentation
+from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.nats import NatsEventPublisher
+from kvrouter.transports.events.port import DropReason
+from kvrouter.transports.events.subjects import events_subject, loads_subject, recovery_subject
+from kvrouter.worker import KvPublisher
+from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
+from tests.support.event_waits import card, until_heard
+from tests.support.nats_server import NatsServer
+from tests.support.waits import until
+
+RANK = WorkerRank(WorkerId(4), DpRank(0))
+EPOCH = Epoch(7)
+COLUMN = pack_hashes([1])
+STORED = Stored(None, COLUMN, COLUMN)
+
+
+def batch(first: int) -> KvBatch:
+    return KvBatch(RANK, EPOCH, EventId(first), (STORED,))
+
+
+class Answers:
+    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        return batch(first)
+
+    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        return KvSnapshot(rank, EPOCH, EventId(0), ())
+
+
+@asynccontextmanager
+async def two_ends(server: NatsServer) -> AsyncIterator[NatsEnds]:
+    worker, router = await connect(server.url), await connect(server.url)
+    ends = NatsEnds(worker, router, f"test-{uuid4().hex}")
+    try:
+        await ends.nats_subscriber.start()
+        await until_heard(ends.publisher, ends.subscriber, RANK.worker_id)
+        yield ends
+    finally:
+        await ends.close()
+        await worker.close()
+        await router.close()
+
+
+async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_nats: NatsServer) -> None:
+    async with two_ends(own_nats) as ends:
+        heard: list[KvBatch] = []
+        ends.subscriber.subscribe(heard.append, lambda _report: None)
+        ends.serve_recovery(RANK.worker_id, Answers())
+        own_nats.kill()
+        await until(lambda: not ends.worker.is_connected)
+        for number in range(10_000):
+            ends.publisher.publish(batch(number))
+        await until(lambda: ends.n_dropped() == 10_000)
+        assert {why for _, why in ends.dropped} == {"not connected to NATS"}
+        assert await ends.subscriber.recover_snapshot(RANK) is None
+        own_nats.start()
+        await until(lambda: ends.worker.is_connected and ends.router.is_connected)
+        await until_heard(ends.publisher, ends.subscriber, RANK.worker_id)
+        ends.publisher.publish(batch(10_000))
+        await until(lambda: batch(10_000) in heard)
+        assert await ends.subscriber.recover_range(RANK, EventId(3), EventId(3)) == batch(3)
+
+
+async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: NatsServer) -> None:
+    client = await connect(own_nats.url)
+    dropped: list[str] = []
+    publisher = NatsEventPublisher(
+        client,
+        namespace="n",
+        component="c",
+        token=TOKEN,
+        queue_max_bytes=100_000,
+        on_dropped=lambda _, why: dropped.append(why),
+    )
+    try:
+        own_nats.pause()
+        column = pack_hashes(range(500))
+        large = KvBatch(RANK, EPOCH, EventId(0), (Stored(None, column, column),))
+        async with asyncio.timeout(60.0):
+            while not dropped:
+                for _ in range(100):
+                    publisher.publish(large)
+                await asyncio.sleep(0)
+        assert dropped == ["the queue to NATS is full"]
+    finally:
+        own_nats.resume()
+        await publisher.close()
+        await client.close()
+
+
+async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsServer) -> None:
+    """Stores and removals are lost with the connection; the next heartbeat reveals it."""
+    async with two_ends(own_nats) as ends:
+        index, slot = NativeBlockIndex(), Slot(0)
+        pump = EventIngest(index, ends.subscriber, ModelInstrumentation(Telemetry(), "m"))
+        ends.subscriber.subscribe(pump.on_batch, lambda _report: None)
+        worker = KvPublisher(ends.publisher, worker_id=RANK.worker_id, epoch=EPOCH, block_size=1)
+        ends.serve_recovery(RANK.worker_id, worker)
+        pump.joined(RANK, slot, EPOCH)
+        worker.publish_stored([1, 2, 3], [11, 12, 13])
+        await until(lambda: index.held(slot) == 3)
+        own_nats.kill()
+        await until(lambda: not (ends.worker.is_connected or ends.router.is_connected))
+        worker.publish_removed([13])
+        worker.publish_stored([4, 5, 6], [14, 15, 16], parent=EngineHash(12))
+        worker.flush()
+        assert ends.n_dropped() == 1
+        assert index.held(slot) == 3
+        own_nats.start()
+        await until(lambda: ends.worker.is_connected and ends.router.is_connected)
+        await until_heard(ends.publisher, ends.subscriber, WorkerId(99))
+        worker.heartbeat([RANK.dp_rank])
+        await until(lambda: index.held(slot) == 5)
+        assert [feed.state for _, feed in pump.feeds()] == [FeedState.LIVE]
+        pump.close()
+
+
+async def test_what_cannot_be_read_is_counted_and_let_go(shared_nats: NatsServer) -> None:
+    async with two_ends(shared_nats) as ends:
+        heard: list[KvBatch] = []
+        loads: list[LoadReport] = []
+        ends.subscriber.subscribe(heard.append, loads.append)
+        ends.serve_recovery(RANK.worker_id, Answers())
+        assert await ends.subscriber.recover_snapshot(RANK) is not None
+        namespace = ends.namespace
+        for subject in (
+            events_subject(namespace, "backend", RANK),
+            loads_subject(namespace, "backend", RANK),
+            recovery_subject(namespace, RANK.worker_id),
+        ):
+            for damaged in (b"", b"\xc1", b"\x80", b"x" * 100_000):
+                await ends.router.publish(subject, damaged, reply="nobody")
+        await until(lambda: len(ends.malformed) == 12)
+        ends.publisher.publish(batch(1))
+        await until(lambda: heard == [batch(1)])
+        assert loads == []
+        assert await ends.subscriber.recover_snapshot(RANK) is not None
+
+
+async def test_a_large_answer_goes_in_pieces_and_nobody_there_is_known_soon(shared_nats: NatsServer) -> None:
+    class Large(Answers):
+        def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+            names = pack_hashes(range(400_000))
+            return KvSnapshot(rank, EPOCH, EventId(0), (Held(names, names),))
+
+    async with two_ends(shared_nats) as ends:
+        end = ends.serve_recovery(RANK.worker_id, Large())
+        snapshot = await ends.subscriber.recover_snapshot(RANK)
+        assert snapshot is not None
+        assert sum(held.n_blocks for held in snapshot.events) == 400_000
+        end()
+        await asyncio.sleep(0)
+        await ends.worker.flush()
+        assert await ends.subscriber.recover_snapshot(RANK) is None
+        assert await ends.subscriber.recover_range(RANK, EventId(0), EventId(0)) is None
+
+
+async def test_an_event_that_the_server_does_not_take_is_counted(shared_nats: NatsServer) -> None:
+    async with two_ends(shared_nats) as ends:
+        heard: list[KvBatch] = []
+        ends.subscriber.subscribe(heard.append, lambda _report: None)
+        column = pack_hashes(range(ends.worker.max_payload // 16))
+        ends.publisher.publish(
+            KvBatch(RANK, EPOCH, EventId(0), (STORED, Stored(None, column, column), STORED))
+        )
+        await until(lambda: EventId(3) in [sent.next_event_id for sent in heard])
+        assert ends.n_dropped() == 1
+        assert "too large" in ends.dropped[0][1]
+        assert [sent.first_event_id for sent in heard] == [0, 2]
+
+
+@pytest.mark.parametrize(("name", "token"), [("a.b", "a_b"), (">", "_"), ("*", "_"), ("a b\r\n", "a_b__")])
+def test_names_cannot_change_the_meaning_of_a_subject(name: str, token: str) -> None:
+    assert events_subject(name, name, RANK) == f"kvrouter.{token}.{token}.events.4.0"
+    assert recovery_subject(name, RANK.worker_id) == f"kvrouter.{token}.recovery.4"
+
+
+async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> None:
+    async with two_ends(shared_nats) as here, two_ends(shared_nats) as there:
+        heard: list[KvBatch] = []
+        here.subscriber.subscribe(heard.append, lambda _report: None)
+        there.serve_recovery(RANK.worker_id, Answers())
+        there.publisher.publish(batch(1))
+        await until_heard(there.publisher, there.subscriber, RANK.worker_id)
+        here.publisher.publish(batch(2))
+        await until(lambda: heard == [batch(2)])
+        assert await here.subscriber.recover_snapshot(RANK) is None
+
+
+async def test_a_followed_worker_counts_on_the_subjects_of_its_own_component_alone(
+    shared_nats: NatsServer,
+) -> None:
+    async with two_ends(shared_nats) as ends:
+        heard: list[object] = []
+        ends.subscriber.subscribe(heard.append, heard.append)
+        unfollow_older = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
+        unfollow = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
+        unfollow_older()
+        client = ends.worker
+        other = NatsEventPublisher(client, namespace=ends.namespace, component="prefill", token=TOKEN)
+        report = LoadReport(RANK, 1, 100)
+        other.publish(batch(1))
+        other.publish_load(report)
+        await until(lambda: len(ends.foreign) == 2)
+        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_COMPONENT}
+        ends.publisher.publish(batch(2))
+        await until(lambda: bool(heard))
+        assert heard == [batch(2)]
+        unfollow()
+        other.publish(batch(3))
+        await until(lambda: len(heard) == 2)
+        await other.close()
