@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.requests import EngineChunk, FinishReason, merge_chunks
 from kvrouter.engines.openai import sse
-from kvrouter.engines.openai.events import Unasked, without_token_ids
+from kvrouter.engines.openai.answer_events import Unasked, without_token_ids
 from kvrouter.engines.openai.sse import AnswerReading, CutEvent, EventCutter
 from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, SseStream
 from kvrouter.transports.requests.port import StreamBroken

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from kvrouter.cli import main
 from kvrouter.operator.admission.validate import validate
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.convert import Conversion, convert
 from kvrouter.operator.convert.convert import OF_STORED_OBJECTS
 from kvrouter.operator.plan.defaults import PlanDefaults
@@ -70,7 +70,7 @@ def test_what_people_have_becomes_what_admission_takes(path: Path) -> None:
         assert found.problems == ()
         for manifest in found.manifests:
             if manifest["kind"] == "DynamoGraphDeployment":
-                verdict = validate(manifest, None, ClusterFacts(), PlanDefaults(image="kvrouter"))
+                verdict = validate(manifest, None, ClusterInfo(), PlanDefaults(image="kvrouter"))
                 assert [problem for problem in verdict.problems if "grove.io" not in problem.must] == []
                 assert not [warning for warning in verdict.warnings if "no field" in warning.must]
                 again = convert(manifest)

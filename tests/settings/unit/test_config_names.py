@@ -24,7 +24,7 @@ from kvrouter.settings.foreign import (
     Foreign,
 )
 from kvrouter.settings.problems import parse_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting_spec import SettingKind, SettingSpec
 from kvrouter.settings.sources import environment_of, environment_with, load_settings
 from kvrouter.settings.tree import SETTINGS, Settings
