@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from logging import getLevelName
 from pathlib import Path
+from textwrap import fill
 from urllib.parse import unquote
 
 from pydantic import BaseModel
@@ -135,8 +136,8 @@ METRICS_HEAD = f"""# Metrics and log events
 
 {MADE}
 `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where that is accepted: then buckets
-of times name a trace (exemplars; see `docs/traces.md`). A family holds at most 16,384 label sets; what comes
-later is counted under `_full`, and nothing is lost. What is counted of one rank's engine
+of times name a trace ([exemplars](monitoring.md#from-a-number-to-its-trace)). A family holds at most 16,384
+label sets; what comes later is counted under `_full`, and nothing is lost. What is counted of one rank's engine
 (`kvrouter_index_predictions_total`, `kvrouter_kv_transfer…`, `kvrouter_kv_events_skipped_total`) goes
 with the rank. `model` is a model that is served or `unknown`, never a name that a client made up.
 `kvrouter_operator_…` are those of `kvrouter operator run`; `gen_ai_…` are there only with
@@ -285,10 +286,10 @@ def metrics_page() -> str:
         for spec in (*Telemetry.SPECS, *OperatorTelemetry.SPECS, *GenAiMetrics.SPECS)
     ]
     events = [(f"`{event.value}`", getLevelName(event.level).lower(), event.meaning) for event in Event]
-    fields = ", ".join(f"`{name}`" for name in sorted(FIELD_NAMES))
+    fields = fill(f"Fields: {', '.join(f'`{name}`' for name in sorted(FIELD_NAMES))}.", 110)
     return (
         f"{METRICS_HEAD}\n{table(('metric', 'kind', 'labels', 'meaning'), metrics)}"
-        f"{EVENTS_HEAD}\n{table(('event', 'level', 'meaning'), events)}\nFields: {fields}.\n"
+        f"{EVENTS_HEAD}\n{table(('event', 'level', 'meaning'), events)}\n{fields}\n"
     )
 
 
