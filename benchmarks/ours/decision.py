@@ -129,7 +129,7 @@ class Deciding:
         return cache
 
     def _all_live(self) -> bool:
-        states = [reading.state for _, reading in self._cache().pump.feed_readings()]
+        states = [reading.state for _, reading in self._cache().ingest.feed_readings()]
         return states == [FeedState.LIVE] * self._load.n_workers
 
     def _held(self) -> list[int]:

@@ -359,8 +359,8 @@ class MockBench:
                 if self.believed(rank, workers[rank.worker_id].card.model) != self.held(rank)
             ]
 
-        pumps = [self.cache_of(model.fleet.model).pump for model in self.service.models()]
-        await until(lambda: all(pump.all_score for pump in pumps) and not differing())
+        pumps = [self.cache_of(model.fleet.model).ingest for model in self.service.models()]
+        await until(lambda: all(ingest.all_score for ingest in pumps) and not differing())
 
     async def until_quiet(self) -> None:
         """Return once nothing runs; then nothing may be left over anywhere."""

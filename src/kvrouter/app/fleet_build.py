@@ -22,7 +22,7 @@ from kvrouter.text.tokenizer import EncodePool
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 
-def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
+def stated_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
     """Tokens of prompt and answer together that the file says every engine of ``model`` takes."""
     return model.mock_context_length if fleet.has_mocks(model) else model.context_length
 
@@ -34,10 +34,10 @@ def tokenizer_sources(fleet: FleetFile) -> dict[ModelName, str]:
     sources: dict[ModelName, str] = {}
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
-        said = fleet.said_tokenizer(model) if is_attached else None
-        if said is not None:
+        source = fleet.said_tokenizer(model) if is_attached else None
+        if source is not None:
             with _naming(position):
-                sources[ModelName(model.name)] = checked_source(said)
+                sources[ModelName(model.name)] = checked_source(source)
     return sources
 
 
@@ -72,25 +72,25 @@ def _naming(position: int) -> Iterator[None]:
         raise ConfigError(f"{field}: {error.message}", param=field) from error
 
 
-def contract_of(group: WorkerGroup) -> TopologyEnv | None:
+def topology_env_of(group: WorkerGroup) -> TopologyEnv | None:
     """The topology contract of a group's workers, where the file has one. Raises ConfigError."""
-    contract = {str(name): value for name, value in group.topology_env.items()}
-    return parse_topology_env(contract) if contract else None
+    variables = {str(name): value for name, value in group.topology_env.items()}
+    return parse_topology_env(variables) if variables else None
 
 
-def contract_problems(fleet: FleetFile) -> Iterator[Problem]:
+def topology_env_problems(fleet: FleetFile) -> Iterator[Problem]:
     """Yield what is wrong with the topology contracts of a file, variable by variable."""
     for position, group in enumerate(fleet.workers):
-        contract = {str(name): value for name, value in group.topology_env.items()}
-        while contract:
+        variables = {str(name): value for name, value in group.topology_env.items()}
+        while variables:
             try:
-                parse_topology_env(contract)
+                parse_topology_env(variables)
                 break
             except ConfigError as error:
                 name = error.param or ""
                 must = error.message.removeprefix(f"{name}: ")
                 yield Problem(("workers", position, "topology_env", name), must)
-                if contract.pop(name, None) is None:
+                if variables.pop(name, None) is None:
                     break  # it is missing: what else would be wrong with it is not known
 
 
@@ -100,14 +100,14 @@ def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
     """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        said = fleet.said_tokenizer(model)
-        if said is None:
+        source = fleet.said_tokenizer(model)
+        if source is None:
             continue
         try:
             if fleet.has_mocks(model):
-                _read_text(model, said, pool, takes_calls=False)
+                _read_text(model, source, pool, takes_calls=False)
             else:
-                checked_source(said)
+                checked_source(source)
         except ConfigError as error:
             yield Problem(("models", position, "tokenizer"), error.message)
 
@@ -118,20 +118,20 @@ def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
     """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        said = fleet.said_tokenizer(model)
-        if said is None or said == ENGINE_TOKENIZER or fleet.has_mocks(model):
+        source = fleet.said_tokenizer(model)
+        if source is None or source == ENGINE_TOKENIZER or fleet.has_mocks(model):
             continue
         try:
-            why = _read_text(model, said, pool, takes_calls=True).why_by_load
+            why = _read_text(model, source, pool, takes_calls=True).why_by_load
         except (KvrouterError, OSError, ValueError) as error:
             why = str(error)
         if why is not None:
             yield f"models[{position}].tokenizer: {why}: calls of {model.name!r} are routed by load alone"
 
 
-def _read_text(model: ModelSpec, said: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:
+def _read_text(model: ModelSpec, source: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:
     return read_text(
-        said, context_length_tokens=model.mock_context_length, pool=pool, takes_calls=takes_calls
+        source, context_length_tokens=model.mock_context_length, pool=pool, takes_calls=takes_calls
     )
 
 

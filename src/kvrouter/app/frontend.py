@@ -47,7 +47,7 @@ class ServingApp:
 
 
 @asynccontextmanager
-async def open_door(
+async def open_frontend(
     service: RouterService,
     texts: ModelTexts,
     *,

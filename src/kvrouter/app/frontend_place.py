@@ -58,7 +58,7 @@ async def read_place(
 
 
 @asynccontextmanager
-async def following(place: FrontendPlace, service: RouterService) -> AsyncIterator[None]:
+async def following_place(place: FrontendPlace, service: RouterService) -> AsyncIterator[None]:
     """Let the router know of each move of the frontend."""
     if place.env is None:
         yield

@@ -29,7 +29,7 @@ SAVE_S = 30.0
 FILE_MAX_BYTES: Final = 64 * 1024 * 1024
 """A larger file is not read."""
 
-_NOBODY = RouterId("")
+_NO_ROUTER = RouterId("")
 
 
 class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @asynccontextmanager
-async def keeping(
+async def keeping_learned_links(
     config: KvRouterConfig,
     service: RouterService,
     *,
@@ -92,7 +92,7 @@ async def _save(
     path: Path, service: RouterService, clock: Callable[[], float], *, refused: str | None = None
 ) -> str | None:
     """Write the file; return why that failed. A reason that was given before is not said again."""
-    links = list(service.known_links(_NOBODY))
+    links = list(service.known_links(_NO_ROUTER))
     content = msgspec.json.encode(LearnedFile(1, clock(), tuple(links)))
     try:
         await asyncio.to_thread(write_whole, path, content)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvrouter.app.fleet_build import contract_of, load_texts, text_mock_config
+from kvrouter.app.fleet_build import load_texts, text_mock_config, topology_env_of
 from kvrouter.app.text_models import encode_pool
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
@@ -25,14 +25,14 @@ from kvrouter.worker.topology_env import TopologyEnv
 _log = logging.getLogger("kvrouter.engines.mock_engine")
 
 
-def tell_mock_account(cluster: MockCluster) -> None:
+def log_mock_summary(cluster: MockCluster) -> None:
     """Log what the engines did, if it was anything that no router sees."""
-    account = mock_account(cluster)
-    if account:
-        log_event(_log, Event.MOCK_ENDED, detail=account)
+    summary = mock_summary(cluster)
+    if summary:
+        log_event(_log, Event.MOCK_ENDED, detail=summary)
 
 
-def mock_account(cluster: MockCluster) -> str:
+def mock_summary(cluster: MockCluster) -> str:
     """KV carried between domains, pulls by and from other processes, refused connections, and how long the
     engines' clock stood still because the machine was too slow for them; "" when there was none of it.
     """
@@ -101,11 +101,11 @@ class MockFleet:
         for worker in self.workers.values():
             await worker.stop()
         await self.requests.close()
-        tell_mock_account(self.cluster)
+        log_mock_summary(self.cluster)
         self.encode_pool.close()
 
     async def _start(self, worker_id: WorkerId, group: WorkerGroup) -> None:
-        topology = contract_of(group)
+        topology = topology_env_of(group)
         domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
         worker = self._make_worker(worker_id, group, domains, topology)
         await worker.start()

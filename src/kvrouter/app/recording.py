@@ -20,7 +20,7 @@ from kvrouter.telemetry.logs import LogThrottle
 
 _log = logging.getLogger("kvrouter.recording")
 
-_SAID = {
+_REASONS = {
     Loss.QUEUE_FULL: "too many records wait to be written",
     Loss.ENDED: "the recording has ended",
     Loss.ERROR: "a record could not be made",
@@ -50,7 +50,7 @@ async def recording(
 
     def on_lost(why: Loss, error: Exception | None) -> None:
         if throttles[why].allows(why):
-            log_event(_log, Event.RECORDING_DROPPED, reason=_SAID[why], exc_info=error)
+            log_event(_log, Event.RECORDING_DROPPED, reason=_REASONS[why], exc_info=error)
 
     def on_stopped(error: Exception) -> None:
         if isinstance(error, OSError):

@@ -51,7 +51,7 @@ def build_service(
     frontend and there is none.
     """
     _check_prefill_level(config, place)
-    observed = ServiceInstrumentation(telemetry or Telemetry(), traffic)
+    instrumentation = ServiceInstrumentation(telemetry or Telemetry(), traffic)
     decisions = DecisionLog(requests_max=config.decisions_kept)
     router_id = new_router_id() if sync is None else sync.router_id
     settings = routing_settings(config, links, place)
@@ -59,7 +59,7 @@ def build_service(
         settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
 
     def make_model(model: ModelName, block_size: int) -> ModelRouter:
-        of_model = observed.of_model(model)
+        of_model = instrumentation.of_model(model)
         return ModelRouter(
             fleet=Fleet(model, block_size),
             cache=_cache_view(config, subscriber, of_model),
@@ -68,7 +68,7 @@ def build_service(
             config=config,
             settings=settings,
             decisions=decisions,
-            observed=of_model,
+            instrumentation=of_model,
             seed=random.getrandbits(64),
             sync=sync,
         )
@@ -82,7 +82,7 @@ def build_service(
             subscriber=subscriber,
             make_model=make_model,
             decisions=decisions,
-            observed=observed,
+            instrumentation=instrumentation,
             sync=sync,
         )
     )
@@ -97,7 +97,7 @@ def _check_prefill_level(config: KvRouterConfig, place: Mapping[str, str] | None
 
 
 def _cache_view(
-    config: KvRouterConfig, subscriber: EventSubscriber, observed: ModelInstrumentation
+    config: KvRouterConfig, subscriber: EventSubscriber, instrumentation: ModelInstrumentation
 ) -> CacheView:
     """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
     if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
@@ -109,6 +109,8 @@ def _cache_view(
     )
     if config.kv_events:
         index = NativeBlockIndex()
-        pump = EventIngest(index, subscriber, observed, rank_blocks_max=config.router_rank_blocks_max)
-        return EventCacheView(index, pump, predicted)
+        ingest = EventIngest(
+            index, subscriber, instrumentation, rank_blocks_max=config.router_rank_blocks_max
+        )
+        return EventCacheView(index, ingest, predicted)
     return PredictedCacheView(predicted)

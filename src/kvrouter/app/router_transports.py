@@ -59,24 +59,27 @@ START_BYTES = 4
 """What distinguishes one start of a router from every other in the names of its consumers."""
 
 
-class LaneSubscriber:
+class CombinedSubscriber:
     """Hears a mixed fleet. A question goes to the event transport on which the worker is followed; what
     another transport brings of that worker is dropped, and ``on_foreign`` is called.
     """
 
     def __init__(
         self,
-        lanes: Mapping[EventLane, EventSubscriber],
+        subscribers: Mapping[EventLane, EventSubscriber],
         *,
         on_foreign: Callable[[EventLane, ForeignRank], None],
     ) -> None:
-        self._lanes = lanes
+        self._subscribers = subscribers
         self._on_foreign = on_foreign
-        self._lane_of: dict[WorkerId, EventSubscriber] = {}
+        self._subscriber_of: dict[WorkerId, EventSubscriber] = {}
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
         """Begin to deliver what comes on every event transport; return the function that ends it."""
-        ends = [self._subscribe(name, lane, on_batch, on_load) for name, lane in self._lanes.items()]
+        ends = [
+            self._subscribe(name, subscriber, on_batch, on_load)
+            for name, subscriber in self._subscribers.items()
+        ]
 
         def end() -> None:
             for end_one in ends:
@@ -85,13 +88,13 @@ class LaneSubscriber:
         return end
 
     def _subscribe(
-        self, name: EventLane, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
+        self, name: EventLane, subscriber: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
     ) -> Callable[[], None]:
         def batch_came(batch: KvBatch) -> None:
             """Deliver a batch of a worker followed on this transport; one followed nowhere has none."""
             rank = batch.rank
-            followed = self._lane_of.get(rank.worker_id)
-            if followed is lane:
+            followed = self._subscriber_of.get(rank.worker_id)
+            if followed is subscriber:
                 on_batch(batch)
             elif followed is not None:
                 channel = f"the event transport {name}, which its card does not name"
@@ -99,41 +102,41 @@ class LaneSubscriber:
 
         def load_came(report: LoadReport) -> None:
             """Deliver a load once: on NATS both transports hear the loads of every worker."""
-            if self._lane_of.get(report.rank.worker_id) is lane:
+            if self._subscriber_of.get(report.rank.worker_id) is subscriber:
                 on_load(report)
 
-        return lane.subscribe(batch_came, load_came)
+        return subscriber.subscribe(batch_came, load_came)
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Listen to this worker on its event transport. Raises ConfigError for one that this router does not
         hear.
         """
-        lane = self._lanes.get(card.event_source.lane)
-        if lane is None:
+        subscriber = self._subscribers.get(card.event_source.lane)
+        if subscriber is None:
             raise ConfigError(
                 f"event_source: this router does not use {card.event_source.lane}, on which worker "
                 f"{card.worker_id} publishes: its cache stays unknown here",
                 param="event_source",
             )
-        end_there = lane.follow(card)
-        self._lane_of[card.worker_id] = lane
+        end_there = subscriber.follow(card)
+        self._subscriber_of[card.worker_id] = subscriber
 
         def end() -> None:
             end_there()
-            if self._lane_of.get(card.worker_id) is lane:
-                del self._lane_of[card.worker_id]
+            if self._subscriber_of.get(card.worker_id) is subscriber:
+                del self._subscriber_of[card.worker_id]
 
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last`` (inclusive), or None when there is no one to ask."""
-        lane = self._lane_of.get(rank.worker_id)
-        return None if lane is None else await lane.recover_range(rank, first, last)
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        return None if subscriber is None else await subscriber.recover_range(rank, first, last)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's whole state, or None when there is no one to ask."""
-        lane = self._lane_of.get(rank.worker_id)
-        return None if lane is None else await lane.recover_snapshot(rank, blocks_max=blocks_max)
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        return None if subscriber is None else await subscriber.recover_snapshot(rank, blocks_max=blocks_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class RouterTransports:
 
 
 @asynccontextmanager
-async def router_wires(
+async def open_router_transports(
     settings: Settings, telemetry: Telemetry, *, http_port: int, static: Sequence[WorkerCard] = ()
 ) -> AsyncIterator[RouterTransports]:
     """Connect everything that the settings ask for; it is closed at the end.
@@ -191,7 +194,7 @@ async def router_wires(
         if settings.router.replica_sync:
             new_sync = partial(
                 NatsSyncPlane,
-                wanted(nats),
+                required_nats(nats),
                 namespace=planes.namespace,
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
@@ -220,10 +223,10 @@ def nats_needs(settings: Settings, *, discovers: bool = True) -> list[str]:
     no discovery.
     """
     planes, router = settings.planes, settings.router
-    lanes_of_nats = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
+    nats_kinds = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
     if discovers and planes.discovery is DiscoveryBackend.KUBERNETES:
-        lanes_of_nats.add(EventPlaneKind.AUTO)
-    hears_nats = router.kv_events and planes.event_plane in lanes_of_nats
+        nats_kinds.add(EventPlaneKind.AUTO)
+    hears_nats = router.kv_events and planes.event_plane in nats_kinds
     needs = {
         "--discovery nats": discovers and planes.discovery is DiscoveryBackend.NATS,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
@@ -291,7 +294,7 @@ def _of_kubernetes(planes: PlaneSettings, _: Client | None) -> _Stores:
 
 
 def _of_nats(planes: PlaneSettings, nats: Client | None) -> _Stores:
-    client, token, replicas = wanted(nats), token_of(planes), planes.nats_replicas
+    client, token, replicas = required_nats(nats), token_of(planes), planes.nats_replicas
     discovery = partial(NatsDiscovery, client, token=token, replicas=replicas)
     return discovery, partial(NatsCordons, client, token=token, replicas=replicas)
 
@@ -313,7 +316,7 @@ def token_of(planes: PlaneSettings) -> str:
     return revealed(planes.plane_token) or ""
 
 
-def wanted(nats: Client | None) -> Client:
+def required_nats(nats: Client | None) -> Client:
     """The connection that the settings need; a mistake of ours when it was not made."""
     if nats is None:
         raise RuntimeError("these settings need NATS, and it was not connected")
@@ -333,7 +336,7 @@ def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: T
     if planes.request_plane is RequestPlaneKind.HTTP:
         return HttpRequestPlane(token=token or "", ssl=tls.client, limits=limits, on_refused=on_refused)
     return NatsRequestPlane(
-        wanted(nats),
+        required_nats(nats),
         namespace=planes.namespace,
         token=token_of(planes),
         limits=limits,
@@ -377,9 +380,9 @@ async def _subscribers(
     return subscribers
 
 
-def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> LaneSubscriber:
-    foreign = {lane: foreign_on(lane.value, telemetry) for lane in subscribers}
-    return LaneSubscriber(subscribers, on_foreign=lambda lane, error: foreign[lane](error))
+def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> CombinedSubscriber:
+    foreign = {name: foreign_on(name.value, telemetry) for name in subscribers}
+    return CombinedSubscriber(subscribers, on_foreign=lambda name, error: foreign[name](error))
 
 
 def _stream(

@@ -104,14 +104,14 @@ class Supervisor:
 
     async def _spawn(self, child: ChildProcess) -> OSError | None:
         """Start the process; return why that failed."""
-        said = DEVNULL if child.is_quiet else PIPE if self._prefix_lines else None
+        stderr = DEVNULL if child.is_quiet else PIPE if self._prefix_lines else None
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *child.command,
                 env=dict(child.environ),
                 stdin=DEVNULL,
                 stdout=DEVNULL if child.is_quiet else None,
-                stderr=said,
+                stderr=stderr,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

@@ -21,7 +21,7 @@ from kvrouter.transports.discovery.port import Gone
 TEXTS_MAX = 256
 """How many models one frontend holds tokenizers of."""
 
-SAID_AFTER_S = 5.0
+LOG_AFTER_S = 5.0
 """How long a tokenizer may take to load before it is logged that calls are routed by load meanwhile."""
 
 RETRY_S = 60.0
@@ -130,8 +130,8 @@ class TextModelLoader:
 
     def _check_budget(self, model: ModelName) -> None:
         """Log once for a model that a text of its context's length is too long to be tokenized here."""
-        said = [each.context_length for each in self._cards.values() if each.model == model]
-        if said and not any(said):
+        stated = [each.context_length for each in self._cards.values() if each.model == model]
+        if stated and not any(stated):
             return
         tokens = self._texts[model].context_length_tokens
         text_bytes = TOKEN_TEXT_BYTES * tokens
@@ -155,10 +155,12 @@ class TextModelLoader:
         if own is not None:
             return own
         of_model = [each for each in self._cards.values() if each.model == card.model]
-        said = Counter(each.tokenizer for each in of_model if each.tokenizer)
+        stated = Counter(each.tokenizer for each in of_model if each.tokenizer)
         in_use = self._loaded_from.get(card.model)
         failed = self._failed.get(card.model, set())
-        return max(said, key=lambda named: (named not in failed, said[named], named == in_use), default="")
+        return max(
+            stated, key=lambda named: (named not in failed, stated[named], named == in_use), default=""
+        )
 
     def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
         """A worker left; its model's tokenizer stays for the next one, until the room is needed."""
@@ -182,7 +184,7 @@ class TextModelLoader:
 
     async def _load(self, card: WorkerCard, named: str) -> None:
         model, loop = card.model, asyncio.get_running_loop()
-        late = loop.call_later(SAID_AFTER_S, self._say_by_load, card, f"{named}: {TOKENIZER_ON_ITS_WAY}")
+        late = loop.call_later(LOG_AFTER_S, self._log_by_load, card, f"{named}: {TOKENIZER_ON_ITS_WAY}")
         try:
             text = await asyncio.to_thread(self._read, card, named)
             self._texts[model] = text
@@ -195,7 +197,7 @@ class TextModelLoader:
             if text.template is not None and text.template.fault is not None:
                 log_event(_log, Event.CHAT_TEMPLATE_FAILED, model=model, reason=text.template.fault)
             if text.unread is not None and card.takes_calls:
-                self._say_by_load(card, f"{named}: {text.unread}")
+                self._log_by_load(card, f"{named}: {text.unread}")
             elif was_unread is not None:
                 log_event(_log, Event.ROUTED_BY_CACHE, model=model, detail=named)
         except (KvrouterError, OSError, ValueError) as error:
@@ -228,11 +230,11 @@ class TextModelLoader:
 
     def _refuse(self, card: WorkerCard, why: str) -> None:
         if card.takes_calls and card.model not in self._texts:  # else what was read before is in use
-            self._say_by_load(card, why)
+            self._log_by_load(card, why)
         else:
             log_event(_log, Event.TOKENIZER_FAILED, model=card.model, worker=str(card.worker_id), reason=why)
 
-    def _say_by_load(self, card: WorkerCard, why: str) -> None:
+    def _log_by_load(self, card: WorkerCard, why: str) -> None:
         """Log a reason once for as long as it holds."""
         if self._unread.get(card.model) != why:
             self._unread[card.model] = why

@@ -60,7 +60,7 @@ def advertised(settings: Settings) -> str:
     return socket.getfqdn() if planes.listen_host in EVERY_INTERFACE else planes.listen_host
 
 
-def doubts(settings: Settings) -> list[str]:
+def address_warnings(settings: Settings) -> list[str]:
     """What is legal about a worker's addresses, and hardly what was meant: to be logged at its start."""
     planes = settings.planes
     found = []

@@ -9,7 +9,7 @@ from nats.aio.client import Client
 
 from kvrouter.app.lifetime import share_descriptors
 from kvrouter.app.nats import nats_connection, revealed
-from kvrouter.app.router_transports import make_discovery, settled, stream_limits, token_of, wanted
+from kvrouter.app.router_transports import make_discovery, required_nats, settled, stream_limits, token_of
 from kvrouter.app.telemetry_hooks import StreamHooks, drops_on, refusals_on
 from kvrouter.app.tls import Tls, advertised, tls_of
 from kvrouter.core.errors import ConfigError
@@ -76,12 +76,14 @@ async def open_worker_transports(
     planes = settings.planes
     refuse_clusters(planes, "a worker announces itself in its own cluster alone")
     tls = tls_of(planes)
-    lane = lane_of(planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events)
+    transport = event_transport_of(
+        planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events
+    )
     if not is_static:
-        _check_ports(planes, lane)
+        _check_ports(planes, transport)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
-        needs = _nats_needs(planes, lane, is_static=is_static)
+        needs = _nats_needs(planes, transport, is_static=is_static)
         if needs:
             nats = await stack.enter_async_context(
                 nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client, needs=needs)
@@ -93,14 +95,16 @@ async def open_worker_transports(
             await listener.start()
         stack.push_async_callback(listener.close)
         if is_static:
-            nobody = MemoryEventPlane()
-            yield WorkerTransports(discovery, listener, nobody, nobody)
+            unused_events = MemoryEventPlane()
+            yield WorkerTransports(discovery, listener, unused_events, unused_events)
             return
-        events, recovery = await _events(settings, nats, lane, component, stack)
+        events, recovery = await _events(settings, nats, transport, component, stack)
         yield WorkerTransports(discovery, listener, events, recovery)
 
 
-def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True) -> EventLane:
+def event_transport_of(
+    planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True
+) -> EventLane:
     """The event transport on which a worker publishes. What ``auto`` means is the specification's rule.
 
     A worker without KV events publishes its loads alone, and needs no NATS for them where it needs none else.
@@ -116,21 +120,21 @@ def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_even
     return EventLane(planes.event_plane.value)
 
 
-def _nats_needs(planes: PlaneSettings, lane: EventLane, *, is_static: bool) -> list[str]:
+def _nats_needs(planes: PlaneSettings, transport: EventLane, *, is_static: bool) -> list[str]:
     """What of a worker cannot do without NATS; a static one does not announce itself."""
     needs = {
         "--discovery nats": planes.discovery is DiscoveryBackend.NATS and not is_static,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
-        f"KV events and loads (--event-plane {planes.event_plane})": lane is not EventLane.ZMQ
+        f"KV events and loads (--event-plane {planes.event_plane})": transport is not EventLane.ZMQ
         and not is_static,
     }
     return [what for what, is_needed in needs.items() if is_needed]
 
 
-def _check_ports(planes: PlaneSettings, lane: EventLane) -> None:
+def _check_ports(planes: PlaneSettings, transport: EventLane) -> None:
     """See that the ports above the one of the settings are ports. Raises ConfigError."""
     highest = PORT_MAX - ZMQ_PORTS
-    if lane is EventLane.ZMQ and planes.listen_port > highest:
+    if transport is EventLane.ZMQ and planes.listen_port > highest:
         raise ConfigError(
             f"--listen-port: at most {highest}, not {planes.listen_port}: "
             f"KV events over ZeroMQ take the {ZMQ_PORTS} ports above it",
@@ -162,7 +166,7 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> ListeningAcc
     on_refused = refusals_on(planes.request_plane.value)
     if planes.request_plane is RequestPlaneKind.NATS:
         return NatsRequestAcceptor(
-            wanted(nats),
+            required_nats(nats),
             namespace=planes.namespace,
             token=token_of(planes),
             limits=WorkerLimits(heartbeat_s=planes.dead_after_s / 6, dead_after_s=planes.dead_after_s),
@@ -190,11 +194,11 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> ListeningAcc
 
 
 async def _events(
-    settings: Settings, nats: Client | None, lane: EventLane, component: str, stack: AsyncExitStack
+    settings: Settings, nats: Client | None, transport: EventLane, component: str, stack: AsyncExitStack
 ) -> tuple[EventPublisher, RecoveryServer]:
     planes = settings.planes
-    on_malformed = refusals_on(lane.value)
-    if lane is EventLane.ZMQ:
+    on_malformed = refusals_on(transport.value)
+    if transport is EventLane.ZMQ:
         port = planes.listen_port
         with _explained(planes, f"port {port + 1} or {port + 2}, for KV events over ZeroMQ,"):
             zmq = ZmqEventPublisher(
@@ -204,25 +208,25 @@ async def _events(
                 advertise_host=advertised(settings),
                 token=revealed(planes.plane_token),
                 on_malformed=on_malformed,
-                on_dropped=drops_on(lane.value),
+                on_dropped=drops_on(transport.value),
             )
         stack.push_async_callback(zmq.close)
         return zmq, zmq
     namespace, token = planes.namespace, token_of(planes)
-    recovery = NatsRecovery(wanted(nats), namespace=namespace, token=token, on_malformed=on_malformed)
+    recovery = NatsRecovery(required_nats(nats), namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
-    if lane is EventLane.NATS:
+    if transport is EventLane.NATS:
         core = NatsEventPublisher(
-            wanted(nats),
+            required_nats(nats),
             namespace=namespace,
             component=component,
             token=token,
-            on_dropped=drops_on(lane.value),
+            on_dropped=drops_on(transport.value),
         )
         stack.push_async_callback(core.close)
         return core, recovery
     stream = JetStreamPublisher(
-        wanted(nats),
+        required_nats(nats),
         namespace=namespace,
         component=component,
         token=token,

@@ -111,7 +111,7 @@ class PromptTokenizer:
         why = self._why_of_model(model)
         if why is not None and (why is CHOSEN or text is None or shape):
             return why
-        shapes = model.accounts.shapes
+        shapes = model.engine_reports.shapes
         if (
             not shape
             or not self._falls_back

@@ -499,7 +499,7 @@ class PrefillPages:
 
     async def let_go(self, request: PageRequest) -> Page:
         """``DELETE /v1/prefill/{request_id}``: no decode worker will fetch the KV."""
-        self._prefills.let_go(_id_of(request))
+        self._prefills.discard(_id_of(request))
         return json_page(api.PrefillEnded(_id_of(request)))
 
 

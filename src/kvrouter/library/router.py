@@ -460,7 +460,7 @@ class KvRouter:
         events = []
         for model_router in self._service.models():
             if isinstance(model_router.cache, EventCacheView):
-                for slot, feed in model_router.cache.pump.feeds():
+                for slot, feed in model_router.cache.ingest.feeds():
                     for held in model_router.cache.index.dump(slot):
                         blocks = zip(
                             unpack_hashes(held.engine_hashes),

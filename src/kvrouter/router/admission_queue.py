@@ -48,19 +48,19 @@ class Wait:
     However long its line allows, it waits no longer than ``limit_s`` seconds from its beginning.
     """
 
-    __slots__ = ("_began_s", "_limit_s", "_lines", "_observed", "_place", "_request")
+    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_lines", "_place", "_request")
 
     def __init__(
         self,
         lines: WaitingLines,
         request: GenerateRequest,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         *,
         limit_s: float,
     ) -> None:
         self._lines = lines
         self._request = request
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._limit_s = limit_s
         self._began_s = asyncio.get_running_loop().time()
         self._place: QueuePlace | None = None
@@ -69,23 +69,23 @@ class Wait:
         """Return when something changed; raise ``refused`` where the settings allow no wait, no place is
         free, or time is up.
         """
-        observed, request = self._observed, self._request
+        instrumentation, request = self._instrumentation, self._request
         line, limit_s = self._lines.line_for(refused)
         if limit_s <= 0:
-            observed.refused(refused, request)
+            instrumentation.refused(refused, request)
             raise refused
         place = self._place
         if place is None or place.line is not line:
             self.leave()
             if line.is_full:
-                observed.refused(refused, request, no_place=True)
+                instrumentation.refused(refused, request, no_place=True)
                 raise refused
             place = self._place = QueuePlace(line)
         if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
-            observed.refused(refused, request, timed_out=True)
+            instrumentation.refused(refused, request, timed_out=True)
             raise refused
 
-    def was_for(self, placement: Placement) -> float | None:
+    def placed(self, placement: Placement) -> float | None:
         """The request was placed at last: return for how many seconds it was in the admission line, None
         when it was not, and report a wait for its domain.
         """
@@ -94,7 +94,7 @@ class Wait:
         waited_s = asyncio.get_running_loop().time() - self._began_s
         if self._place.line is self._lines.admission:
             return waited_s
-        self._observed.joined_domain(placement, waited_s=waited_s)
+        self._instrumentation.joined_domain(placement, waited_s=waited_s)
         return None
 
     def leave(self) -> None:

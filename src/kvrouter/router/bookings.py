@@ -38,7 +38,7 @@ class BookingsFull(Unavailable):
 class _Booking:
     model: ModelRouter
     placement: Placement
-    heard_s: float
+    renewed_s: float
     """When its owner last said something about it, on the loop's clock."""
 
 
@@ -63,7 +63,7 @@ class Bookings:
         """The one that was not heard of for the longest time comes first."""
         self._in_use: set[RequestId] = set()
         """Ids that run, are being booked, or are booked."""
-        self._alarm: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
         self._is_closed = False
@@ -109,37 +109,37 @@ class Bookings:
             raise
         self._held[request.request_id] = _Booking(model, placement, asyncio.get_running_loop().time())
         self._empty.clear()
-        self._set_alarm()
+        self._set_timer()
         return placement
 
     def renew(self, request_id: RequestId) -> Placement:
         """Return what was booked; its owner is there. Raises :class:`NotBooked`."""
-        return self._heard(request_id).placement
+        return self._renewed(request_id).placement
 
     def first_token(self, request_id: RequestId) -> Placement:
         """The request has its first token: load moves from prefill to decode. Raises :class:`NotBooked`."""
-        booking = self._heard(request_id)
+        booking = self._renewed(request_id)
         booking.model.first_token(booking.placement)
         return booking.placement
 
     def output_blocks(self, request_id: RequestId, blocks: int) -> Placement:
         """So many more blocks of the request are full of output. Raises :class:`NotBooked`."""
-        booking = self._heard(request_id)
+        booking = self._renewed(request_id)
         model = booking.model
         model.placer.output_blocks(booking.placement, blocks, now_s=model.clock())
         return booking.placement
 
     def free(self, request_id: RequestId) -> Placement:
         """Give the place back. Raises :class:`NotBooked`."""
-        self._heard(request_id)
+        self._renewed(request_id)
         return self._free(request_id)
 
     def close(self) -> None:
         """Free everything, and book nothing more. Idempotent."""
         self._is_closed = True
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for request_id in tuple(self._held):
             self._free(request_id)
 
@@ -152,12 +152,12 @@ class Bookings:
             pass
         return len(self._held)
 
-    def _heard(self, request_id: RequestId) -> _Booking:
+    def _renewed(self, request_id: RequestId) -> _Booking:
         booking = self._held.get(request_id)
         if booking is None:
             raise NotBooked(f"request_id: {request_id!r} is not booked", param="request_id")
         if self._lease_ttl_s is not None:
-            booking.heard_s = asyncio.get_running_loop().time()
+            booking.renewed_s = asyncio.get_running_loop().time()
             self._held.move_to_end(request_id)
         return booking
 
@@ -169,24 +169,24 @@ class Bookings:
             self._empty.set()
         return booking.placement
 
-    def _set_alarm(self) -> None:
+    def _set_timer(self) -> None:
         """Check again when the booking that is next to lapse would; a renewed one is only checked."""
-        if self._lease_ttl_s is None or self._alarm is not None or not self._held:
+        if self._lease_ttl_s is None or self._timer is not None or not self._held:
             return
         first = next(iter(self._held.values()))
-        self._alarm = asyncio.get_running_loop().call_at(first.heard_s + self._lease_ttl_s, self._lapse)
+        self._timer = asyncio.get_running_loop().call_at(first.renewed_s + self._lease_ttl_s, self._lapse)
 
     def _lapse(self) -> None:
-        self._alarm = None
+        self._timer = None
         now_s = asyncio.get_running_loop().time()
         while self._held and self._lease_ttl_s is not None:
             request_id, booking = next(iter(self._held.items()))
-            if booking.heard_s + self._lease_ttl_s > now_s:
+            if booking.renewed_s + self._lease_ttl_s > now_s:
                 break
             self._free(request_id)
             if self._on_lapsed is not None:
                 self._on_lapsed(booking.model.fleet.model, booking.placement)
-        self._set_alarm()
+        self._set_timer()
 
     def _refuse_when_full(self) -> None:
         if self._is_closed:

@@ -30,7 +30,7 @@ NAMES_LISTED = 20
 """How many names an error lists."""
 
 
-class NobodyLeft(InvalidRequest):
+class NoWorkersLeft(InvalidRequest):
     """The cordon would leave a model without a worker of a role, and nobody insisted on it."""
 
     status_hint = 409
@@ -94,12 +94,12 @@ class Cordons:
         *,
         models: Callable[[], Iterable[ModelRouter]],
         apply: Callable[[CordonRules], None],
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
     ) -> None:
         self._store = store
         self._models = models
         self._apply = apply
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._task: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._looks = 0
@@ -138,11 +138,11 @@ class Cordons:
             found = await self._store.read()
         except CordonsUnavailable as error:
             if self.lost is None:
-                self._observed.cordons_lost(error.message)
+                self._instrumentation.cordons_lost(error.message)
             self.lost = error.message
             return
         if self.lost is not None:
-            self._observed.cordons_back()
+            self._instrumentation.cordons_back()
         self.lost = None
         if look == self._looks:  # else another reading is newer
             self._take(CordonRules(found))
@@ -158,9 +158,9 @@ class Cordons:
         gone = [cordon for key, cordon in old.items() if key not in new]
         covered = self._covered(CordonRules((*added, *gone)))
         for cordon in added:
-            self._observed.cordoned(cordon, workers=len(covered[cordon]))
+            self._instrumentation.cordoned(cordon, workers=len(covered[cordon]))
         for cordon in gone:
-            self._observed.uncordoned(cordon, workers=len(covered[cordon]))
+            self._instrumentation.uncordoned(cordon, workers=len(covered[cordon]))
 
     # Reading
 
@@ -232,12 +232,12 @@ class Cordons:
             known = bool(self._names_of(wanted))
             if wanted.level == WORKER_LEVEL and not known and before is None:
                 raise NotFound(f"name: no worker {wanted.name} is here", param="name")
-            warnings = [] if known else [self._nobody_there(wanted)]
+            warnings = [] if known else [self._no_worker_in(wanted)]
             if before is not None and wanted.reason in ("", before.reason):
                 return CordonChange(self.reading(before), changed=False, warnings=tuple(warnings))
             if before is None and len(self.rules.all) >= CORDONS_MAX:
                 raise InvalidRequest(f"name: {CORDONS_MAX} cordons are here already", param="name")
-            warnings += self._nobody_left(wanted, force=force)
+            warnings += self._emptied_roles(wanted, force=force)
             if wanted.at_s == 0.0:
                 wanted = structs.replace(wanted, at_s=time.time())
             await self._store.put(wanted)
@@ -259,7 +259,7 @@ class Cordons:
                 self._check_level(wanted)
                 others = [each for each in self.rules.all if (each.level, each.name) == (level, wanted.name)]
                 for other in others:
-                    raise CordonedElsewhere(_elsewhere(other), param="name")
+                    raise CordonedElsewhere(_cordoned_elsewhere(other), param="name")
                 return CordonChange(self.reading(wanted), changed=False, warnings=())
             await self._store.remove(before)
             self._looks += 1
@@ -291,27 +291,28 @@ class Cordons:
     def _names_of(self, wanted: Cordon) -> list[str]:
         return [name for name in self._names(wanted.level) if name == wanted.name]
 
-    def _nobody_there(self, wanted: Cordon) -> str:
+    def _no_worker_in(self, wanted: Cordon) -> str:
         names = self._names(wanted.level)
         known = ", ".join(names[:NAMES_LISTED]) + (", …" if len(names) > NAMES_LISTED else "")
         return (
             f"no worker is in {wanted.place} now; the cordon holds for those that join there (known: {known})"
         )
 
-    def _nobody_left(self, wanted: Cordon, *, force: bool) -> list[str]:
+    def _emptied_roles(self, wanted: Cordon, *, force: bool) -> list[str]:
         after = self.remaining(CordonRules((*self.rules.all, wanted)))
         emptied = [
             then for now, then in zip(self.remaining(), after, strict=True) if now.left > 0 and not then.left
         ]
-        said = [
+        emptied_lines = [
             f"model {each.model}: none of its {each.workers} {each.role.value} workers takes new requests"
             for each in emptied
         ]
-        if said and not force:
-            raise NobodyLeft(
-                f"force: must be true: with {wanted.place} cordoned, {'; '.join(said)}", param="force"
+        if emptied_lines and not force:
+            raise NoWorkersLeft(
+                f"force: must be true: with {wanted.place} cordoned, {'; '.join(emptied_lines)}",
+                param="force",
             )
-        return said
+        return emptied_lines
 
     def _still(self, reading: CordonReading) -> list[str]:
         """Workers of a cordon that was taken back, for which others still hold."""
@@ -360,7 +361,7 @@ def _may_take(model: ModelRouter, card: WorkerCard, rules: CordonRules | None) -
     return model.fleet.is_alive(card.worker_id) and card.takes_new_requests and not is_cordoned
 
 
-def _elsewhere(cordon: Cordon) -> str:
+def _cordoned_elsewhere(cordon: Cordon) -> str:
     if cordon.cluster:
         return f"name: {cordon.place} is cordoned in cluster {cordon.cluster}: uncordon it there"
     return (

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.router.prompt_shapes import Noted as NotedShape
-from kvrouter.router.prompt_shapes import PromptShapes
-from kvrouter.router.transfer_speed import Noted, SpeedVerdict, TransferReading, TransferSpeeds
+from kvrouter.router.prompt_shapes import NotedShape, PromptShapes
+from kvrouter.router.transfer_speed import NotedTransfers, SpeedVerdict, TransferReading, TransferSpeeds
 from kvrouter.telemetry import Event, Telemetry, log_event
 
 WINDOW_ANSWERS = 16
@@ -183,7 +182,7 @@ class EngineInstrumentation:
                 "engine had them cached: it makes another prompt of them than the router",
             )
 
-    def kv_carried(self, rank: WorkerRank, noted: Noted) -> None:
+    def kv_carried(self, rank: WorkerRank, noted: NotedTransfers) -> None:
         """A rank's engine reported the KV that it has fetched since."""
         labels, carried = self._labels(rank), noted.carried
         amounts = (carried.transfers, carried.bytes, carried.seconds, carried.failed)
@@ -247,9 +246,9 @@ class EngineReports:
     and its worker's count of KV events that were not passed on.
     """
 
-    def __init__(self, fleet: Fleet, observed: EngineInstrumentation) -> None:
+    def __init__(self, fleet: Fleet, instrumentation: EngineInstrumentation) -> None:
         self._fleet = fleet
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._index_check = IndexCheck(block_size=fleet.block_size)
         self.shapes = PromptShapes(block_size=fleet.block_size)
         self._transfers = TransferSpeeds()
@@ -282,7 +281,7 @@ class EngineReports:
                 now_s=now_s,
             )
         if noted is not None:
-            self._observed.shape_noted(noted)
+            self._instrumentation.shape_noted(noted)
         compared = self._index_check.note(
             slot,
             predicted_tokens=predicted_tokens,
@@ -295,7 +294,7 @@ class EngineReports:
         if compared is None:
             return False
         self._ranks[slot] = rank
-        self._observed.compared(rank, compared)
+        self._instrumentation.compared(rank, compared)
         return compared.wrong is not None
 
     def reported(self, report: LoadReport) -> KvTransfers | None:
@@ -308,11 +307,11 @@ class EngineReports:
         self._ranks[slot] = report.rank
         noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
         if noted is not None:
-            self._observed.kv_carried(report.rank, noted)
+            self._instrumentation.kv_carried(report.rank, noted)
         before, skipped = self._skipped.get(slot), report.kv_events_skipped
         if skipped != before:
             self._skipped[slot] = skipped
-            self._observed.events_skipped(report.rank, _more(skipped, before or {}))
+            self._instrumentation.events_skipped(report.rank, _more(skipped, before or {}))
         return None if noted is None else noted.carried
 
     def reading(self, slot: Slot) -> ReportReading:
@@ -329,7 +328,7 @@ class EngineReports:
         self._transfers.freed(slot)
         skipped, rank = self._skipped.pop(slot, {}), self._ranks.pop(slot, None)
         if rank is not None:
-            self._observed.gone(rank, skipped=skipped)
+            self._instrumentation.gone(rank, skipped=skipped)
 
 
 def _more(skipped: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

@@ -77,15 +77,15 @@ _answer = msgspec.json.Decoder(_Answer)
 class _Engine:
     """What one engine's answers were so far."""
 
-    __slots__ = ("failures", "incarnation", "left_alone_until_s", "said", "why")
+    __slots__ = ("failures", "incarnation", "logged_reason", "paused_until_s", "why")
 
     def __init__(self, incarnation: Epoch) -> None:
         self.incarnation = incarnation
         self.failures = 0
-        self.left_alone_until_s = 0.0
+        self.paused_until_s = 0.0
         self.why = ""
         """Why it is left alone."""
-        self.said = ""
+        self.logged_reason = ""
         """The reason that was logged last."""
 
 
@@ -94,9 +94,9 @@ class EngineTokenizer:
     failures, and longer where it has no such route: that is logged once for each reason.
     """
 
-    def __init__(self, plane: RequestPlane, observed: ServiceInstrumentation) -> None:
+    def __init__(self, plane: RequestPlane, instrumentation: ServiceInstrumentation) -> None:
         self._plane = plane
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._engines: dict[WorkerId, _Engine] = {}
         self._asking: dict[ModelName, int] = {}
         self._turn = 0
@@ -104,9 +104,9 @@ class EngineTokenizer:
     def why_not(self, model: ModelRouter) -> str | None:
         """Why no engine of a model can be asked; None where one can."""
         why = "none of its engines is here"
-        for card in _able(model):
+        for card in _askable(model):
             engine = self._engine(card)
-            if engine.left_alone_until_s <= time.monotonic():
+            if engine.paused_until_s <= time.monotonic():
                 return None
             why = f"POST {CallRoute.TOKENIZE} of its engines: {engine.why}"
         return why
@@ -119,7 +119,7 @@ class EngineTokenizer:
         card = self._next(model)
         asking = self._asking.get(name, 0)
         if card is None or asking >= ASKING_MAX or len(body) > ASKED_BYTES_MAX:
-            self._observed.engine_tokenized(name, TokenizeOutcome.NOT_ASKED.value)
+            self._instrumentation.engine_tokenized(name, TokenizeOutcome.NOT_ASKED.value)
             return None
         self._asking[name] = asking + 1
         try:
@@ -172,7 +172,7 @@ class EngineTokenizer:
 
     def _next(self, model: ModelRouter) -> WorkerCard | None:
         now_s = time.monotonic()
-        cards = [card for card in _able(model) if self._engine(card).left_alone_until_s <= now_s]
+        cards = [card for card in _askable(model) if self._engine(card).paused_until_s <= now_s]
         if not cards:
             return None
         self._turn += 1
@@ -193,22 +193,22 @@ class EngineTokenizer:
         why: str = "",
         counts: bool = True,
     ) -> TokenBuffer | None:
-        self._observed.engine_tokenized(card.model, outcome.value)
+        self._instrumentation.engine_tokenized(card.model, outcome.value)
         engine = self._engine(card)
         if outcome in (TokenizeOutcome.ANSWERED, TokenizeOutcome.REFUSED):
             engine.failures = 0
             if outcome is TokenizeOutcome.ANSWERED:
-                engine.said = ""
+                engine.logged_reason = ""
             return found
         engine.failures += counts
         is_absent = outcome is TokenizeOutcome.ABSENT
         if not is_absent and engine.failures < FAILURES_MAX:
             return None
         engine.why = why
-        engine.left_alone_until_s = time.monotonic() + (ABSENT_S if is_absent else PAUSE_S)
-        if engine.said != why:
-            engine.said = why
-            self._observed.engine_tokenize_failed(card, why)
+        engine.paused_until_s = time.monotonic() + (ABSENT_S if is_absent else PAUSE_S)
+        if engine.logged_reason != why:
+            engine.logged_reason = why
+            self._instrumentation.engine_tokenize_failed(card, why)
         return None
 
     def gone(self, card: WorkerCard) -> None:
@@ -216,7 +216,7 @@ class EngineTokenizer:
         self._engines.pop(card.worker_id, None)
 
 
-def _able(model: ModelRouter) -> Iterator[WorkerCard]:
+def _askable(model: ModelRouter) -> Iterator[WorkerCard]:
     """Yield the workers whose engines may be asked."""
     fleet = model.fleet
     return (

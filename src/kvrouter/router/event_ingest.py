@@ -18,7 +18,7 @@ from kvrouter.kernel.feed.states import AskRange, AskSnapshot, Command, FeedCoun
 from kvrouter.kernel.index import ApproximateIndex, BlockIndex
 from kvrouter.kernel.placement.cache_view import PredictedCacheView
 from kvrouter.kernel.routing.request import Decision
-from kvrouter.router.feed_commands import FeedCommands, let_go
+from kvrouter.router.feed_commands import FeedCommands, uncounted
 from kvrouter.router.index_work import IndexWork, Steps, empty, listed
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.router.rank_ingest import Capacity, RankIngest, loop_time_s
@@ -68,15 +68,15 @@ class EventIngest:
         self,
         index: BlockIndex,
         subscriber: EventSubscriber,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         *,
         rank_blocks_max: int = RANK_BLOCKS_MAX,
     ) -> None:
         self._index = index
         self._rank_blocks_max = rank_blocks_max
         self._subscriber = subscriber
-        self._observed = observed
-        self._commands = FeedCommands(index, observed, self._ask)
+        self._instrumentation = instrumentation
+        self._commands = FeedCommands(index, instrumentation, self._ask)
         self._work = IndexWork(self._caught_up, self._fell_behind)
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
         self._rank_ingests: dict[WorkerRank, RankIngest] = {}
@@ -117,7 +117,7 @@ class EventIngest:
                     ingest.state,
                     stale_s=now_s - since_s,
                     lag_s=ingest.lag_s,
-                    silent_s=now_s - ingest.heard_s,
+                    silent_s=now_s - ingest.last_message_s,
                     is_missing=ingest.is_missing,
                     clock_ahead_s=ingest.clock.ahead_s,
                 ),
@@ -154,23 +154,23 @@ class EventIngest:
             if not ingest.is_scoring:
                 self._silent -= 1
             self._scores[slot] = False
-        self._work.run(slot, empty(self._index, slot, let_go))
+        self._work.run(slot, empty(self._index, slot, uncounted))
 
     def on_batch(self, batch: KvBatch) -> None:
         """A batch arrived; of a rank that is not known yet it is dropped: a snapshot will have it."""
         ingest = self._rank_ingests.get(batch.rank)
         if ingest is None:
             return
-        ingest.heard_s = loop_time_s()
+        ingest.last_message_s = loop_time_s()
         if batch.published_s:
             ahead_s = batch.published_s - time.time()
             ingest.lag_s = max(0.0, -ahead_s)
-            ingest.clock.note(ahead_s, now_s=ingest.heard_s)
+            ingest.clock.note(ahead_s, now_s=ingest.last_message_s)
         ingest.is_missing = False
         if ingest.idle.is_set():
             self._after(ingest, self._commands.taken(ingest, batch))
         elif not ingest.waiting.add(batch):
-            self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
+            self._instrumentation.feed_counted(FeedCount.INBOX_FULL, 1)
 
     def doubt(self, slot: Slot) -> None:
         """The engine's own answers contradict what is known of the rank: ask its worker for all of it.
@@ -259,7 +259,7 @@ class EventIngest:
             ingest.stale_since_s = loop_time_s()
         if state is not ingest.reported:
             ingest.reported = state
-            self._observed.feed_changed(ingest.feed.rank, state)
+            self._instrumentation.feed_changed(ingest.feed.rank, state)
         if ingest.scores is not ingest.is_scoring:
             self._score(ingest, ingest.scores)
 
@@ -305,7 +305,7 @@ class EventIngest:
                 snapshot = await self._asked(ingest, ticket, whole)
             except AnswerTooLarge as error:
                 await _is_ready(ingest)
-                self._observed.kv_events_over_limit(feed.rank, error.message)
+                self._instrumentation.kv_events_over_limit(feed.rank, error.message)
                 self._after(ingest, feed.on_overfilled(now_s=loop_time_s()))
                 return
             await _is_ready(ingest)
@@ -326,13 +326,13 @@ class EventIngest:
         except AnswerTooLarge:
             raise
         except (KvrouterError, OSError, ValueError) as error:
-            self._observed.recovery_failed(ingest.feed.rank, str(error))
+            self._instrumentation.recovery_failed(ingest.feed.rank, str(error))
             return None
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         """A mistake of ours in the task must not vanish; the feed's timer asks again."""
         if not task.cancelled() and task.exception() is not None:
-            self._observed.mistake_in_recovery(task.exception())
+            self._instrumentation.internal_error_in_recovery(task.exception())
 
     def _watch_silence(self) -> None:
         if self._silence_timer is None and self._rank_ingests:
@@ -346,10 +346,10 @@ class EventIngest:
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
         stood_still = self._awake.advance(elapsed_s)  # then what the workers said is read only after this
         for rank, ingest in self._rank_ingests.items():
-            silent_s = now_s - ingest.heard_s
+            silent_s = now_s - ingest.last_message_s
             if silent_s > SILENT_AFTER_S and not ingest.is_missing and not stood_still:
                 ingest.is_missing = True
-                self._observed.kv_events_missing(rank, silent_s)
+                self._instrumentation.kv_events_missing(rank, silent_s)
         self._watch_silence()
 
     def _grow(self, n_slots: int) -> None:
@@ -391,9 +391,9 @@ class EventCacheView:
     ``predicted``.
     """
 
-    def __init__(self, index: BlockIndex, pump: EventIngest, predicted: ApproximateIndex) -> None:
+    def __init__(self, index: BlockIndex, ingest: EventIngest, predicted: ApproximateIndex) -> None:
         self.index = index
-        self.pump = pump
+        self.ingest = ingest
         self._predicted = PredictedCacheView(predicted)
         self._out: U32 = np.zeros(16, np.uint32)
 
@@ -403,8 +403,8 @@ class EventCacheView:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
         out = self._out[:n_slots]
         self.index.overlap(prompt, out)
-        if not self.pump.all_score:
-            out *= self.pump.scores(n_slots)
+        if not self.ingest.all_score:
+            out *= self.ingest.scores(n_slots)
         if has_media:
             np.maximum(out, self._predicted.overlap(prompt, n_slots, now_s=now_s), out=out)
         return out
@@ -416,30 +416,30 @@ class EventCacheView:
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Its feed begins."""
-        self.pump.joined(rank, slot, epoch)
+        self.ingest.joined(rank, slot, epoch)
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
         """Of more than that nothing is believed."""
-        self.pump.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
+        self.ingest.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
 
     def freed(self, slot: Slot) -> None:
         """The pump drops the slot's blocks with its feed."""
-        self.pump.freed(slot)
+        self.ingest.freed(slot)
         self._predicted.freed(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:
         """Every event of its rank was applied, as far as anybody can know."""
-        feed = self.pump.feed_at(slot)
+        feed = self.ingest.feed_at(slot)
         return feed is not None and feed.state is FeedState.LIVE
 
     def doubt(self, slot: Slot) -> None:
         """The pump asks the worker for all that it holds."""
-        self.pump.doubt(slot)
+        self.ingest.doubt(slot)
 
     def on_batch(self, batch: KvBatch) -> None:
         """On to the rank's feed."""
-        self.pump.on_batch(batch)
+        self.ingest.on_batch(batch)
 
     def close(self) -> None:
         """Stop the feeds."""
-        self.pump.close()
+        self.ingest.close()

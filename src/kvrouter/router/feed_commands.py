@@ -18,16 +18,16 @@ class FeedCommands:
     def __init__(
         self,
         index: BlockIndex,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         ask: Callable[[RankIngest, AskRange | AskSnapshot], None],
     ) -> None:
         self._index = index
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._ask = ask
 
     def begin(self, ingest: RankIngest, epoch: Epoch) -> Steps:
         """The feed begins once what was at its slot before is forgotten."""
-        yield from empty(self._index, ingest.slot, let_go)
+        yield from empty(self._index, ingest.slot, uncounted)
         yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=loop_time_s()))
 
     def carry_out(self, ingest: RankIngest, commands: list[Command]) -> Steps:
@@ -44,22 +44,22 @@ class FeedCommands:
                         else:
                             orphaned += yield from self._apply_in_steps(ingest, events)
                     case Empty():
-                        yield from empty(self._index, slot, let_go)
+                        yield from empty(self._index, slot, uncounted)
                         ingest.unchecked_blocks = 0
                     case Load(snapshot):
-                        yield from empty(self._index, slot, self._observed.events_applied)
+                        yield from empty(self._index, slot, self._instrumentation.events_applied)
                         ingest.unchecked_blocks = 0
                         steps = place(self._index, slot, snapshot.events, partial(self._note, ingest))
                         yield from self._until_full(ingest, steps)
                     case AskRange() | AskSnapshot():
                         self._ask(ingest, command)
                     case Count(name, n):
-                        self._observed.feed_counted(name, n)
+                        self._instrumentation.feed_counted(name, n)
                 if self._is_overfilled(ingest):
                     is_overfilled = True
                     break
             if is_overfilled:
-                self._observed.kv_events_over_limit(ingest.feed.rank, f"{self._held(ingest)} blocks")
+                self._instrumentation.kv_events_over_limit(ingest.feed.rank, f"{self._held(ingest)} blocks")
                 ingest.unchecked_blocks = 0
                 commands = ingest.feed.on_overfilled(now_s=loop_time_s())
                 continue
@@ -92,14 +92,14 @@ class FeedCommands:
         try:
             applied = self._index.apply(ingest.slot, events)
         except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
-            self._observed.mistaken_events(ingest.feed.rank, str(error))
+            self._instrumentation.malformed_events(ingest.feed.rank, str(error))
             return 1
         self._note(ingest, applied)
         return applied.orphaned
 
     def _note(self, ingest: RankIngest, applied: Applied) -> None:
         ingest.unchecked_blocks += applied.stored
-        self._observed.events_applied(applied)
+        self._instrumentation.events_applied(applied)
 
     def _until_full(self, ingest: RankIngest, steps: Steps) -> Steps:
         """Take the steps, and no more of them once the rank has more blocks than it can hold."""
@@ -132,10 +132,10 @@ class FeedCommands:
         try:
             yield from self._until_full(ingest, apply(self._index, ingest.slot, events, note))
         except ValueError as error:
-            self._observed.mistaken_events(ingest.feed.rank, str(error))
+            self._instrumentation.malformed_events(ingest.feed.rank, str(error))
             return 1
         return orphaned
 
 
-def let_go(_applied: Applied) -> None:
+def uncounted(_applied: Applied) -> None:
     """Blocks of a rank that is gone, or restarts, are not counted as cleared by it."""

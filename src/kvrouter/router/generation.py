@@ -49,12 +49,12 @@ class TokenTimes:
 
     def first(self, token_ids: Sequence[int]) -> None:
         """An attempt's first tokens came: nobody waited for them since the last ones."""
-        now_s = self._token_s = self._watch.heard_s = time.monotonic()
+        now_s = self._token_s = self._watch.progress_s = time.monotonic()
         self._note_tokens(token_ids, now_s)
 
     def more(self, token_ids: Sequence[int]) -> None:
         """More tokens came."""
-        now_s = self._watch.heard_s = time.monotonic()
+        now_s = self._watch.progress_s = time.monotonic()
         self.gaps_s.append(now_s - self._token_s)
         self._token_s = now_s
         self._note_tokens(token_ids, now_s)
@@ -65,7 +65,7 @@ class TokenTimes:
         clock_s = time.monotonic
 
         def take(token_ids: Sequence[int]) -> bool:
-            now_s = watch.heard_s = clock_s()
+            now_s = watch.progress_s = clock_s()
             note_gap_s(now_s - self._token_s)
             self._token_s = now_s
             note_tokens(token_ids, now_s)
@@ -90,7 +90,7 @@ class Generation:
         *,
         timeouts: Timeouts,
         redispatches_max: int,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         retry_bodies: ByteBudget,
         on_end: Callable[["Generation"], None],
         received_s: float | None = None,
@@ -105,7 +105,7 @@ class Generation:
             plane,
             timeouts=timeouts,
             redispatches_max=redispatches_max,
-            observed=observed,
+            instrumentation=instrumentation,
             times=self.times,
             spans=spans,
         )
@@ -115,7 +115,7 @@ class Generation:
         self._tokens = TokenTimes(self._run)
         self._model = model
         self._origin = origin
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._retry_bodies = retry_bodies
         self._on_end = on_end
         self._closed = False
@@ -203,10 +203,10 @@ class Generation:
                 await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
                 continue
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-                await run.prefill_worker_leaves(attempt)
+                await run.await_prefill_worker_loss(attempt)
                 await run.lose(attempt, StreamBroken(chunk.error or "the engine cancelled the request"))
                 continue
-            if chunk.finish is not None and not await run.heard_prefill(attempt):
+            if chunk.finish is not None and not await run.await_prefill_end(attempt):
                 continue
             self._take(attempt, chunk)
             return chunk
@@ -226,7 +226,7 @@ class Generation:
         ):
             return
         watch = self._watch
-        watch.resume(heard=True)
+        watch.resume(progressed=True)
         try:
             await attempt.decode.hand_over(self._tokens.noting(sink))
         finally:
@@ -245,7 +245,7 @@ class Generation:
         """Drop the body of the client's call: it is the largest of a full budget. A request that is sent is
         not sent again; one that is not ends.
         """
-        self._observed.retry_body_dropped(self.request)
+        self._instrumentation.retry_body_dropped(self.request)
         if not self._run.is_sent:
             self.abort(
                 RetryBodiesFull("the bodies of running requests hold too many bytes; this one had most")
@@ -268,7 +268,7 @@ class Generation:
         self.times.ended_s = time.monotonic()
         if self.placement is not None and not self._journey.generated:  # nobody saw the tokens themselves
             self._model.answered(self.placement, tokens=self._counted_tokens)
-        self._observed.request_ended(
+        self._instrumentation.request_ended(
             self.request,
             error=self.error,
             finished=reason in {ANSWERED, FINISHED},
@@ -278,8 +278,8 @@ class Generation:
             cache_known=self._run.cache_known,
             first_placement=self._run.first_placement,
         )
-        if self._observed.traffic is not None:
-            self._record(self._observed.traffic, finished=reason in {ANSWERED, FINISHED})
+        if self._instrumentation.traffic is not None:
+            self._record(self._instrumentation.traffic, finished=reason in {ANSWERED, FINISHED})
         self._on_end(self)
 
     def _record(self, traffic: TrafficRecorder, *, finished: bool) -> None:
@@ -301,7 +301,7 @@ class Generation:
 
     async def _read(self, stream: EngineStream) -> EngineChunk:
         watch = self._watch
-        watch.resume(heard=not self._brought_comment)
+        watch.resume(progressed=not self._brought_comment)
         try:
             return await stream.__anext__()
         finally:
@@ -318,7 +318,7 @@ class Generation:
         if chunk.completion_tokens is not None:
             self._counted_tokens = chunk.completion_tokens
         if chunk.unread is not None:
-            self._observed.answer_unread(self.request, attempt.placement.decision.decode, chunk.unread)
+            self._instrumentation.answer_unread(self.request, attempt.placement.decision.decode, chunk.unread)
         if chunk.raw and chunk.text_chars is None:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:

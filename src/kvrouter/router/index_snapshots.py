@@ -107,12 +107,12 @@ class IndexSnapshots:
         """Add every live rank that ``taking`` covers; return how many, and their blocks."""
         ranks = blocks = 0
         for cache in list(self._caches()):
-            for slot, _ in list(cache.pump.feeds()):
+            for slot, _ in list(cache.ingest.feeds()):
                 await asyncio.sleep(0)
-                feed = cache.pump.feed_at(slot)  # another rank may be there by now
+                feed = cache.ingest.feed_at(slot)  # another rank may be there by now
                 if feed is None or not taking.covers(feed.rank):
                     continue
-                snapshot = await cache.pump.snapshot(slot)
+                snapshot = await cache.ingest.snapshot(slot)
                 if snapshot is not None:
                     await taking.add(snapshot)
                     ranks += 1

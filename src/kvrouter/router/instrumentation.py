@@ -244,11 +244,11 @@ class ModelInstrumentation:
             waited_s=waited_s,
         )
 
-    def mistake_in_recovery(self, error: BaseException | None) -> None:
+    def internal_error_in_recovery(self, error: BaseException | None) -> None:
         """A mistake of ours while events were recovered."""
         log_event(logger, Event.INTERNAL_ERROR, exc_info=error, model=self._model)
 
-    def mistaken_events(self, rank: WorkerRank, why: str) -> None:
+    def malformed_events(self, rank: WorkerRank, why: str) -> None:
         """A rank's events do not make sense; what it holds is asked for."""
         self._log_rank(Event.EVENTS_MISTAKEN, rank, reason=why)
 
@@ -471,7 +471,7 @@ class ServiceInstrumentation:
         """A request came."""
         self._telemetry.requests_active.add(1, model)
 
-    def mistake(self, request: GenerateRequest, error: BaseException | None) -> None:
+    def internal_error(self, request: GenerateRequest, error: BaseException | None) -> None:
         """A mistake of ours ended a request."""
         _log_request(Event.INTERNAL_ERROR, request, exc_info=error)
 

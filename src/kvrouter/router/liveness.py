@@ -35,13 +35,13 @@ class Liveness:
         requests: RequestPlane,
         events: EventSubscriber,
         *,
-        hears_events: bool,
+        follows_events: bool,
         on_alive: AliveChanged,
         on_lapsed_and_dead: LapsedAndDead,
     ) -> None:
         self._requests = requests
         self._events = events
-        self._hears_events = hears_events
+        self._follows_events = follows_events
         self._on_alive = on_alive
         self._on_lapsed_and_dead = on_lapsed_and_dead
         self._followed: dict[WorkerId, _Followed] = {}
@@ -58,7 +58,7 @@ class Liveness:
         try:
             followed.ends.append(self._events.follow(card))  # its load reports come the same way
         except ConfigError as error:
-            if self._hears_events and card.publishes_kv_events:
+            if self._follows_events and card.publishes_kv_events:
                 odd = error.message
         try:
             followed.ends.append(self._requests.follow(card.address, partial(self._answers, followed)))

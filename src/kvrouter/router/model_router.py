@@ -160,7 +160,7 @@ class ModelRouter:
         config: KvRouterConfig,
         settings: RoutingSettings,
         decisions: DecisionLog,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         seed: int,
         sync: ReplicaSync | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -168,8 +168,8 @@ class ModelRouter:
         seeds = random.Random(seed)
         self.fleet = fleet
         self.cache = cache
-        self.observed = observed
-        self.accounts = EngineReports(fleet, observed.engines)
+        self.instrumentation = instrumentation
+        self.engine_reports = EngineReports(fleet, instrumentation.engines)
         self.placer = Placer(
             fleet=fleet,
             cache=cache,
@@ -179,7 +179,7 @@ class ModelRouter:
             tracks_active_blocks=config.track_active_blocks,
             circuits=circuit_settings(config),
             circuit_seed=seeds.getrandbits(64),
-            events=observed.placement,
+            events=instrumentation.placement,
             waiting=waiting_limits(config),
             call_soon=_call_soon,
             now_s=clock(),
@@ -257,7 +257,7 @@ class ModelRouter:
                     return self._place(asked, wait, request.trace.trace_id)
                 except RoutingRefused as refused:
                     wait = wait or Wait(
-                        self.placer.waiting, request, self.observed, limit_s=self._request_timeout_s
+                        self.placer.waiting, request, self.instrumentation, limit_s=self._request_timeout_s
                     )
                     await wait.for_change(refused)
         finally:
@@ -271,8 +271,8 @@ class ModelRouter:
         self._draws.take()
         placement.trace_id = trace_id
         decision_s = placement.decision_s = time.perf_counter() - started_s
-        waited_s = None if wait is None else wait.was_for(placement)
-        self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
+        waited_s = None if wait is None else wait.placed(placement)
+        self.instrumentation.placed(placement, decision_s=decision_s, waited_s=waited_s)
         self._record(placement, explained)
         return placement
 
@@ -290,7 +290,7 @@ class ModelRouter:
         """After a synchronous prefill: decide decode again under its constraint, and move the lease."""
         started_s = time.perf_counter()
         if self.placer.pick_decode_again(placement, now_s=self.clock()):
-            self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
+            self.instrumentation.picked_again(placement, decision_s=time.perf_counter() - started_s)
             self._record(placement)
 
     def _record(self, placement: Placement, explained: Decision | None = None) -> None:
@@ -324,7 +324,7 @@ class ModelRouter:
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: what is known of it goes."""
         self.placer.freed(slot)
-        self.accounts.freed(slot)
+        self.engine_reports.freed(slot)
 
     def capacity_changed(self, slot: Slot) -> None:
         """A card or a load report named how many KV blocks the rank at the slot has."""
@@ -339,7 +339,7 @@ class ModelRouter:
             return False
         self.placer.reported(report, slot, now_s=self.clock())
         self.capacity_changed(slot)
-        carried = self.accounts.reported(report)
+        carried = self.engine_reports.reported(report)
         if carried is not None:
             self.placer.transfers.engine_sums.reported(
                 slot,
@@ -365,10 +365,10 @@ class ModelRouter:
     def count_first_token(self, placement: Placement) -> None:
         """Count the prompt that was prefilled, and of a pair that KV went over."""
         placement.is_counted = True
-        self.observed.handed_over(placement)
+        self.instrumentation.handed_over(placement)
         prefills = prefilling(placement.decision)
         if self.fleet.card(prefills.rank.worker_id) is not None:
-            self.observed.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
+            self.instrumentation.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
     def release(self, placement: Placement, *, tokens: int = 0) -> None:
         """Close the leases, after an attempt that brought so many tokens; idempotent."""
@@ -381,7 +381,7 @@ class ModelRouter:
         """
         worker_id = placement.decision.decode.rank.worker_id
         if tokens and self.fleet.card(worker_id) is not None:
-            self.observed.tokens_answered(worker_id, tokens)
+            self.instrumentation.tokens_answered(worker_id, tokens)
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
         """What the engine really had cached, next to what was predicted; ``prompt_tokens``: its own count."""
@@ -389,12 +389,12 @@ class ModelRouter:
         predicted_tokens = pick.overlap_blocks * placement.block_size
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
-        self.observed.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
+        self.instrumentation.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
         wanted = placement.wanted
         is_guess = wanted.has_media or wanted.is_prompt_unknown
         if card is None or slot is None or card.cache_is_partial or is_guess:
             return
-        if self.cache.is_sure_of(slot) and self.accounts.answered(
+        if self.cache.is_sure_of(slot) and self.engine_reports.answered(
             slot,
             pick.rank,
             predicted_tokens=predicted_tokens,

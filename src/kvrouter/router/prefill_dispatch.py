@@ -64,7 +64,7 @@ class PrefillDispatch:
         self,
         plane: RequestPlane,
         bookings: Bookings,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         *,
         redispatches_max: int,
         limit_s: float,
@@ -72,7 +72,7 @@ class PrefillDispatch:
     ) -> None:
         self._plane = plane
         self._bookings = bookings
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._redispatches_max = redispatches_max
         self._limit_s = limit_s
         self._prefills_max = prefills_max
@@ -105,7 +105,7 @@ class PrefillDispatch:
             model,
             request,
             self._plane,
-            self._observed,
+            self._instrumentation,
             redispatches_max=self._redispatches_max,
             until_s=until_s,
         )
@@ -128,14 +128,14 @@ class PrefillDispatch:
             task.add_done_callback(lambda ended: self._ran_on(request, ended))
         return prefilled
 
-    def let_go(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """Nobody will fetch the KV: cancel the leg, or free what waits. Raises :class:`UnknownPrefill`."""
         run = self._running.get(request_id)
         stream = self._ended.pop(request_id, None) if run is None else run.stream
         if stream is None:
             raise UnknownPrefill(f"request_id: no prefill of {request_id!r} is here", param="request_id")
         if run is not None:
-            run.is_let_go = True
+            run.is_discarded = True
         stream.cancel("nobody will fetch its KV")
 
     async def wait_idle(self, limit_s: float) -> int:
@@ -162,11 +162,11 @@ class PrefillDispatch:
                 await run.read()
         except (KvrouterError, TimeoutError) as error:
             why = error.message if isinstance(error, KvrouterError) else f"longer than {self._limit_s:g} s"
-            if not run.is_let_go:
+            if not run.is_discarded:
                 run.note_failure(error, self._limit_s)
             self._give_up(run, why)
-            if not run.is_let_go:
-                self._observed.prefill_failed(run.request, run.worker_id, why)
+            if not run.is_discarded:
+                self._instrumentation.prefill_failed(run.request, run.worker_id, why)
         except BaseException:
             self._give_up(run, "this router shuts down")
             raise
@@ -177,7 +177,7 @@ class PrefillDispatch:
         """Nobody awaits the task: a mistake of ours in it must not vanish."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._observed.mistake(request, task.exception())
+            self._instrumentation.internal_error(request, task.exception())
 
     def _ended_well(self, run: "_Run") -> None:
         """The leg is done: its load is gone, and its KV waits."""
@@ -210,7 +210,7 @@ class _Run:
         model: ModelRouter,
         request: GenerateRequest,
         plane: RequestPlane,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         *,
         redispatches_max: int,
         until_s: float,
@@ -220,11 +220,11 @@ class _Run:
             request.sampling, model.placer, redispatches_max=redispatches_max, prefill_alone=True
         )
         self.stream: EngineStream | None = None
-        self.is_let_go = False
+        self.is_discarded = False
         """Whether its owner said that nobody will fetch its KV."""
         self._model = model
         self._plane = plane
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._until_s = until_s
         self._cached_tokens: int | None = None
 
@@ -294,7 +294,7 @@ class _Run:
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
         if driver.last_loss is not None:
-            self._observed.sent_again(request, driver.last_loss, streaming=False)
+            self._instrumentation.sent_again(request, driver.last_loss, streaming=False)
         return driver.placed(Attempt(placement))
 
     async def _send(self) -> Sequence[Command]:

@@ -42,7 +42,7 @@ class ShapeReading(NamedTuple):
     is_blind: bool
 
 
-class Noted(NamedTuple):
+class NotedShape(NamedTuple):
     """One answer of a shape; ``turned_blind`` when it made the shape blind."""
 
     shape: str
@@ -92,7 +92,7 @@ class PromptShapes:
         isl_tokens: int,
         prompt_tokens: int | None,
         now_s: float,
-    ) -> Noted | None:
+    ) -> NotedShape | None:
         """An engine answered a call of this shape. None where it says nothing of the prompt: nothing was
         cached, or more was predicted than there is.
         """
@@ -105,7 +105,7 @@ class PromptShapes:
         is_missed = is_other or missing_blocks > TOLERANCE_BLOCKS
         turned = window.take(now_s, is_missed=is_missed)
         reading = ShapeReading(shape, len(window.answers), window.missed, window.is_blind)
-        return Noted(shape, is_missed, window.is_blind, reading if turned else None)
+        return NotedShape(shape, is_missed, window.is_blind, reading if turned else None)
 
     def is_blind(self, shape: str) -> bool:
         """Whether calls of this shape are not found where their engine has them cached."""

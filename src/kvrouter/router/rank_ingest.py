@@ -127,7 +127,7 @@ class RankIngest:
 
     feed: RankFeed
     slot: Slot
-    heard_s: float
+    last_message_s: float
     capacity: Capacity
     is_missing: bool = False
     reported: FeedState | None = None

@@ -68,7 +68,7 @@ class ReplicaSync:
         self._timer: asyncio.TimerHandle | None = None
         self._beat: asyncio.Task[None] | None = None
         self._answer: asyncio.Task[None] | None = None
-        self._askers: dict[RouterId, None] = {}
+        self._unanswered: dict[RouterId, None] = {}
         self._unsent = 0
 
     @property
@@ -146,21 +146,21 @@ class ReplicaSync:
         for router_id in asks.ask:
             self._send(StateQuestion(self.router_id), to=router_id)
         for router_id in asks.answer:
-            self._askers[router_id] = None
-        if self._askers and (self._answer is None or self._answer.done()):
+            self._unanswered[router_id] = None
+        if self._unanswered and (self._answer is None or self._answer.done()):
             self._answer = go_on(self._answer_all(), name="sync: tell all leases")
 
     async def _answer_all(self) -> None:
         """Give one asker after the other all leases, a part a turn of the loop."""
-        while self._askers:
-            asker = next(iter(self._askers))
-            del self._askers[asker]
+        while self._unanswered:
+            router_id = next(iter(self._unanswered))
+            del self._unanswered[router_id]
             self._flush()
             for part in self._journal.state():
-                self._send(part, to=asker)
+                self._send(part, to=router_id)
                 await asyncio.sleep(0)
             for news in self._replicas.links.state(now_s=self._now_s()):
-                self._send(news, to=asker)
+                self._send(news, to=router_id)
                 await asyncio.sleep(0)
 
     @staticmethod

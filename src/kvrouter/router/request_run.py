@@ -54,11 +54,11 @@ from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
 from kvrouter.transports.requests.port import EngineStream, RequestPlane
 
-PREFILL_LAST_WORD_S = 0.25
+PREFILL_END_WAIT_S = 0.25
 """How long an answer's end waits for its prefill leg's: they come over two connections."""
 
-PREFILL_NEWS_CHECKS = 25
-PREFILL_NEWS_CHECK_S = 0.01
+PREFILL_LOSS_CHECKS = 25
+PREFILL_LOSS_CHECK_S = 0.01
 """How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
 
 
@@ -84,7 +84,7 @@ class RequestRun:
         *,
         timeouts: Timeouts,
         redispatches_max: int,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         times: Times,
         spans: LegSpans | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class RequestRun:
         self._model = model
         self._plane = plane
         self._timeouts = timeouts
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._times = times
 
     async def begin(self) -> None:
@@ -161,23 +161,23 @@ class RequestRun:
         if event is None:
             await self.lose(attempt, error)
             return
-        self._observed.kv_lost(self._request, event)
+        self._instrumentation.kv_lost(self._request, event)
         lost = lost_leg(attempt.placement.decision.decode, error)
         await self._perform(self.driver.kv_lost(attempt, event, lost, time.monotonic()))
 
-    async def heard_prefill(self, attempt: SentAttempt) -> bool:
+    async def await_prefill_end(self, attempt: SentAttempt) -> bool:
         """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
 
         False when the request ended meanwhile.
         """
         task = attempt.prefill_task
         if task is not None and not task.done():
-            await asyncio.wait((task,), timeout=PREFILL_LAST_WORD_S)
+            await asyncio.wait((task,), timeout=PREFILL_END_WAIT_S)
             if task.done():
                 attempt.prefill = None  # nothing of it is left to be cancelled
         return self.driver.attempt is attempt
 
-    async def prefill_worker_leaves(self, attempt: SentAttempt) -> None:
+    async def await_prefill_worker_loss(self, attempt: SentAttempt) -> None:
         """A decode leg gave up: give the news that its prefill worker died, if it did, time to come.
 
         The decode worker may hear of it first, because it pulls the KV.
@@ -185,13 +185,13 @@ class RequestRun:
         driver = self.driver
         if driver.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
             return
-        for _ in range(PREFILL_NEWS_CHECKS):
+        for _ in range(PREFILL_LOSS_CHECKS):
             is_known = attempt.prefill_lost is not None or attempt.prefill_refused is not None
             if is_known or driver.attempt is not attempt:
                 return
             if self._model.placer.prefill_worker_left(attempt.placement):
                 return
-            await asyncio.sleep(PREFILL_NEWS_CHECK_S)
+            await asyncio.sleep(PREFILL_LOSS_CHECK_S)
 
     def note_cached(self, attempt: SentAttempt, cached_tokens: int, prompt_tokens: int | None) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""
@@ -253,10 +253,10 @@ class RequestRun:
             self._model.release(placement)
             return ()
         if driver.last_loss is not None:
-            self._observed.sent_again(self._request, driver.last_loss, streaming=bool(generated))
+            self._instrumentation.sent_again(self._request, driver.last_loss, streaming=bool(generated))
         now_s = time.monotonic()
         attempt = SentAttempt(placement, placed_s=now_s)
-        if self._observed.traffic is not None or self._spans is not None:
+        if self._instrumentation.traffic is not None or self._spans is not None:
             self.trail.append(attempt)
         if self._times.placed_s is None:
             self._times.placed_s = now_s
@@ -309,7 +309,7 @@ class RequestRun:
         """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
         if task.cancelled() or task.exception() is None:
             return
-        self._observed.mistake(self._request, task.exception())
+        self._instrumentation.internal_error(self._request, task.exception())
         if attempt is self.driver.attempt:
             error = InternalError("the prefill leg could not be driven; the log has the traceback")
             self.driver.error = error
@@ -382,7 +382,7 @@ class RequestRun:
         cause = "the request's time is up"
         if kind is TooLong.SILENCE:
             cause = f"no token for {silent_s:.3g} s"
-            driver.silent(cause, self.watch.heard_s)
+            driver.silent(cause, self.watch.progress_s)
         else:
             what, limit_s = {
                 TooLong.REQUEST: ("the request took longer than", timeouts.request_s),

@@ -25,16 +25,16 @@ class Requests:
         self,
         config: KvRouterConfig,
         plane: RequestPlane,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         model_of: Callable[[ModelName], ModelRouter],
     ) -> None:
-        self.traffic = observed.traffic
+        self.traffic = instrumentation.traffic
         """What records the traffic; None where nobody asked for that."""
         self.is_draining = False
         """Whether new requests are refused."""
         self._config = config
         self._plane = plane
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._model_of = model_of
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
@@ -70,7 +70,7 @@ class Requests:
             self._plane,
             timeouts=self._timeouts_with(request),
             redispatches_max=self._config.retries_max,
-            observed=self._observed,
+            instrumentation=self._instrumentation,
             retry_bodies=self._retry_bodies,
             on_end=self._ended,
             received_s=received_s,
@@ -79,7 +79,7 @@ class Requests:
         )
         self._running.add(generation)
         self._idle.clear()
-        self._observed.request_begun(request.model)
+        self._instrumentation.request_begun(request.model)
         generation.keep_call()
         return generation
 

@@ -47,7 +47,7 @@ class ServiceParts:
     """(model, block size) → its model router."""
 
     decisions: DecisionLog
-    observed: ServiceInstrumentation
+    instrumentation: ServiceInstrumentation
     sync: ReplicaSync | None = None
 
 
@@ -68,7 +68,7 @@ class RouterService:
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
-        self.requests = Requests(parts.config, parts.plane, parts.observed, self.model)
+        self.requests = Requests(parts.config, parts.plane, parts.instrumentation, self.model)
         self.decisions = parts.decisions
         self.sync = parts.sync
         """What shares this router's bookings with others; None where nobody asked for that."""
@@ -87,13 +87,16 @@ class RouterService:
         config = parts.config
         self._pauses = LoopPauses(self._paused)
         self.cordons = Cordons(
-            parts.cordons, models=self.models, apply=self._apply_cordons, observed=parts.observed
+            parts.cordons,
+            models=self.models,
+            apply=self._apply_cordons,
+            instrumentation=parts.instrumentation,
         )
-        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.observed)
+        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.instrumentation)
         self.liveness = Liveness(
             parts.plane,
             parts.subscriber,
-            hears_events=config.kv_events and config.router_mode is RouterMode.KV,
+            follows_events=config.kv_events and config.router_mode is RouterMode.KV,
             on_alive=self._on_alive,
             on_lapsed_and_dead=self._on_lapsed_and_dead,
         )
@@ -104,13 +107,13 @@ class RouterService:
         """Begin to follow the cordons, and then the fleet: no request is to see a worker without them."""
         await self.cordons.start()
         self._stops.append(self.cordons.stop)
-        deaf = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
+        unsubscribe = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
         try:
-            blind = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
+            unwatch = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
         except BaseException:
-            deaf()
+            unsubscribe()
             raise
-        self._stops += (deaf, blind, self._pauses.stop)
+        self._stops += (unsubscribe, unwatch, self._pauses.stop)
 
     def stop(self) -> None:
         """Follow the fleet no longer."""
@@ -146,7 +149,7 @@ class RouterService:
         for model in self._models.values():
             turned = model.fleet.set_cordons(rules)
             for card in turned:
-                self._parts.observed.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
+                self._parts.instrumentation.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
             if turned:
                 model.placer.fleet_changed(now_s=model.clock())
 
@@ -222,7 +225,7 @@ class RouterService:
     # The fleet
 
     def _on_card(self, card: WorkerCard) -> None:
-        observed = self._parts.observed
+        instrumentation = self._parts.instrumentation
         self._refused.pop(card.worker_id, None)
         previous = self._model_of.get(card.worker_id)
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
@@ -255,18 +258,18 @@ class RouterService:
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
-            observed.worker_warned(card, warning)
+            instrumentation.worker_warned(card, warning)
         odd = self.liveness.follow(card)
         if odd is not None:
-            observed.worker_warned(card, odd)
+            instrumentation.worker_warned(card, odd)
         self._apply(model, card, change)
         if known is None or known.incarnation != card.incarnation:
-            observed.worker_joined(card)
+            instrumentation.worker_joined(card)
         else:
-            observed.worker_changed(card)
+            instrumentation.worker_changed(card)
         cordons = model.fleet.cordons_on(card.worker_id)
         if cordons:
-            observed.worker_cordoned(card, cordons)
+            instrumentation.worker_cordoned(card, cordons)
         model.placer.fleet_changed(now_s=model.clock())
 
     def _model_for(self, card: WorkerCard) -> ModelRouter:
@@ -342,7 +345,7 @@ class RouterService:
         """A card that cannot be used. What the worker was before is gone all the same."""
         card = refused.card
         self._refused[card.worker_id] = refused
-        self._parts.observed.worker_refused(card, refused.why)
+        self._parts.instrumentation.worker_refused(card, refused.why)
         name = self._model_of.get(card.worker_id)
         old = None if name is None else self._models[name].fleet.card(card.worker_id)
         if name is not None and (old is None or old.incarnation != card.incarnation):
@@ -374,7 +377,7 @@ class RouterService:
         if card is None or card.incarnation != incarnation:
             return
         if why is Gone.EXPIRED and self.liveness.lapsed(worker_id):
-            self._parts.observed.worker_lapsed(card)
+            self._parts.instrumentation.worker_lapsed(card)
             return
         self._leave(model, worker_id)
         self._follow_majority(name)
@@ -384,7 +387,7 @@ class RouterService:
         model = self._model_with(card)
         if model is not None and model.fleet.set_alive(card.worker_id, is_alive):
             is_cordoned = bool(model.fleet.cordons_on(card.worker_id))
-            self._parts.observed.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
+            self._parts.instrumentation.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
             model.placer.fleet_changed(now_s=model.clock())
 
     def _on_lapsed_and_dead(self, card: WorkerCard) -> None:
@@ -396,7 +399,7 @@ class RouterService:
     def _on_store(self, is_reachable: bool, why: str) -> None:
         """Discovery was lost, or is back. Until it is back the fleet stays as it was."""
         self.store_lost = None if is_reachable else why
-        self._parts.observed.discovery(is_reachable=is_reachable, why=why)
+        self._parts.instrumentation.discovery(is_reachable=is_reachable, why=why)
 
     def _model_with(self, card: WorkerCard) -> ModelRouter | None:
         """The model that holds this very incarnation of the worker."""
@@ -414,8 +417,8 @@ class RouterService:
         for slot in model.fleet.leave(worker_id, card.incarnation):
             model.freed(slot)
         self.engine_tokenizer.gone(card)
-        self._parts.observed.worker_gone(card)
-        model.observed.placement.worker_gone(worker_id)
+        self._parts.instrumentation.worker_gone(card)
+        model.instrumentation.placement.worker_gone(worker_id)
         model.placer.fleet_changed(now_s=model.clock())
 
     def _on_batch(self, batch: KvBatch) -> None:

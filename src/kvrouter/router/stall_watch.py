@@ -61,8 +61,8 @@ class StallWatch:
         "_paused_s",
         "_timeouts",
         "_timer",
-        "heard_s",
         "phase",
+        "progress_s",
     )
 
     def __init__(self, timeouts: Timeouts, on_too_long: Callable[[TooLong, float], None]) -> None:
@@ -70,7 +70,7 @@ class StallWatch:
         self._timeouts = timeouts
         self._on_too_long = on_too_long
         self._timer: asyncio.TimerHandle | None = None
-        self._began_s = self._check_s = self.heard_s = time.monotonic()
+        self._began_s = self._check_s = self.progress_s = time.monotonic()
         self._paused_s: float | None = None
         """Since when the client has what came; None while a worker is waited for."""
         self.phase = Phase.FIRST_TOKEN
@@ -83,25 +83,25 @@ class StallWatch:
     def enter(self, phase: Phase) -> None:
         """From now on this is waited for."""
         self.phase = phase
-        self.heard_s = time.monotonic()
-        self._paused_s = self.heard_s if phase is Phase.STREAMING else None
+        self.progress_s = time.monotonic()
+        self._paused_s = self.progress_s if phase is Phase.STREAMING else None
         self._arm()
 
     def pause(self) -> None:
         """The client has what came."""
         self._paused_s = time.monotonic()
 
-    def resume(self, *, heard: bool) -> None:
+    def resume(self, *, progressed: bool) -> None:
         """A worker is waited for. ``heard``: what came last was a sign that it is at work."""
         now_s = time.monotonic()
         self._leave_out_client(now_s)
         self._paused_s = None
-        if heard:
-            self.heard_s = now_s
+        if progressed:
+            self.progress_s = now_s
 
     def _leave_out_client(self, now_s: float) -> None:
         if self._paused_s is not None:
-            self.heard_s += now_s - self._paused_s
+            self.progress_s += now_s - self._paused_s
             self._paused_s = now_s
 
     def stop(self) -> None:
@@ -118,9 +118,9 @@ class StallWatch:
         elif self.phase is Phase.FIRST_TOKEN:
             limit_s, kind = self._began_s + timeouts.first_token_s, TooLong.FIRST_TOKEN
         elif self.phase is Phase.RESUMING:
-            limit_s, kind = self.heard_s + timeouts.first_token_s, TooLong.SILENCE
+            limit_s, kind = self.progress_s + timeouts.first_token_s, TooLong.SILENCE
         else:
-            limit_s, kind = self.heard_s + timeouts.between_tokens_s, TooLong.SILENCE
+            limit_s, kind = self.progress_s + timeouts.between_tokens_s, TooLong.SILENCE
         return (end_s, TooLong.REQUEST) if end_s <= limit_s else (limit_s, kind)
 
     def _disarm(self) -> None:
@@ -143,12 +143,12 @@ class StallWatch:
         late_s = now_s - self._check_s
         if kind is TooLong.SILENCE and late_s > LATE_S:
             # as long as this process stood still, and as long again to read what came meanwhile
-            self.heard_s = min(now_s, self.heard_s + 2.0 * late_s)
+            self.progress_s = min(now_s, self.progress_s + 2.0 * late_s)
             due_s, kind = self._due()
         if now_s < due_s:
             self._arm()
         else:
-            self._on_too_long(kind, now_s - self.heard_s)
+            self._on_too_long(kind, now_s - self.progress_s)
 
 
 def _no_callback(_kind: TooLong, _silent_s: float) -> None:

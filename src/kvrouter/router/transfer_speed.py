@@ -54,7 +54,7 @@ class SpeedVerdict(NamedTuple):
     shown: Speed
 
 
-class Noted(NamedTuple):
+class NotedTransfers(NamedTuple):
     """What a report brought: ``carried`` since the one before, and what changed."""
 
     carried: KvTransfers
@@ -85,18 +85,18 @@ class TransferSpeeds:
     def __init__(self) -> None:
         self._ranks: dict[Slot, _Rank] = {}
 
-    def note(self, slot: Slot, sums: KvTransfers | None, *, now_s: float) -> Noted | None:
+    def note(self, slot: Slot, sums: KvTransfers | None, *, now_s: float) -> NotedTransfers | None:
         """An engine reported its sums, or that it has none yet; None where that is nothing new. Sums that
         are its first report may be of long ago, and count as nothing carried.
         """
         rank = self._ranks.get(slot)
         if rank is None:
             self._ranks[slot] = _Rank(sums)
-            return None if sums is None else Noted(NOTHING, None)
+            return None if sums is None else NotedTransfers(NOTHING, None)
         if sums is None or sums == rank.sums:
             return None
         carried, rank.sums = _since(rank.sums or NOTHING, sums), sums
-        return Noted(carried, rank.add(carried, now_s))
+        return NotedTransfers(carried, rank.add(carried, now_s))
 
     def reading(self, slot: Slot, *, now_s: float) -> TransferReading | None:
         """What is known of the slot's rank; None where its engine does not report it."""

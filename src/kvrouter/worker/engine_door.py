@@ -36,7 +36,7 @@ _PORTS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class DoorAddress:
+class ListenAddress:
     """A socket file, or a host and its port; port 0 is any free one."""
 
     path: str | None = None
@@ -44,7 +44,7 @@ class DoorAddress:
     port: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> "DoorAddress":
+    def parse(cls, text: str) -> "ListenAddress":
         """Read an address. Raises ConfigError."""
         if text.startswith(_UNIX):
             path = text.removeprefix(_UNIX)
@@ -84,9 +84,9 @@ class DoorAddress:
                 f"address: cannot listen at {self}: {error.strerror or error}", param="address"
             ) from error
 
-    def bound_to(self, sock: socket.socket) -> "DoorAddress":
+    def bound_to(self, sock: socket.socket) -> "ListenAddress":
         """The same place with the port that was found."""
-        return self if self.path is not None else DoorAddress(host=self.host, port=sock.getsockname()[1])
+        return self if self.path is not None else ListenAddress(host=self.host, port=sock.getsockname()[1])
 
     def forget(self) -> None:
         """Remove the socket file."""
@@ -240,7 +240,7 @@ _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
 
-class _Ended(Exception):
+class _ConnectionEnded(Exception):
     """A conversation is over; the reason is for the log, and for the engine when ``is_sent``."""
 
     def __init__(self, reason: str, *, is_sent: bool = True) -> None:
@@ -249,15 +249,15 @@ class _Ended(Exception):
         self.is_sent = is_sent
 
 
-class _Engine:
+class _EngineConnection:
     """One connection, and the ranks that it reports."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
         self.ranks: set[DpRank] = set()
-        self.is_greeted = False
-        self.ended: _Ended | None = None
+        self.is_accepted = False
+        self.ended: _ConnectionEnded | None = None
 
     async def frame(self, *, bytes_max: int, limit_s: float) -> bytes:
         """The next frame. Raises _Ended when it is too long, too late, or will never come."""
@@ -265,25 +265,25 @@ class _Engine:
             async with asyncio.timeout(limit_s):
                 n_bytes = int.from_bytes(await self.reader.readexactly(LENGTH_BYTES), "big")
                 if n_bytes > bytes_max:
-                    raise _Ended(f"a frame of {n_bytes} bytes is longer than {bytes_max}")
+                    raise _ConnectionEnded(f"a frame of {n_bytes} bytes is longer than {bytes_max}")
                 return await self.reader.readexactly(n_bytes)
         except TimeoutError:
-            raise _Ended(f"it said nothing for {limit_s:g} s") from None
+            raise _ConnectionEnded(f"it said nothing for {limit_s:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
-            raise _Ended("its connection ended", is_sent=False) from None
+            raise _ConnectionEnded("its connection ended", is_sent=False) from None
 
-    async def say(self, reply: Welcome | Synced, *, limit_s: float) -> None:
+    async def reply(self, reply: Welcome | Synced, *, limit_s: float) -> None:
         """Answer. Raises _Ended when the engine does not take it."""
         try:
             async with asyncio.timeout(limit_s):
                 self.writer.write(encode_reply(reply))
                 await self.writer.drain()
         except TimeoutError:
-            raise _Ended(f"it took no answer for {limit_s:g} s", is_sent=False) from None
+            raise _ConnectionEnded(f"it took no answer for {limit_s:g} s", is_sent=False) from None
         except OSError:
-            raise _Ended("its connection ended", is_sent=False) from None
+            raise _ConnectionEnded("its connection ended", is_sent=False) from None
 
-    def leave(self, ended: _Ended) -> None:
+    def close(self, ended: _ConnectionEnded) -> None:
         """Close, and say why where that can still be said. Only the first reason counts."""
         if self.ended is not None:
             return
@@ -318,8 +318,8 @@ class EngineDoor:
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         self._publisher = publisher
-        self._place = DoorAddress.parse(address)
-        if not token and not self._place.is_private:
+        self._listen_address = ListenAddress.parse(address)
+        if not token and not self._listen_address.is_private:
             raise ConfigError(
                 f"token: must be set for {address}, which others than this host can reach", param="token"
             )
@@ -333,14 +333,14 @@ class EngineDoor:
         self._frame_bytes_max = frame_bytes_max
         self._connections_max = connections_max
         self._server: asyncio.Server | None = None
-        self._engines: dict[_Engine, asyncio.Task[None]] = {}
-        self._owners: dict[DpRank, _Engine] = {}
+        self._connections: dict[_EngineConnection, asyncio.Task[None]] = {}
+        self._owners: dict[DpRank, _EngineConnection] = {}
         self._log_throttle = LogThrottle()
 
     @property
     def address(self) -> str:
         """Where engines connect: with the port that was found, once started."""
-        return str(self._place)
+        return str(self._listen_address)
 
     @property
     def dp_ranks(self) -> frozenset[DpRank]:
@@ -349,9 +349,9 @@ class EngineDoor:
 
     async def start(self) -> None:
         """Start to listen. Raises ConfigError when the address cannot be had."""
-        sock = self._place.listen()
-        self._place = self._place.bound_to(sock)
-        start = asyncio.start_server if self._place.path is None else asyncio.start_unix_server
+        sock = self._listen_address.listen()
+        self._listen_address = self._listen_address.bound_to(sock)
+        start = asyncio.start_server if self._listen_address.path is None else asyncio.start_unix_server
         self._server = await start(self._on_connection, sock=sock)
 
     async def stop(self) -> None:
@@ -359,70 +359,72 @@ class EngineDoor:
         if self._server is None:
             return
         self._server.close()
-        tasks = tuple(self._engines.values())
+        tasks = tuple(self._connections.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.wait_closed()
         self._server = None
-        self._place.forget()
+        self._listen_address.forget()
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        engine = _Engine(reader, writer)
-        if len(self._engines) >= self._connections_max:
-            engine.leave(_Ended(f"{self._connections_max} connections are open already"))
+        engine = _EngineConnection(reader, writer)
+        if len(self._connections) >= self._connections_max:
+            engine.close(_ConnectionEnded(f"{self._connections_max} connections are open already"))
             self._log_end(engine)
             return
         task = asyncio.get_running_loop().create_task(self._serve(engine))
-        self._engines[engine] = task
+        self._connections[engine] = task
         task.add_done_callback(self._report)
 
-    async def _serve(self, engine: _Engine) -> None:
-        ended = _Ended("the worker's door is closed")
+    async def _serve(self, engine: _EngineConnection) -> None:
+        ended = _ConnectionEnded("the worker's door is closed")
         try:
-            await self._greet(engine)
+            await self._handshake(engine)
             while engine.ended is None:
                 await self._take(engine)
-        except _Ended as why:
+        except _ConnectionEnded as why:
             ended = why
         except ProtocolError as error:
-            ended = _Ended(error.message)
+            ended = _ConnectionEnded(error.message)
         finally:
-            del self._engines[engine]
+            del self._connections[engine]
             self._release(engine)
-            engine.leave(ended)
+            engine.close(ended)
             self._log_end(engine)
 
-    async def _greet(self, engine: _Engine) -> None:
+    async def _handshake(self, engine: _EngineConnection) -> None:
         shown = await engine.frame(bytes_max=TOKEN_BYTES_MAX, limit_s=self._greeting_s)
         if not hmac.compare_digest(shown, self._token):
-            raise _Ended("its token is not the worker's")
+            raise _ConnectionEnded("its token is not the worker's")
         hello = decode_frame(
             await engine.frame(bytes_max=self._frame_bytes_max, limit_s=self._greeting_s),
         )
         if not isinstance(hello, EngineHello):
-            raise _Ended("it does not begin with a hello")
+            raise _ConnectionEnded("it does not begin with a hello")
         if hello.version != VERSION:
-            raise _Ended(f"it speaks version {hello.version}, the worker {VERSION}")
+            raise _ConnectionEnded(f"it speaks version {hello.version}, the worker {VERSION}")
         if hello.block_size != self._block_size:
-            raise _Ended(f"its block_size is {hello.block_size} tokens, the worker's {self._block_size}")
-        await engine.say(Welcome(VERSION), limit_s=self._greeting_s)
-        engine.is_greeted = True
+            raise _ConnectionEnded(
+                f"its block_size is {hello.block_size} tokens, the worker's {self._block_size}"
+            )
+        await engine.reply(Welcome(VERSION), limit_s=self._greeting_s)
+        engine.is_accepted = True
         log_event(_log, Event.ENGINE_JOINED, worker=str(self._publisher.worker_id))
 
-    async def _take(self, engine: _Engine) -> None:
+    async def _take(self, engine: _EngineConnection) -> None:
         frame = decode_frame(
             await engine.frame(bytes_max=self._frame_bytes_max, limit_s=self._silence_s),
         )
         if isinstance(frame, Sync):
             self._publisher.flush()
-            await engine.say(Synced(frame.goal), limit_s=self._silence_s)
+            await engine.reply(Synced(frame.goal), limit_s=self._silence_s)
         elif isinstance(frame, EngineHello):
-            raise _Ended("it says hello twice")
+            raise _ConnectionEnded("it says hello twice")
         else:
             self._apply(engine, frame)
 
-    def _apply(self, engine: _Engine, frame: EngineFrame) -> None:
+    def _apply(self, engine: _EngineConnection, frame: EngineFrame) -> None:
         match frame:
             case Replace():
                 self._claim(engine, DpRank(frame.dp_rank))
@@ -431,7 +433,7 @@ class EngineDoor:
                 try:
                     event = frame.event()
                 except ValueError as error:
-                    raise _Ended(str(error)) from None
+                    raise _ConnectionEnded(str(error)) from None
                 self._publisher.publish(dp_rank, (event,))
             case LoadFrame():
                 self._publisher.publish_load(
@@ -443,35 +445,35 @@ class EngineDoor:
                     waiting_requests=frame.waiting_requests,
                 )
 
-    def _claim(self, engine: _Engine, dp_rank: DpRank) -> None:
+    def _claim(self, engine: _EngineConnection, dp_rank: DpRank) -> None:
         if dp_rank not in self._dp_ranks:
-            raise _Ended(f"the worker has no dp_rank {dp_rank}")
+            raise _ConnectionEnded(f"the worker has no dp_rank {dp_rank}")
         owner = self._owners.get(dp_rank)
         if owner is not None and owner is not engine:
             self._release(owner)
-            owner.leave(_Ended(f"a newer connection tells of dp_rank {dp_rank}"))
+            owner.close(_ConnectionEnded(f"a newer connection tells of dp_rank {dp_rank}"))
         self._owners[dp_rank] = engine
         engine.ranks.add(dp_rank)
         self._publisher.publish_cleared(dp_rank=dp_rank)
 
-    def _owned(self, engine: _Engine, dp_rank: int) -> DpRank:
+    def _owned(self, engine: _EngineConnection, dp_rank: int) -> DpRank:
         if dp_rank not in engine.ranks:
-            raise _Ended(f"it tells of dp_rank {dp_rank}, which it did not claim")
+            raise _ConnectionEnded(f"it tells of dp_rank {dp_rank}, which it did not claim")
         return DpRank(dp_rank)
 
-    def _release(self, engine: _Engine) -> None:
+    def _release(self, engine: _EngineConnection) -> None:
         for dp_rank in engine.ranks:
             del self._owners[dp_rank]
             self._publisher.publish_cleared(dp_rank=dp_rank)
             self._publisher.drop_load(dp_rank=dp_rank)
         engine.ranks.clear()
 
-    def _log_end(self, engine: _Engine) -> None:
+    def _log_end(self, engine: _EngineConnection) -> None:
         """A refused engine connects again for ever: that is logged once in a while, whatever its numbers."""
         reason = "" if engine.ended is None else engine.ended.reason
-        if not engine.is_greeted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
+        if not engine.is_accepted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
             return
-        event = Event.ENGINE_LEFT if engine.is_greeted else Event.ENGINE_REFUSED
+        event = Event.ENGINE_LEFT if engine.is_accepted else Event.ENGINE_REFUSED
         log_event(_log, event, worker=str(self._publisher.worker_id), reason=reason)
 
     def _report(self, task: asyncio.Task[None]) -> None:

@@ -152,8 +152,8 @@ async def test_the_index_of_the_old_block_size_is_closed(
 ) -> None:
     closed: list[EventIngest] = []
 
-    def close(pump: EventIngest) -> None:
-        closed.append(pump)
+    def close(ingest: EventIngest) -> None:
+        closed.append(ingest)
 
     monkeypatch.setattr(EventIngest, "close", close)
     bench = bench_of_streams()
@@ -164,7 +164,7 @@ async def test_the_index_of_the_old_block_size_is_closed(
         bench.discovery.drop(1)
     bench.discovery.put(odd(2), odd(3))
     assert bench.model.fleet.block_size == OTHER
-    assert closed == [old.pump]
+    assert closed == [old.ingest]
 
 
 async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kept(

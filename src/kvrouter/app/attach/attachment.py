@@ -30,10 +30,10 @@ logger = logging.getLogger("kvrouter.worker")
 UP_LOG = logging.getLogger("kvrouter.up")
 """What becomes of engines whose workers share a process is logged here."""
 
-ASK_AGAIN_S = 2.0
+PROBE_EVERY_S = 2.0
 """How long after an engine did not answer it is asked again."""
 
-SAID_EACH_S = 30.0
+AWAITED_LOG_EVERY_S = 30.0
 """How often a log line says that the engine is still waited for."""
 
 
@@ -41,7 +41,7 @@ AwaitedSink = Callable[[str], None]
 """Hears, each time that an engine did not answer, why."""
 
 
-def _nobody(*_: object) -> None:
+def _ignore(*_: object) -> None:
     """The default of a callback: nobody else listens."""
 
 
@@ -49,7 +49,7 @@ class NotAnswered(ConfigError):
     """No engine answered in time."""
 
 
-async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Attached:
+async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _ignore) -> Attached:
     """Ask the engine until it answers, and attach it.
 
     Raises ConfigError whose ``param`` is the field that contradicts what the engine says, and NotAnswered for
@@ -58,7 +58,7 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
     attach_engine = cast("AttachEngine", import_module(f"{ENGINES[spec.kind]}.attach").attach)
     loop = asyncio.get_running_loop()
     until_s = loop.time() + spec.wait_s
-    said_s = loop.time() - SAID_EACH_S
+    logged_s = loop.time() - AWAITED_LOG_EVERY_S
     while True:
         try:
             return await attach_engine(spec)
@@ -70,10 +70,10 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
                     f"no engine answered within {spec.wait_s:g} s: {error.message}", param="url"
                 ) from error
             on_awaited(error.message)
-            if loop.time() - said_s >= SAID_EACH_S:
-                said_s = loop.time()
+            if loop.time() - logged_s >= AWAITED_LOG_EVERY_S:
+                logged_s = loop.time()
                 log_event(logger, Event.ENGINE_AWAITED, worker=str(spec.worker_id), reason=error.message)
-        await asyncio.sleep(ASK_AGAIN_S)
+        await asyncio.sleep(PROBE_EVERY_S)
 
 
 def _about_key(spec: AttachSpec) -> str:
@@ -101,7 +101,7 @@ def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Atta
         log_event(worker_logger, Event.CONFIG_WARNING, worker=worker, detail=warning)
 
 
-TRIED_AGAIN_S = 10.0
+RETRY_AFTER_S = 10.0
 """How long after an engine was refused it is asked again: it may have been restarted as it should be."""
 
 
@@ -116,7 +116,7 @@ class AttachedWorker:
     spec: AttachSpec
     attached: Attached
     lost: asyncio.Event
-    wires: AsyncExitStack
+    stack: AsyncExitStack
 
 
 class EngineWorkers:
@@ -142,8 +142,8 @@ class EngineWorkers:
         spec: AttachSpec,
         attached: Attached,
         *,
-        contract: TopologyEnv | None,
-        rests: Callable[[], bool],
+        topology: TopologyEnv | None,
+        draining: Callable[[], bool],
     ) -> AttachedWorker:
         """Start the worker of an engine that answered. ``contract`` is the worker's own topology contract.
 
@@ -151,10 +151,10 @@ class EngineWorkers:
         """
         self._check(spec, attached)
         self._engines[spec.worker_id] = attached, spec
-        wires = AsyncExitStack()
+        stack = AsyncExitStack()
         try:
             log_attached(self.log, spec, attached)
-            transports = await wires.enter_async_context(self._transports.stand(spec, attached))
+            transports = await stack.enter_async_context(self._transports.open(spec, attached))
             incarnation = new_incarnation()
             card = engine_card(
                 spec,
@@ -167,29 +167,29 @@ class EngineWorkers:
             )
             worker = Worker(
                 attached.engine,
-                msgspec.structs.replace(card, draining=rests()),
+                msgspec.structs.replace(card, draining=draining()),
                 discovery=transports.discovery,
                 events=transports.events,
                 requests=transports.requests,
                 recovery=transports.recovery,
-                topology=contract,
+                topology=topology,
             )
             await worker.start()
-            wires.push_async_callback(worker.stop)
+            stack.push_async_callback(worker.stop)
         except BaseException:
-            await wires.aclose()
+            await stack.aclose()
             del self._engines[spec.worker_id]
             raise
-        return AttachedWorker(worker, spec, attached, transports.lost, wires)
+        return AttachedWorker(worker, spec, attached, transports.lost, stack)
 
-    async def end(self, spec: AttachSpec, standing: AttachedWorker, *, drain_limit_s: float) -> None:
+    async def end(self, spec: AttachSpec, attached_worker: AttachedWorker, *, drain_limit_s: float) -> None:
         """Let running requests finish for so long, and be gone."""
         try:
             if drain_limit_s:
-                await standing.worker.drain(drain_limit_s)
+                await attached_worker.worker.drain(drain_limit_s)
         finally:
             self._engines.pop(spec.worker_id, None)
-            await standing.wires.aclose()
+            await attached_worker.stack.aclose()
 
     def _check(self, spec: AttachSpec, attached: Attached) -> None:
         if spec.dp_size not in (None, attached.dp_size):
@@ -225,7 +225,7 @@ def _differ(one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and one != other
 
 
-Heard = Callable[[], None]
+AttemptEnded = Callable[[], None]
 """Is called when the engine answered for the first time, or did not."""
 
 Refused = Callable[[KvrouterError], None]
@@ -250,9 +250,9 @@ class EngineAttachment:
         workers: EngineWorkers,
         *,
         on_refused: Refused,
-        contract: TopologyEnv | None = None,
-        on_heard: Heard = _nobody,
-        on_joined: Joined = _nobody,
+        topology: TopologyEnv | None = None,
+        on_attempt_ended: AttemptEnded = _ignore,
+        on_joined: Joined = _ignore,
         drain_limit_s: float = 0.0,
     ) -> None:
         self.spec = spec
@@ -260,21 +260,21 @@ class EngineAttachment:
         """Why it has no worker yet."""
 
         self._workers = workers
-        self._contract = contract
+        self._topology = topology
         self._wait_s = spec.wait_s
         self._on_refused = on_refused
-        self._on_heard = on_heard
+        self._on_attempt_ended = on_attempt_ended
         self._on_joined = on_joined
         self._drain_limit_s = drain_limit_s
-        self._rests = False
+        self._draining = False
         self._refusal = ""
         """What was reported last; a worker that joins ends it."""
-        self._standing: AttachedWorker | None = None
+        self._attached_worker: AttachedWorker | None = None
 
     @property
     def worker(self) -> Worker | None:
         """Its worker, once it has one."""
-        return None if self._standing is None else self._standing.worker
+        return None if self._attached_worker is None else self._attached_worker.worker
 
     async def run(self) -> None:
         """Let the engine's worker join as soon as the engine answers as was asked for, and join again when
@@ -283,13 +283,13 @@ class EngineAttachment:
         """
         while True:
             try:
-                standing = self._standing = await self._joined()
-                await self._catch_up(standing)
+                attached_worker = self._attached_worker = await self._joined()
+                await self._catch_up(attached_worker)
                 self._wait_s, self._refusal = math.inf, ""
-                self._on_joined(standing.worker)
-                self._on_heard()
-                self.awaited = await self._until_another(standing)
-                is_lost = standing.lost.is_set()
+                self._on_joined(attached_worker.worker)
+                self._on_attempt_ended()
+                self.awaited = await self._until_another(attached_worker)
+                is_lost = attached_worker.lost.is_set()
                 await self.leave(drain_limit_s=self._drain_limit_s if is_lost else 0.0)
                 continue
             except KvrouterError as error:
@@ -297,18 +297,18 @@ class EngineAttachment:
             except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
                 self._mistaken(error)
                 self._refused(InternalError(f"{self.spec.url}: a mistake of ours; the log has the traceback"))
-            self._on_heard()
+            self._on_attempt_ended()
             try:
                 await self.leave()
             except Exception as error:  # noqa: BLE001 - the same
                 self._mistaken(error)
-            await asyncio.sleep(TRIED_AGAIN_S)
+            await asyncio.sleep(RETRY_AFTER_S)
 
-    async def rest(self, rests: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         """Take no new requests while the engine ``rests``; running ones go on."""
-        self._rests = rests
-        if self.worker is not None and self.worker.card.draining != rests:
-            await (self.worker.begin_drain() if rests else self.worker.end_drain())
+        self._draining = draining
+        if self.worker is not None and self.worker.card.draining != draining:
+            await (self.worker.begin_drain() if draining else self.worker.end_drain())
 
     async def move(self, spec: AttachSpec) -> None:
         """The engine is in other domains than was asked for, and else the same one."""
@@ -323,14 +323,14 @@ class EngineAttachment:
 
     async def leave(self, *, drain_limit_s: float = 0.0) -> None:
         """Let running requests finish for so long, and be gone; idempotent."""
-        standing, self._standing = self._standing, None
-        if standing is not None:
-            await self._workers.end(self.spec, standing, drain_limit_s=drain_limit_s)
+        attached_worker, self._attached_worker = self._attached_worker, None
+        if attached_worker is not None:
+            await self._workers.end(self.spec, attached_worker, drain_limit_s=drain_limit_s)
 
-    async def _catch_up(self, standing: AttachedWorker) -> None:
+    async def _catch_up(self, attached_worker: AttachedWorker) -> None:
         """Do what was asked for while the worker joined: it began as it was wanted before."""
-        await self.rest(self._rests)
-        if self.spec is not standing.spec:
+        await self.set_draining(self._draining)
+        if self.spec is not attached_worker.spec:
             await self.move(self.spec)
 
     async def _joined(self) -> AttachedWorker:
@@ -338,7 +338,7 @@ class EngineAttachment:
         self.awaited = "is served by another process"
         try:
             return await self._workers.start(
-                self.spec, attached, contract=self._contract, rests=lambda: self._rests
+                self.spec, attached, topology=self._topology, draining=lambda: self._draining
             )
         except BaseException:
             await attached.engine.stop()
@@ -347,23 +347,23 @@ class EngineAttachment:
     async def _attached(self) -> Attached:
         spec = replace(self.spec, wait_s=self._wait_s)
         try:
-            return await attach(spec, on_awaited=lambda _: self._on_heard())
+            return await attach(spec, on_awaited=lambda _: self._on_attempt_ended())
         except KvrouterError as error:
             raise self.spec.mistake(error.message, param=error.param) from error
 
-    async def _until_another(self, standing: AttachedWorker) -> str:
+    async def _until_another(self, attached_worker: AttachedWorker) -> str:
         """Wait until an engine that was set aside answers as another one than its worker's card describes, or
         until another process has the worker's place; return which, in words. Raises ConfigError for another
         engine that contradicts what is asked for. One whose pages cannot be read keeps its worker.
         """
         while True:
             try:
-                async with asyncio.timeout(TRIED_AGAIN_S):
-                    await standing.lost.wait()
+                async with asyncio.timeout(RETRY_AFTER_S):
+                    await attached_worker.lost.wait()
                 return "is served by another process"
             except TimeoutError:
                 pass
-            if standing.worker.card.engine_silent:
+            if attached_worker.worker.card.engine_silent:
                 try:
                     attached = await attach(replace(self.spec, wait_s=0.0))
                 except KvrouterError as error:
@@ -371,7 +371,7 @@ class EngineAttachment:
                         raise self.spec.mistake(error.message, param=error.param) from error
                     continue  # it may be the same one still, with legs that run: the worker logs why
                 await attached.engine.stop()
-                if not attached.is_same_as(standing.attached):
+                if not attached.is_same_as(attached_worker.attached):
                     return "restarted"
 
     def _refused(self, error: KvrouterError) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from msgspec import structs
 
-from kvrouter.app.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWorkers
+from kvrouter.app.attach.attachment import RETRY_AFTER_S, EngineAttachment, EngineWorkers
 from kvrouter.app.attach.spec import attach_spec, with_key
 from kvrouter.app.telemetry_hooks import troubles_on
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -87,17 +87,17 @@ class PodAttachment:
         self._workers = workers
         self._write_event = write_event
         self._drain_limit_s = drain_limit_s
-        self._rests = False
+        self._draining = False
         self._changed = asyncio.Event()
 
     def want(self, spec: AttachSpec | None) -> None:
         """What is asked for from now on; None when the pod is gone."""
-        self.spec, self._rests = spec, False
+        self.spec, self._draining = spec, False
         self._changed.set()
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """The worker takes no new requests until :meth:`want`."""
-        self._rests = True
+        self._draining = True
         self._changed.set()
 
     async def run(self) -> None:
@@ -111,7 +111,7 @@ class PodAttachment:
                 on_joined=self._joined,
                 drain_limit_s=self._drain_limit_s,
             )
-            await attachment.rest(self._rests)
+            await attachment.set_draining(self._draining)
             life = asyncio.create_task(attachment.run())
             drain_limit_s = 0.0
             try:
@@ -127,7 +127,7 @@ class PodAttachment:
     async def _until_another(self, attachment: EngineAttachment, spec: AttachSpec) -> None:
         """Let the worker rest and move as its pod does, until another worker is wanted, or none."""
         while (now := self.spec) is not None and is_same_worker(spec, now):
-            await attachment.rest(self._rests)
+            await attachment.set_draining(self._draining)
             if now != attachment.spec:
                 await attachment.move(now)
             await self._changed.wait()
@@ -209,7 +209,7 @@ class PodFleet:
         elif entry is None or entry.spec is None:
             self._without[pod.uid] = pod, "is not ready", ""
         else:
-            entry.rest()
+            entry.drain()
 
     def on_gone(self, uid: str) -> None:
         """A pod is gone, has ended, or is no engine any more."""
@@ -251,7 +251,7 @@ class PodFleet:
                     await entry.run()
                 except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
                     log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
-                    await asyncio.sleep(TRIED_AGAIN_S)
+                    await asyncio.sleep(RETRY_AFTER_S)
         finally:
             del self._entries[uid], self._tasks[uid]
 
@@ -327,8 +327,8 @@ def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
     warnings. Pods have no files: their labels are read. Raises ConfigError that names the variable.
     """
     # A level of the router's own is asked for where a worker has no policy; no worker waits for it here.
-    contract = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
-    env = parse_topology_env(contract)
+    variables = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
+    env = parse_topology_env(variables)
     transfer = None
     if env.transfer_domain is not None:
         transfer = KvTransferSpec(

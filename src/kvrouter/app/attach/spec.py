@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from msgspec.structs import replace
 
-from kvrouter.app.fleet_build import said_context_length
+from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.app.tls import LOOPBACK
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
@@ -184,7 +184,7 @@ def attach_spec(
         model=model.name,
         tokenizer=fleet.said_tokenizer(model),
         block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
-        context_length=said_context_length(fleet, model),
+        context_length=stated_context_length(fleet, model),
         dp_size=group.dp_size,
         kv_events=engine.kv_events_endpoint,
         kv_events_replay=engine.kv_events_replay_endpoint,
@@ -217,5 +217,5 @@ def pick_engine(engines: Iterable[FileEngine], kind: str, *, group: str | None, 
 def worker_environ(group: WorkerGroup, environ: Mapping[str, str]) -> Mapping[str, str]:
     """The environment of a worker process: its own topology contract, else that of its group."""
     own = parse_topology_env(environ)
-    contract = {str(name): value for name, value in group.topology_env.items()}
-    return environ if own.enabled else {**environ, **contract}
+    variables = {str(name): value for name, value in group.topology_env.items()}
+    return environ if own.enabled else {**environ, **variables}

@@ -27,7 +27,7 @@ _log = logging.getLogger("kvrouter.worker")
 class TransportProvider(Protocol):
     """Provides the transports of all workers of a process."""
 
-    def stand(self, spec: AttachSpec, attached: Attached) -> AbstractAsyncContextManager[WorkerTransports]:
+    def open(self, spec: AttachSpec, attached: Attached) -> AbstractAsyncContextManager[WorkerTransports]:
         """The transports of this engine's worker. Raises KvrouterError where it cannot be had."""
 
 
@@ -38,7 +38,7 @@ class MemoryTransports:
         self._planes = planes
 
     @asynccontextmanager
-    async def stand(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def open(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Nothing has to be made, and nobody else can have its place."""
         yield self._planes.of_worker()
 
@@ -51,7 +51,7 @@ class NetworkTransports:
         self._known = known
 
     @asynccontextmanager
-    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def open(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Wait until the place is free, and connect what the settings ask for."""
         lost = asyncio.Event()
 
@@ -60,8 +60,8 @@ class NetworkTransports:
             lost.set()
 
         await self._known.until_free(spec.worker_id)
-        async with open_engine_transports(self._settings, spec, attached, on_lost) as wires:
-            yield replace(wires, lost=lost)
+        async with open_engine_transports(self._settings, spec, attached, on_lost) as transports:
+            yield replace(transports, lost=lost)
 
 
 def open_engine_transports(
@@ -93,7 +93,7 @@ async def network_transports(settings: Settings) -> AsyncIterator[NetworkTranspo
     async with (
         open_worker_transports(
             settings, component="backend", has_local_indexer=False, publishes_kv_events=True
-        ) as wires,
-        holders(wires.discovery) as known,
+        ) as transports,
+        holders(transports.discovery) as known,
     ):
         yield NetworkTransports(settings, known)
