@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvrouter.app.mock_fleet import MockFleet
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
@@ -19,7 +19,7 @@ from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.generation import Generation
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Telemetry

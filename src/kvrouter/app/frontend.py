@@ -11,7 +11,7 @@ from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.pages import Awaited, nobody_awaited
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvrouter.core.cordons import CLUSTER_LEVEL
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running

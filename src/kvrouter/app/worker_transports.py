@@ -8,7 +8,7 @@ from typing import Protocol
 from nats.aio.client import Client
 
 from kvrouter.app.lifetime import share_descriptors
-from kvrouter.app.nats import nats_connection, revealed
+from kvrouter.app.nats_connection import nats_connection, revealed
 from kvrouter.app.router_transports import make_discovery, required_nats, settled, stream_limits, token_of
 from kvrouter.app.telemetry_hooks import StreamHooks, drops_on, refusals_on
 from kvrouter.app.tls import Tls, advertised, tls_of

@@ -19,7 +19,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.router.engine_tokenizer import ASKED_BYTES_MAX
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.prompt_shapes import by_engine
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from kvrouter.text.model import TextModel
 from kvrouter.text.prompts.fields import PromptFields

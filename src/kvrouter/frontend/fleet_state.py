@@ -30,7 +30,7 @@ from kvrouter.router.event_ingest import EventCacheView, FeedReading
 from kvrouter.router.kv_flows import RECENT_S
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.router import RefusedCard, RouterService
+from kvrouter.router.router_service import RefusedCard, RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.router.transfer_speed import TransferReading
 from kvrouter.settings.setting import installed_version

@@ -61,7 +61,7 @@ from kvrouter.kernel.routing.request import Decision, Pick
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel

@@ -23,7 +23,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.instrumentation import ServiceInstrumentation
-from kvrouter.router.legs import lost_leg, prefill_outcome, read_prefill, with_intake_id
+from kvrouter.router.leg_outcomes import lost_leg, prefill_outcome, read_prefill, with_intake_id
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, RequestPlane
 

@@ -48,7 +48,7 @@ from kvrouter.kernel.placement.legs import last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times
-from kvrouter.router.legs import lost_leg, open_decode, prefill_outcome, read_prefill
+from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans

@@ -1,7 +1,7 @@
 """The engine door: a socket on which a custom engine reports to its worker which blocks it holds.
 
 The engine's end is ``native/c`` (``kvrouter.h``). Whatever it sends goes to the worker's
-:class:`~kvrouter.worker.publisher.KvPublisher`, so the engine need not know of any event plane.
+:class:`~kvrouter.worker.kv_publisher.KvPublisher`, so the engine need not know of any event plane.
 
 The length is 4 bytes, big-endian. The first frame is the token as it is; every other one is an array whose
 first element is its kind. ``native/c`` is the other end.
@@ -29,7 +29,7 @@ from kvrouter.core.ids import DpRank, EngineHash
 from kvrouter.core.json import unpacked
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
-from kvrouter.worker.publisher import FIRST_RANK, KvPublisher
+from kvrouter.worker.kv_publisher import FIRST_RANK, KvPublisher
 
 _UNIX, _TCP = "unix:", "tcp://"
 _PORTS = 65536

@@ -19,7 +19,7 @@ from kvrouter.telemetry.logs import LogThrottle
 from kvrouter.transports.discovery.port import Discovery
 from kvrouter.transports.events.port import EventPublisher, RecoveryServer
 from kvrouter.transports.requests.port import EngineStream, Registration, RequestAcceptor
-from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.kv_publisher import KvPublisher
 from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import TopologyEnv
 

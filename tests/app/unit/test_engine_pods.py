@@ -16,7 +16,7 @@ from kvrouter.app.attach.pod_fleet import (
     whole_selector,
     worker_id_of,
 )
-from kvrouter.app.nats import NatsUnreachable
+from kvrouter.app.nats_connection import NatsUnreachable
 from kvrouter.cli.worker.engine_pods import PodsDiscovery
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role

@@ -20,7 +20,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.kernel.topology.policy import topology_domains
-from kvrouter.router.cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
+from kvrouter.router.fleet_cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
 from kvrouter.transports.discovery.memory import MemoryCordons
 from kvrouter.transports.discovery.port import CordonStore
 from tests.support.fleets import Bench, card, decode_card, prefill_card, read_all

@@ -15,12 +15,12 @@ from kvrouter.app.frontend import ServingApp, open_frontend
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import allow_many_files, claimed, stop_on_signals
-from kvrouter.app.recording import recording
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.app.router_transports import RouterTransports, open_router_transports
 from kvrouter.app.telemetry_hooks import SyncGauges
 from kvrouter.app.text_models import TextModelLoader, encode_pool
 from kvrouter.app.tracing import tracing
+from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
@@ -30,7 +30,7 @@ from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.router.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import Settings

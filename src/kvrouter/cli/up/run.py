@@ -22,10 +22,10 @@ from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on_signals, unless_stopping
 from kvrouter.app.mock_fleet import MemoryPlanes, MockFleet
-from kvrouter.app.recording import recording
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
 from kvrouter.app.tracing import tracing
+from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec

@@ -23,10 +23,10 @@ from kvrouter.app.lifetime import (
     unless_stopping,
 )
 from kvrouter.app.mock_fleet import MemoryPlanes
-from kvrouter.app.recording import recording
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import TextModelLoader, encode_pool
 from kvrouter.app.tls import address_warnings
+from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_pages
 from kvrouter.core.ids import ModelName

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.app.fleet_build import load_texts, text_mock_config, topology_env_of
 from kvrouter.app.mock_fleet import log_mock_summary
-from kvrouter.app.nats import revealed
+from kvrouter.app.nats_connection import revealed
 from kvrouter.app.router_transports import settled
 from kvrouter.app.standby import until_free
 from kvrouter.app.tls import advertised, tls_of

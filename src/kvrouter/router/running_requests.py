@@ -10,7 +10,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import ServiceInstrumentation
-from kvrouter.router.legs import with_intake_id
+from kvrouter.router.leg_outcomes import with_intake_id
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin

@@ -18,7 +18,7 @@ from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync, new_router_id
-from kvrouter.router.router import RouterService, ServiceParts
+from kvrouter.router.router_service import RouterService, ServiceParts
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Telemetry

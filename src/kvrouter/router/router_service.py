@@ -17,13 +17,13 @@ from kvrouter.core.sync import LinkNews
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import FleetChange
 from kvrouter.kernel.topology.links import LinkTable
-from kvrouter.router.cordons import Cordons
 from kvrouter.router.engine_tokenizer import EngineTokenizer
+from kvrouter.router.fleet_cordons import Cordons
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.liveness import Liveness
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.requests import Requests
+from kvrouter.router.running_requests import Requests
 from kvrouter.settings.router import KvRouterConfig
 from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
