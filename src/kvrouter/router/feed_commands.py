@@ -1,4 +1,4 @@
-"""The commands of feeds, carried out in the index of their model."""
+"""Carries out feeds' commands in the index of their model."""
 
 from collections.abc import Callable, Generator
 from functools import partial
@@ -13,7 +13,7 @@ from kvrouter.router.rank_ingest import RankIngest, loop_time_s
 
 
 class FeedCommands:
-    """Carries out a feed's commands, step by step; ``ask`` sends a question to its worker."""
+    """Carries out a feed's commands step by step; ``ask`` sends a recovery request to its worker."""
 
     def __init__(
         self,
@@ -26,12 +26,12 @@ class FeedCommands:
         self._ask = ask
 
     def begin(self, ingest: RankIngest, epoch: Epoch) -> Steps:
-        """The feed begins once what was at its slot before is forgotten."""
+        """Empty the slot, then start its feed."""
         yield from empty(self._index, ingest.slot, uncounted)
         yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=loop_time_s()))
 
     def carry_out(self, ingest: RankIngest, commands: list[Command]) -> Steps:
-        """Carry out the feed's commands, then give it the batches that wait."""
+        """Carry out the feed's commands, then pass it the batches that wait."""
         slot = ingest.slot
         n_events = 0
         while True:
@@ -76,7 +76,9 @@ class FeedCommands:
             commands = self.taken(ingest, batch)
 
     def taken(self, ingest: RankIngest, batch: KvBatch) -> list[Command]:
-        """What the feed says to a batch, and to a heartbeat whose count of blocks is not the index's."""
+        """Pass a batch to the feed and return its commands; a heartbeat whose block count differs from the
+        index's counts as a contradiction.
+        """
         feed, now_s = ingest.feed, loop_time_s()
         commands = feed.on_batch(batch, now_s=now_s)
         is_here = feed.state is FeedState.LIVE and feed.next_event_id == batch.next_event_id
@@ -88,10 +90,10 @@ class FeedCommands:
         return sum(self._index.held(ingest.slot, medium) for medium in Medium)
 
     def _apply(self, ingest: RankIngest, events: tuple[KvEvent, ...]) -> int:
-        """Apply what one step is enough for; return how many blocks have no parent."""
+        """Apply events that fit into one step; return how many blocks have no parent."""
         try:
             applied = self._index.apply(ingest.slot, events)
-        except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
+        except ValueError as error:  # no event was applied: as uncertain as after a lost parent
             self._instrumentation.malformed_events(ingest.feed.rank, str(error))
             return 1
         self._note(ingest, applied)
@@ -102,15 +104,15 @@ class FeedCommands:
         self._instrumentation.events_applied(applied)
 
     def _until_full(self, ingest: RankIngest, steps: Steps) -> Steps:
-        """Take the steps, and no more of them once the rank has more blocks than it can hold."""
+        """Take the steps; stop once the rank has more blocks than it can hold."""
         for _ in steps:
             if self._is_overfilled(ingest):
                 return
             yield
 
     def _is_overfilled(self, ingest: RankIngest) -> bool:
-        """Whether the index has more of the rank than its worker can hold. Compared rarely, so that it costs
-        nothing next to what is stored meanwhile.
+        """Whether the index has more blocks of the rank than its worker can hold. The comparison runs once
+        per ``STEP_BLOCKS // 2`` stored blocks, so that its cost is negligible.
         """
         capacity = ingest.capacity
         if ingest.unchecked_blocks < STEP_BLOCKS // 2:
@@ -138,4 +140,4 @@ class FeedCommands:
 
 
 def uncounted(_applied: Applied) -> None:
-    """Blocks of a rank that is gone, or restarts, are not counted as cleared by it."""
+    """Count nothing: blocks dropped with a rank that left or restarted are not cleared events."""

@@ -33,9 +33,9 @@ IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
     for each in (attachment, pod_fleet):
-        monkeypatch.setattr(each, "TRIED_AGAIN_S", 0.01)
+        monkeypatch.setattr(each, "RETRY_AFTER_S", 0.01)
 
 
 async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
