@@ -37,9 +37,7 @@ class QueuePlace:
         self._ticket.leave()
 
     def _called(self) -> None:
-        """Wake the waiting request; does nothing while it is not waiting, since it then sees the change
-        itself.
-        """
+        """Wake the waiting request; does nothing before :meth:`wait` and after it."""
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
 

@@ -49,9 +49,7 @@ class AnswerCounts(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """One answer compared with its prediction; ``wrong`` is set when the last answers show that the index is
-    wrong.
-    """
+    """One answer compared with its prediction; ``wrong`` is set when the last answers condemn the index."""
 
     prediction: Prediction
     wrong: AnswerCounts | None

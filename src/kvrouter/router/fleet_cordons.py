@@ -46,8 +46,7 @@ class CordonedElsewhere(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """A model's workers of one role: how many there are, and how many of them (``left``) take new requests.
-    """
+    """A model's workers of one role, and how many of them (``left``) take new requests."""
 
     model: ModelName
     role: Role

@@ -1,4 +1,4 @@
-"""The requests that run in one process: they begin here, and a router that leaves waits for their ends."""
+"""The running requests of one process: starts each one, and waits for them when the router shuts down."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from kvrouter.transports.requests.port import RequestPlane
 
 
 class Requests:
-    """Takes requests for every model, which ``model_of`` finds or refuses."""
+    """Starts requests of all models. ``model_of`` returns a model's router or raises."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Requests:
         model_of: Callable[[ModelName], ModelRouter],
     ) -> None:
         self.traffic = instrumentation.traffic
-        """What records the traffic; None where nobody asked for that."""
+        """Records the traffic; None where recording is off."""
         self.is_draining = False
         """Whether new requests are refused."""
         self._config = config
@@ -56,10 +56,10 @@ class Requests:
         origin: Origin = NO_ORIGIN,
         spans: LegSpans | None = None,
     ) -> Generation:
-        """Return the request's answer, to be read; nothing is decided before the first read.
+        """Return the request's answer as an iterator; nothing is decided before the first read.
 
-        ``received_s``: when its last byte came, on the monotonic clock; times are counted from then on.
-        ``origin`` is what a recording of the traffic says of the call; ``spans`` hears of its legs.
+        ``received_s``: when its last byte arrived, on the monotonic clock; its times are measured from then.
+        ``origin`` is recorded with the traffic; ``spans`` makes the trace spans of its legs.
         """
         if self.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -84,7 +84,7 @@ class Requests:
         return generation
 
     async def drain(self, limit_s: float) -> int:
-        """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
+        """Refuse new requests and wait for the running ones. Returns how many were cut off at the limit."""
         self.is_draining = True
         try:
             async with asyncio.timeout(limit_s):
@@ -103,11 +103,13 @@ class Requests:
 
     @property
     def retry_body_bytes(self) -> int:
-        """What the bodies of client calls hold that are kept to be sent again."""
+        """Bytes of the client calls' bodies that are kept for retries."""
         return self._retry_bodies.bytes
 
     def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
-        """An engine that answers at once says nothing before its last token; its prefill leg has but one."""
+        """The timeouts for a request. Without streaming only the request's own limit applies to its first
+        token, which comes with the last.
+        """
         if request.call is None or request.call.stream:
             return self._timeouts
         return replace(self._timeouts, first_token_s=self._timeouts.request_s)
