@@ -1,4 +1,4 @@
-"""The worker attached to an engine: registers, serves, publishes, reads topology files."""
+"""The worker beside an engine: registers it, serves its requests, publishes its KV events."""
 
 from kvrouter.worker.engine_door import EngineDoor
 from kvrouter.worker.kv_publisher import KvPublisher

@@ -1,10 +1,10 @@
-"""The engine door: a socket on which a custom engine reports to its worker which blocks it holds.
+"""The engine door: a listening socket through which a custom engine reports its cached blocks to its worker.
 
-The engine's end is ``native/c`` (``kvrouter.h``). Whatever it sends goes to the worker's
-:class:`~kvrouter.worker.kv_publisher.KvPublisher`, so the engine need not know of any event plane.
+The client is ``native/c`` (``kvrouter.h``). Its reports go to the worker's
+:class:`~kvrouter.worker.kv_publisher.KvPublisher`, so the engine does not depend on the event transport.
 
-The length is 4 bytes, big-endian. The first frame is the token as it is; every other one is an array whose
-first element is its kind. ``native/c`` is the other end.
+A frame begins with its length in 4 bytes, big-endian. The first frame is the bare token; every other one is
+an array whose first element is the kind.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _PORTS = 65536
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A socket file, or a host and its port; port 0 is any free one."""
+    """The address to listen at: a socket file, or a host and a port; port 0 picks a free one."""
 
     path: str | None = None
     host: str = ""
@@ -45,7 +45,7 @@ class ListenAddress:
 
     @classmethod
     def parse(cls, text: str) -> "ListenAddress":
-        """Read an address. Raises ConfigError."""
+        """Parse an address. Raises ConfigError."""
         if text.startswith(_UNIX):
             path = text.removeprefix(_UNIX)
             if path.startswith("/"):
@@ -63,7 +63,7 @@ class ListenAddress:
 
     @property
     def is_private(self) -> bool:
-        """Whether only this host's own processes can reach it."""
+        """Whether only processes of this host can reach it."""
         if self.path is not None or self.host == "localhost":
             return True
         try:
@@ -72,8 +72,9 @@ class ListenAddress:
             return False
 
     def listen(self) -> socket.socket:
-        """Return a socket that is bound here. A socket file is for this user alone; one that nobody
-        listens at any more is replaced. Raises ConfigError."""
+        """Return a bound socket. Its file is for this user alone; a stale one is replaced. Raises
+        ConfigError.
+        """
         try:
             if self.path is None:
                 family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -85,7 +86,7 @@ class ListenAddress:
             ) from error
 
     def bound_to(self, sock: socket.socket) -> "ListenAddress":
-        """The same place with the port that was found."""
+        """The address with the port that the socket got."""
         return self if self.path is not None else ListenAddress(host=self.host, port=sock.getsockname()[1])
 
     def forget(self) -> None:
@@ -128,14 +129,14 @@ _Hash = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The engine's hello: the version of these frames, and the engine's block size in tokens."""
+    """The engine's hello: the protocol version, and the engine's block size in tokens."""
 
     version: _Count
     block_size: _Count
 
 
 class Replace(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The rank holds nothing; from here on this connection, and no other, reports what it holds."""
+    """Claim a rank for this connection: its blocks are cleared, and only this connection reports it."""
 
     dp_rank: _Count
 
@@ -150,27 +151,27 @@ class StoredFrame(msgspec.Struct, frozen=True, array_like=True, tag=2):
     block_hashes: HashColumn
 
     def event(self) -> Stored:
-        """The event that it describes. Raises ValueError for columns that are none."""
+        """Return the event. Raises ValueError for malformed columns."""
         parent = None if self.parent is None else EngineHash(self.parent)
         return Stored(parent, self.engine_hashes, self.block_hashes, self.medium)
 
 
 class RemovedFrame(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Blocks left a medium."""
+    """Blocks were removed from a medium."""
 
     dp_rank: _Count
     medium: Medium
     engine_hashes: HashColumn
 
     def event(self) -> Removed:
-        """The event that it describes. Raises ValueError for a column that is none."""
+        """Return the event. Raises ValueError for a malformed column."""
         if len(self.engine_hashes) % HASH_BYTES:
             raise ValueError(f"engine_hashes: {len(self.engine_hashes)} bytes are no column of hashes")
         return Removed(self.engine_hashes, self.medium)
 
 
 class LoadFrame(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """How busy a rank is."""
+    """A rank's load."""
 
     dp_rank: _Count
     active_blocks: _Count
@@ -181,7 +182,7 @@ class LoadFrame(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Asks for :class:`Synced` once everything before is taken."""
+    """Requests a :class:`Synced` once all earlier frames are processed."""
 
     goal: _Hash
 
@@ -196,24 +197,24 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The connection is refused, and closed after this."""
+    """The connection is refused, and closed after this frame."""
 
     reason: str
 
 
 class Synced(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Everything before the :class:`Sync` of this goal is taken."""
+    """All frames before the :class:`Sync` of this goal are processed."""
 
     goal: int
 
 
 def decode_frame(payload: bytes) -> EngineFrame:
-    """Return what an engine said; raise ProtocolError."""
+    """Return a frame of an engine; raise ProtocolError."""
     return unpacked(_decoder, payload, "frame", times=FRAME_TIMES)
 
 
 def encode_reply(reply: Welcome | EngineRefused | Synced) -> bytes:
-    """Return ``reply`` with its length before it."""
+    """Return ``reply``, encoded with its length."""
     payload = _encoder.encode(reply)
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
@@ -224,16 +225,16 @@ _decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineF
 
 FRAME_BYTES_MAX = 1024 * 1024
 FRAME_TIMES = 2
-"""A frame may hold a token for each of its bytes: twice as many values as others."""
+"""A frame may hold one value per byte: twice the usual limit."""
 
 TOKEN_BYTES_MAX = 1024
 CONNECTIONS_MAX = 64
 
 GREETING_S = 5.0
-"""Who does not show the token within this time is turned away."""
+"""A connection without a valid token after this time is closed."""
 
 SILENCE_S = 10.0
-"""An engine speaks every second; one that says nothing for this long is gone."""
+"""A connection without a frame for this long is closed; engines send one every second."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -241,7 +242,7 @@ _log = logging.getLogger(__name__)
 
 
 class _ConnectionEnded(Exception):
-    """A conversation is over; the reason is for the log, and for the engine when ``is_sent``."""
+    """The connection has ended; the reason is logged, and sent to the engine when ``is_sent``."""
 
     def __init__(self, reason: str, *, is_sent: bool = True) -> None:
         super().__init__(reason)
@@ -250,7 +251,7 @@ class _ConnectionEnded(Exception):
 
 
 class _EngineConnection:
-    """One connection, and the ranks that it reports."""
+    """One engine's connection, and the ranks that it reports."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -260,7 +261,7 @@ class _EngineConnection:
         self.ended: _ConnectionEnded | None = None
 
     async def frame(self, *, bytes_max: int, limit_s: float) -> bytes:
-        """The next frame. Raises _Ended when it is too long, too late, or will never come."""
+        """Return the next frame. Raises _ConnectionEnded when it is too long, too late, or never comes."""
         try:
             async with asyncio.timeout(limit_s):
                 n_bytes = int.from_bytes(await self.reader.readexactly(LENGTH_BYTES), "big")
@@ -273,7 +274,7 @@ class _EngineConnection:
             raise _ConnectionEnded("its connection ended", is_sent=False) from None
 
     async def reply(self, reply: Welcome | Synced, *, limit_s: float) -> None:
-        """Answer. Raises _Ended when the engine does not take it."""
+        """Send a reply. Raises _ConnectionEnded when the engine does not accept it."""
         try:
             async with asyncio.timeout(limit_s):
                 self.writer.write(encode_reply(reply))
@@ -284,7 +285,7 @@ class _EngineConnection:
             raise _ConnectionEnded("its connection ended", is_sent=False) from None
 
     def close(self, ended: _ConnectionEnded) -> None:
-        """Close, and say why where that can still be said. Only the first reason counts."""
+        """Close the connection, and send the reason where that is possible. Only the first reason counts."""
         if self.ended is not None:
             return
         self.ended = ended
@@ -294,14 +295,14 @@ class _EngineConnection:
 
 
 class EngineDoor:
-    """Lets engines of other processes in; ``start``, ``stop``. Use it from the publisher's event loop.
+    """Listens for engines of other processes; ``start``, ``stop``. Use it from the publisher's event loop.
 
     ``address`` is ``unix:/path`` (only this user may connect) or ``tcp://host:port`` (port 0: any free one);
-    a host beyond loopback needs a ``token``, which an engine must show before anything that it says is read.
-    ``block_size`` is the worker's, in tokens; ``dp_ranks`` are the ranks that it has.
+    a host beyond loopback needs a ``token``, which an engine must send before any other frame is read.
+    ``block_size`` is the worker's, in tokens; ``dp_ranks`` are the worker's ranks.
 
-    One connection reports a rank, the newest that claims it. When it ends, for whatever reason, its ranks
-    are cleared at once: an engine that died holds nothing, and one that lives sends everything again.
+    A rank is reported by one connection, the newest that claims it. When that ends, its ranks are cleared at
+    once: a dead engine holds no blocks, and a live one reports everything again.
     """
 
     def __init__(
@@ -339,23 +340,23 @@ class EngineDoor:
 
     @property
     def address(self) -> str:
-        """Where engines connect: with the port that was found, once started."""
+        """The address where engines connect; after :meth:`start` with the actual port."""
         return str(self._listen_address)
 
     @property
     def dp_ranks(self) -> frozenset[DpRank]:
-        """The ranks that an engine reports now."""
+        """The ranks that a connection reports now."""
         return frozenset(self._owners)
 
     async def start(self) -> None:
-        """Start to listen. Raises ConfigError when the address cannot be had."""
+        """Start to listen. Raises ConfigError when the address is not available."""
         sock = self._listen_address.listen()
         self._listen_address = self._listen_address.bound_to(sock)
         start = asyncio.start_server if self._listen_address.path is None else asyncio.start_unix_server
         self._server = await start(self._on_connection, sock=sock)
 
     async def stop(self) -> None:
-        """Close the listener; what the engines held is cleared. Idempotent."""
+        """Close the listener and all connections; their ranks are cleared. Idempotent."""
         if self._server is None:
             return
         self._server.close()
@@ -469,7 +470,7 @@ class EngineDoor:
         engine.ranks.clear()
 
     def _log_end(self, engine: _EngineConnection) -> None:
-        """A refused engine connects again for ever: that is logged once in a while, whatever its numbers."""
+        """Log the end. A refused engine reconnects for ever, so equal reasons (except numbers) are throttled."""
         reason = "" if engine.ended is None else engine.ended.reason
         if not engine.is_accepted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
             return
