@@ -1,4 +1,4 @@
-"""A fleet file's mock engines and their workers in this process."""
+"""Mock fleet: a fleet file's mock engines with their workers in this process."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ _log = logging.getLogger("kvrouter.engines.mock_engine")
 
 
 def log_mock_summary(cluster: MockCluster) -> None:
-    """Log what the engines did, if it was anything that no router sees."""
+    """Log the mock engines' summary, unless it is empty."""
     summary = mock_summary(cluster)
     if summary:
         log_event(_log, Event.MOCK_ENDED, detail=summary)
 
 
 def mock_summary(cluster: MockCluster) -> str:
-    """KV carried between domains, pulls by and from other processes, refused connections, and how long the
-    engines' clock stood still because the machine was too slow for them; "" when there was none of it.
+    """Summarize the engines' own counts: KV transfers between domains, pulls by and from other processes,
+    refused connections, and the time by which the engines' clock lagged on a slow machine; "" without any.
     """
     counts = cluster.transfer_counts()
     lines = [
@@ -54,19 +54,19 @@ def mock_summary(cluster: MockCluster) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlanes:
-    """The transports of the workers of one process."""
+    """The in-memory transports of the workers of one process."""
 
     discovery: MemoryDiscovery
     events: MemoryEventPlane
     requests: MemoryRequestPlane
 
     def of_worker(self) -> WorkerTransports:
-        """The transports of one of them: nothing has to be made, and nobody else can have its place."""
+        """The transports of one worker; no other process can replace it."""
         return WorkerTransports(self.discovery, self.requests, self.events, self.events)
 
 
 class MockFleet:
-    """All mock workers of a fleet file. Use it as an async context manager: inside, they serve."""
+    """All mock workers of a fleet file, as an async context manager: inside, they serve."""
 
     def __init__(self, fleet: FleetFile) -> None:
         self.fleet = fleet
@@ -81,7 +81,7 @@ class MockFleet:
 
     @property
     def planes(self) -> MemoryPlanes:
-        """The transports of its workers, for others that join them."""
+        """The fleet's transports, for other workers that join it."""
         return MemoryPlanes(self.discovery, self.events, self.requests)
 
     async def __aenter__(self) -> Self:
@@ -112,14 +112,14 @@ class MockFleet:
         self.workers[worker_id] = worker
 
     async def kill(self, worker_id: WorkerId, why: str = "killed") -> None:
-        """Let a worker die at once; its card goes as soon as discovery would notice, which here is now."""
+        """Kill a worker without draining, and withdraw its card, as discovery would after its lease."""
         worker = self.workers.pop(worker_id)
         self._engines[worker_id].kill(why)
         worker.die(why)
         await self.discovery.withdraw(worker_id, worker.card.incarnation)
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the engines' books; nothing may be left over once they are idle."""
+        """Return violations of the engines' accounting; idle engines must hold no blocks."""
         return self.cluster.check_integrity()
 
     def _make_worker(

@@ -1,4 +1,4 @@
-"""A router from its settings and transports."""
+"""Router build: makes a router service from its settings and transports."""
 
 import random
 from collections.abc import Mapping
@@ -42,13 +42,12 @@ def build_service(
     traffic: TrafficRecorder | None = None,
     place: Mapping[str, str] | None = None,
 ) -> RouterService:
-    """Put a router together; it follows the fleet once it is started.
+    """Build a router service; it follows the fleet once it is started.
 
-    ``cordons`` is where cordons are kept; without, they end with the process.
-    ``sync``, where the requests of other routers count, is started and stopped by its maker.
-    ``prefill_alone``: it decides the prefill leg, and nothing else. ``traffic`` records it. ``place`` are the
-    domains of a frontend that it serves; it may move. Raises ConfigError where prefill has to be near a
-    frontend and there is none.
+    ``cordons`` is the cordon store; None keeps cordons in this process only. ``sync`` shares bookings with
+    other routers; its maker starts and stops it. ``prefill_alone``: it places prefill legs only. ``traffic``
+    records requests. ``place`` are the topology domains of the frontend that it serves, which may change.
+    Raises ConfigError where prefill must be near a frontend and there is none.
     """
     _check_prefill_level(config, place)
     instrumentation = ServiceInstrumentation(telemetry or Telemetry(), traffic)
@@ -99,7 +98,7 @@ def _check_prefill_level(config: KvRouterConfig, place: Mapping[str, str] | None
 def _cache_view(
     config: KvRouterConfig, subscriber: EventSubscriber, instrumentation: ModelInstrumentation
 ) -> CacheView:
-    """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
+    """The cache view: none where overlap has no weight or the mode is not KV, else events or predictions."""
     if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
         return NoCacheView()
     predicted = NativeApproximateIndex(

@@ -1,4 +1,4 @@
-"""A recording of traffic, from its settings to its last file."""
+"""Traffic recording of a process, from its settings: opens the folder, logs losses, counts records."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ async def recording(
         total_bytes=settings.total_bytes,
         started_s=started_s,
     )
-    throttles = {why: LogThrottle() for why in Loss}  # one thread asks each
+    throttles = {why: LogThrottle() for why in Loss}  # each is used by one thread
 
     def on_lost(why: Loss, error: Exception | None) -> None:
         if throttles[why].allows(why):
@@ -79,7 +79,7 @@ async def recording(
 
 
 class _Gauges:
-    """What the recorder counts, as metrics."""
+    """Copies the recorder's counts into metrics."""
 
     def __init__(self, telemetry: Telemetry, recorder: Recorder) -> None:
         self._telemetry = telemetry
@@ -88,7 +88,7 @@ class _Gauges:
         self._written = 0
 
     def refresh(self) -> None:
-        """Count what came since the last scrape."""
+        """Add the counts since the last scrape."""
         telemetry, recorder = self._telemetry, self._recorder
         for why in Loss:
             lost = recorder.lost[why]

@@ -47,13 +47,13 @@ _HAS_NO_PORT = {errno.EADDRINUSE: "is taken", errno.EACCES: "is not for this use
 
 
 class ListeningAcceptor(RequestAcceptor, Protocol):
-    """A worker's end of a wire that listens."""
+    """The worker's end of a request transport, which listens."""
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
 
     async def close(self) -> None:
-        """Listen no more; open streams break."""
+        """Stop listening; open streams break."""
 
 
 @asynccontextmanager
@@ -66,11 +66,11 @@ async def open_worker_transports(
     is_static: bool = False,
     on_lost: GoneSink | None = None,
 ) -> AsyncIterator[WorkerTransports]:
-    """Connect everything that the settings ask for; it is closed at the end.
+    """Connect all transports that the settings require; they are closed at the end.
 
-    ``on_lost`` hears when the worker's card lost its place to a newer start of the same id.
-    A worker that ``is_static`` takes requests, and announces neither itself nor its cache.
-    Raises NatsUnreachable, or ConfigError that names the setting.
+    ``on_lost`` is called when a newer start of the same id replaces the worker's card. With ``is_static`` the
+    worker takes requests, but registers neither itself nor its cache. Raises NatsUnreachable, or ConfigError
+    that names the setting.
     """
     settings = settled(settings, kv_events=True)
     planes = settings.planes
@@ -105,9 +105,9 @@ async def open_worker_transports(
 def event_transport_of(
     planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True
 ) -> EventLane:
-    """The event transport on which a worker publishes. What ``auto`` means is the specification's rule.
+    """The event transport on which a worker publishes; ``auto`` is resolved by the specification's rule.
 
-    A worker without KV events publishes its loads alone, and needs no NATS for them where it needs none else.
+    A worker without KV events publishes only its load, over ZeroMQ where nothing else needs NATS.
     """
     on_tcp = planes.request_plane is not RequestPlaneKind.NATS
     needs_none = planes.discovery is DiscoveryBackend.KUBERNETES and on_tcp
@@ -121,7 +121,7 @@ def event_transport_of(
 
 
 def _nats_needs(planes: PlaneSettings, transport: EventLane, *, is_static: bool) -> list[str]:
-    """What of a worker cannot do without NATS; a static one does not announce itself."""
+    """The features of a worker that need NATS; a static one does not register."""
     needs = {
         "--discovery nats": planes.discovery is DiscoveryBackend.NATS and not is_static,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
@@ -132,7 +132,7 @@ def _nats_needs(planes: PlaneSettings, transport: EventLane, *, is_static: bool)
 
 
 def _check_ports(planes: PlaneSettings, transport: EventLane) -> None:
-    """See that the ports above the one of the settings are ports. Raises ConfigError."""
+    """Check that the ports above the configured one exist. Raises ConfigError."""
     highest = PORT_MAX - ZMQ_PORTS
     if transport is EventLane.ZMQ and planes.listen_port > highest:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _check_ports(planes: PlaneSettings, transport: EventLane) -> None:
 
 @contextmanager
 def _explained(planes: PlaneSettings, ports: str) -> Iterator[None]:
-    """Say of an address that cannot be had which flag chooses another."""
+    """Add to an error about an unavailable address the flag that chooses another."""
     try:
         yield
     except ConfigError as error:

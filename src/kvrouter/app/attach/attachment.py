@@ -1,4 +1,4 @@
-"""The attach loop: probes an engine, runs a worker for it, and attaches again when it changed."""
+"""The attach loop: probes an engine, runs a worker for it, and attaches again after the engine changed."""
 
 import asyncio
 import logging
@@ -28,32 +28,32 @@ from kvrouter.worker import TopologyEnv, Worker, new_incarnation
 logger = logging.getLogger("kvrouter.worker")
 
 UP_LOG = logging.getLogger("kvrouter.up")
-"""What becomes of engines whose workers share a process is logged here."""
+"""The log for engines whose workers share a process."""
 
 PROBE_EVERY_S = 2.0
-"""How long after an engine did not answer it is asked again."""
+"""Seconds between two probes of an engine that does not answer."""
 
 AWAITED_LOG_EVERY_S = 30.0
-"""How often a log line says that the engine is still waited for."""
+"""Seconds between two log lines about an engine that does not answer."""
 
 
 AwaitedSink = Callable[[str], None]
-"""Hears, each time that an engine did not answer, why."""
+"""Called with the reason after each probe without an answer."""
 
 
 def _ignore(*_: object) -> None:
-    """The default of a callback: nobody else listens."""
+    """The default of a callback: does nothing."""
 
 
 class NotAnswered(ConfigError):
-    """No engine answered in time."""
+    """The engine did not answer in time."""
 
 
 async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _ignore) -> Attached:
-    """Ask the engine until it answers, and attach it.
+    """Probe the engine until it answers, then attach it.
 
-    Raises ConfigError whose ``param`` is the field that contradicts what the engine says, and NotAnswered for
-    an engine that does not answer within ``spec.wait_s``.
+    Raises ConfigError whose ``param`` is the field that contradicts the engine's answer, and NotAnswered
+    after ``spec.wait_s`` seconds without an answer.
     """
     attach_engine = cast("AttachEngine", import_module(f"{ENGINES[spec.kind]}.attach").attach)
     loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ def _about_key(spec: AttachSpec) -> str:
 
 
 def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Attached) -> None:
-    """Log which engine the worker is attached to, what it said of itself, and the warnings."""
+    """Log the engine that the worker is attached to, its own figures, and the warnings."""
     worker = str(spec.worker_id)
     log_event(
         worker_logger,
@@ -102,14 +102,14 @@ def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Atta
 
 
 RETRY_AFTER_S = 10.0
-"""How long after an engine was refused it is asked again: it may have been restarted as it should be."""
+"""Seconds until a refused engine is probed again: it may have been restarted with correct settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedWorker:
-    """A worker that serves; ``lost`` is set when another has its place.
+    """A serving worker; ``lost`` is set when another process replaced it.
 
-    ``spec`` is what was asked for; closing ``wires`` stops it first.
+    ``spec`` is the requested engine; closing ``stack`` stops the worker and then closes its transports.
     """
 
     worker: Worker
@@ -120,9 +120,9 @@ class AttachedWorker:
 
 
 class EngineWorkers:
-    """The workers of this process: their transports, and what their engines said of themselves.
+    """Starts and stops the workers of this process, and checks their engines against each other.
 
-    What happens is logged to ``log``.
+    Events are logged to ``log``.
     """
 
     def __init__(
@@ -145,9 +145,10 @@ class EngineWorkers:
         topology: TopologyEnv | None,
         draining: Callable[[], bool],
     ) -> AttachedWorker:
-        """Start the worker of an engine that answered. ``contract`` is the worker's own topology contract.
+        """Start the worker of an engine that answered. ``topology`` is the worker's own topology environment;
+        ``draining`` returns whether it starts without new requests.
 
-        Raises ConfigError where the engine contradicts what was said of it, or others of its model.
+        Raises ConfigError where the engine contradicts its spec, or other engines of its model.
         """
         self._check(spec, attached)
         self._engines[spec.worker_id] = attached, spec
@@ -183,7 +184,7 @@ class EngineWorkers:
         return AttachedWorker(worker, spec, attached, transports.lost, stack)
 
     async def end(self, spec: AttachSpec, attached_worker: AttachedWorker, *, drain_limit_s: float) -> None:
-        """Let running requests finish for so long, and be gone."""
+        """Stop the worker, after running requests have had ``drain_limit_s`` seconds to finish."""
         try:
             if drain_limit_s:
                 await attached_worker.worker.drain(drain_limit_s)
@@ -221,27 +222,27 @@ class EngineWorkers:
 
 
 def _differ(one: int | None, other: int | None) -> bool:
-    """Whether two figures of engines contradict each other: what is not known contradicts nothing."""
+    """Whether two figures contradict each other; an unknown figure contradicts none."""
     return one is not None and other is not None and one != other
 
 
 AttemptEnded = Callable[[], None]
-"""Is called when the engine answered for the first time, or did not."""
+"""Called after each attempt to attach the engine, whether it succeeded or not."""
 
 Refused = Callable[[KvrouterError], None]
-"""Hears why the engine has no worker, once for each reason until it has one. What is no ConfigError is of the
-transports, or a mistake of ours.
+"""Called with the reason why the engine has no worker, once for each reason until it has one. An error that
+is no ConfigError comes from the transports, or is an internal error.
 """
 
 Joined = Callable[[Worker], None]
-"""Hears of each worker that the engine gets."""
+"""Called with each worker that the engine gets."""
 
 
 class EngineAttachment:
-    """One engine, from its first answer on: :meth:`run`, then :meth:`leave`.
+    """Keeps one engine attached, from its first answer on: :meth:`run`, then :meth:`leave`.
 
-    ``contract`` is the worker's own topology contract. ``drain_limit_s`` is for how long running requests may
-    go on once another process has the worker's place.
+    ``topology`` is the worker's own topology environment. ``drain_limit_s`` is how long running requests may
+    go on after another process replaced the worker.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class EngineAttachment:
     ) -> None:
         self.spec = spec
         self.awaited = "does not answer"
-        """Why it has no worker yet."""
+        """Why the engine has no worker, in words."""
 
         self._workers = workers
         self._topology = topology
@@ -268,18 +269,17 @@ class EngineAttachment:
         self._drain_limit_s = drain_limit_s
         self._draining = False
         self._refusal = ""
-        """What was reported last; a worker that joins ends it."""
+        """The last reported reason; cleared when a worker joins."""
         self._attached_worker: AttachedWorker | None = None
 
     @property
     def worker(self) -> Worker | None:
-        """Its worker, once it has one."""
+        """The engine's worker; None while it has none."""
         return None if self._attached_worker is None else self._attached_worker.worker
 
     async def run(self) -> None:
-        """Let the engine's worker join as soon as the engine answers as was asked for, and join again when
-        the engine was started as another one, with another model, block size, context or other ranks; until
-        cancelled.
+        """Run the engine's worker once the engine answers as its spec asks, and again whenever the engine was
+        restarted with another model, block size, context length or ranks; until cancelled.
         """
         while True:
             try:
@@ -294,7 +294,7 @@ class EngineAttachment:
                 continue
             except KvrouterError as error:
                 self._refused(error)
-            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
+            except Exception as error:  # noqa: BLE001 - an internal error is logged, and stops no other engine
                 self._mistaken(error)
                 self._refused(InternalError(f"{self.spec.url}: a mistake of ours; the log has the traceback"))
             self._on_attempt_ended()
@@ -305,13 +305,13 @@ class EngineAttachment:
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def set_draining(self, draining: bool) -> None:
-        """Take no new requests while the engine ``rests``; running ones go on."""
+        """Set whether the worker refuses new requests; running ones go on."""
         self._draining = draining
         if self.worker is not None and self.worker.card.draining != draining:
             await (self.worker.begin_drain() if draining else self.worker.end_drain())
 
     async def move(self, spec: AttachSpec) -> None:
-        """The engine is in other domains than was asked for, and else the same one."""
+        """Update the engine's topology domains; the rest of ``spec`` is unchanged."""
         self.spec = spec
         if self.worker is not None:
             config, place = self.worker.card.runtime_config, spec.runtime_config
@@ -322,13 +322,13 @@ class EngineAttachment:
             )
 
     async def leave(self, *, drain_limit_s: float = 0.0) -> None:
-        """Let running requests finish for so long, and be gone; idempotent."""
+        """Stop the worker, after running requests had ``drain_limit_s`` seconds to finish; idempotent."""
         attached_worker, self._attached_worker = self._attached_worker, None
         if attached_worker is not None:
             await self._workers.end(self.spec, attached_worker, drain_limit_s=drain_limit_s)
 
     async def _catch_up(self, attached_worker: AttachedWorker) -> None:
-        """Do what was asked for while the worker joined: it began as it was wanted before."""
+        """Apply changes that were requested while the worker was joining."""
         await self.set_draining(self._draining)
         if self.spec is not attached_worker.spec:
             await self.move(self.spec)
@@ -352,9 +352,9 @@ class EngineAttachment:
             raise self.spec.mistake(error.message, param=error.param) from error
 
     async def _until_another(self, attached_worker: AttachedWorker) -> str:
-        """Wait until an engine that was set aside answers as another one than its worker's card describes, or
-        until another process has the worker's place; return which, in words. Raises ConfigError for another
-        engine that contradicts what is asked for. One whose pages cannot be read keeps its worker.
+        """Wait until a silent engine answers with figures other than its card's, or another process replaced
+        the worker; return which, in words. Raises ConfigError for a new engine that contradicts the spec. An
+        engine whose pages cannot be read keeps its worker.
         """
         while True:
             try:
@@ -369,7 +369,7 @@ class EngineAttachment:
                 except KvrouterError as error:
                     if self.spec.is_contradicted_by(error):
                         raise self.spec.mistake(error.message, param=error.param) from error
-                    continue  # it may be the same one still, with legs that run: the worker logs why
+                    continue  # it may be the same engine with running legs: the worker logs the reason
                 await attached.engine.stop()
                 if not attached.is_same_as(attached_worker.attached):
                     return "restarted"

@@ -1,4 +1,4 @@
-"""Attaches the engines of a fleet file: probes each, compares it with the file, and runs a worker for it."""
+"""Attaches a fleet file's engines: probes each, compares it with the file, and runs a worker for it."""
 
 import asyncio
 import logging
@@ -21,12 +21,12 @@ _log = logging.getLogger("kvrouter.up")
 
 
 class AttachedFleet:
-    """The workers for all engines of a fleet file that run already.
+    """The workers of all engines in a fleet file that already run.
 
-    Use it as an async context manager. Inside, every engine that answered when it was first asked has its
-    worker; the others get theirs once they answer, and hold nobody up. Entering raises ConfigError, with a
-    line for each of them, for engines that contradict the file; one that answers late and contradicts it is
-    logged, and asked again.
+    Use it as an async context manager. Inside, every engine that answered its first probe has its worker; the
+    others get theirs once they answer, and delay no other. Entering raises ConfigError, with a line for each,
+    for engines that contradict the file; an engine that answers later and contradicts it is logged and probed
+    again.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class AttachedFleet:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
         self._mistakes: list[KvrouterError] | None = []
-        """What is wrong with the start; None once it is over."""
+        """Errors of the first probes; None once the start is over."""
 
         self._tasks: list[asyncio.Task[None]] = []
         workers = EngineWorkers(settings, MemoryTransports(planes))
@@ -47,11 +47,11 @@ class AttachedFleet:
 
     @property
     def workers(self) -> dict[WorkerId, Worker]:
-        """Those that have joined."""
+        """The workers that have joined."""
         return {each.spec.worker_id: each.worker for _, each in self._engines if each.worker is not None}
 
     def awaited(self) -> list[str]:
-        """The engines that have no worker yet: a line for each, without addresses, as clients may see it."""
+        """A line for each engine without a worker; without addresses, because clients may read it."""
         return [
             f"the engine of {each.spec.written_at} (group {group.name!r}) {each.awaited}"
             for group, each in self._engines
