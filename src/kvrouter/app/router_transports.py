@@ -222,11 +222,12 @@ def nats_needs(settings: Settings, *, discovers: bool = True) -> list[str]:
     nats_kinds = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
     if discovers and planes.discovery is DiscoveryBackend.KUBERNETES:
         nats_kinds.add(EventPlaneKind.AUTO)
-    hears_nats = router.kv_events and planes.event_plane in nats_kinds
+    needs_nats_events = router.kv_events and planes.event_plane in nats_kinds
     needs = {
         "--discovery nats": discovers and planes.discovery is DiscoveryBackend.NATS,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
-        f"KV events (--event-plane {planes.event_plane})": hears_nats and router.router_mode is RouterMode.KV,
+        f"KV events (--event-plane {planes.event_plane})": needs_nats_events
+        and router.router_mode is RouterMode.KV,
         "--router-replica-sync": router.replica_sync,
     }
     return [what for what, is_needed in needs.items() if is_needed]
@@ -308,8 +309,7 @@ def stream_limits(planes: PlaneSettings) -> StreamLimits:
 
 
 def token_of(planes: PlaneSettings) -> str:
-    """The token that authenticates messages over NATS; an empty one only separates namespaces and transports.
-    """
+    """The token that authenticates messages over NATS; an empty one only separates namespaces."""
     return revealed(planes.plane_token) or ""
 
 

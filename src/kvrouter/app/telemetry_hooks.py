@@ -118,7 +118,7 @@ class SyncGauges:
     def __init__(self, telemetry: Telemetry, sync: ReplicaSync) -> None:
         self._telemetry = telemetry
         self._sync = sync
-        self._seen: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
 
     def refresh(self) -> None:
         """Set the gauges, and add the counts since the last scrape."""
@@ -138,7 +138,7 @@ class SyncGauges:
             ("dropped", counts.dropped),
             ("unsent", counts.unsent),
         ):
-            new = total - self._seen.get(outcome, 0)
+            new = total - self._counted.get(outcome, 0)
             if new:
                 self._telemetry.replica_sync.inc(outcome, by=new)
-                self._seen[outcome] = total
+                self._counted[outcome] = total

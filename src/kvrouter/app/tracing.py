@@ -65,12 +65,12 @@ async def tracing(environ: Mapping[str, str], *, version: str) -> AsyncIterator[
         )
         yield None
         return
-    ours = Resource({"service.name": "kvrouter", "service.version": version})
+    resource = Resource({"service.name": "kvrouter", "service.version": version})
     forwarded = _SdkLog()
     logging.getLogger("opentelemetry").addHandler(forwarded)
     try:
         provider = TracerProvider(
-            resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+            resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
     except ValueError as error:

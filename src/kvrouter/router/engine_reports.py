@@ -169,8 +169,8 @@ class EngineInstrumentation:
 
     def shape_noted(self, noted: NotedShape) -> None:
         """Count an answer by the shape of its call, and log a shape that turned blind."""
-        seen = "missed" if noted.is_missed else "found"
-        self._telemetry.prompt_shape_answers.inc(self._model, noted.shape, seen)
+        outcome = "missed" if noted.is_missed else "found"
+        self._telemetry.prompt_shape_answers.inc(self._model, noted.shape, outcome)
         if noted.turned_blind is not None:
             reading = noted.turned_blind
             log_event(

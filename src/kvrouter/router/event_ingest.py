@@ -345,10 +345,10 @@ class EventIngest:
         self._silence_timer = None
         now_s = loop_time_s()
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
-        stood_still = self._awake.advance(elapsed_s)  # then their messages are read only after this
+        was_paused = self._awake.advance(elapsed_s)  # then their messages are read only after this
         for rank, ingest in self._rank_ingests.items():
             silent_s = now_s - ingest.last_message_s
-            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not stood_still:
+            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not was_paused:
                 ingest.is_missing = True
                 self._instrumentation.kv_events_missing(rank, silent_s)
         self._watch_silence()

@@ -54,19 +54,19 @@ class Liveness:
             return None
         self.drop(card.worker_id)
         followed = self._followed[card.worker_id] = _Followed(card, [])
-        odd: str | None = None
+        warning: str | None = None
         try:
             followed.ends.append(self._events.follow(card))  # load reports use the same subscription
         except ConfigError as error:
             if self._follows_events and card.publishes_kv_events:
-                odd = error.message
+                warning = error.message
         try:
             followed.ends.append(self._requests.follow(card.address, partial(self._answers, followed)))
         except WorkerUnreachable as error:
-            odd = f"address: {error.message}: workers and frontends must agree on --request-plane and TLS"
+            warning = f"address: {error.message}: workers and frontends must agree on --request-plane and TLS"
             handle = asyncio.get_running_loop().call_soon(self._answers, followed, False)
             followed.ends.append(handle.cancel)
-        return odd
+        return warning
 
     def drop(self, worker_id: WorkerId) -> None:
         """Stop following the worker; idempotent."""

@@ -174,8 +174,8 @@ class RouterService:
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
             for news in recalled:
-                seen = [structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen]
-                kept = tuple(each for each in seen if each.age_s <= RECALLED_S)
+                aged = [structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen]
+                kept = tuple(each for each in aged if each.age_s <= RECALLED_S)
                 if kept:
                     yield structs.replace(news, seen=kept)
 
@@ -259,9 +259,9 @@ class RouterService:
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
             instrumentation.worker_warned(card, warning)
-        odd = self.liveness.follow(card)
-        if odd is not None:
-            instrumentation.worker_warned(card, odd)
+        follow_warning = self.liveness.follow(card)
+        if follow_warning is not None:
+            instrumentation.worker_warned(card, follow_warning)
         self._apply(model, card, change)
         if known is None or known.incarnation != card.incarnation:
             instrumentation.worker_joined(card)

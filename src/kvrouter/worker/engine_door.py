@@ -470,7 +470,7 @@ class EngineDoor:
         engine.ranks.clear()
 
     def _log_end(self, engine: _EngineConnection) -> None:
-        """Log the end. A refused engine reconnects for ever, so equal reasons (except numbers) are throttled."""
+        """Log the end. A refused engine reconnects for ever, so equal reasons are throttled."""
         reason = "" if engine.ended is None else engine.ended.reason
         if not engine.is_accepted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
             return

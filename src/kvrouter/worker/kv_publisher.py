@@ -60,7 +60,7 @@ HeldBlocks = Callable[[DpRank], int | None]
 
 
 class _Rank:
-    """One rank's events: ``pending`` are not sent yet, ``ring`` are the last sent before ``next_event_id``."""
+    """One rank's events: ``pending`` are not sent yet, ``ring`` ends before ``next_event_id``."""
 
     __slots__ = ("mirror", "next_event_id", "pending", "rank", "ring")
 

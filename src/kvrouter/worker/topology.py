@@ -204,12 +204,12 @@ def topology_check(environ: Mapping[str, str]) -> CheckReport:
         if not env.enabled:
             return _report(f"Topology is off ({ENABLED} is not true): nothing is published.", env.warnings)
         reading = read_domains(env.mount_path)
-        seen = env.warnings + reading.warnings + _levels_without_value(env, reading)
+        warnings = env.warnings + reading.warnings + _levels_without_value(env, reading)
         if env.awaited_domain not in reading.domains:
             wait = f"a worker waits {env.timeout_s:g} s for it, then exits with code 1"
-            return _refusal(f"{_missing(env, reading)}; {wait}", seen)
+            return _refusal(f"{_missing(env, reading)}; {wait}", warnings)
         config = topology_config(ModelRuntimeConfig(), env, reading)
-        warnings = seen + tuple(validate_runtime_config(config))
+        warnings += tuple(validate_runtime_config(config))
     except ConfigError as error:
         return _refusal(error.message, ())
     published = msgspec.json.format(msgspec.json.encode(config), indent=2).decode()

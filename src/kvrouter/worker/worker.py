@@ -323,8 +323,8 @@ class Worker:
         """Log skipped events at a limited rate: workers have no metrics page."""
         dp_rank, skipped = report.rank.dp_rank, report.kv_events_skipped
         counted = [reason for reason, n in skipped.items() if n != before.get(reason, 0)]
-        news = [reason for reason in counted if self._skipped_throttle.allows(f"{dp_rank} {reason}")]
-        if news:
+        logged = [reason for reason in counted if self._skipped_throttle.allows(f"{dp_rank} {reason}")]
+        if logged:
             counts = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
             worker = str(self.card.worker_id)
             log_event(_log, Event.KV_EVENTS_SKIPPED, worker=worker, dp_rank=dp_rank, reason=counts)

@@ -131,12 +131,12 @@ def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str,
 
 def file_engines(fleet: FleetFile, *, wait_s: float = math.inf) -> Iterator[FileEngine]:
     """Yield every engine of the file that already runs; each may take ``wait_s`` seconds to answer first."""
-    seen = Counter[str]()
+    counts = Counter[str]()
     for worker_id, group in numbered_workers(fleet):
         if not isinstance(group.engine, AttachedEngineSpec):
             continue
-        number = seen[group.name]
-        seen[group.name] += 1
+        number = counts[group.name]
+        counts[group.name] += 1
         position = fleet.workers.index(group)
         model = f"models[{fleet.models.index(fleet.model_of(group))}]"
         line = f"workers[{position}]"
