@@ -11,8 +11,8 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from kvrouter.app.clusters import check_clusters, cordons_of_clusters, own_account, with_other_clusters
 from kvrouter.app.nats_connection import nats_connection, revealed
+from kvrouter.app.other_clusters import check_clusters, cordons_of_clusters, own_account, with_other_clusters
 from kvrouter.app.telemetry_hooks import StreamHooks, foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.app.tls import Tls, tls_of
 from kvrouter.core.constraints import RouterMode

@@ -210,8 +210,7 @@ class Generation:
             return chunk
 
     async def hand_over(self, sink: TokenSink) -> None:
-        """Pass tokens to ``sink`` as they arrive, without a task switch, where the request transport supports
-        it.
+        """Pass tokens to ``sink`` in the loop turn of their arrival, where the request transport supports it.
 
         Returns when ``sink`` returns False, or when the next read brings an end, an error or another worker's
         tokens. Raises what ``sink`` raises.

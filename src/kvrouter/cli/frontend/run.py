@@ -19,7 +19,7 @@ from kvrouter.app.router_build import build_service
 from kvrouter.app.router_transports import RouterTransports, open_router_transports
 from kvrouter.app.telemetry_hooks import SyncGauges
 from kvrouter.app.text_models import TextModelLoader, encode_pool
-from kvrouter.app.tracing import tracing
+from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.core.constraints import RouterMode

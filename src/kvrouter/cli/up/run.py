@@ -24,7 +24,7 @@ from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on
 from kvrouter.app.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
-from kvrouter.app.tracing import tracing
+from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.fleetfile.fleet import FleetFile
@@ -37,7 +37,7 @@ from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
 
 if TYPE_CHECKING:
-    from kvrouter.app.attach.fleet_engines import AttachedFleet
+    from kvrouter.app.attach.attached_fleet import AttachedFleet
 
 logger = logging.getLogger("kvrouter.up")
 
@@ -117,7 +117,7 @@ async def _attached(
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
         yield None
         return
-    from kvrouter.app.attach.fleet_engines import AttachedFleet  # noqa: PLC0415
+    from kvrouter.app.attach.attached_fleet import AttachedFleet  # noqa: PLC0415
 
     async with AttachedFleet(fleet, settings, planes, environ=environ) as attached:
         yield attached
