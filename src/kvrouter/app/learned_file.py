@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId
@@ -95,7 +95,7 @@ async def _save(
     links = list(service.known_links(_NO_ROUTER))
     content = msgspec.json.encode(LearnedFile(1, clock(), tuple(links)))
     try:
-        await asyncio.to_thread(write_whole, path, content)
+        await asyncio.to_thread(write_atomic, path, content)
     except ConfigError as error:
         if error.message != refused:
             log_event(logger, Event.LEARNED_NOT_KEPT, reason=error.message)

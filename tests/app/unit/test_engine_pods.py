@@ -12,8 +12,8 @@ from kvrouter.app.attach.pod_fleet import (
     MISTAKEN,
     REFUSED,
     PodPolicy,
+    full_selector,
     policy_of,
-    whole_selector,
     worker_id_of,
 )
 from kvrouter.app.nats_connection import NatsUnreachable
@@ -341,8 +341,8 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
 
 
 def test_the_label_is_asked_for_with_the_owners_selector() -> None:
-    assert whole_selector(EnginePods()) == "kvrouter.dev/engine"
-    assert whole_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
+    assert full_selector(EnginePods()) == "kvrouter.dev/engine"
+    assert full_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
 
 
 async def test_the_end_of_all_waits_for_nobody() -> None:

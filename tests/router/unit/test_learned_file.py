@@ -179,7 +179,7 @@ async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
         tries[0] += 1
         raise ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
 
-    monkeypatch.setattr("kvrouter.app.learned_file.write_whole", full)
+    monkeypatch.setattr("kvrouter.app.learned_file.write_atomic", full)
     bench, config = await a_bench(path)
     async with keeping_learned_links(config, bench.service, save_s=0.005):
         await until(lambda: tries[0] >= 3)

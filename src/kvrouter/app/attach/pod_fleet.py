@@ -286,7 +286,7 @@ EVENTS_AT_ONCE = 256
 """The most events about pods that wait to be written; further ones are only logged."""
 
 
-def whole_selector(pods: EnginePods) -> str:
+def full_selector(pods: EnginePods) -> str:
     """The label selector for the API server."""
     return f"{KIND_LABEL},{pods.selector}" if pods.selector else KIND_LABEL
 
@@ -367,7 +367,7 @@ async def pods_followed(
     api = PodsApi(
         account,
         namespace=pods.namespace or account.namespace,
-        selector=whole_selector(pods),
+        selector=full_selector(pods),
         answer_s=ANSWER_S,
     )
     events = PodEvents(api)

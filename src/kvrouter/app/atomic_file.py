@@ -16,7 +16,7 @@ def check_folder(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be written", param=str(path))
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Write a temporary file in the same folder and rename it, so that no reader sees a partial file.
 
     Raises ConfigError on failure; the former file then stays.
