@@ -11,8 +11,8 @@ from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import mock_config, mock_workers, table_of
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.settings.problems import Document, Problem, config_error, problem_of
@@ -34,7 +34,7 @@ def tokenizer_sources(fleet: FleetFile) -> dict[ModelName, str]:
     sources: dict[ModelName, str] = {}
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
-        source = fleet.said_tokenizer(model) if is_attached else None
+        source = fleet.stated_tokenizer(model) if is_attached else None
         if source is not None:
             with _naming(position):
                 sources[ModelName(model.name)] = checked_source(source)
@@ -98,7 +98,7 @@ def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
     """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        source = fleet.said_tokenizer(model)
+        source = fleet.stated_tokenizer(model)
         if source is None:
             continue
         try:
@@ -114,7 +114,7 @@ def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
     """Read the tokenizers of attached engines; yield why calls of a model would be routed by load."""
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        source = fleet.said_tokenizer(model)
+        source = fleet.stated_tokenizer(model)
         if source is None or source == ENGINE_TOKENIZER or fleet.has_mocks(model):
             continue
         try:

@@ -1,7 +1,7 @@
 """Whatever happens between an engine and a router, in the end the router's index is the engine's cache.
 
 All that is real: the mock engine's paged cache, the worker's publisher and its ring, the wire's binary form,
-questions and answers in pieces, the feed, the event ingest and the native index. Only the wire is made up: it loses,
+questions and answers in pieces, the feed, event ingest and the native index. Only the wire is fake: it loses,
 repeats, holds back and reorders what is sent, and answers late, wrongly or never; workers and routers start
 again at any time. The truth is what the engine finds in its own cache, not what anybody published.
 """

@@ -21,8 +21,8 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, WorkerCard
 from kvrouter.engines.mock import MockCluster, TransferSettings
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import (
     bootstraps,
     mock_engine,
@@ -157,7 +157,7 @@ async def mock_worker(
             )
             await worker.start()
             try:
-                async with _engine_door(settings, spec, worker):
+                async with _engine_server(settings, spec, worker):
                     yield RunningWorker(worker, cluster)
             finally:
                 await worker.stop()
@@ -194,7 +194,7 @@ def _card_of(
 
 
 @asynccontextmanager
-async def _engine_door(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
+async def _engine_server(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
     """Let a custom engine publish its KV events, where that is asked for. Raises ConfigError."""
     if spec.run.engine_events is None:
         yield
