@@ -8,8 +8,8 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from kvrouter.api.cordons import CordonBody
-from kvrouter.api.pages import ModelList
+from kvrouter.api.cordon_schema import CordonBody
+from kvrouter.api.page_schema import ModelList
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
@@ -117,7 +117,7 @@ class RouterClient:
             response = connection.getresponse()
             answer = response.read(ANSWER_MAX_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            from kvrouter.http_client import connection_failure  # noqa: PLC0415 - of failures alone
+            from kvrouter.core.http_client import connection_failure  # noqa: PLC0415 - of failures alone
 
             raise AskFailed(f"{self._url}: no answer: {connection_failure(error)}") from error
         finally:

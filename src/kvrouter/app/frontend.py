@@ -10,7 +10,7 @@ from kvrouter.app.lifetime import descriptors_for, explained
 from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
-from kvrouter.frontend.pages import Awaited, nobody_awaited
+from kvrouter.frontend.public_pages import Awaited, nobody_awaited
 from kvrouter.router.router import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry

@@ -8,13 +8,13 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
-from kvrouter.api.decisions import Decisions, LastDecisions
-from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
-from kvrouter.api.pages import BusyBody, ThresholdList, Thresholds
+from kvrouter.api.decision_schema import Decisions, LastDecisions
+from kvrouter.api.fleet_schema import Refusals, RefusedAnswers, RefusedRanks
+from kvrouter.api.page_schema import BusyBody, ThresholdList, Thresholds
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
-from kvrouter.frontend.cordons import CordonRoutes
+from kvrouter.frontend.cordon_routes import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.fleet_state import fleet_state, flows_state

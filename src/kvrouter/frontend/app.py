@@ -39,8 +39,8 @@ from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumenta
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.openapi import Described
 from kvrouter.frontend.origins import Cors, FleetGuard, page_headers
-from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
+from kvrouter.frontend.public_pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.web_page import WebPage

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import structs
 
-from kvrouter.api import decisions as api
-from kvrouter.api.fleet import Policy
+from kvrouter.api import decision_schema as api
+from kvrouter.api.fleet_schema import Policy
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import WorkerRank

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from kvrouter.api.errors import ApiError, ErrorBody
+from kvrouter.api.error_schema import ApiError, ErrorBody
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NotFound, RoutingRefused, Unavailable
 from kvrouter.frontend import http
 

@@ -7,13 +7,13 @@ from math import inf
 
 import numpy as np
 
-from kvrouter.api import fleet as api
+from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.frontend.cordons import cordoned
+from kvrouter.frontend.cordon_routes import cordoned
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
 from kvrouter.kernel.feed.states import FeedState

@@ -8,12 +8,12 @@ from html import escape
 import msgspec
 from msgspec import Struct
 
-from kvrouter.api.bookings import Booking, OutputBody, Prefilled, PrefillEnded, Routed
-from kvrouter.api.cordons import CordonBody, CordonChange, CordonList
-from kvrouter.api.decisions import Decisions, Explanation, LastDecisions
-from kvrouter.api.errors import ErrorBody
-from kvrouter.api.fleet import Fleet, Flows, Refusals
-from kvrouter.api.pages import (
+from kvrouter.api.booking_schema import Booking, OutputBody, Prefilled, PrefillEnded, Routed
+from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonList
+from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
+from kvrouter.api.error_schema import ErrorBody
+from kvrouter.api.fleet_schema import Fleet, Flows, Refusals
+from kvrouter.api.page_schema import (
     BusyBody,
     Health,
     ModelCard,

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from kvrouter.api import bookings as api
-from kvrouter.api.cordons import Name
+from kvrouter.api import booking_schema as api
+from kvrouter.api.cordon_schema import Name
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
@@ -45,7 +45,6 @@ from kvrouter.frontend.openai.parse import (
     call_of,
     one_prompt,
 )
-from kvrouter.frontend.pages import Pages
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.prepare import (
     Bodies,
@@ -53,6 +52,7 @@ from kvrouter.frontend.prepare import (
     RequestPreparer,
     answer_tokens,
 )
+from kvrouter.frontend.public_pages import Pages
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
-from kvrouter.api.cordons import CordonBody, CordonChange, CordonedWorker, CordonList, CordonState
+from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonedWorker, CordonList, CordonState
 from kvrouter.cli.ask import plain_console
 from kvrouter.cli.cordon.flags import CordonOptions
 from kvrouter.cli.output import Output, echo

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet import Feed, Model, Rank, Worker
+from kvrouter.api.fleet_schema import Feed, Model, Rank, Worker
 from kvrouter.cli.doctor.findings import (
     CacheShares,
     Check,

@@ -30,7 +30,7 @@ from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_workers import link_table
-from kvrouter.frontend.pages import nobody_awaited
+from kvrouter.frontend.public_pages import nobody_awaited
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from kvrouter.api.errors import ApiError, ErrorBody
+from kvrouter.api.error_schema import ApiError, ErrorBody
 from kvrouter.core.errors import InvalidRequest, KvrouterError, Unavailable
 
 __all__ = [

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import msgspec
 from msgspec.structs import asdict
 
-from kvrouter.api import cordons as api
-from kvrouter.api.fleet import Cordoned, Discovery
+from kvrouter.api import cordon_schema as api
+from kvrouter.api.fleet_schema import Cordoned, Discovery
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body

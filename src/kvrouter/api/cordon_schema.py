@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvrouter.api.fleet import Cordoned, Discovery, RoleName
+from kvrouter.api.fleet_schema import Cordoned, Discovery, RoleName
 
 NAME_CHARS_MAX = 256
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]

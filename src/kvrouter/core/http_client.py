@@ -1,6 +1,5 @@
 """The one HTTP client with which other programs are asked, and what failed of a connection in plain words."""
 
-import asyncio
 import errno
 import http.client
 import os
@@ -143,7 +142,7 @@ def connection_failure(error: Exception) -> str:  # noqa: PLR0911 - one line for
         return f"it does not speak TLS as expected ({_reason(error)}): is the URL http:// and not https://?"
     if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
         return "its host name is not known here (DNS): is the name in the URL right?"
-    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return "it did not answer in time"
     if isinstance(error, aiohttp.ServerDisconnectedError | http.client.RemoteDisconnected):
         return "it closed the connection before it answered"

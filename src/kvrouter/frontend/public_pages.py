@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
-from kvrouter.api.pages import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
+from kvrouter.api.page_schema import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady

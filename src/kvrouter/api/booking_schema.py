@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from kvrouter.api.decisions import Constraint, RankId
+from kvrouter.api.decision_schema import Constraint, RankId
 
 
 class RoutingConstraints(Struct, frozen=True, omit_defaults=True):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from kvrouter.api.fleet import Policy
+from kvrouter.api.fleet_schema import Policy
 
 
 class Times(Struct, frozen=True, kw_only=True):

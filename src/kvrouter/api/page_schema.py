@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvrouter.api.cordons import Name
+from kvrouter.api.cordon_schema import Name
 
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
 
