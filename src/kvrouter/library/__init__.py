@@ -1,4 +1,4 @@
-"""The library: kvrouter inside your own program."""
+"""The library: kvrouter as objects inside another program."""
 
 from kvrouter.library.inputs import AnswerPiece, AnswerPieces
 from kvrouter.library.kv_router import BestWorker, BestWorkers, KvIndexer, KvRouter, PotentialLoad
