@@ -1,4 +1,4 @@
-"""``/v1/cordons``: what gets no new requests."""
+"""Bodies and answers of ``/v1/cordons``."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,7 +22,7 @@ class CordonBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CordonedWorker(Struct, frozen=True, kw_only=True):
-    """A worker that a cordon holds for."""
+    """A worker that a cordon applies to."""
 
     worker_id: int
     model: str

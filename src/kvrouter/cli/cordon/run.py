@@ -91,7 +91,7 @@ def put_cordon(client: RouterClient, level: str, name: str, options: CordonOptio
         body = CordonBody(level, name, reason=options.reason, by=who, force=options.force)
         return client.cordon(body)
     except AskFailed as error:
-        if error.said != "nobody_left":
+        if error.router_code != "nobody_left":
             raise
         raise AskFailed(error.message.replace("force: must be true:", "needs --force:", 1)) from error
 
