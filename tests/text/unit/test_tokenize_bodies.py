@@ -35,7 +35,7 @@ def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits:
         wanted = make(fields, TRAITS[traits])
     except InvalidRequest:
         return
-    assert (again is not None) is wanted.is_whole
+    assert (again is not None) is wanted.is_complete
     assert again is None or make(again, TRAITS[traits]) == wanted
 
 
