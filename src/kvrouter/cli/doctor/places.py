@@ -20,7 +20,7 @@ BY_ENFORCEMENT: dict[str, Severity] = {
 LABEL_REMEDY = (
     "give it its topology: DYN_TOPOLOGY_ENABLED=true and the mounted labels on Kubernetes, domains in a "
     "fleet "
-    "file; docs/topology-worker.md"
+    "file; docs/topology.md"
 )
 
 

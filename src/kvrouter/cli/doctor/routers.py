@@ -59,7 +59,8 @@ def replicas(reading: Reading) -> Iterator[Outcome]:
             reading.url,
             f"it misses bookings of {counted(fleet.replicas.behind, 'other router')}",
             "it takes workers for freer than they are",
-            "look at the NATS server between routers and at plane_disturbed in the log; docs/replicas.md",
+            "look at the NATS server between routers and at plane_disturbed in the log; "
+            "docs/several-hosts.md",
         )
     known = [other for other in reading.others if other.fleet is not None]
     for other in reading.others:

@@ -206,7 +206,7 @@ def _foreign(found: InstalledDefinition, definition: Manifest) -> str:
         message += "It has no objects. "
     message += (
         "kvrouter's operator stands back from it. Leave it, and run kvrouter here without its operator, or "
-        "in another cluster: docs/kubernetes-with-dynamo.md"
+        "in another cluster: docs/kubernetes-engines.md"
     )
     if not found.objects:
         message += f". If nobody wants it any more: kubectl delete crd {found.name}, then {INSTALL}"
