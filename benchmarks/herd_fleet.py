@@ -21,7 +21,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import MessageSink
 

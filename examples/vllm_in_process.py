@@ -30,8 +30,8 @@ from kvrouter.app.worker_transports import open_worker_transports
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from kvrouter.settings.sources import load_settings
 from kvrouter.transports.requests.port import StreamBroken

@@ -30,7 +30,7 @@ from kvrouter.kernel.routing.request import RouteRequest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.requests.memory import MemoryRequestPlane
 

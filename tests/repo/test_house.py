@@ -1,4 +1,4 @@
-"""Rules of the house that import-linter cannot see: compiled modules and forbidden names."""
+"""Rules of the tree that import-linter cannot see: who imports the native core, and how files are named."""
 
 import ast
 import configparser

@@ -12,7 +12,7 @@ import kvrouter.operator
 from kvrouter.app.attach import pod_fleet
 from kvrouter.core import errors
 from kvrouter.core.errors import KvrouterError, Reason
-from kvrouter.operator.labels.copies import Source
+from kvrouter.operator.labels.level_labels import Source
 from kvrouter.operator.status.finding import AVAILABLE, DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED
 from kvrouter.telemetry import Event
 

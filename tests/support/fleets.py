@@ -15,7 +15,7 @@ from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router import RouterService
 from kvrouter.router.traffic import TrafficRecorder
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.discovery.port import CardSink, CordonStore, Gone, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink

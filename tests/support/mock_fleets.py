@@ -14,14 +14,14 @@ from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.generation import Generation
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router import RouterService
 from kvrouter.settings.problems import parse_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
 from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestPlane

@@ -11,8 +11,8 @@ from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import mock_config, mock_workers, table_of
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.settings.problems import Document, Problem, config_error, problem_of
@@ -22,7 +22,7 @@ from kvrouter.text.tokenizer import EncodePool
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 
-def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
+def stated_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
     """Tokens of prompt and answer together that the file says every engine of ``model`` takes."""
     return model.mock_context_length if fleet.has_mocks(model) else model.context_length
 
@@ -34,7 +34,7 @@ def tokenizer_sources(fleet: FleetFile) -> dict[ModelName, str]:
     sources: dict[ModelName, str] = {}
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
-        said = fleet.said_tokenizer(model) if is_attached else None
+        said = fleet.stated_tokenizer(model) if is_attached else None
         if said is not None:
             with _naming(position):
                 sources[ModelName(model.name)] = checked_source(said)
@@ -100,7 +100,7 @@ def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
     """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        said = fleet.said_tokenizer(model)
+        said = fleet.stated_tokenizer(model)
         if said is None:
             continue
         try:
@@ -118,7 +118,7 @@ def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
     """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        said = fleet.said_tokenizer(model)
+        said = fleet.stated_tokenizer(model)
         if said is None or said == ENGINE_TOKENIZER or fleet.has_mocks(model):
             continue
         try:

@@ -9,7 +9,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.link_table import file_of_links, read_links
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running
 

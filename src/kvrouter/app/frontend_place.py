@@ -9,7 +9,7 @@ from kvrouter.core.cordons import CLUSTER_LEVEL
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running
 from kvrouter.worker.topology import FolderReading, topology_config, wait_for_topology, watch_topology

@@ -17,7 +17,7 @@ from kvrouter.core.ids import RouterId
 from kvrouter.core.json import parsed_counted
 from kvrouter.core.sync import LinkNews
 from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import go_on
 

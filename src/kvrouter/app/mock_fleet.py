@@ -12,7 +12,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, MockEngineHandle
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import BOOTSTRAP_PORT, bootstraps, mock_links, mock_workers, worker_card
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.memory import MemoryDiscovery

@@ -13,7 +13,7 @@ from kvrouter.recording.files import RecordingFolder
 from kvrouter.recording.recorder import Loss, Recorder
 from kvrouter.recording.salt import Salt
 from kvrouter.router.traffic import TrafficRecorder
-from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.setting import installed_version
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle

@@ -20,7 +20,7 @@ from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync, new_router_id
 from kvrouter.router.router import RouterService, ServiceParts
 from kvrouter.router.traffic import TrafficRecorder
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.discovery.memory import MemoryCordons
 from kvrouter.transports.discovery.port import CordonStore, Discovery

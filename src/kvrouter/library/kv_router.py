@@ -36,7 +36,7 @@ from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.prefill_dispatch import PrefillDispatch
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.narrowed import NarrowedDiscovery

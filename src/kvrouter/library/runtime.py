@@ -39,7 +39,7 @@ from kvrouter.library.inputs import (
 )
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.problems import dotted, read_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Telemetry

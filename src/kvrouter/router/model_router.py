@@ -31,7 +31,7 @@ from kvrouter.router.engine_reports import EngineReports
 from kvrouter.router.instrumentation import ModelInstrumentation, prefilling
 from kvrouter.router.kv_flows import KvFlows
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 
 ATTEMPTS_MAX = 16
 """Decisions kept for one request id: of a client that sends one id again and again, the last ones."""

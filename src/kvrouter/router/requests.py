@@ -14,7 +14,7 @@ from kvrouter.router.legs import with_intake_id
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import RequestPlane
 
 

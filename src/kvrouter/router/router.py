@@ -24,7 +24,7 @@ from kvrouter.router.liveness import Liveness
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.requests import Requests
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber

@@ -20,7 +20,7 @@ from kvrouter.app.nats import NatsUnreachable
 from kvrouter.cli.worker.engine_pods import PodsDiscovery
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.fleetfile.fleet import KvTransferSpec
+from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
 from tests.support.engine_pods import ZONE

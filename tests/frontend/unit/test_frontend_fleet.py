@@ -14,7 +14,7 @@ from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.kernel.placement.link_speeds import Seen
 from kvrouter.kernel.topology.links import Link, SharedLink
 from kvrouter.router import transfer_speed
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import installed_version
 from tests.support.fleets import MODEL, card
 from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs

@@ -14,7 +14,7 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.routing import Decision
 from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane
 

@@ -20,7 +20,7 @@ from kvrouter.frontend.standalone import RouterApp
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.front import mock_text, token_ids

@@ -15,7 +15,7 @@ from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.placement.link_speeds import FORGET_S
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.router.router import RECALLED_S, RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.logged import events_of

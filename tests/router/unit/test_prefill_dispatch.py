@@ -25,7 +25,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, RequestInUse
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until

@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import scripted_engine
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding

@@ -15,7 +15,7 @@ from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from tests.oracles.sync import MemorySyncPlane
 from tests.support.engine_server import scripted_engine

@@ -11,12 +11,12 @@ from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.router import engine_reports
 from kvrouter.router.event_ingest import EventCacheView
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench
 from tests.support.fleets import card as worker_card
 from tests.support.logged import events_of

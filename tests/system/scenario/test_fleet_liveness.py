@@ -13,7 +13,7 @@ from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_state import fleet_state
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.port import DropReason, EventSubscriber
 from tests.support.fleets import Bench, HandEvents, card, read_all

@@ -8,7 +8,7 @@ from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import (
     Bench,
     bench_of,

@@ -23,7 +23,7 @@ from kvrouter.router import model_router, prompt_shapes
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import up

@@ -12,7 +12,7 @@ from kvrouter.app.fleet_build import contract_of
 from kvrouter.app.mock_fleet import MemoryPlanes
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import Worker

@@ -19,7 +19,7 @@ from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.fleetfile.engine_pods import KIND_LABEL, PLACES, engine_of
-from kvrouter.fleetfile.fleet import KvTransferSpec
+from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.kube.account import Account, account_of_pod
 from kvrouter.kube.client import ClusterError

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from msgspec.structs import replace
 
-from kvrouter.app.fleet_build import said_context_length
+from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.app.tls import LOOPBACK
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
@@ -18,9 +18,9 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.secret import secret_file, secret_variable
 from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers, placed_config
 from kvrouter.settings.problems import dotted
 from kvrouter.settings.setting import installed_version
@@ -182,9 +182,9 @@ def attach_spec(
         worker_id=worker_id,
         role=group.role,
         model=model.name,
-        tokenizer=fleet.said_tokenizer(model),
+        tokenizer=fleet.stated_tokenizer(model),
         block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
-        context_length=said_context_length(fleet, model),
+        context_length=stated_context_length(fleet, model),
         dp_size=group.dp_size,
         kv_events=engine.kv_events_endpoint,
         kv_events_replay=engine.kv_events_replay_endpoint,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.http_client import connection_failure
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
+from kvrouter.engines.openai.answer_events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
     RUNNING,

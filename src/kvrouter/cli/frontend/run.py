@@ -81,7 +81,7 @@ async def frontend(
             sockets=sockets,
             tracing=router.spans,
         ) as app,
-        saving(router.wires.snapshots, router.service, settings.router.snapshot_threshold),
+        saving(router.transports.snapshots, router.service, settings.router.snapshot_threshold),
         following(place, router.service),
         following_links(settings.router, router.service),
     ):
@@ -92,7 +92,7 @@ class Connected(NamedTuple):
     """A router with its transports and tokenizers, before it is started and served."""
 
     service: RouterService
-    wires: RouterTransports
+    transports: RouterTransports
     texts: ModelTexts
     spans: "RequestTracing | None"
 
@@ -121,16 +121,16 @@ async def connected(
     try:
         async with (
             tracing(os.environ, version=installed_version()) as spans,
-            router_wires(settings, telemetry, http_port=port, static=static) as wires,
+            router_wires(settings, telemetry, http_port=port, static=static) as transports,
         ):
-            discovery = NarrowedDiscovery(wires.discovery, takes)
-            sync = wires.replica_sync()
+            discovery = NarrowedDiscovery(transports.discovery, takes)
+            sync = transports.replica_sync()
             service = build_service(
                 settings.router,
-                plane=wires.requests,
+                plane=transports.requests,
                 discovery=discovery,
-                subscriber=wires.events,
-                cordons=wires.cordons,
+                subscriber=transports.events,
+                cordons=transports.cordons,
                 telemetry=telemetry,
                 links=links,
                 sync=sync,
@@ -140,7 +140,7 @@ async def connected(
             )
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
             async with syncing(sync, telemetry), keeping(settings.router, service):
-                yield Connected(service, wires, loader.of_models, spans)
+                yield Connected(service, transports, loader.of_models, spans)
             stop_texts()
     finally:
         await loader.loaded()

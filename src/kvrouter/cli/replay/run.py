@@ -14,15 +14,15 @@ from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progres
 from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.settings.setting import installed_version
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import reasons_over, shown_columns
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.replay.timetable import entry_of
 from kvrouter.sim.replay.tuning import candidates, first_half, merit, second_half
 from kvrouter.sim.replay.variant import Variant, parse_sweep, split_policies, variants
 from kvrouter.sim.report.document import render_page
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
 

@@ -27,8 +27,8 @@ from kvrouter.app.router import build_service
 from kvrouter.app.text_models import SAID_AFTER_S, TextModelLoader
 from kvrouter.app.tracing import tracing
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.frontend.public_pages import no_awaited_engines
 from kvrouter.settings.setting import installed_version

@@ -32,10 +32,10 @@ class ProcessTransports:
     @asynccontextmanager
     async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Connect what the settings ask for; a standby waits until the worker's place is free."""
-        async with open_engine_transports(self._settings, spec, attached, self._on_lost) as wires:
+        async with open_engine_transports(self._settings, spec, attached, self._on_lost) as transports:
             if spec.is_standby:
-                await until_free(wires.discovery, spec.worker_id)
-            yield wires
+                await until_free(transports.discovery, spec.worker_id)
+            yield transports
 
 
 class RunningEngineWorker:

@@ -135,8 +135,8 @@ def clocks(reading: Reading) -> Iterator[Outcome]:
                 CLOCK_WHY,
                 CLOCK_REMEDY,
             )
-    said = {engine.worker_id for engine in reading.engines.values() if engine.clock_ahead_s is not None}
-    silent = [worker_id for worker_id in unknown if worker_id not in said]
+    with_clock = {engine.worker_id for engine in reading.engines.values() if engine.clock_ahead_s is not None}
+    silent = [worker_id for worker_id in unknown if worker_id not in with_clock]
     if silent:
         yield NotMade(
             f"worker {silent[0]}" if len(silent) == 1 else f"workers {first_of(silent)}",
@@ -246,13 +246,14 @@ def _blind_shapes(reading: Reading, model: Model) -> Iterator[Outcome]:
 
 
 def _unrendered_chats(model: Model) -> Iterator[Outcome]:
-    for seen in model.unrendered_chats:
-        if seen.chats < ANSWERS_COMPARED:
+    for unrendered in model.unrendered_chats:
+        if unrendered.chats < ANSWERS_COMPARED:
             continue
         yield Problem(
             Severity.WARNING,
             f"model {model.model}",
-            f"{seen.chats} chats could not be made into prompts ({seen.reason}): {seen.detail}",
+            f"{unrendered.chats} chats could not be made into prompts ({unrendered.reason}): "
+            f"{unrendered.detail}",
             "such chats are routed by load: what its workers have cached of them counts for nothing",
             "give the router the engine's own chat template (chat_template.jinja in the folder of its "
             "tokenizer); report the template where it is that already",

@@ -1,4 +1,4 @@
-"""Which node labels a policy asks for, and the keys under which pods get them."""
+"""The node labels that a policy reads, and the pod labels that they are copied to."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import topology_label
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 
 
@@ -30,7 +30,7 @@ UNSTARTABLE = {
     "InvalidImageName": Unstartable.BAD_IMAGE_NAME,
     "CreateContainerConfigError": Unstartable.NO_CONFIG,
 }
-"""What a kubelet says of a container that waits, some of it in turns while it tries again."""
+"""Reasons that a kubelet gives for a waiting container; some alternate while it tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod. ``node_name`` is None until it is bound; ``is_over`` once it ended or is being deleted.
+    """A pod. ``node_name`` is None until it is bound; ``is_over`` once it has ended or is being deleted.
 
-    ``is_stuck``: it cannot be scheduled, or a container of it cannot start or ended and was started again.
-    ``unstartable`` says why a container of it cannot start until somebody changes something; ``created`` is
-    when the pod was, in ISO 8601. ``address``: its IP.
+    ``is_stuck``: it cannot be scheduled, or one of its containers cannot start or was restarted.
+    ``unstartable`` is why one of its containers cannot start until somebody changes something. ``created`` is
+    its creation time in ISO 8601, ``address`` its IP.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Pod:
 
 
 def read_node(document: object) -> Node | None:
-    """Return the node that ``document``, any JSON value, describes; None for what is none."""
+    """Return the node that ``document``, any JSON value, describes; None for any other document."""
     metadata = fields_of(fields_of(document).get("metadata"))
     name = _text(metadata.get("name"))
     return Node(name, _labels(metadata)) if name else None
 
 
 def read_pod(document: object) -> Pod | None:
-    """Return the pod that ``document``, any JSON value, describes; None for what is none."""
+    """Return the pod that ``document``, any JSON value, describes; None for any other document."""
     fields = fields_of(document)
     metadata, status = fields_of(fields.get("metadata")), fields_of(fields.get("status"))
     name = _text(metadata.get("name"))
@@ -131,8 +131,8 @@ def _text(found: object) -> str:
     return found if isinstance(found, str) else ""
 
 
-class Copy(NamedTuple):
-    """One level: the node label that holds its value, and the pod label that gets it."""
+class LevelLabels(NamedTuple):
+    """The labels of one topology level: the node label with its value, and the pod label that gets it."""
 
     domain: str
     node_label: str
@@ -140,7 +140,7 @@ class Copy(NamedTuple):
 
 
 class Source(StrEnum):
-    """Where the levels of a policy were found; a machine-readable word for the condition that reports it."""
+    """Where the levels of a policy were found; the value is the reason of the condition that reports it."""
 
     LABEL = "LabelGiven"
     TOPOLOGY = "TopologyFound"
@@ -151,62 +151,68 @@ class Source(StrEnum):
 
     @property
     def is_found(self) -> bool:
-        """Whether the levels are the cluster's own, and hold the policy's domain."""
+        """Whether the cluster defines the levels, and the policy's domain is one of them."""
         return self in (Source.LABEL, Source.TOPOLOGY)
 
 
 class Resolution(NamedTuple):
-    """The copies, broadest level first, and where they come from.
+    """The labels of each level, broadest first, and their source.
 
-    Where the topology is not found, they are those of the levels that were known last, and at least that of
-    the policy's own domain: a topology that somebody deleted stops no fleet.
+    While the topology cannot be found, they are those of the last known levels, and at least that of the
+    policy's own domain: the deletion of a topology stops no fleet.
     """
 
-    copies: tuple[Copy, ...]
+    level_labels: tuple[LevelLabels, ...]
     source: Source
 
 
-def copies_of(levels: Sequence[Level]) -> tuple[Copy, ...]:
-    """Return what pods get for the levels of a topology: a label of their own for each."""
-    return tuple(Copy(level.domain, level.label_key, topology_label(level.domain)) for level in levels)
+def level_labels_of(levels: Sequence[Level]) -> tuple[LevelLabels, ...]:
+    """Return the labels of a topology's levels, each with a pod label of its own."""
+    return tuple(LevelLabels(level.domain, level.label_key, topology_label(level.domain)) for level in levels)
 
 
-def resolve(policy: DeploymentPolicy, facts: ClusterFacts, last_levels: Sequence[Level] = ()) -> Resolution:
-    """Return what pods get under ``policy``.
+def resolve(
+    policy: DeploymentPolicy, cluster_info: ClusterInfo, last_levels: Sequence[Level] = ()
+) -> Resolution:
+    """Return the level labels of ``policy``.
 
     ``last_levels`` are those of an earlier resolution; they are used while the topology cannot be found.
     """
     if isinstance(policy.source, RawLabel):
         key = policy.source.key
-        return Resolution((Copy(policy.domain, key, key),), Source.LABEL)
-    source = _source(policy.source, policy.domain, facts)
-    levels = facts.topologies[policy.source.name].levels if source is Source.TOPOLOGY else tuple(last_levels)
-    copies = copies_of(levels)
-    if policy.domain not in (copy.domain for copy in copies):
+        return Resolution((LevelLabels(policy.domain, key, key),), Source.LABEL)
+    source = _source(policy.source, policy.domain, cluster_info)
+    levels = (
+        cluster_info.topologies[policy.source.name].levels
+        if source is Source.TOPOLOGY
+        else tuple(last_levels)
+    )
+    level_labels = level_labels_of(levels)
+    if policy.domain not in (level.domain for level in level_labels):
         # No node has a label under the pod's own key, so the value stays unknown: required fails closed.
         label = topology_label(policy.domain)
-        copies = (Copy(policy.domain, label, label), *copies)
-    return Resolution(copies, source)
+        level_labels = (LevelLabels(policy.domain, label, label), *level_labels)
+    return Resolution(level_labels, source)
 
 
-def _source(named: NamedTopology, domain: str, facts: ClusterFacts) -> Source:
-    if facts.grove is Grove.ABSENT:
+def _source(named: NamedTopology, domain: str, cluster_info: ClusterInfo) -> Source:
+    if cluster_info.grove is Grove.ABSENT:
         return Source.GROVE_ABSENT
-    if facts.grove is Grove.UNREAD:
+    if cluster_info.grove is Grove.UNREAD:
         return Source.TOPOLOGY_UNREAD
-    topology = facts.topologies.get(named.name)
+    topology = cluster_info.topologies.get(named.name)
     if topology is None:
         return Source.TOPOLOGY_ABSENT
     return Source.TOPOLOGY if domain in topology.domains else Source.LEVEL_ABSENT
 
 
-def pod_labels(node_labels: Mapping[str, str], copies: Sequence[Copy]) -> dict[str, str]:
-    """Return the labels of a pod on a node: the node's own values, and an empty one where it has none.
+def pod_labels(node_labels: Mapping[str, str], level_labels: Sequence[LevelLabels]) -> dict[str, str]:
+    """Return the level labels of a pod on a node: the node's values, empty where it has no value.
 
-    Empty, not left out: what a user wrote under such a key must not pass for the node's word, and a Binding
-    can overwrite a pod's label but not remove it. An empty file counts as a place that is unknown.
+    A missing value is an empty label: a user's own value under that key must not count as the node's, and a
+    Binding can overwrite a pod's label but not remove it. An empty file counts as an unknown place.
     """
-    return {copy.pod_label: node_labels.get(copy.node_label, "") for copy in copies}
+    return {level.pod_label: node_labels.get(level.node_label, "") for level in level_labels}
 
 
 PLACES_VERSION = "kvrouter.dev/v1alpha1"
@@ -214,35 +220,38 @@ PLACES_KIND = "KvrouterNodePlaces"
 PLACES_PLURAL = "kvrouternodeplaces"
 
 NODES_MAX = 10_000
-"""What fits under one key of etcd: twice the nodes that a cluster may have. Pods on those beyond, the last by
-name, get their labels late."""
+"""How many nodes fit under one key of etcd: twice as many as a cluster may have. Pods on further nodes, the
+last by name, get their labels late."""
 
 GATHER_S = 0.2
 GATHER_NODE_S = 0.001
 
 POD_NAME_STEM_CHARS_MAX = 58
-"""A ReplicaSet's pods are named by it and a dash, cut to these characters, and five more of chance."""
+"""A ReplicaSet's pods are named by it and a dash, cut to this length, and five random characters."""
 
 POD_NAME_CHARS_MAX = POD_NAME_STEM_CHARS_MAX + 5
 _HASH = "[456789bcdf]{1,10}"
 _CHANCE = "[bcdfghjklmnpqrstvwxz2456789]{5}"
 POD_NAME_END = f"{_HASH}-{_CHANCE}"
-"""What follows the stem: the hash that a Deployment's ReplicaSet has in its name, and the five characters. It
-has the digits of a number, written so that they make no words; both are a regular expression of RE2 too."""
+"""The end of a pod's name after the stem: the hash of the Deployment's ReplicaSet, and five random
+characters. The hash is a number in an alphabet that makes no words. The patterns are valid in RE2 too."""
 
 POD_NAME_END_CUT = f"({_HASH}-?)?{_CHANCE}"
-"""What follows it in a name of :data:`POD_NAME_CHARS_MAX` characters, which may have been cut."""
+"""The end of a name of :data:`POD_NAME_CHARS_MAX` characters, which may have been cut."""
 
 
 def node_places(
-    name: str, copies: Sequence[Copy], nodes: Iterable[Node], workloads: Mapping[str, Collection[str]]
+    name: str,
+    level_labels: Sequence[LevelLabels],
+    nodes: Iterable[Node],
+    workloads: Mapping[str, Collection[str]],
 ) -> dict[str, JsonValue]:
-    """Return the object ``name``: each node's values in the order of ``copies``, empty where it has none, and
-    whose pods get them: those of ``workloads``, names of Deployments by their namespace.
+    """Return the object ``name``: each node's values in the order of ``level_labels``, empty where it has no
+    value, and the ``workloads`` that get them, names of Deployments by namespace.
     """
     found = sorted(nodes, key=lambda node: node.name)[:NODES_MAX]
     values: dict[str, JsonValue] = {
-        node.name: [node.labels.get(copy.node_label, "") for copy in copies] for node in found
+        node.name: [node.labels.get(level.node_label, "") for level in level_labels] for node in found
     }
     workers: dict[str, JsonValue] = {
         namespace: [*sorted(set(map(pod_name_stem, workloads[namespace])))] for namespace in sorted(workloads)
@@ -252,7 +261,7 @@ def node_places(
         "kind": PLACES_KIND,
         "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "kvrouter-operator"}},
         "spec": {
-            "levels": [f"{copy.domain}={copy.node_label}" for copy in copies],
+            "levels": [f"{level.domain}={level.node_label}" for level in level_labels],
             "workers": workers,
             "values": values,
         },
@@ -260,23 +269,23 @@ def node_places(
 
 
 def gather_s(nodes: int) -> float:
-    """Return for how long changes of so many nodes are gathered before they are written together.
+    """Return how long changes of ``nodes`` nodes are gathered before they are written together.
 
-    The object is written whole, and etcd keeps each of its versions for minutes: while a large cluster grows,
-    that would fill it.
+    Each write replaces the whole object, and etcd keeps every version for minutes: a growing large cluster
+    would fill it.
     """
     return max(GATHER_S, nodes * GATHER_NODE_S)
 
 
 def pod_name_stem(workload: str) -> str:
-    """Return what the names of a Deployment's pods start with."""
+    """Return the start of the names of a Deployment's pods."""
     return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]
 
 
 def is_pod_of(stem: str, name: str) -> bool:
-    """Return whether a pod has a name as the pods of the Deployment of ``stem`` have it.
+    """Return whether ``name`` has the form of a pod's name in the Deployment with this ``stem``.
 
-    Other pods' names begin alike: those of Deployments with a longer name, of Jobs, of StatefulSets.
+    Names of other pods begin alike: those of Deployments with a longer name, of Jobs, of StatefulSets.
     """
     if not name.startswith(stem):
         return False

@@ -1,4 +1,4 @@
-"""Links in a status: where they are read, what a page says of them, and which change is one to show."""
+"""Links in a status: where they are read, how a page is parsed, and which changes are shown."""
 
 import re
 from collections import defaultdict
@@ -9,61 +9,61 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvrouter.operator.api.status import LINKS_MAX, LinkStatus
-from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.labels.level_labels import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest
 from kvrouter.operator.plan.plan import Plan
 
 LINK_SERIES = "kvrouter_link_"
-"""What the lines of a page start with that speak of links."""
+"""The start of the lines about links on a page of metrics."""
 
-ALIKE = 1.25
-"""Numbers that differ by less count as the same: routers count links so, too."""
+SAME_WITHIN = 1.25
+"""Numbers that differ by less than this factor count as the same; routers use it too."""
 
 SHORT_S = 1e-4
-"""Latencies below it count as the same."""
+"""Latencies below it count as the same, in seconds."""
 
 
-class Door(NamedTuple):
-    """Where a frontend answers, without TLS."""
+class MetricsEndpoint(NamedTuple):
+    """The address and port at which a frontend serves its metrics, without TLS."""
 
     address: str
     port: int
 
     @property
-    def metrics(self) -> str:
-        """The URL of its metrics."""
+    def url(self) -> str:
+        """The URL of the page."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/metrics"
 
 
-def door_of(planned: Plan, pods: Iterable[Pod]) -> Door | None:
-    """Return the door of the first Ready frontend by name, by the port of its Service; None without one."""
+def metrics_endpoint(planned: Plan, pods: Iterable[Pod]) -> MetricsEndpoint | None:
+    """Return the endpoint of the first Ready frontend by name, at its Service's port; None without one."""
     ports = dict(_port_of(each) for each in planned.manifests if each["kind"] == "Service")
     for pod in sorted(pods, key=lambda pod: pod.name):
         port = ports.get(pod.labels.get(COMPONENT_LABEL, ""))
         if port and pod.is_ready and not pod.is_over and pod.address and _is_address(pod.address):
-            return Door(pod.address, port)
+            return MetricsEndpoint(pod.address, port)
     return None
 
 
 def read_links(lines: Iterable[bytes]) -> tuple[LinkStatus, ...]:
-    """Return the links of which a page's lines say everything; what is no number or no name is passed over.
+    """Return the complete links on a page; lines without a valid name or number are skipped.
 
-    Slow ones come first, then they are in the order of models and names; there are 64 at most.
+    Slow links come first, then the order is by model and name; there are 64 at most.
     """
-    said: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    values_of: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for line in lines:
         series = _read_series(line)
         if series is not None:
-            said[series.of][series.what] = series.value
-    found = [link for of, values in said.items() if (link := _link(of, values)) is not None]
+            values_of[series.of][series.what] = series.value
+    found = [link for of, values in values_of.items() if (link := _link(of, values)) is not None]
     return tuple(sorted(found, key=lambda link: (not link.slow, link.model, link.link))[:LINKS_MAX])
 
 
 def steadied(shown: Sequence[LinkStatus], found: Sequence[LinkStatus]) -> tuple[LinkStatus, ...]:
-    """Return ``found`` with the numbers that were ``shown``, where the new ones are much the same.
+    """Return ``found`` with the ``shown`` numbers where the new ones are about the same.
 
-    What is learned moves a little with every handoff, and each change of a status goes to all who watch it.
+    Learned numbers move a little with every handoff, and each change of a status goes to all its watchers.
     """
     before = {(link.model, link.link): link for link in shown}
     return tuple(_steady(before.get((link.model, link.link)), link) for link in found)
@@ -73,20 +73,20 @@ def _steady(was: LinkStatus | None, link: LinkStatus) -> LinkStatus:
     if was is None or was.slow != link.slow:
         return link
     numbers: dict[str, float] = {}
-    if _are_alike(was.bandwidth_bytes_per_second, link.bandwidth_bytes_per_second, least=1.0):
+    if _are_close(was.bandwidth_bytes_per_second, link.bandwidth_bytes_per_second, least=1.0):
         numbers["bandwidth_bytes_per_second"] = was.bandwidth_bytes_per_second
-    if _are_alike(was.latency_seconds, link.latency_seconds, least=SHORT_S):
+    if _are_close(was.latency_seconds, link.latency_seconds, least=SHORT_S):
         numbers["latency_seconds"] = was.latency_seconds
     return link.model_copy(update=numbers)
 
 
-def _are_alike(one: float, other: float, *, least: float) -> bool:
+def _are_close(one: float, other: float, *, least: float) -> bool:
     low, high = sorted((max(one, least), max(other, least)))
-    return high < ALIKE * low
+    return high < SAME_WITHIN * low
 
 
 class _Series(NamedTuple):
-    """One line: of which model and link, what of them, and how much."""
+    """One line: its model and link, the quantity, and the value."""
 
     of: tuple[str, str]
     what: str
@@ -103,7 +103,7 @@ _ESCAPE = re.compile(r'\\(["\\n])')
 
 
 def _read_series(line: bytes) -> _Series | None:
-    """A line as frontends write it; None for anything else, such as a number that is none."""
+    """Parse a line as frontends write it; None for any other line."""
     try:
         match = _LINE.fullmatch(line.decode())
         if match is None:
@@ -123,7 +123,7 @@ def _plain(text: str) -> str:
 
 
 def _link(of: tuple[str, str], values: Mapping[str, float]) -> LinkStatus | None:
-    """One link, with its numbers to two digits; None where one lacks or is none that a link can have."""
+    """Return one link, its numbers rounded to two digits; None if one is missing or out of range."""
     try:
         return LinkStatus(
             model=of[0],
@@ -141,7 +141,7 @@ def _rounded(value: float) -> float:
 
 
 def _port_of(service: Manifest) -> tuple[str, int]:
-    """The component of a Service as it is planned, and the port of its pods."""
+    """Return the component of a planned Service, and the port of its pods."""
     match service:
         case {
             "metadata": {"labels": dict(labels)},

@@ -77,11 +77,11 @@ def events_off(reading: Reading) -> Iterator[Outcome]:
 
 def _is_off(reading: Reading, worker: Worker) -> Problem:
     engine = reading.engine_of(worker)
-    said = "" if engine is None or not engine.warnings else f"; {first_of(engine.warnings)}"
+    warning = "" if engine is None or not engine.warnings else f"; {first_of(engine.warnings)}"
     return Problem(
         Severity.WARNING if worker.prefills else Severity.NOTE,
         str(worker),
-        f"it publishes no KV events{said}",
+        f"it publishes no KV events{warning}",
         "the router never sees what it has cached: its prompts do not come back to it"
         if worker.prefills
         else "the router counts its transfers of KV as whole, also where it has a part",

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_level, link_table
 from kvrouter.sim.replay.outcome import Move
 

@@ -18,7 +18,7 @@ from kvrouter.core.requests import (
 )
 from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.mock_engine.engine import EngineFull
-from kvrouter.engines.mock_engine.handoff import Party
+from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.sequence import Content
 from kvrouter.kernel.journey import (
     Abandon,
@@ -42,8 +42,8 @@ from kvrouter.kernel.placement.legs import last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.placement.waiting_line import Ticket
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
-from kvrouter.sim.replay.fleet import SimFleet
 from kvrouter.sim.replay.outcome import Move, Outcome
+from kvrouter.sim.replay.sim_fleet import SimFleet
 
 NO_TOKENS = TokenBuffer("I")
 
@@ -60,10 +60,10 @@ class Host(Protocol):
     def draw(self) -> Draw:
         """What the next decision draws from."""
 
-    def submit(self, run: "SimRequest", worker_id: WorkerId, leg: EngineRequest, content: Content) -> Party:
+    def submit(self, run: "SimRequest", worker_id: WorkerId, leg: EngineRequest, content: Content) -> LegId:
         """Hand a leg to an engine. Raises what the engine raises."""
 
-    def cancel(self, party: Party, reason: str) -> None:
+    def cancel(self, leg_id: LegId, reason: str) -> None:
         """End a leg, or give up the KV that waits for one."""
 
     def call_at(self, at_s: float, call: Callable[[], None]) -> None:
@@ -114,8 +114,8 @@ class SimRequest:
         self._host = host
         self._prompt = prompt
         self._content = content
-        self._prefill: Party | None = None
-        self._decode: Party | None = None
+        self._prefill: LegId | None = None
+        self._decode: LegId | None = None
         self._source: WorkerCard | None = None
         self._sink: WorkerCard | None = None
         self._ticket: Ticket | None = None
@@ -140,11 +140,11 @@ class SimRequest:
 
     # What engines say
 
-    def take(self, party: Party, chunk: EngineChunk) -> None:
+    def take(self, leg_id: LegId, chunk: EngineChunk) -> None:
         """A leg brought something."""
-        if party == self._decode:
+        if leg_id == self._decode:
             self._take_decode(chunk)
-        elif party == self._prefill:
+        elif leg_id == self._prefill:
             self._take_prefill(chunk)
 
     def worker_died(self, worker_id: WorkerId) -> None:
@@ -344,7 +344,7 @@ class SimRequest:
             return driver.journey.handle(outcome)
         return driver.decode_sent(attempt, host.now_s)
 
-    def _submit(self, worker_id: WorkerId, leg: EngineRequest) -> Party:
+    def _submit(self, worker_id: WorkerId, leg: EngineRequest) -> LegId:
         return self._host.submit(self, worker_id, leg, self._content(self.driver.held.placement.prompt))
 
     def _abandon(self, reason: str) -> None:

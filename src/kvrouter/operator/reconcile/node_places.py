@@ -1,4 +1,4 @@
-"""The place of every node, for the webhook that labels pods when they are bound."""
+"""The place of every node, for the webhook that labels pods at their binding."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,28 @@ from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
-from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, ClusterFacts
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, ClusterInfo
 from kvrouter.operator.labels.binding import BindingTarget
-from kvrouter.operator.labels.copies import Copy, is_pod_of, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.labels.level_labels import LevelLabels, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
-from kvrouter.operator.reconcile.info_reader import FACTS_S, InfoReader, Lost
+from kvrouter.operator.reconcile.info_reader import INFO_EACH_S, InfoReader, Lost
 
 AGAIN_S = 1.0
-"""How soon after a deployment named one that is not known."""
+"""How soon topologies are read again after a deployment named an unknown one."""
 
 
 class _Workers(NamedTuple):
-    """The worker pods of one deployment, by the starts of their names, and what they get."""
+    """The worker pods of one deployment, by the stems of their names, and their level labels."""
 
     stems: tuple[str, ...]
-    copies: tuple[Copy, ...]
+    level_labels: tuple[LevelLabels, ...]
 
 
 class NodePlaces:
-    """Answers from what it watches, and reads of a pod's node what it says at that moment.
+    """Returns a pod's labels by the watched deployments and its node, which is read at that moment.
 
-    Deployments are followed only where a Binding's labels reach its pod and no policy of the cluster writes
-    them. Levels of a topology that is not found are not known here: such labels come late.
+    Deployments are watched only if a Binding's labels reach its pod and the cluster has no policies to write
+    them. Levels of a missing topology are unknown here: their labels come late.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class NodePlaces:
         namespace: str,
         lost: Lost,
         class_name: str = DEFAULT_CLASS,
-        facts_s: float = FACTS_S,
+        info_each_s: float = INFO_EACH_S,
         again_s: float = AGAIN_S,
     ) -> None:
         self._cluster = cluster
-        self._facts_s, self._again_s = facts_s, again_s
-        self._facts: ClusterFacts | None = None
-        self._info_reader = InfoReader(cluster, changed=self._facts_changed, lost=lost)
+        self._info_each_s, self._again_s = info_each_s, again_s
+        self._cluster_info: ClusterInfo | None = None
+        self._info_reader = InfoReader(cluster, changed=self._info_changed, lost=lost)
         self._stale = asyncio.Event()
         self._workers: dict[str, dict[Key, _Workers]] = {}
         self._generations: dict[Key, tuple[str, object]] = {}
@@ -68,50 +68,50 @@ class NodePlaces:
                 self._stale.clear()
                 if await self._info_reader.read() is not None:
                     self._stale.set()
-                if following is None and self._facts is not None and _is_wanted(self._facts):
+                if following is None and self._cluster_info is not None and _is_wanted(self._cluster_info):
                     following = group.create_task(self._deployments.run())
                 await asyncio.sleep(self._again_s)
                 await self._until_stale()
 
     async def labels_of(self, pod: BindingTarget) -> Mapping[str, str] | None:
-        """Return the labels of a pod that goes to its node; None when they are not known.
+        """Return the level labels of a pod for its node; None if they are unknown.
 
-        None at all for a pod that is no deployment's worker, or that gets them by itself.
+        Empty for a pod that is no deployment's worker, or that a policy labels.
         """
-        if self._facts is None:
+        if self._cluster_info is None:
             return None
-        if not _is_wanted(self._facts):
+        if not _is_wanted(self._cluster_info):
             return {}
         if not self._deployments.synced.is_set():
             return None
-        copies = self._copies_for(pod)
-        if not copies:
+        level_labels = self._level_labels_for(pod)
+        if not level_labels:
             return {}
         try:
             found = await self._cluster.read(NODES, Key("", pod.node))
         except ClusterError:
             return None
         node = None if found is None else read_node(found)
-        return None if node is None else pod_labels(node.labels, copies)
+        return None if node is None else pod_labels(node.labels, level_labels)
 
-    def _copies_for(self, pod: BindingTarget) -> Sequence[Copy]:
-        """Of two that a name may be of, as names that were cut may be, the one with more of it."""
+    def _level_labels_for(self, pod: BindingTarget) -> Sequence[LevelLabels]:
+        """Return the level labels for a pod's name; if several stems fit a cut name, the longest counts."""
         found = {
-            stem: workers.copies
+            stem: workers.level_labels
             for workers in self._workers.get(pod.namespace, {}).values()
             for stem in workers.stems
             if is_pod_of(stem, pod.name)
         }
         return found[max(found, key=len)] if found else ()
 
-    def _facts_changed(self, facts: ClusterFacts) -> None:
-        self._facts = facts
+    def _info_changed(self, cluster_info: ClusterInfo) -> None:
+        self._cluster_info = cluster_info
         for found in self._deployments.all():
             self._learn(found)
 
     async def _until_stale(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._facts_s):
+            async with asyncio.timeout(self._info_each_s):
                 await self._stale.wait()
 
     def _changed(self, found: Manifest) -> None:
@@ -125,18 +125,18 @@ class NodePlaces:
             return  # its status alone
         self._generations[key] = generation
         self._learn(found)
-        if self._facts is None or not is_known(found, self._facts):
+        if self._cluster_info is None or not is_known(found, self._cluster_info):
             self._stale.set()
 
     def _learn(self, found: Manifest) -> None:
         key = key_of(found)
         self._forget(key)
-        if self._facts is None or not is_known(found, self._facts):
+        if self._cluster_info is None or not is_known(found, self._cluster_info):
             return
-        wanted = wanted_by(found, self._facts, ())
+        wanted = wanted_by(found, self._cluster_info, ())
         if wanted is not None:
             stems = tuple(map(pod_name_stem, wanted.workloads))
-            self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, wanted.copies)
+            self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, wanted.level_labels)
 
     def _forget(self, key: Key) -> None:
         workers = self._workers.get(key.namespace, {})
@@ -145,6 +145,6 @@ class NodePlaces:
             self._workers.pop(key.namespace, None)
 
 
-def _is_wanted(facts: ClusterFacts) -> bool:
-    """Whether a webhook is what brings labels to pods in time."""
-    return facts.copies_binding_labels and not facts.has_mutating_policies
+def _is_wanted(cluster_info: ClusterInfo) -> bool:
+    """Whether only the webhook can label pods in time."""
+    return cluster_info.copies_binding_labels and not cluster_info.has_mutating_policies

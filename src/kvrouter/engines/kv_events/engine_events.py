@@ -18,7 +18,7 @@ TOKENS_MAX = 1 << 22
 """The most events in a batch, hashes in one event, token ids in one event."""
 
 PAYLOAD_TIMES = 9
-"""A batch holds so many times what a frame between processes may: more values than an event has tokens."""
+"""A batch may hold this many times a frame between processes: more values than an event has tokens."""
 
 FIRST_RANK = DpRank(0)
 
@@ -30,15 +30,15 @@ MmHashes = tuple[tuple[int, ...], ...]
 
 
 class Skipped(StrEnum):
-    """Why an event, or a block of it, is not passed on; each block is counted, or what is named here.
+    """Why an event or block is not passed on; blocks are counted, or else the things named here.
 
-    ``UNREADABLE``: a message that is not what the wire allows. ``MISSED``: a loss for good, of however many
-    batches. ``UNKNOWN_EVENT``: an event of a type that says nothing here.
-    ``ORPHAN``: a block whose parent is not known, as after attaching late. ``UNKNOWN_REMOVED``: the removal
-    of a block that is not known, or not counted. ``OTHER_GROUP``: a cache group that does not decide reuse.
-    ``OTHER_BLOCK_SIZE``, ``TOKENS_MISMATCH``: blocks that are not runs of our block size. ``NO_TOKENS``: a
-    store without token ids of a block that is not known. ``UNNAMED_LORA``: an adapter by a number that stands
-    for no name. ``NOT_LOCAL``: held elsewhere. ``OVER_LIMIT``: more blocks than a rank may have here.
+    ``UNREADABLE``: a message with an invalid encoding. ``MISSED``: a final loss, of any number of batches.
+    ``UNKNOWN_EVENT``: an event of a type without meaning here. ``ORPHAN``: a block with an unknown parent, as
+    after attaching late. ``UNKNOWN_REMOVED``: the removal of a block that is unknown, or not counted.
+    ``OTHER_GROUP``: a cache group that does not decide reuse. ``OTHER_BLOCK_SIZE``, ``TOKENS_MISMATCH``:
+    blocks that are not runs of our block size. ``NO_TOKENS``: a store without token ids of an unknown block.
+    ``UNNAMED_LORA``: an adapter by a number without a name. ``NOT_LOCAL``: held elsewhere. ``OVER_LIMIT``:
+    more blocks than a rank may have here.
     """
 
     UNREADABLE = "unreadable"
@@ -57,9 +57,9 @@ class Skipped(StrEnum):
 
 
 class CacheGroup(NamedTuple):
-    """One of the caches that a hybrid model keeps: full attention, a sliding window, a state.
+    """One of the caches of a hybrid model: full attention, a sliding window, a state.
 
-    The group of the highest ``standing`` decides what can be reused; among equals, the one seen first.
+    The group of the highest ``standing`` decides what can be reused; among equals, the first one reported.
     """
 
     key: int
@@ -70,9 +70,9 @@ class CacheGroup(NamedTuple):
 class EngineStored:
     """Consecutive blocks were stored, ``block_size`` of the ``token_ids`` in each of ``names``.
 
-    ``mm_hashes[i]`` are the multimodal objects in block ``i``. A salt is named where a sequence begins and
-    holds for what follows. An empty ``token_ids`` means blocks that were stored elsewhere before. The names
-    cover so many ``lookahead_tokens`` behind each block, too: a prompt without them does not find it.
+    ``mm_hashes[i]`` are the multimodal objects in block ``i``. A salt is named where a sequence begins, and
+    applies to the blocks after it. An empty ``token_ids`` means blocks that were stored elsewhere before. The
+    names also cover ``lookahead_tokens`` tokens behind each block: a prompt without them does not find it.
     """
 
     names: tuple[EngineHash, ...]
@@ -90,9 +90,9 @@ class EngineStored:
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoved:
-    """Blocks left ``medium``, or with None the medium where they are.
+    """Blocks left ``medium``; None: the medium that holds them.
 
-    ``group_key`` None: the engine has one group.
+    ``group_key`` is None if the engine has one group.
     """
 
     names: tuple[EngineHash, ...]
@@ -117,14 +117,14 @@ class EngineCleared:
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """The engine made a cache group; nothing is in it yet."""
+    """The engine created a cache group, which is empty."""
 
     group: CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSkipped:
-    """An event that says nothing of the blocks held here."""
+    """An event without effect on the blocks held here."""
 
     reason: Skipped
     n: int = 1
@@ -135,7 +135,7 @@ EngineEvent = EngineStored | EngineRemoved | EngineMoved | EngineCleared | Engin
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """What an engine published at once. ``dp_rank`` None: the engine does not say.
+    """The events that an engine published at once. ``dp_rank`` is None if the engine does not state it.
 
     ``published_s`` is the engine's wall clock and feeds metrics only.
     """
@@ -151,10 +151,10 @@ Decode = Callable[[bytes], tuple[EngineBatch, ...]]
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What KV event decoding knows of an engine beforehand.
+    """Values of an engine that decoding its KV events needs.
 
-    ``dp_rank`` is meant where a batch names none. ``lora_names`` gives the names of adapters that an engine
-    calls by number alone. ``blocks_max`` limits the blocks of one rank.
+    ``dp_rank`` applies to batches that name no rank. ``lora_names`` has the names of adapters that an engine
+    names by number only. ``blocks_max`` limits the blocks of one rank.
     """
 
     block_size: int
@@ -191,5 +191,5 @@ _MEDIA = {
 
 
 def medium_of(name: str | None) -> Medium | None:
-    """The medium that engines call ``name``: without a name the GPU; None for a name that nobody knows."""
+    """Return the medium that engines call ``name``: without a name the GPU; None for an unknown name."""
     return Medium.GPU if name is None else _MEDIA.get(name.upper())

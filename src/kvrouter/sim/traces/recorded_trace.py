@@ -26,7 +26,7 @@ from kvrouter.recording.records import (
 )
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetNote, Span, fleet_history
 from kvrouter.sim.traces.lines import read_lines, wrong_row
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import Pieces, TraceInfo, TraceRequest, Wait
 
 Warn = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""Cordons of nodes, which people write as an annotation, and routers read as objects of their fleet."""
+"""Cordons of nodes: users write an annotation, and routers read objects of their fleet."""
 
 from collections.abc import Iterable
 
@@ -11,17 +11,17 @@ from kvrouter.operator.plan.workload import owned_metadata
 from kvrouter.settings.planes import DiscoveryBackend
 
 CORDON_ANNOTATION = "kvrouter.dev/cordon"
-"""Annotation of a node: its workers get no new requests, for the reason that its value says."""
+"""Annotation of a node: its workers get no new requests. The value is the reason."""
 
 OFF = "false"
-"""The value that says nothing."""
+"""The value that cordons nothing."""
 
 ON = "true"
-"""The value that gives no reason."""
+"""The value without a reason."""
 
 
 def node_cordon(node: Manifest) -> Cordon | None:
-    """Return the cordon that a node's annotation asks for; None where it asks for none."""
+    """Return the cordon that a node's annotation asks for; None without one."""
     text = annotations_of(node).get(CORDON_ANNOTATION)
     if not isinstance(text, str) or text.strip().lower() == OFF:
         return None
@@ -39,10 +39,10 @@ def node_cordon(node: Manifest) -> Cordon | None:
 def cordon_manifests(
     deployment: DynamoGraphDeployment, defaults: PlanDefaults, cordons: Iterable[Cordon]
 ) -> list[Manifest]:
-    """Return the objects of these cordons in a deployment's fleet; none where routers keep cordons elsewhere.
+    """Return the objects of these cordons in a deployment's fleet; an empty list if routers keep cordons
+    elsewhere.
 
-    Every cordoned node has one, whether pods of the deployment are there or not: those that come later are
-    cordoned too.
+    Every cordoned node has an object, even without pods of the deployment: later pods are cordoned too.
     """
     if defaults.discovery is not DiscoveryBackend.KUBERNETES:
         return []

@@ -19,8 +19,8 @@ from kvrouter.fleetfile.fleet_engines import (
 )
 from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.settings.recording import RecordingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.recording_settings import RecordingSettings
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import Finite, FleetPart, Fraction, NonNegative, Positive, Whole
 from kvrouter.settings.tree import FrontendSettings, LogSettings
 from kvrouter.settings.variables import TopologyVariable
@@ -277,7 +277,7 @@ class FleetFile(FleetPart):
         """Whether mock engines serve ``model``: what is not said of it is then what they have."""
         return any(isinstance(group.engine, MockEngineSpec) for group in self.groups_of(model))
 
-    def said_tokenizer(self, model: ModelSpec) -> str | None:
+    def stated_tokenizer(self, model: ModelSpec) -> str | None:
         """Return what the file says ``model`` is tokenized with; None where its engines are asked."""
         return model.mock_tokenizer if self.has_mocks(model) else model.tokenizer
 

@@ -1,4 +1,4 @@
-"""A real SGLang engine is killed in mid-answer, and comes back."""
+"""A real engine is killed in mid-answer: the answer goes on elsewhere, or ends with a clear error."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,36 +20,54 @@ from tests.system.engines.calls import (
 )
 from tests.system.engines.killing import (
     ANSWER_TOKENS,
+    CHAT,
     COMPLETION,
     KILL_AT_CHARS,
-    QUESTION,
     Killing,
     killing,
     long_chat,
+    long_completion,
 )
-from tests.system.engines.real_engine import MODEL
+from tests.system.engines.real_engine import RealEngine
 from tests.system.engines.sglang_server import PAGE_SIZE, SglangServer
+from tests.system.engines.vllm_server import VllmServer
 
+SEAM_CHARS = 220
+"""How long the stop string is that begins before the engine is killed, and ends after that."""
+
+KINDS: dict[str, type[RealEngine]] = {"vllm": VllmServer, "sglang": SglangServer}
+GOES_ON = {"vllm": (CHAT, long_chat), "sglang": (COMPLETION, long_completion)}
+"""The call of each engine whose tokens the router knows, with its body."""
+
+vllm_alone = pytest.mark.parametrize("kind", ["vllm"], indirect=True)
+sglang_alone = pytest.mark.parametrize("kind", ["sglang"], indirect=True)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(engine_folder: Path) -> AsyncIterator[dict[int, SglangServer]]:
+async def engines(kind: str, engine_folder: Path) -> AsyncIterator[dict[int, RealEngine]]:
     """Two engines with equal weights."""
-    async with stopped(two_of(SglangServer, engine_folder)) as both:
+    async with stopped(two_of(KINDS[kind], engine_folder)) as both:
         yield both
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def both(engines: dict[int, SglangServer], kvrouter: Fleet) -> Killing:
+async def both(engines: dict[int, RealEngine], kvrouter: Fleet) -> Killing:
     """Both of them alive."""
     return await killing(engines, kvrouter)
 
 
-async def test_a_completion_goes_on_to_the_same_text(both: Killing) -> None:
-    body = _long_completion(stream_options={"include_usage": True})
-    whole = await both.whole(body, COMPLETION)
-    got = await both.killed(body, KILL_AT_CHARS, COMPLETION)
+async def test_a_greedy_answer_goes_on_to_the_same_text(kind: str, both: Killing) -> None:
+    path, body_of = GOES_ON[kind]
+    body = body_of(stream_options={"include_usage": True})
+    whole = await both.whole(body, path)
+    got = await both.killed(body, KILL_AT_CHARS, path)
     assert got.error is None
     assert got.text == whole.text
     assert got.finish == whole.finish == "length"
@@ -58,10 +76,37 @@ async def test_a_completion_goes_on_to_the_same_text(both: Killing) -> None:
     assert got.usage["completion_tokens"] == ANSWER_TOKENS
 
 
-async def test_a_chat_whose_tokens_nobody_knows_ends_with_a_clear_error(both: Killing) -> None:
-    body = long_chat()
+@vllm_alone
+async def test_a_stop_string_across_the_seam_ends_the_answer_where_it_should(both: Killing) -> None:
+    text = (await both.whole(long_chat())).text
+    begin = KILL_AT_CHARS
+    stop = text[begin : begin + SEAM_CHARS]
+    assert text.find(stop) == begin
+    body = long_chat(stop=[stop])
     whole = await both.whole(body)
-    got = await both.killed(body, KILL_AT_CHARS)
+    assert whole.text == text[:begin]
+    # The engine holds back as much as could be the stop string: it is that far ahead of its client.
+    got = await both.killed(body, begin - SEAM_CHARS + 40)
+    assert got.error is None
+    assert got.text == whole.text
+    assert got.finish == whole.finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        pytest.param("vllm", {"frequency_penalty": 0.5}, id="penalty"),
+        pytest.param("vllm", {"response_format": {"type": "json_object"}}, id="json"),
+        pytest.param("sglang", {}, id="chat whose tokens are unknown"),
+    ],
+    indirect=["kind"],
+)
+async def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(
+    both: Killing, extra: dict[str, object]
+) -> None:
+    body = long_chat(**extra)
+    whole = await both.whole(body)
+    got = await both.killed(body, min(KILL_AT_CHARS, len(whole.text) // 3))
     assert got.error is not None
     assert got.error["code"] == "worker_failed"
     assert "cannot go on elsewhere" in got.error["message"]
@@ -69,6 +114,7 @@ async def test_a_chat_whose_tokens_nobody_knows_ends_with_a_clear_error(both: Ki
     assert got.finish is None
 
 
+@sglang_alone
 async def test_an_engine_that_was_started_again_is_known_to_be_empty(both: Killing) -> None:
     prompt = prompt_of(1)
     home = worker_of(await complete(both.frontend, prompt))
@@ -90,9 +136,10 @@ async def test_an_engine_that_was_started_again_is_known_to_be_empty(both: Killi
     assert predicted_tokens(answer, len(prompt), PAGE_SIZE) == cached_tokens(answer) == 0
 
 
+@sglang_alone
 async def test_its_load_is_seen(both: Killing) -> None:
     """Of an answer that the router does not know of."""
-    body = _long_completion(stream=True)
+    body = long_completion(stream=True)
     async with both.engines[1].http.stream("POST", COMPLETION, json=body) as answer:
         assert answer.status_code == 200
 
@@ -112,14 +159,3 @@ async def _rank(both: Killing, worker_id: int) -> Any:
     workers = (await both.frontend.fleet())["workers"]
     (rank,) = next(worker for worker in workers if worker["worker_id"] == worker_id)["ranks"]
     return rank
-
-
-def _long_completion(**body: object) -> dict[str, object]:
-    return {
-        "model": MODEL,
-        "prompt": QUESTION,
-        "temperature": 0,
-        "max_tokens": ANSWER_TOKENS,
-        "ignore_eos": True,
-        **body,
-    }

@@ -14,7 +14,7 @@ from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.decision import circuit_settings, routing_settings, waiting_limits
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import (
     BOOTSTRAP_PORT,
     bootstraps,
@@ -31,7 +31,7 @@ from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, Predict
 from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.cache import EventCacheView
 from kvrouter.sim.replay.fleet_check import check_fleet
@@ -165,7 +165,7 @@ class SimFleet:
         return min(spec.total_kv_blocks * spec.block_size for spec in specs)
 
     @property
-    def said_context_tokens(self) -> int | None:
+    def stated_context_tokens(self) -> int | None:
         """The context length that the file says, if it says one."""
         return self.file.models[0].context_length
 

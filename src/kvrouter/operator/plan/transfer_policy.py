@@ -1,4 +1,4 @@
-"""What a transfer policy adds to pods: topology files, the init container that waits, variables."""
+"""Adds the transfer policy to pods: topology files, the init container that waits for them, variables."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.operator.api.deployment import ComponentType, PrefillTopology
 from kvrouter.operator.api.names import topology_label
-from kvrouter.operator.labels.copies import Copy, Resolution
+from kvrouter.operator.labels.level_labels import LevelLabels, Resolution
 from kvrouter.operator.plan import pod
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.links import FrontendLinks, unknown_level
+from kvrouter.operator.plan.frontend_links import FrontendLinks, unknown_level
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
 from kvrouter.operator.plan.pod import (
     OWNED_ON_FRONTENDS,
@@ -34,11 +34,11 @@ MOUNT_PATH = "/etc/dynamo/topology"
 LINKS_FLAG = "--router-links"
 
 
-def wire_frontend(draft: PodDraft, policy: DeploymentPolicy, links: FrontendLinks) -> bool:
-    """Give a frontend the policy, for workers that publish none: a worker's own policy takes precedence; and
-    the links, with their weight. Return whether it takes links that are assumed.
+def add_frontend_policy(draft: PodDraft, policy: DeploymentPolicy, links: FrontendLinks) -> bool:
+    """Add the policy and the links with their weight to a frontend. Return whether it takes assumed links.
 
-    ``preferred`` has no spelling on a router; there the workers' own policies are the only ones.
+    The policy is for workers that publish none: a worker's own takes precedence. A router has no setting for
+    ``preferred``; only the workers' own policies apply there.
     """
     entries = [variable(pod.ROUTER_MODE, "kv")]
     if policy.enforcement is not Enforcement.PREFERRED:
@@ -51,13 +51,13 @@ def wire_frontend(draft: PodDraft, policy: DeploymentPolicy, links: FrontendLink
     assumes = False
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
-        mine = [*entries]
+        frontend_entries = [*entries]
         if links.table is not None and not (links.is_assumed and _has_links(container)):
-            mine.append(variable(pod.ROUTER_LINKS, links.table))
+            frontend_entries.append(variable(pod.ROUTER_LINKS, links.table))
             assumes |= links.is_assumed
-        # A user's own word stands on what the deployment and its topology do not state.
-        names = OWNED_ON_FRONTENDS | {str(entry["name"]) for entry in mine}
-        draft.containers[index], warnings = owned(container, mine, names, at)
+        # A user's own values stay for variables that the deployment and its topology do not set.
+        names = OWNED_ON_FRONTENDS | {str(entry["name"]) for entry in frontend_entries}
+        draft.containers[index], warnings = owned(container, frontend_entries, names, at)
         draft.warnings += warnings
     return assumes
 
@@ -68,17 +68,17 @@ def _has_links(container: Manifest) -> bool:
 
 
 class FrontendPlace(NamedTuple):
-    """What lets a frontend know its place: the level that prefill keeps near in, and how strictly."""
+    """The topology settings of a frontend: the level in which prefill is near, and how strictly."""
 
-    level: Copy
+    level: LevelLabels
     prefill: PrefillTopology
 
 
 def names_of_policy(
     policy: DeploymentPolicy | None, links: FrontendLinks, place: FrontendPlace | None
 ) -> set[str]:
-    """Return the variables that follow from the policy, on workers or frontends; a user's word on them has no
-    effect. Where a container has its files is its own to say.
+    """Return the variables that follow from the policy, on workers or frontends; a user's values of them have
+    no effect. A container's own mount path stays.
     """
     if policy is None:
         return set()
@@ -96,12 +96,12 @@ def names_of_policy(
 def prefill_problem(
     settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
 ) -> Problem | None:
-    """Return what is wrong with the level that prefill keeps near in; None is known to be wrong while the
-    topology cannot be found.
+    """Return the problem with the level in which prefill is near; None if it is valid, or while the topology
+    cannot be found.
     """
     if settings.prefill is None or not resolution.source.is_found:
         return None
-    level, levels = settings.prefill.level, [copy.domain for copy in resolution.copies]
+    level, levels = settings.prefill.level, [level.domain for level in resolution.level_labels]
     if level in levels:
         return None
     return Problem((*settings.prefill_at, "level"), unknown_level(level, policy, levels))
@@ -110,10 +110,10 @@ def prefill_problem(
 def frontend_place(
     settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
 ) -> tuple[FrontendPlace | None, list[Problem]]:
-    """Return what frontends get to know their place; None where prefill may be anywhere; and warnings.
+    """Return the topology settings of frontends, None where prefill may be anywhere; and warnings.
 
-    At a level that there is not, nobody is near: ``required`` fails closed, and frontends wait for it;
-    ``preferred`` prefers nothing.
+    No worker is near at an unknown level: ``required`` fails closed, and frontends wait for the level;
+    ``preferred`` has no effect.
     """
     prefill = settings.prefill
     if prefill is None:
@@ -122,20 +122,20 @@ def frontend_place(
     if wrong is not None and prefill.enforcement is NearEnforcement.PREFERRED:
         return None, [Problem(wrong.path, f"{wrong.must}: prompts are prefilled anywhere")]
     label = topology_label(prefill.level)  # no node has a label under the pod's own key
-    unknown = Copy(prefill.level, label, label)
-    level = next((copy for copy in resolution.copies if copy.domain == prefill.level), unknown)
+    unknown = LevelLabels(prefill.level, label, label)
+    level = next((level for level in resolution.level_labels if level.domain == prefill.level), unknown)
     warnings = [] if wrong is None else [Problem(wrong.path, f"{wrong.must}: new frontends wait for it")]
     return FrontendPlace(level, prefill), warnings
 
 
 def place_frontend(
-    draft: PodDraft, place: FrontendPlace, copies: Sequence[Copy], defaults: PlanDefaults
+    draft: PodDraft, place: FrontendPlace, level_labels: Sequence[LevelLabels], defaults: PlanDefaults
 ) -> None:
-    """Give a frontend's pod the file of its level, hold it until that is there, and say what it is for.
+    """Add a frontend's topology file, the init container that waits for it, and the variables of prefill.
 
-    It gets the one level alone, so that a topology's other levels may come and go without it.
+    It gets this level alone, so that other levels of the topology may change without it.
     """
-    resources = _take_back(draft, [*copies, place.level])
+    resources = _take_back(draft, [*level_labels, place.level])
     prefill = place.prefill
     entries = [
         variable(pod.TOPOLOGY_ENABLED, "true"),
@@ -152,34 +152,34 @@ def place_frontend(
     _add_files(draft, [place.level], _wait(place.level, defaults, resources))
 
 
-def wire_worker(
+def add_worker_policy(
     draft: PodDraft,
     kind: ComponentType,
     policy: DeploymentPolicy,
-    copies: Sequence[Copy],
+    level_labels: Sequence[LevelLabels],
     defaults: PlanDefaults,
 ) -> None:
-    """Give a worker's pod its files, hold its engine until they are there, and pass it the policy.
+    """Add a worker's topology files, the init container that waits for them, and the policy's variables.
 
-    Every container gets the policy, since any of them may be the one that registers the worker. What is
-    waited for is the policy's own level: a narrower one that a node lacks holds nobody up, and all levels
-    come in one write.
+    Every container gets the policy, since any of them may register the worker. The init container waits for
+    the policy's own level: a narrower one that a node lacks holds up no engine, and all levels come in one
+    write.
     """
-    resources = _take_back(draft, copies)
-    entries = _variables(kind, policy, copies)
+    resources = _take_back(draft, level_labels)
+    entries = _variables(kind, policy, level_labels)
     for name, containers in (("initContainers", draft.init_containers), ("containers", draft.containers)):
         for index, container in enumerate(containers):
             if name == "containers" or is_sidecar(container):
                 at = (*draft.at, "spec", name, index)
                 containers[index] = _with_files(draft, container, entries, OWNED_ON_WORKERS, at)
-    awaited = next(copy for copy in copies if copy.domain == policy.domain)
-    _add_files(draft, copies, _wait(awaited, defaults, resources))
+    awaited = next(level for level in level_labels if level.domain == policy.domain)
+    _add_files(draft, level_labels, _wait(awaited, defaults, resources))
 
 
 def _with_files(
     draft: PodDraft, container: Manifest, entries: Sequence[Manifest], names: Collection[str], at: Path
 ) -> Manifest:
-    """``container`` with the files where it wants them, and ``entries`` as the only word on ``names``."""
+    """Return ``container`` with the files mounted, and ``entries`` as the only values of ``names``."""
     mount_path, problems = _mount_path(container, at)
     wired, warnings = owned(container, [*entries, variable(pod.TOPOLOGY_MOUNT_PATH, mount_path)], names, at)
     mounted, mounts = _mounted(wired, mount_path, at)
@@ -187,22 +187,24 @@ def _with_files(
     return mounted
 
 
-def _add_files(draft: PodDraft, copies: Sequence[Copy], wait: Manifest) -> None:
-    draft.volumes.append({"name": VOLUME, "downwardAPI": {"items": listed([_file(copy) for copy in copies])}})
+def _add_files(draft: PodDraft, level_labels: Sequence[LevelLabels], wait: Manifest) -> None:
+    draft.volumes.append(
+        {"name": VOLUME, "downwardAPI": {"items": listed([_file(level) for level in level_labels])}}
+    )
     draft.init_containers.insert(0, wait)
 
 
-def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> JsonValue:
-    """Remove what a user put in the places that are the operator's. Return the resources that he states for
-    its init container, under its name; None where he states none.
+def _take_back(draft: PodDraft, level_labels: Sequence[LevelLabels]) -> JsonValue:
+    """Remove user-written entries under the operator's names. Return the resources that the user states for
+    its init container, by name; None without them.
     """
     waits = [entry for entry in draft.init_containers if entry.get("name") == WAIT]
     resources = next((entry["resources"] for entry in waits if "resources" in entry), None)
     if all(entry.keys() <= {"name", "resources"} for entry in waits):
         draft.init_containers[:] = [entry for entry in draft.init_containers if entry not in waits]
-    for copy in copies:
-        if draft.labels.pop(copy.pod_label, None) is not None:
-            at = (*draft.at, "metadata", "labels", copy.pod_label)
+    for level in level_labels:
+        if draft.labels.pop(level.pod_label, None) is not None:
+            at = (*draft.at, "metadata", "labels", level.pod_label)
             draft.warnings.append(Problem(at, "is the node's to say, and is left out: remove it here"))
     for name, entries, ours in (
         ("volumes", draft.volumes, VOLUME),
@@ -217,13 +219,15 @@ def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> JsonValue:
     return resources
 
 
-def _variables(kind: ComponentType, policy: DeploymentPolicy, copies: Sequence[Copy]) -> list[Manifest]:
-    """The policy is the prefill worker's to publish. A decode worker only says where it is, so that another
-    enforcement rolls none of those.
+def _variables(
+    kind: ComponentType, policy: DeploymentPolicy, level_labels: Sequence[LevelLabels]
+) -> list[Manifest]:
+    """Return the policy's variables. The prefill worker publishes the enforcement; decode workers only get
+    their place, so that a new enforcement does not roll them.
     """
     found = [
         variable(pod.TOPOLOGY_ENABLED, "true"),
-        variable(pod.TOPOLOGY_LEVELS, ",".join(copy.domain for copy in copies)),
+        variable(pod.TOPOLOGY_LEVELS, ",".join(level.domain for level in level_labels)),
         variable(pod.TRANSFER_DOMAIN, policy.domain),
     ]
     if kind is not ComponentType.DECODE:
@@ -234,7 +238,7 @@ def _variables(kind: ComponentType, policy: DeploymentPolicy, copies: Sequence[C
 
 
 def _mount_path(container: Manifest, at: Path) -> tuple[str, list[Problem]]:
-    """Where a container has its files: where it says itself, if a volume can be mounted there."""
+    """Return where a container mounts the files: its own path, if a volume can be mounted there."""
     stated = value_of(container, pod.TOPOLOGY_MOUNT_PATH)
     if stated is None:
         return MOUNT_PATH, []
@@ -245,7 +249,7 @@ def _mount_path(container: Manifest, at: Path) -> tuple[str, list[Problem]]:
 
 
 def _mounted(container: Manifest, mount_path: str, at: Path) -> tuple[Manifest, list[Problem]]:
-    """``container`` with the volume at ``mount_path``, and without what a user has in the same place."""
+    """Return ``container`` with the volume at ``mount_path``, and without user-written mounts there."""
     own = objects(container.get("volumeMounts"))
     place = mount_path.rstrip("/")
     kept = [
@@ -261,14 +265,14 @@ def _mounted(container: Manifest, mount_path: str, at: Path) -> tuple[Manifest, 
     return {**container, "volumeMounts": listed([*kept, mount])}, warnings
 
 
-def _file(copy: Copy) -> Manifest:
-    """One file: its name is the domain, its content the pod's label."""
-    field: JsonValue = {"fieldPath": f"metadata.labels['{copy.pod_label}']"}
-    return {"path": copy.domain, "fieldRef": field}
+def _file(level: LevelLabels) -> Manifest:
+    """Return one file: its name is the domain, its content the pod's label."""
+    field: JsonValue = {"fieldPath": f"metadata.labels['{level.pod_label}']"}
+    return {"path": level.domain, "fieldRef": field}
 
 
-def _wait(awaited: Copy, defaults: PlanDefaults, resources: JsonValue) -> Manifest:
-    """The init container, which waits for one level; ``resources`` are those that a user states for it."""
+def _wait(awaited: LevelLabels, defaults: PlanDefaults, resources: JsonValue) -> Manifest:
+    """Return the init container, which waits for one level; ``resources`` are the user's, or None."""
     return {
         "name": WAIT,
         "image": defaults.wait_image or defaults.image,

@@ -1,4 +1,4 @@
-"""Links between mock workers: which one a transfer goes over, who shares it, and what changes it."""
+"""Links between mock workers: which link a transfer uses, which transfers share it, and how it changes."""
 
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple
@@ -15,22 +15,22 @@ DomainValue = Annotated[str, Meta(max_length=189)]
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a worker is: its value at each level that is known, and who it is where none is."""
+    """The place of a worker: its value at each known level, and its id if it has no values."""
 
     domains: Annotated[dict[LevelName, DomainValue], Meta(max_length=16)]
     worker_id: Annotated[WorkerId, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class DomainPair(NamedTuple):
-    """From where to where: values of the level that reports are by, "" where there is none."""
+    """The source and target domain of a transfer: values of the report level, "" if unknown."""
 
     src_domain: str
     dst_domain: str
 
 
 class LinkName(NamedTuple):
-    """What transfers have in common that share a link: a level, and their ends' values from the broadest
-    level down to it. Without a level, the link is that of two workers, whose numbers are its ends.
+    """The key of transfers that share a link: a level, and the values of both ends from the broadest level
+    down to it. Without a level, the link connects two workers, and the ends are their numbers.
     """
 
     level: str | None
@@ -39,8 +39,8 @@ class LinkName(NamedTuple):
 
 
 class LinkChange(msgspec.Struct, frozen=True, kw_only=True):
-    """From now on the link between two values of ``level``, in both directions, has another bandwidth or
-    latency: so many times what it was at first, or so much. What is None stays as it is.
+    """A new bandwidth or latency of the link between two values of ``level``, in both directions: as a factor
+    of its first value, or absolute. Fields that are None stay unchanged.
     """
 
     level: str
@@ -69,7 +69,7 @@ class LinkChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """The links of ``table``, which is the one that decisions weigh, over ``levels``, broadest first.
+    """The links of ``table``, by which decisions are weighed too, over ``levels``, broadest first.
 
     Transfers are reported by the values of ``report_level``.
     """
@@ -79,7 +79,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
     report_level: str | None = None
 
     def place(self, domains: Mapping[str, str], worker_id: WorkerId) -> Place:
-        """Return where a worker is: what it says of levels that there are."""
+        """Return the place of a worker: its values of the known levels."""
         return Place({level: domains[level] for level in self.levels if level in domains}, worker_id)
 
     def between(self, src_domain: str, dst_domain: str) -> Link:
@@ -91,9 +91,8 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
         """Return the link from one worker to another, and its name: all transfers over links of one name
         share it.
 
-        That is the link of the level, or of the pair of values, that the table decides by; where it decides
-        by none, that of the broadest level in which the two differ, else of the narrowest that they share,
-        else their own.
+        That is the link of the level, or of the pair of values, by which the table decides; without one, that
+        of the broadest level in which the two differ, else of the narrowest that they share, else their own.
         """
         link, level = self.table.decided(src.domains, dst.domains, self.levels)
         if level is None:
@@ -103,7 +102,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
         return LinkName(level, self._down_to(level, src), self._down_to(level, dst)), link
 
     def pair(self, src: Place, dst: Place) -> DomainPair:
-        """Return as what a transfer is reported."""
+        """Return the pair of domains under which a transfer is reported."""
         level = self.report_level or ""
         return DomainPair(src.domains.get(level, ""), dst.domains.get(level, ""))
 

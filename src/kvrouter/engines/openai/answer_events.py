@@ -1,8 +1,8 @@
 """Chunks of an OpenAI answer: tokens, text, usage, finish reason.
 
-Only what routing needs is read, and what has another type than it should passes unread. What was asked of
-the engine for the router's sake, and not by the client, is cut out of the bytes again; everything else passes
-as the engine wrote it.
+Only the fields that routing needs are read; fields of another type pass unread. Output that was requested for
+the router, and not by the client, is cut out of the bytes again; all other bytes pass as the engine wrote
+them.
 """
 
 import re
@@ -37,12 +37,12 @@ class AnswerUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int | None:
-        """How many prompt tokens the engine had cached; None when it does not say."""
+        """Return how many prompt tokens the engine had cached; None if it does not report it."""
         details = self.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
 
-class _Words(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
     """A message or a delta. What is not plain text is only checked for presence."""
 
     content: str | None = None
@@ -67,15 +67,15 @@ class _Words(msgspec.Struct, frozen=True):
 
 
 TokenInt = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-"""What travels to a router; what else an engine writes is unread."""
+"""A token id that can be sent to a router; other values are unread."""
 
 
 class Choice(msgspec.Struct, frozen=True):
     """One of the answers, or a piece of it."""
 
     index: int = 0
-    delta: _Words | None = None
-    message: _Words | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
     token_ids: tuple[TokenInt, ...] | None = None
@@ -115,11 +115,11 @@ class AnswerEvent(msgspec.Struct, frozen=True):
         """How many characters of plain text it brings; None when it brings anything else."""
         chars = 0
         for choice in self.choices:
-            words = choice.delta or choice.message
-            if words is not None:
-                if not words.is_plain:
+            message = choice.delta or choice.message
+            if message is not None:
+                if not message.is_plain:
                     return None
-                chars += len(words.content or "")
+                chars += len(message.content or "")
             chars += len(choice.text or "")
         return chars
 
@@ -144,12 +144,12 @@ class UnreadEvent(AnswerEvent, frozen=True):
 
     @property
     def text_chars(self) -> int | None:
-        """None: whether its text is plain is not known."""
+        """None: it is unknown whether its text is plain."""
         return None
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """The fields of an event, each as it is written."""
+    """The fields of an event, each as raw JSON."""
 
     choices: Raw = Raw(b"null")
     usage: Raw = Raw(b"null")
@@ -159,7 +159,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 
 ODD_CHOICES_READ = 128
-"""Of more choices, one of which cannot be read, no more than these are read one by one."""
+"""How many choices are read one by one if one of them cannot be read."""
 
 
 class _ChoiceFields(msgspec.Struct, frozen=True):
@@ -186,14 +186,14 @@ _index = msgspec.json.Decoder(int)
 
 
 class Unasked(StrEnum):
-    """What an engine writes in place of the tokens when nobody asks for them."""
+    """The bytes that an engine writes in place of tokens that are not requested."""
 
     NULL = "null"
     NOTHING = "nothing"
 
 
 _TOKEN_FIELDS = re.compile(rb'(,\s*"(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
-"""The fields that ``return_token_ids`` fills. A quote inside of a text is escaped, so none of it matches."""
+"""The fields that ``return_token_ids`` fills. Quotes inside a text are escaped, so no text matches."""
 
 _EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}')
 
@@ -206,7 +206,7 @@ _FINISHES = {
 
 
 def read_event(data: bytes) -> AnswerEvent:
-    """Return what an event's data says; an :class:`UnreadEvent` where not all of it can be read."""
+    """Return the event in ``data``; an :class:`UnreadEvent` if not all of it can be read."""
     try:
         return parsed(_event, data)
     except Unreadable as error:
@@ -245,8 +245,8 @@ def _read(decoder: "msgspec.json.Decoder[T]", raw: Raw, otherwise: T) -> T:
 
 
 def exists_for_tokens(event: AnswerEvent, raw: bytes) -> bool:
-    """Whether an event of one answer is there for its tokens alone: vLLM skips it for who does not ask for
-    tokens. Its parsers wait, such as for the rest of a character.
+    """Whether an event of one answer exists only for its tokens: vLLM skips it for clients that request no
+    tokens, while its parsers wait, such as for the rest of a character.
     """
     return (
         event.finish is None
@@ -274,5 +274,5 @@ def without_token_ids(raw: bytes, unasked: Unasked = Unasked.NULL) -> bytes:
 
 
 def finish_of(reason: str) -> FinishReason:
-    """Return an engine's finish reason in our words: what is not a limit or a failure is a stop."""
+    """Return the finish reason for an engine's own: any reason but a limit or a failure is a stop."""
     return _FINISHES.get(reason, FinishReason.STOP)

@@ -1,4 +1,4 @@
-"""The table of links that frontends get: the deployment's own over that of its topology."""
+"""The link table of frontends: the deployment's own links take precedence over its topology's."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from kvrouter.fleetfile.fleet import LinkSpec, LinksSpec, PairLink
+from kvrouter.fleetfile.fleet_file import LinkSpec, LinksSpec, PairLink
 from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.operator.api.qos import QOS_PAIRS_MAX, LinkQoS, NetworkQoS, PairQoS
-from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels.copies import Resolution
+from kvrouter.operator.cluster_info import ClusterInfo
+from kvrouter.operator.labels.level_labels import Resolution
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, NamedTopology
 from kvrouter.settings.problems import Problem, did_you_mean
 
@@ -21,9 +21,9 @@ ASSUMED = (
 
 
 class FrontendLinks(NamedTuple):
-    """What frontends get: the weight of links, and the links as the router's setting takes them.
+    """The link settings of frontends: the weight of links, and the links in the form of the router's setting.
 
-    Either is None where it is not stated. ``is_assumed``: nobody states links, and they have a weight.
+    Either is None if it is not stated. ``is_assumed``: links have a weight, and are assumed.
     """
 
     weight: float | None = None
@@ -32,26 +32,26 @@ class FrontendLinks(NamedTuple):
 
 
 def qos_of_topology(
-    policy: DeploymentPolicy, resolution: Resolution, facts: ClusterFacts, last: NetworkQoS | None
+    policy: DeploymentPolicy, resolution: Resolution, cluster_info: ClusterInfo, last: NetworkQoS | None
 ) -> NetworkQoS | None:
-    """Return the links that the policy's topology states; while it cannot be found, ``last``: those that it
+    """Return the links that the policy's topology states; while it cannot be found, ``last``, those that it
     stated before.
     """
     if not isinstance(policy.source, NamedTopology):
         return None
-    return facts.topologies[policy.source.name].network_qos if resolution.source.is_found else last
+    return cluster_info.topologies[policy.source.name].network_qos if resolution.source.is_found else last
 
 
 def frontend_links(
     settings: FrontendSettings, of_topology: NetworkQoS | None, resolution: Resolution
 ) -> tuple[FrontendLinks, list[Problem]]:
-    """Return what frontends get, and warnings about links that are left out.
+    """Return the link settings of frontends, and warnings about links that are left out.
 
     Each level, each pair and ``across`` of the deployment takes precedence over the topology's.
     """
     own, broader = settings.qos or NetworkQoS(), of_topology or NetworkQoS()
-    levels = [copy.domain for copy in resolution.copies]
-    # While the topology cannot be found its levels are not known: what is stated then stays as it is.
+    levels = [level.domain for level in resolution.level_labels]
+    # While the topology cannot be found its levels are unknown, and all stated links stay.
     known = levels if resolution.source.is_found else None
     fields: dict[str, object] = {}
     within = {
@@ -87,12 +87,12 @@ def frontend_links(
 def level_problems(
     settings: FrontendSettings, policy: DeploymentPolicy, resolution: Resolution
 ) -> Iterator[Problem]:
-    """Yield a problem for each link of the deployment at a level that there is not. None is known to be wrong
-    while the topology cannot be found.
+    """Yield a problem for each link of the deployment at an unknown level; yields nothing while the topology
+    cannot be found.
     """
     if settings.qos is None or not resolution.source.is_found:
         return
-    levels = [copy.domain for copy in resolution.copies]
+    levels = [level.domain for level in resolution.level_labels]
     named = [
         *((("levels", index), link.level) for index, link in enumerate(settings.qos.levels)),
         *((("pairs", index), link.level) for index, link in enumerate(settings.qos.pairs)),
@@ -103,18 +103,18 @@ def level_problems(
 
 
 def unknown_level(level: str, policy: DeploymentPolicy, levels: Sequence[str]) -> str:
-    """Return what is wrong with a level that is not among ``levels``, those of the policy's source."""
+    """Return the problem with a level that is not among ``levels``, those of the policy's source."""
     must = f"{level!r} is no level of {policy.source}, which has {', '.join(levels)}"
     return f"{must}{did_you_mean(level, levels)}"
 
 
 def qos_text(qos: NetworkQoS) -> str:
-    """Return ``qos`` as an annotation holds it."""
+    """Return ``qos`` in the form of an annotation."""
     return _json(qos.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
 def read_qos(annotation: str | None) -> NetworkQoS | None:
-    """Return what :func:`qos_text` wrote; None for anything else."""
+    """Return the links that :func:`qos_text` wrote; None for any other text."""
     try:
         return None if annotation is None else NetworkQoS.model_validate_json(annotation)
     except ValidationError:

@@ -114,21 +114,23 @@ def _differ(reading: Reading, url: str, fleet: Fleet, other: Fleet) -> Iterator[
                 "give both the same discovery and namespace; discovery_lost and worker_refused in its log "
                 "say more",
             )
-    mine = {model.model: (model.router_mode, model.router_cost, model.block_size) for model in fleet.models}
+    settings = {
+        model.model: (model.router_mode, model.router_cost, model.block_size) for model in fleet.models
+    }
     its = {model.model: (model.router_mode, model.router_cost, model.block_size) for model in other.models}
-    for name in sorted(mine.keys() & its.keys()):
-        if mine[name] != its[name]:
+    for name in sorted(settings.keys() & its.keys()):
+        if settings[name] != its[name]:
             yield Problem(
                 Severity.WARNING,
                 url,
-                f"it routes {name} otherwise than {reading.url}: {_words(its[name])}, not "
-                f"{_words(mine[name])}",
+                f"it routes {name} otherwise than {reading.url}: {_settings_text(its[name])}, not "
+                f"{_settings_text(settings[name])}",
                 "the same prompt goes to different workers by the router that gets it",
                 "start all routers of a fleet with the same settings",
             )
 
 
-def _words(settings: tuple[str, str, int]) -> str:
+def _settings_text(settings: tuple[str, str, int]) -> str:
     mode, cost, block_size = settings
     return f"mode {mode}, cost {cost}, blocks of {block_size}"
 
