@@ -61,7 +61,7 @@ from kvrouter.kernel.routing.request import Decision, Pick
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
@@ -495,11 +495,11 @@ class PrefillPages:
 
     def routes(self) -> list[Route]:
         """Return the route of prefills."""
-        return [Route("/v1/prefill/{request_id:path}", self.end, methods=["DELETE"])]
+        return [Route("/v1/prefill/{request_id:path}", self.discard, methods=["DELETE"])]
 
-    async def end(self, request: PageRequest) -> Page:
+    async def discard(self, request: PageRequest) -> Page:
         """``DELETE /v1/prefill/{request_id}``: end the prefill; no decode worker will fetch its KV."""
-        self._prefills.let_go(_id_of(request))
+        self._prefills.discard(_id_of(request))
         return json_page(api.PrefillEnded(_id_of(request)))
 
 

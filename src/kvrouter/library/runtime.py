@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from kvrouter.app.mock_fleet import MockFleet
-from kvrouter.app.router_transports import router_wires
+from kvrouter.app.router_transports import open_router_transports
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
@@ -77,7 +77,7 @@ class Runtime:
         """
         if settings is None:
             settings = load_settings(flags={}, environ=os.environ).settings
-        async with router_wires(settings, Telemetry(), http_port=NO_PORT) as transports:
+        async with open_router_transports(settings, Telemetry(), http_port=NO_PORT) as transports:
             yield cls(
                 transports.discovery,
                 transports.requests,

@@ -176,7 +176,7 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
         await house.complete([5] * 40, nvext={"worker_id": 2})
         fleet = (await house.http.get("/v1/fleet")).json()
         metrics = await metrics_of(house)
-        speeds = next(iter(house.bench.service.models())).observed.placement
+        speeds = next(iter(house.bench.service.models())).instrumentation.placement
         speeds.turned(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
     assert before["models"][0]["router_cost"] == "time"
     assert [worker["ranks"][0]["speed"] for worker in before["workers"]] == [None, None]

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from kvrouter.app.recording import recording
+from kvrouter.app.traffic_recording import recording
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
