@@ -114,7 +114,7 @@ class OtherRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """All answers. ``engines`` are by their workers; ``engines_asked`` is False if they were not to be asked."""
+    """All answers. ``engines`` are by worker; ``engines_asked`` is False if they were not to be asked."""
 
     url: str
     fleet: Fleet
