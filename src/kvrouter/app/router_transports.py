@@ -19,7 +19,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
+from kvrouter.core.workers import EventTransport, LoadReport, WorkerCard
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.settings.tree import Settings
@@ -66,9 +66,9 @@ class LaneSubscriber:
 
     def __init__(
         self,
-        lanes: Mapping[EventLane, EventSubscriber],
+        lanes: Mapping[EventTransport, EventSubscriber],
         *,
-        on_foreign: Callable[[EventLane, ForeignRank], None],
+        on_foreign: Callable[[EventTransport, ForeignRank], None],
     ) -> None:
         self._lanes = lanes
         self._on_foreign = on_foreign
@@ -85,7 +85,7 @@ class LaneSubscriber:
         return end
 
     def _subscribe(
-        self, name: EventLane, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
+        self, name: EventTransport, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
     ) -> Callable[[], None]:
         def batch_came(batch: KvBatch) -> None:
             """Deliver a batch of a worker followed on this transport; one followed nowhere has none."""
@@ -108,10 +108,10 @@ class LaneSubscriber:
         """Listen to this worker on its event transport. Raises ConfigError for one that this router does not
         hear.
         """
-        lane = self._lanes.get(card.event_source.lane)
+        lane = self._lanes.get(card.event_source.transport)
         if lane is None:
             raise ConfigError(
-                f"event_source: this router does not use {card.event_source.lane}, on which worker "
+                f"event_source: this router does not use {card.event_source.transport}, on which worker "
                 f"{card.worker_id} publishes: its cache stays unknown here",
                 param="event_source",
             )
@@ -186,7 +186,7 @@ async def router_wires(
         stream: JetStreamSubscriber | None = None
         if nats is not None:
             stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
-            subscribers[EventLane.JETSTREAM] = stream
+            subscribers[EventTransport.JETSTREAM] = stream
         new_sync: Callable[[], SyncPlane] | None = None
         if settings.router.replica_sync:
             new_sync = partial(
@@ -346,17 +346,17 @@ async def _subscribers(
     nats: Client | None,
     telemetry: Telemetry,
     stack: AsyncExitStack,
-) -> dict[EventLane, EventSubscriber]:
+) -> dict[EventTransport, EventSubscriber]:
     """Every event transport without replay on which the fleet's workers may publish: the router hears all."""
     planes = settings.planes
-    subscribers: dict[EventLane, EventSubscriber] = {}
+    subscribers: dict[EventTransport, EventSubscriber] = {}
     zmq = ZmqEventSubscriber(
         token=revealed(planes.plane_token),
         on_malformed=malformed_on("zmq", telemetry),
         on_foreign=foreign_on("zmq", telemetry),
     )
     stack.push_async_callback(zmq.close)
-    subscribers[EventLane.ZMQ] = zmq
+    subscribers[EventTransport.ZMQ] = zmq
     if nats is None:
         return subscribers
     on_malformed = malformed_on("nats", telemetry)
@@ -373,11 +373,13 @@ async def _subscribers(
     )
     stack.push_async_callback(core.close)
     await core.start()
-    subscribers[EventLane.NATS] = core
+    subscribers[EventTransport.NATS] = core
     return subscribers
 
 
-def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> LaneSubscriber:
+def _all_events(
+    subscribers: Mapping[EventTransport, EventSubscriber], telemetry: Telemetry
+) -> LaneSubscriber:
     foreign = {lane: foreign_on(lane.value, telemetry) for lane in subscribers}
     return LaneSubscriber(subscribers, on_foreign=lambda lane, error: foreign[lane](error))
 

@@ -48,7 +48,7 @@ from kvrouter.frontend.response_writer import (
     query_workers,
     routing_nvext,
 )
-from kvrouter.kernel.routing.request import Decision
+from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import ANSWERED, Generation
 from kvrouter.router.router import RouterService
 from kvrouter.router.traffic import NO_ORIGIN, Origin
@@ -372,7 +372,7 @@ class GenerateRoutes:
         text = self._preparer.passthrough_text(called.name)
         passed = parse_unread(route, called.name, data, reader)
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-        return _Prepared(passed.call, replace(generate, whole=True), text)
+        return _Prepared(passed.call, replace(generate, aggregated=True), text)
 
     async def _prepared_passed(
         self, exchange: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
@@ -384,7 +384,7 @@ class GenerateRoutes:
         text = self._preparer.passthrough_text(called.name)
         passed = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-        return _Prepared(passed.call, replace(generate, whole=True), text)
+        return _Prepared(passed.call, replace(generate, aggregated=True), text)
 
     async def _prepared_form(
         self, exchange: ResponseWriter, route: PassedRoute, request: Request, reader: NvextReader
@@ -397,7 +397,7 @@ class GenerateRoutes:
         text = self._preparer.passthrough_text(called.name)
         passed = parse_form(route, called.name, form, reader)
         generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-        return _Prepared(passed.call, replace(generate, whole=True), text)
+        return _Prepared(passed.call, replace(generate, aggregated=True), text)
 
 
 def _check_takes_calls(route: PassedRoute, called: CalledModel) -> None:

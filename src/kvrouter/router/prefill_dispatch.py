@@ -261,7 +261,7 @@ class _Run:
         if self.stream is None:
             raise RuntimeError("a leg that was not sent was read")
         params = await read_prefill(self.stream, self._note_cached)
-        self.driver.prefilled(self.driver.held, time.monotonic())
+        self.driver.prefilled(self.driver.current_attempt, time.monotonic())
         self.driver.release(time.monotonic())
         return params
 
@@ -271,7 +271,7 @@ class _Run:
         if isinstance(error, TimeoutError):
             driver.late(limit_s, now_s)
         else:
-            driver.blame(driver.held, lost_leg(self._placement.prefill_pick, error), now_s)
+            driver.blame(driver.current_attempt, lost_leg(self._placement.prefill_pick, error), now_s)
 
     def abandon(self, reason: str) -> None:
         """Cancel the leg and give back what was booked; idempotent."""
@@ -299,7 +299,7 @@ class _Run:
 
     async def _send(self) -> Sequence[Command]:
         """Send the leg; one with a meeting place is done, as far as its client goes, once it is accepted."""
-        attempt = self.driver.held
+        attempt = self.driver.current_attempt
         outcome = await prefill_outcome(attempt.placement, self._run(attempt))
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())
 
