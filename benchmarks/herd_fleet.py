@@ -156,7 +156,7 @@ def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRou
         config=config,
         settings=routing_settings(config, None),
         decisions=DecisionLog(requests_max=16),
-        observed=ServiceInstrumentation(Telemetry()).of_model(MODEL),
+        instrumentation=ServiceInstrumentation(Telemetry()).of_model(MODEL),
         seed=len(name),
         sync=sync,
     )

@@ -51,7 +51,7 @@ class ReplicaRouter:
             config=config,
             settings=routing_settings(config, None),
             decisions=DecisionLog(requests_max=16),
-            observed=ServiceInstrumentation(Telemetry()).of_model(MODEL),
+            instrumentation=ServiceInstrumentation(Telemetry()).of_model(MODEL),
             seed=1,
             sync=self.sync,
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.app.recording import recording
+from kvrouter.app.traffic_recording import recording
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import ModelName, RequestId

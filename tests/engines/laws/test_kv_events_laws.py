@@ -22,7 +22,7 @@ from kvrouter.engines.kv_events.engine_events import (
 from kvrouter.engines.kv_events.event_stream import AskReplay, Command, EngineEventStream, Publish
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from kvrouter.engines.vllm.events import decode
-from kvrouter.worker.publisher import RankMirror
+from kvrouter.worker.kv_publisher import RankMirror
 from tests.oracles.index import NaiveBlockIndex
 from tests.support.engine_frames import stored
 

@@ -27,7 +27,7 @@ from kvrouter.engines.openai.failures import (
     failure_of,
 )
 from kvrouter.kernel.routing.interface import Pick
-from kvrouter.router.legs import lost_leg
+from kvrouter.router.leg_outcomes import lost_leg
 from kvrouter.transports.requests.port import (
     EngineFailed,
     EngineFailedLater,

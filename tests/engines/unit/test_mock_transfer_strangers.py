@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.app.mock_fleet import mock_account
+from kvrouter.app.mock_fleet import mock_summary
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg
@@ -146,7 +146,7 @@ async def test_a_hello_that_is_not_followed_by_a_handoff_does_not_stay() -> None
         (last,) = await answers(pair, hello())
         assert isinstance(last, Failed)
         assert pair.prefill_cluster.transfer_counts().refused == {PeerRefusal.STRANGER: 1}
-        assert mock_account(pair.prefill_cluster) == "1 connections refused: stranger"
+        assert mock_summary(pair.prefill_cluster) == "1 connections refused: stranger"
 
 
 async def test_a_silent_decode_process_is_lost() -> None:

@@ -74,9 +74,11 @@ async def open_router(
     plane = ScriptedPlane(script)
     bench = Bench(plane, config, prefill_alone=prefill_alone)
     await bench.start(*cards)
-    observed = ServiceInstrumentation(bench.telemetry)
-    bookings = Bookings(bookings_max=bookings_max, lease_ttl_s=lease_ttl_s, on_lapsed=observed.booking_lapsed)
-    legs = PrefillDispatch(plane, bookings, observed, redispatches_max=2, limit_s=60.0)
+    instrumentation = ServiceInstrumentation(bench.telemetry)
+    bookings = Bookings(
+        bookings_max=bookings_max, lease_ttl_s=lease_ttl_s, on_lapsed=instrumentation.booking_lapsed
+    )
+    legs = PrefillDispatch(plane, bookings, instrumentation, redispatches_max=2, limit_s=60.0)
     door = RouterApp(
         bench.service,
         ModelTexts({MODEL: mock_text()} if has_tokenizer else {}),

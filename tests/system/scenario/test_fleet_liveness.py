@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.api.fleet import Discovery
-from kvrouter.app.router_transports import LaneSubscriber
+from kvrouter.api.fleet_schema import Discovery
+from kvrouter.app.router_transports import CombinedSubscriber
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.events import KvBatch
@@ -127,7 +127,7 @@ class Lanes:
             EventTransport.JETSTREAM: self.stream,
         }
         self.foreign: list[tuple[EventTransport, DropReason]] = []
-        self.both = LaneSubscriber(
+        self.both = CombinedSubscriber(
             lanes, on_foreign=lambda lane, error: self.foreign.append((lane, error.reason))
         )
 

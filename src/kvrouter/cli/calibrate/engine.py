@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from kvrouter.app.whole_file import check_folder
+from kvrouter.app.atomic_file import check_folder
 from kvrouter.cli.calibrate.engine_description import EngineDescription, describe_engine
 from kvrouter.cli.calibrate.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
 from kvrouter.cli.calibrate.flags import CalibrateOptions

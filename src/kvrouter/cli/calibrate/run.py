@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.calibrate.flags import CalibrateOptions
 from kvrouter.cli.console import error_console
 from kvrouter.cli.output import json_text
@@ -67,7 +67,7 @@ def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None
     """Write the timing where that is asked for, and print predicted against measured."""
     source, model, run, calibrated, rows, lines = fitted
     if options.write_timing is not None:
-        write_whole(options.write_timing, timing_document(source, model, calibrated, lines).encode())
+        write_atomic(options.write_timing, timing_document(source, model, calibrated, lines).encode())
 
     def draw() -> None:
         show_comparison(source, run, calibrated, rows, console)

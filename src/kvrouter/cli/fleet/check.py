@@ -9,7 +9,7 @@ import msgspec
 
 from kvrouter.app.attach.attachment import NotAnswered, attach
 from kvrouter.app.attach.spec import FileEngine, file_engines
-from kvrouter.app.fleet_build import contract_problems, tokenizer_problems, tokenizer_warnings
+from kvrouter.app.fleet_build import tokenizer_problems, tokenizer_warnings, topology_env_problems
 from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached
 from kvrouter.fleetfile.fleet_checks import examine_fleet, load_fleet, settings_in, url_path
@@ -59,7 +59,7 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str
     cannot be read.
     """
     document = read_document(path)
-    examined = examine_fleet(document, (_setting_problems, contract_problems, tokenizer_problems))
+    examined = examine_fleet(document, (_setting_problems, topology_env_problems, tokenizer_problems))
     mistakes = [_mistake(document, problem) for problem in examined.problems]
     warnings: list[str] = []
     fleet = examined.fleet

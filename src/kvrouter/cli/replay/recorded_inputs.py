@@ -7,7 +7,7 @@ from typing import NamedTuple
 import yaml
 from rich.text import Text
 
-from kvrouter.app.whole_file import write_whole
+from kvrouter.app.atomic_file import write_atomic
 from kvrouter.cli.console import error_console
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_file import FleetFile
@@ -128,7 +128,7 @@ def write_recorded(
             raise ConfigError(f"write-events: there is nothing to write{why}", param="write-events")
         files.append((events_to, changes.text))
     for path, text in files:
-        write_whole(path, text.encode())
+        write_atomic(path, text.encode())
 
 
 def _numbering(

@@ -7,7 +7,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.output import json_text
 from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyOptions
 from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progress
@@ -81,7 +81,7 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, conso
     )
     given.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:
-        write_whole(files.report, render_page(report))
+        write_atomic(files.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED
 
 

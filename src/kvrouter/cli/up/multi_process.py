@@ -20,7 +20,7 @@ import uvloop
 
 from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.lifetime import claimed, explained, stop_on_signals
-from kvrouter.app.nats import nameable
+from kvrouter.app.nats_connection import nameable
 from kvrouter.app.supervisor import Supervisor
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec

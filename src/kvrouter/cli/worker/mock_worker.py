@@ -8,9 +8,9 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from kvrouter.app.fleet_build import contract_of, load_texts, text_mock_config
-from kvrouter.app.mock_fleet import tell_mock_account
-from kvrouter.app.nats import revealed
+from kvrouter.app.fleet_build import load_texts, text_mock_config, topology_env_of
+from kvrouter.app.mock_fleet import log_mock_summary
+from kvrouter.app.nats_connection import revealed
 from kvrouter.app.router_transports import settled
 from kvrouter.app.standby import until_free
 from kvrouter.app.tls import advertised, tls_of
@@ -163,7 +163,7 @@ async def mock_worker(
                 await worker.stop()
     finally:
         await cluster.close()
-        tell_mock_account(cluster)
+        log_mock_summary(cluster)
         pool.close()
 
 
@@ -199,19 +199,19 @@ async def _engine_server(settings: Settings, spec: MockWorkerSpec, worker: Worke
     if spec.run.engine_events is None:
         yield
         return
-    engine_server = EngineDoor(
+    engine_door = EngineDoor(
         worker.publisher,
         address=spec.run.engine_events,
         block_size=worker.card.block_size or BLOCK_SIZE_UNKNOWN,
         token=revealed(settings.planes.plane_token) or "",
         dp_ranks=[rank.dp_rank for rank in worker.card.ranks()],
     )
-    await engine_server.start()
-    log_event(logger, Event.READY, worker=str(spec.worker_id), address=engine_server.address)
+    await engine_door.start()
+    log_event(logger, Event.READY, worker=str(spec.worker_id), address=engine_door.address)
     try:
         yield
     finally:
-        await engine_server.stop()
+        await engine_door.stop()
 
 
 def serve_mock_worker(
@@ -228,7 +228,7 @@ def serve_mock_worker(
 def _topology(group: WorkerGroup, environ: Mapping[str, str]) -> TopologyEnv | None:
     """The contract of the worker's own environment, else that of its group; None when neither has one."""
     own = parse_topology_env(environ)
-    return own if own.enabled else contract_of(group)
+    return own if own.enabled else topology_env_of(group)
 
 
 def _cluster(settings: Settings, fleet: FleetFile) -> MockCluster:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes: a file is replaced as a whole or not at all."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from kvrouter.core.errors import ConfigError
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigError where no file can be written at ``path``, before anything was done for it."""
+    """Raise ConfigError where ``path`` cannot be written, before any work is done for it."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{path}: {folder} is no folder", param=str(path))
@@ -16,10 +16,10 @@ def check_folder(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be written", param=str(path))
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write the file in the same folder and then move it to its place: no reader ever sees a part of it.
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a temporary file in the same folder and rename it, so that no reader sees a partial file.
 
-    Raises ConfigError where that fails; what was there before is still there then.
+    Raises ConfigError on failure; the former file then stays.
     """
     try:
         with NamedTemporaryFile(dir=path.absolute().parent, prefix=f".{path.name}.", delete=False) as part:

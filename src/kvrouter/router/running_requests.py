@@ -1,4 +1,4 @@
-"""The requests that run in one process: they begin here, and a router that leaves waits for their ends."""
+"""The running requests of one process: starts each one, and waits for them when the router shuts down."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import ServiceInstrumentation
-from kvrouter.router.legs import with_intake_id
+from kvrouter.router.leg_outcomes import with_intake_id
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin
@@ -19,22 +19,22 @@ from kvrouter.transports.requests.port import RequestPlane
 
 
 class Requests:
-    """Takes requests for every model, which ``model_of`` finds or refuses."""
+    """Starts requests of all models. ``model_of`` returns a model's router or raises."""
 
     def __init__(
         self,
         config: KvRouterConfig,
         plane: RequestPlane,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         model_of: Callable[[ModelName], ModelRouter],
     ) -> None:
-        self.traffic = observed.traffic
-        """What records the traffic; None where nobody asked for that."""
+        self.traffic = instrumentation.traffic
+        """Records the traffic; None where recording is off."""
         self.is_draining = False
         """Whether new requests are refused."""
         self._config = config
         self._plane = plane
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._model_of = model_of
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
@@ -56,10 +56,10 @@ class Requests:
         origin: Origin = NO_ORIGIN,
         spans: LegSpans | None = None,
     ) -> Generation:
-        """Return the request's answer, to be read; nothing is decided before the first read.
+        """Return the request's answer as an iterator; nothing is decided before the first read.
 
-        ``received_s``: when its last byte came, on the monotonic clock; times are counted from then on.
-        ``origin`` is what a recording of the traffic says of the call; ``spans`` hears of its legs.
+        ``received_s``: when its last byte arrived, on the monotonic clock; its times are measured from then.
+        ``origin`` is recorded with the traffic; ``spans`` makes the trace spans of its legs.
         """
         if self.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -70,7 +70,7 @@ class Requests:
             self._plane,
             timeouts=self._timeouts_with(request),
             redispatches_max=self._config.retries_max,
-            observed=self._observed,
+            instrumentation=self._instrumentation,
             retry_bodies=self._retry_bodies,
             on_end=self._ended,
             received_s=received_s,
@@ -79,12 +79,12 @@ class Requests:
         )
         self._running.add(generation)
         self._idle.clear()
-        self._observed.request_begun(request.model)
+        self._instrumentation.request_begun(request.model)
         generation.keep_call()
         return generation
 
     async def drain(self, limit_s: float) -> int:
-        """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
+        """Refuse new requests and wait for the running ones. Returns how many were cut off at the limit."""
         self.is_draining = True
         try:
             async with asyncio.timeout(limit_s):
@@ -103,11 +103,13 @@ class Requests:
 
     @property
     def retry_body_bytes(self) -> int:
-        """What the bodies of client calls hold that are kept to be sent again."""
+        """Bytes of the client calls' bodies that are kept for retries."""
         return self._retry_bodies.bytes
 
     def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
-        """An engine that answers at once says nothing before its last token; its prefill leg has but one."""
+        """The timeouts for a request. Without streaming only the request's own limit applies to its first
+        token, which comes with the last.
+        """
         if request.call is None or request.call.stream:
             return self._timeouts
         return replace(self._timeouts, first_token_s=self._timeouts.request_s)

@@ -1,4 +1,4 @@
-"""The NATS connection of a process."""
+"""The NATS connection of a process: connects, logs losses, and reconnects for ever."""
 
 import asyncio
 import logging
@@ -24,25 +24,25 @@ CONNECT_LIMIT_S = 10.0
 RECONNECT_WAIT_S = 1
 PING_S = 2
 PINGS_UNANSWERED_MAX = 2
-"""A server that vanished without a word is noticed after about three pings."""
+"""A server that disappeared without closing its connection is noticed after about three pings."""
 
 KIND_CHARS = 40
-"""Errors that begin alike are logged as one: what follows names a subject or a subscription."""
+"""Errors with the same first characters are throttled as one: the rest names a subject or a subscription."""
 
 FLUSH_S = 1
-"""How long the last words of a process may take to leave."""
+"""Seconds that the last messages of a process may take to be sent."""
 
 _log = logging.getLogger("kvrouter.nats")
 
 
 class NatsUnreachable(KvrouterError):
-    """No NATS server at the address of the settings lets us in."""
+    """No NATS server at the configured addresses accepts the connection."""
 
     code = "nats_unreachable"
 
 
 def revealed(secret: SecretStr | None) -> str | None:
-    """The text of a secret that is set."""
+    """The text of a secret; None where it is not set."""
     return None if secret is None else secret.get_secret_value()
 
 
@@ -52,10 +52,10 @@ def nameable(servers: str) -> str:
 
 
 class _StayingClient(Client):
-    """Tries again whatever the server says.
+    """A NATS client that reconnects after any error of the server.
 
-    The client that it extends gives up for ever, and silently, when a server ends a connection with an error:
-    credentials that ran out or changed, too many connections, a server that is ordered to drain.
+    The base client gives up for ever, and silently, when a server ends a connection with an error: expired or
+    changed credentials, too many connections, a draining server.
     """
 
     why_lost = ""
@@ -71,12 +71,12 @@ class _StayingClient(Client):
         await self._process_op_err(error)
 
     async def _select_next_server(self) -> None:
-        if self._transport is not None:  # a login that was refused leaves its connection open
+        if self._transport is not None:  # a refused login leaves its connection open
             self._transport.close()  # type: ignore[no-untyped-call]
         await super()._select_next_server()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        if not self.is_connected:  # what waits to be sent would be written to a connection that was closed
+        if not self.is_connected:  # pending messages would be written to a closed connection
             self._pending, self._pending_data_size = [], 0
         await super()._close(status, do_cbs)
 
@@ -95,30 +95,30 @@ def _why_lost(error: Exception) -> str:
 
 
 class _ConnectionWatch:
-    """Logs what becomes of a connection. ``needed_for`` ends each line before it is open."""
+    """Logs the states of a connection. ``needed_for`` is appended to the lines before it is open."""
 
     def __init__(self, client: _StayingClient, servers: str, needed_for: str) -> None:
         self.servers = servers
         self.needed_for = needed_for
         self.is_open = False
         self.reasons: dict[str, None] = {}
-        """Why no server let us in, in the order in which it was noticed."""
+        """Why no server accepted the connection, in the order of discovery."""
         self._client = client
         self._throttle = LogThrottle()
 
     async def lost(self) -> None:
-        """The connection is lost; it is tried again."""
+        """Log the loss of the connection; the client reconnects."""
         if not self._client.is_closed:
             log_event(_log, Event.PLANE_LOST, plane="nats", reason=f"{self.servers}: {self._client.why_lost}")
 
     async def back(self) -> None:
-        """The connection is there again."""
+        """Log the restored connection."""
         log_event(_log, Event.PLANE_BACK, plane="nats", reason=self.servers)
 
     async def trouble(self, error: Exception) -> None:
-        """Errors of one message are raised where it is awaited; others are logged here, at a limited rate."""
+        """Log a connection's error at a limited rate; errors of one message are raised to its sender."""
         if isinstance(error, UnexpectedEOF):
-            return  # a lost connection is logged as that
+            return  # lost() logs a lost connection
         why = reason(error)
         text = f"{self.servers}: {why}"
         if not self.is_open:
@@ -133,12 +133,13 @@ class _ConnectionWatch:
 async def nats_connection(
     settings: PlaneSettings, *, name: str, tls: ssl.SSLContext | None, needs: Sequence[str] = ()
 ) -> AsyncIterator[Client]:
-    """Connect, and stay connected: a connection that is lost is tried again for ever.
+    """Connect, and reconnect for ever after a loss.
 
-    ``needs`` is what the process needs it for: an unreachable server is reported at once, with that.
+    ``needs`` lists the features that need NATS: while connecting, an unreachable server is logged at once
+    with them.
 
-    Raises NatsUnreachable when no server lets us in at the start, ConfigError for credentials that cannot be
-    read.
+    Raises NatsUnreachable when no server accepts the connection at the start, ConfigError for unreadable
+    credentials.
     """
     _check_credentials(settings.nats_credentials)
     client = _StayingClient()
@@ -164,7 +165,7 @@ async def nats_connection(
                 max_outstanding_pings=PINGS_UNANSWERED_MAX,
             )
     except (NatsError, OSError, TimeoutError) as error:
-        if isinstance(error, TimeoutError):  # else it never began
+        if isinstance(error, TimeoutError):  # else connect() has closed it
             await client.close()
         why = "; ".join(watch.reasons) or reason(error)
         raise NatsUnreachable(
@@ -185,7 +186,7 @@ async def nats_connection(
 
 
 def _check_credentials(path: str | None) -> None:
-    """See that a credentials file can be read and holds what it should. Raises ConfigError."""
+    """Check that a credentials file is readable and complete. Raises ConfigError."""
     if path is None:
         return
     text = secret_bytes(Path(path), "planes.nats_credentials", max_bytes=SECRET_MAX_BYTES)

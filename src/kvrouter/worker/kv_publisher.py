@@ -1,4 +1,4 @@
-"""Publishes a worker's KV events: numbered, batched, and kept a while for recovery."""
+"""KV publisher: numbers and batches a worker's KV events, and keeps the latest for recovery."""
 
 import asyncio
 import time
@@ -28,11 +28,11 @@ FIRST_RANK = DpRank(0)
 
 
 class RankMirror:
-    """What a router's index would have of the rank, in an index of the same kind: a rank of a million blocks
-    is listed in a moment, so that its engine hardly waits when a router asks.
+    """One rank's blocks as a router's index has them, in an index of the same kind. A rank of a million
+    blocks is listed quickly, so that a router's request hardly delays the engine.
 
-    Ranks of one process may share ``index``. A store whose parent the rank does not hold is left out, and
-    routers count it as an orphan.
+    Ranks of one process may share ``index``. A stored block without its parent is left out; routers count it
+    as an orphan.
     """
 
     def __init__(self, index: NativeBlockIndex | None = None, dp_rank: DpRank = FIRST_RANK) -> None:
@@ -40,15 +40,15 @@ class RankMirror:
         self._slot = Slot(dp_rank)
 
     def apply(self, events: tuple[KvEvent, ...]) -> None:
-        """Follow ``events``, in order. Raises ValueError when one of them is malformed."""
+        """Apply ``events`` in order. Raises ValueError when one is malformed."""
         self._index.apply(self._slot, events)
 
     def n_held(self) -> int:
-        """How many blocks there are, over all media."""
+        """The number of blocks over all media."""
         return sum(self._index.held(self._slot, medium) for medium in Medium)
 
     def held(self) -> tuple[Held, ...]:
-        """All blocks, as a snapshot names them: a block that was stored ``n`` times is listed ``n`` times."""
+        """All blocks as a snapshot lists them: a block stored ``n`` times is listed ``n`` times."""
         return tuple(self._index.dump(self._slot))
 
 
@@ -60,7 +60,7 @@ HeldBlocks = Callable[[DpRank], int | None]
 
 
 class _Rank:
-    """One rank's stream: ``pending`` is not sent yet, ``ring`` ends just before ``next_event_id``."""
+    """One rank's events: ``pending`` are not sent yet, ``ring`` ends before ``next_event_id``."""
 
     __slots__ = ("mirror", "next_event_id", "pending", "rank", "ring")
 
@@ -75,11 +75,11 @@ class _Rank:
 class KvPublisher:
     """Publishes the KV events of one start of one worker; use it from its event loop.
 
-    Events gather until the loop's next turn, so that a step of the engine becomes one batch per rank; at
-    ``pending_events_max`` they are sent at once. The last ``ring_events_max`` events of each rank are kept
-    for :meth:`recover_range`. ``snapshot`` is the engine's own account of a rank (stores, parents first), and
-    ``held_blocks`` its count of them; without one a mirror of the published events answers
-    :meth:`recover_snapshot`, and counts.
+    Events gather until the loop's next turn, so that one step of the engine becomes one batch per rank; from
+    ``pending_events_max`` on they are sent at once. The last ``ring_events_max`` events of each rank are kept
+    for :meth:`recover_range`. ``snapshot`` returns the engine's own list of a rank's blocks (stores, parents
+    first), and ``held_blocks`` their number; without ``snapshot`` a mirror of the published events serves for
+    both.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class KvPublisher:
         self._is_closed = False
 
     def publish(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        """Send ``events`` in order, soon; never waits. Nothing is sent after :meth:`close`."""
+        """Send ``events`` in order, soon; never waits. Does nothing after :meth:`close`."""
         if self._is_closed or not events:
             return
         rank = self._rank(dp_rank)
@@ -136,10 +136,10 @@ class KvPublisher:
         cache_namespace: str | None = None,
         mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Say that consecutive blocks were stored: ``engine_hashes[i]`` names the i-th of ``token_ids``.
+        """Publish that consecutive blocks were stored: ``engine_hashes[i]`` names the i-th of ``token_ids``.
 
-        Of no block at all nothing is said. Raises ValueError when the tokens do not fill exactly as many
-        blocks as there are hashes.
+        Does nothing for no blocks. Raises ValueError when the tokens do not fill exactly as many blocks as
+        there are hashes.
         """
         if len(token_ids) != len(engine_hashes) * self._block_size:
             raise ValueError(
@@ -155,11 +155,11 @@ class KvPublisher:
     def publish_removed(
         self, engine_hashes: Sequence[int], *, dp_rank: DpRank = FIRST_RANK, medium: Medium = Medium.GPU
     ) -> None:
-        """Say that blocks left ``medium``; each listing takes back one store."""
+        """Publish that blocks were removed from ``medium``; each listing undoes one store."""
         self.publish(dp_rank, (Removed(pack_hashes(engine_hashes), medium),))
 
     def publish_cleared(self, *, dp_rank: DpRank = FIRST_RANK) -> None:
-        """Say that the rank holds nothing any more."""
+        """Publish that the rank holds no blocks."""
         self.publish(dp_rank, (Cleared(),))
 
     def publish_load(
@@ -173,7 +173,7 @@ class KvPublisher:
         kv_transfers: KvTransfers | None = None,
         dp_rank: DpRank = FIRST_RANK,
     ) -> None:
-        """Say how busy the rank is, and what KV it has fetched; only the latest report matters."""
+        """Publish the rank's load and its fetched KV; only the latest report matters."""
         self.publish_load_report(
             LoadReport(
                 rank=WorkerRank(self.worker_id, dp_rank),
@@ -187,33 +187,33 @@ class KvPublisher:
         )
 
     def publish_load_report(self, report: LoadReport) -> None:
-        """Publish ``report``; each :meth:`heartbeat` publishes the latest one of each rank again."""
+        """Publish ``report``; each :meth:`heartbeat` repeats the latest one of each rank."""
         if self._is_closed:
             return
         self._loads[report.rank.dp_rank] = report
         self._events.publish_load(report)
 
     def drop_load(self, *, dp_rank: DpRank = FIRST_RANK) -> None:
-        """Publish the rank's latest load report no more: its engine is gone."""
+        """Stop repeating the rank's load report: its engine has left."""
         self._loads.pop(dp_rank, None)
 
     def flush(self) -> None:
-        """Send what is pending now."""
+        """Send all pending events."""
         self._is_flush_due = False
         for rank in self._ranks.values():
             self._flush(rank)
 
     def heartbeat(self, dp_ranks: Sequence[DpRank]) -> None:
-        """Publish how far the ids of ``dp_ranks`` have come and how many blocks each holds, so that routers
-        notice a lost last batch, and that what they know of the rank is wrong. The latest load report of
-        every rank is published again: a router that joined later, or lost it, has it too.
+        """Publish the next event id and the block count of each of ``dp_ranks``, so that routers notice a
+        lost last batch or a wrong index. The latest load report of every rank is repeated for routers that
+        joined later or lost it.
         """
         if self._is_closed:
             return
         for dp_rank in dp_ranks:
             rank = self._rank(dp_rank)
             n_held = self._n_held(rank)
-            self._flush(rank)  # the engine may have published events just now: they are counted
+            self._flush(rank)  # includes events that held_blocks() has just published
             self._events.publish(
                 KvBatch(rank.rank, self.epoch, rank.next_event_id, (), self._wall_clock(), n_held)
             )
@@ -221,7 +221,7 @@ class KvPublisher:
             self._events.publish_load(report)
 
     def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last`` (inclusive), or None when the ring has lost some of it."""
+        """The batch of ids ``first`` to ``last`` (inclusive); None when the ring has not all of them."""
         stream = self._ranks.get(rank.dp_rank)
         if self._is_closed or stream is None or rank.worker_id != self.worker_id:
             return None
@@ -232,16 +232,16 @@ class KvPublisher:
         return KvBatch(rank, self.epoch, first, events, self._wall_clock())
 
     def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
-        """The rank's whole state, or None when it is another worker's."""
+        """The rank's full state; None for a rank of another worker."""
         if self._is_closed or rank.worker_id != self.worker_id:
             return None
         held = self._held(rank.dp_rank)
         stream = self._rank(rank.dp_rank)
-        self._flush(stream)  # the engine may have published events just now: they are in the snapshot
+        self._flush(stream)  # includes events that snapshot() has just published
         return KvSnapshot(rank, self.epoch, stream.next_event_id, held)
 
     def close(self) -> None:
-        """Fall silent: what is pending is dropped, and nothing is answered any more."""
+        """Stop: pending events are dropped and recovery requests get None."""
         self._is_closed = True
         for rank in self._ranks.values():
             rank.pending.clear()

@@ -1,4 +1,4 @@
-"""The cordons of a router's fleet: followed in their store, and changed there."""
+"""The cordons of a router's fleet: follows them in their store, and adds and removes them there."""
 
 import asyncio
 import time
@@ -27,18 +27,18 @@ from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.port import CordonStore
 
 NAMES_LISTED = 20
-"""How many names an error lists."""
+"""The most names that an error lists."""
 
 
-class NobodyLeft(InvalidRequest):
-    """The cordon would leave a model without a worker of a role, and nobody insisted on it."""
+class NoWorkersLeft(InvalidRequest):
+    """The cordon would leave a model without a worker of some role, and the call has no ``force``."""
 
     status_hint = 409
     code = "nobody_left"
 
 
 class CordonedElsewhere(InvalidRequest):
-    """The cordon is not this router's to take back: an annotation made it, or another cluster has it."""
+    """This router cannot remove the cordon: an annotation made it, or it belongs to another cluster."""
 
     status_hint = 409
     code = "cordoned_elsewhere"
@@ -46,7 +46,7 @@ class CordonedElsewhere(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """How many of a model's workers of one role there are, and how many of them take new requests."""
+    """A model's workers of one role, and how many of them (``left``) take new requests."""
 
     model: ModelName
     role: Role
@@ -56,8 +56,8 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class CordonedWorker:
-    """A worker that a cordon holds for. ``running_requests`` are those that are known here, of all routers
-    that share their load with this one, or those that its engine reports, whichever are more.
+    """A cordoned worker. ``running_requests`` is the larger of two counts: the bookings of all routers that
+    share their load, and the requests that its engine reports.
     """
 
     card: WorkerCard
@@ -67,7 +67,7 @@ class CordonedWorker:
 
 @dataclass(frozen=True, slots=True)
 class CordonReading:
-    """A cordon, and the workers that it holds for now."""
+    """A cordon and the workers that match it now."""
 
     cordon: Cordon
     workers: tuple[CordonedWorker, ...]
@@ -75,7 +75,7 @@ class CordonReading:
 
 @dataclass(frozen=True, slots=True)
 class CordonChange:
-    """What a call changed: ``changed`` is False where it was so before. ``warnings`` are a line each."""
+    """The result of a call. ``changed`` is False where nothing had to change. Each warning is one line."""
 
     reading: CordonReading
     changed: bool
@@ -83,9 +83,9 @@ class CordonChange:
 
 
 class Cordons:
-    """Reads the store every ``look_s`` seconds, and lets ``apply`` know when the rules have changed.
+    """Reads the store every ``look_s`` seconds, and calls ``apply`` when the rules have changed.
 
-    While the store cannot be read, the rules that were read last hold.
+    While the store cannot be read, the rules of the last successful read stay in force.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Cordons:
         *,
         models: Callable[[], Iterable[ModelRouter]],
         apply: Callable[[CordonRules], None],
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
     ) -> None:
         self._store = store
         self._models = models
         self._apply = apply
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._task: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._looks = 0
@@ -110,25 +110,25 @@ class Cordons:
     # Following
 
     async def start(self) -> None:
-        """Read the store once, before anything is decided, and go on reading it."""
+        """Read the store once, before the first decision, then keep reading it in a background task."""
         await self._look()
         self._task = go_on(self._follow(), name="cordons: follow their store")
 
     def stop(self) -> None:
-        """Read no more; idempotent."""
+        """Stop reading the store; idempotent."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
     @property
     def look_s(self) -> float:
-        """How often routers look, in seconds."""
+        """Seconds between two reads of the store."""
         return self._store.look_s
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(self._store.look_s)
-            if not self._changing.locked():  # who changes it reads it
+            if not self._changing.locked():  # put() and remove() read the store themselves
                 await self._look()
 
     async def _look(self) -> None:
@@ -138,11 +138,11 @@ class Cordons:
             found = await self._store.read()
         except CordonsUnavailable as error:
             if self.lost is None:
-                self._observed.cordons_lost(error.message)
+                self._instrumentation.cordons_lost(error.message)
             self.lost = error.message
             return
         if self.lost is not None:
-            self._observed.cordons_back()
+            self._instrumentation.cordons_back()
         self.lost = None
         if look == self._looks:  # else another reading is newer
             self._take(CordonRules(found))
@@ -158,22 +158,22 @@ class Cordons:
         gone = [cordon for key, cordon in old.items() if key not in new]
         covered = self._covered(CordonRules((*added, *gone)))
         for cordon in added:
-            self._observed.cordoned(cordon, workers=len(covered[cordon]))
+            self._instrumentation.cordoned(cordon, workers=len(covered[cordon]))
         for cordon in gone:
-            self._observed.uncordoned(cordon, workers=len(covered[cordon]))
+            self._instrumentation.uncordoned(cordon, workers=len(covered[cordon]))
 
     # Reading
 
     def readings(self) -> list[CordonReading]:
-        """Every cordon, with the workers that it holds for."""
+        """Every cordon with the workers that match it."""
         return [_reading(cordon, workers) for cordon, workers in self._covered(self.rules).items()]
 
     def reading(self, cordon: Cordon) -> CordonReading:
-        """The workers that a cordon holds for now."""
+        """The cordon with the workers that match it now."""
         return _reading(cordon, self._covered(CordonRules((cordon,)))[cordon])
 
     def remaining(self, rules: CordonRules | None = None) -> list[Remaining]:
-        """How many workers of each model and role take new requests; with other ``rules``, would."""
+        """Count each model's workers by role, and those that take new requests, or would under ``rules``."""
         found = []
         for model in self._models():
             for role in Role:
@@ -184,7 +184,7 @@ class Cordons:
         return found
 
     def _covered(self, rules: CordonRules) -> dict[Cordon, list[tuple[ModelRouter, WorkerCard]]]:
-        """For each cordon the workers that it holds for, by one look at each worker."""
+        """The workers that match each cordon; each worker is checked once."""
         found: dict[Cordon, list[tuple[ModelRouter, WorkerCard]]] = {cordon: [] for cordon in rules.all}
         for model in self._models():
             for card in model.fleet:
@@ -202,7 +202,7 @@ class Cordons:
         return sorted(found)
 
     def _levels(self) -> list[str]:
-        """Every level that may be cordoned: workers have a name there, or a cordon has."""
+        """Every level that may be cordoned: a worker has a name there, or a cordon exists there."""
         found = {
             domain
             for model in self._models()
@@ -218,11 +218,10 @@ class Cordons:
     # Changing
 
     async def put(self, wanted: Cordon, *, force: bool) -> CordonChange:
-        """Cordon what ``wanted`` names, from now on and at every router; the same again changes nothing.
+        """Add the cordon ``wanted``, for every router; adding the same cordon again changes nothing.
 
-        Raises InvalidRequest that names the field, NotFound for a level or a worker that is not known,
-        NobodyLeft where a model had no worker of a role left and there is no ``force``, and
-        CordonsUnavailable.
+        Raises InvalidRequest that names the field, NotFound for an unknown level or worker, NoWorkersLeft
+        where a model would have no worker of a role left and ``force`` is False, and CordonsUnavailable.
         """
         wanted = checked_cordon(structs.replace(wanted, source=CordonSource.CALL, cluster=""))
         async with self._changing:
@@ -232,12 +231,12 @@ class Cordons:
             known = bool(self._names_of(wanted))
             if wanted.level == WORKER_LEVEL and not known and before is None:
                 raise NotFound(f"name: no worker {wanted.name} is here", param="name")
-            warnings = [] if known else [self._nobody_there(wanted)]
+            warnings = [] if known else [self._no_worker_in(wanted)]
             if before is not None and wanted.reason in ("", before.reason):
                 return CordonChange(self.reading(before), changed=False, warnings=tuple(warnings))
             if before is None and len(self.rules.all) >= CORDONS_MAX:
                 raise InvalidRequest(f"name: {CORDONS_MAX} cordons are here already", param="name")
-            warnings += self._nobody_left(wanted, force=force)
+            warnings += self._emptied_roles(wanted, force=force)
             if wanted.at_s == 0.0:
                 wanted = structs.replace(wanted, at_s=time.time())
             await self._store.put(wanted)
@@ -247,9 +246,9 @@ class Cordons:
         return CordonChange(self.reading(wanted), changed=True, warnings=tuple(warnings))
 
     async def remove(self, level: str, name: str) -> CordonChange:
-        """Take a cordon back, at every router; one that is not there changes nothing.
+        """Remove a cordon, for every router; removing an absent cordon changes nothing.
 
-        Raises what :meth:`put` does, and CordonedElsewhere for a cordon that was not made by a call here.
+        Raises what :meth:`put` does, and CordonedElsewhere for a cordon that no call to this cluster made.
         """
         wanted = checked_cordon(Cordon(level, name))
         async with self._changing:
@@ -259,7 +258,7 @@ class Cordons:
                 self._check_level(wanted)
                 others = [each for each in self.rules.all if (each.level, each.name) == (level, wanted.name)]
                 for other in others:
-                    raise CordonedElsewhere(_elsewhere(other), param="name")
+                    raise CordonedElsewhere(_cordoned_elsewhere(other), param="name")
                 return CordonChange(self.reading(wanted), changed=False, warnings=())
             await self._store.remove(before)
             self._looks += 1
@@ -273,7 +272,7 @@ class Cordons:
             raise CordonsUnavailable(self.lost)
 
     def _find(self, wanted: Cordon) -> Cordon | None:
-        """The cordon of this name that a call made here."""
+        """The cordon of this name that a call to this cluster made."""
         for each in self.rules.all:
             key = each.level, each.name, each.source, each.cluster
             if key == (wanted.level, wanted.name, CordonSource.CALL, ""):
@@ -291,30 +290,31 @@ class Cordons:
     def _names_of(self, wanted: Cordon) -> list[str]:
         return [name for name in self._names(wanted.level) if name == wanted.name]
 
-    def _nobody_there(self, wanted: Cordon) -> str:
+    def _no_worker_in(self, wanted: Cordon) -> str:
         names = self._names(wanted.level)
         known = ", ".join(names[:NAMES_LISTED]) + (", …" if len(names) > NAMES_LISTED else "")
         return (
             f"no worker is in {wanted.place} now; the cordon holds for those that join there (known: {known})"
         )
 
-    def _nobody_left(self, wanted: Cordon, *, force: bool) -> list[str]:
+    def _emptied_roles(self, wanted: Cordon, *, force: bool) -> list[str]:
         after = self.remaining(CordonRules((*self.rules.all, wanted)))
         emptied = [
             then for now, then in zip(self.remaining(), after, strict=True) if now.left > 0 and not then.left
         ]
-        said = [
+        emptied_lines = [
             f"model {each.model}: none of its {each.workers} {each.role.value} workers takes new requests"
             for each in emptied
         ]
-        if said and not force:
-            raise NobodyLeft(
-                f"force: must be true: with {wanted.place} cordoned, {'; '.join(said)}", param="force"
+        if emptied_lines and not force:
+            raise NoWorkersLeft(
+                f"force: must be true: with {wanted.place} cordoned, {'; '.join(emptied_lines)}",
+                param="force",
             )
-        return said
+        return emptied_lines
 
     def _still(self, reading: CordonReading) -> list[str]:
-        """Workers of a cordon that was taken back, for which others still hold."""
+        """A warning for each other cordon that still holds for the workers of a removed one."""
         holding: dict[str, list[WorkerId]] = {}
         for worker in reading.workers:
             card = worker.card
@@ -340,7 +340,7 @@ def _reading(cordon: Cordon, workers: Iterable[tuple[ModelRouter, WorkerCard]]) 
 
 
 def running_on(model: ModelRouter, card: WorkerCard) -> int:
-    """How many requests run or wait at a worker: booked here, or reported by an engine that answers."""
+    """Requests that run or wait at a worker: per rank the larger of the ledger's and its engine's count."""
     model.ledger.ensure_slots(model.fleet.n_slots)
     booked, columns = model.ledger.columns().requests, model.fleet.columns
     slots: Sequence[int] = model.fleet.slots_of(card.worker_id)
@@ -360,7 +360,7 @@ def _may_take(model: ModelRouter, card: WorkerCard, rules: CordonRules | None) -
     return model.fleet.is_alive(card.worker_id) and card.takes_new_requests and not is_cordoned
 
 
-def _elsewhere(cordon: Cordon) -> str:
+def _cordoned_elsewhere(cordon: Cordon) -> str:
     if cordon.cluster:
         return f"name: {cordon.place} is cordoned in cluster {cordon.cluster}: uncordon it there"
     return (

@@ -1,4 +1,4 @@
-"""A router from its settings and transports."""
+"""Router build: makes a router service from its settings and transports."""
 
 import random
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync, new_router_id
-from kvrouter.router.router import RouterService, ServiceParts
+from kvrouter.router.router_service import RouterService, ServiceParts
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
@@ -42,16 +42,15 @@ def build_service(
     traffic: TrafficRecorder | None = None,
     place: Mapping[str, str] | None = None,
 ) -> RouterService:
-    """Put a router together; it follows the fleet once it is started.
+    """Build a router service; it follows the fleet once it is started.
 
-    ``cordons`` is where cordons are kept; without, they end with the process.
-    ``sync``, where the requests of other routers count, is started and stopped by its maker.
-    ``prefill_alone``: it decides the prefill leg, and nothing else. ``traffic`` records it. ``place`` are the
-    domains of a frontend that it serves; it may move. Raises ConfigError where prefill has to be near a
-    frontend and there is none.
+    ``cordons`` is the cordon store; None keeps cordons in this process only. ``sync`` shares bookings with
+    other routers; its maker starts and stops it. ``prefill_alone``: it places prefill legs only. ``traffic``
+    records requests. ``place`` are the topology domains of the frontend that it serves, which may change.
+    Raises ConfigError where prefill must be near a frontend and there is none.
     """
     _check_prefill_level(config, place)
-    observed = ServiceInstrumentation(telemetry or Telemetry(), traffic)
+    instrumentation = ServiceInstrumentation(telemetry or Telemetry(), traffic)
     decisions = DecisionLog(requests_max=config.decisions_kept)
     router_id = new_router_id() if sync is None else sync.router_id
     settings = routing_settings(config, links, place)
@@ -59,7 +58,7 @@ def build_service(
         settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
 
     def make_model(model: ModelName, block_size: int) -> ModelRouter:
-        of_model = observed.of_model(model)
+        of_model = instrumentation.of_model(model)
         return ModelRouter(
             fleet=Fleet(model, block_size),
             cache=_cache_view(config, subscriber, of_model),
@@ -68,7 +67,7 @@ def build_service(
             config=config,
             settings=settings,
             decisions=decisions,
-            observed=of_model,
+            instrumentation=of_model,
             seed=random.getrandbits(64),
             sync=sync,
         )
@@ -82,7 +81,7 @@ def build_service(
             subscriber=subscriber,
             make_model=make_model,
             decisions=decisions,
-            observed=observed,
+            instrumentation=instrumentation,
             sync=sync,
         )
     )
@@ -97,9 +96,9 @@ def _check_prefill_level(config: KvRouterConfig, place: Mapping[str, str] | None
 
 
 def _cache_view(
-    config: KvRouterConfig, subscriber: EventSubscriber, observed: ModelInstrumentation
+    config: KvRouterConfig, subscriber: EventSubscriber, instrumentation: ModelInstrumentation
 ) -> CacheView:
-    """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
+    """The cache view: none where overlap has no weight or the mode is not KV, else events or predictions."""
     if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
         return NoCacheView()
     predicted = NativeApproximateIndex(
@@ -109,6 +108,8 @@ def _cache_view(
     )
     if config.kv_events:
         index = NativeBlockIndex()
-        pump = EventIngest(index, subscriber, observed, rank_blocks_max=config.router_rank_blocks_max)
-        return EventCacheView(index, pump, predicted)
+        ingest = EventIngest(
+            index, subscriber, instrumentation, rank_blocks_max=config.router_rank_blocks_max
+        )
+        return EventCacheView(index, ingest, predicted)
     return PredictedCacheView(predicted)

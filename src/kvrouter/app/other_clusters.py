@@ -1,4 +1,4 @@
-"""Discovery in other clusters than the own one, from the settings."""
+"""Discovery and cordons of other clusters, from the settings."""
 
 from pathlib import Path
 
@@ -22,13 +22,13 @@ EXTRA = "kubernetes"
 
 
 def own_account(planes: PlaneSettings) -> Account:
-    """Return the account by which ``--discovery kubernetes`` asks the own cluster. Raises ConfigError."""
+    """Return the account with which ``--discovery kubernetes`` reads its own cluster. Raises ConfigError."""
     folder = Path(planes.kubernetes_account)
     return account_of_pod(folder, host=planes.kubernetes_host, port=planes.kubernetes_port)
 
 
 def check_clusters(planes: PlaneSettings, *, discovers: bool = True) -> None:
-    """Raise ConfigError where other clusters are named and cannot be followed."""
+    """Raise ConfigError where other clusters are configured and cannot be followed."""
     if not planes.clusters:
         return
     if not discovers:
@@ -45,10 +45,9 @@ def check_clusters(planes: PlaneSettings, *, discovers: bool = True) -> None:
 
 
 def with_other_clusters(planes: PlaneSettings, own: Discovery, telemetry: Telemetry) -> Discovery:
-    """Return ``own`` and the discoveries of all other clusters as one; no cluster is asked yet.
+    """Return ``own`` and the discoveries of all other clusters as one, without connecting yet.
 
-    ``planes`` are settings that :func:`check_clusters` takes. Raises ConfigError for a kubeconfig that cannot
-    be read.
+    ``planes`` must have passed :func:`check_clusters`. Raises ConfigError for an unreadable kubeconfig.
     """
     namespace = own_account(planes).namespace
     clusters: dict[str, Discovery] = {planes.cluster or "": own}
@@ -61,9 +60,9 @@ def with_other_clusters(planes: PlaneSettings, own: Discovery, telemetry: Teleme
 def cordons_of_clusters(
     planes: PlaneSettings, own: CordonStore, telemetry: Telemetry
 ) -> tuple[CordonStore, list[KubernetesCordons]]:
-    """Return the cordons of all clusters as one store, and the stores to be closed besides ``own``.
+    """Return the cordons of all clusters as one store, and the stores to close besides ``own``.
 
-    ``planes`` are settings that :func:`check_clusters` takes.
+    ``planes`` must have passed :func:`check_clusters`.
     """
     namespace = own_account(planes).namespace
     refuse = refusals_on("discovery", telemetry)
@@ -83,7 +82,7 @@ def cordons_of_clusters(
 def _other(
     planes: PlaneSettings, other: OtherCluster, telemetry: Telemetry, *, namespace: str
 ) -> KubernetesDiscovery:
-    """The discovery of one other cluster. Whatever it reports names the cluster."""
+    """The discovery of another cluster. Its log lines name the cluster."""
     report, refuse = troubles_on("discovery"), refusals_on("discovery", telemetry)
     return KubernetesDiscovery(
         _user(other, namespace=namespace),

@@ -1,4 +1,4 @@
-"""A recording of traffic, from its settings to its last file."""
+"""Traffic recording of a process, from its settings: opens the folder, logs losses, counts records."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from kvrouter.telemetry.logs import LogThrottle
 
 _log = logging.getLogger("kvrouter.recording")
 
-_SAID = {
+_REASONS = {
     Loss.QUEUE_FULL: "too many records wait to be written",
     Loss.ENDED: "the recording has ended",
     Loss.ERROR: "a record could not be made",
@@ -46,11 +46,11 @@ async def recording(
         total_bytes=settings.total_bytes,
         started_s=started_s,
     )
-    throttles = {why: LogThrottle() for why in Loss}  # one thread asks each
+    throttles = {why: LogThrottle() for why in Loss}  # each is used by one thread
 
     def on_lost(why: Loss, error: Exception | None) -> None:
         if throttles[why].allows(why):
-            log_event(_log, Event.RECORDING_DROPPED, reason=_SAID[why], exc_info=error)
+            log_event(_log, Event.RECORDING_DROPPED, reason=_REASONS[why], exc_info=error)
 
     def on_stopped(error: Exception) -> None:
         if isinstance(error, OSError):
@@ -79,7 +79,7 @@ async def recording(
 
 
 class _Gauges:
-    """What the recorder counts, as metrics."""
+    """Copies the recorder's counts into metrics."""
 
     def __init__(self, telemetry: Telemetry, recorder: Recorder) -> None:
         self._telemetry = telemetry
@@ -88,7 +88,7 @@ class _Gauges:
         self._written = 0
 
     def refresh(self) -> None:
-        """Count what came since the last scrape."""
+        """Add the counts since the last scrape."""
         telemetry, recorder = self._telemetry, self._recorder
         for why in Loss:
             lost = recorder.lost[why]

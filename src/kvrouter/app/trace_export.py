@@ -1,4 +1,4 @@
-"""OpenTelemetry's SDK, as its own ``OTEL_…`` variables set it up, for the spans of requests."""
+"""Request tracing: sets up OpenTelemetry's SDK from its own ``OTEL_…`` variables."""
 
 import asyncio
 import logging
@@ -24,12 +24,12 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 FLUSH_LIMIT_S = 5.0
-"""How long the last spans may take to be sent as the process ends."""
+"""Seconds that the last spans may take to be sent at the end."""
 
 
 def asks_for_traces(environ: Mapping[str, str]) -> bool:
-    """Whether the variables ask for spans: they name an endpoint or an exporter, and do not turn it off.
-    Without either nothing is traced, though the SDK by itself would send to a collector on this host.
+    """Whether the variables ask for spans: they name an endpoint or an exporter, and do not disable the SDK.
+    Otherwise requests are not traced, although the SDK's default is a collector on this host.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
@@ -39,10 +39,10 @@ def asks_for_traces(environ: Mapping[str, str]) -> bool:
 
 @asynccontextmanager
 async def tracing(environ: Mapping[str, str], *, version: str) -> AsyncIterator["RequestTracing | None"]:
-    """Send spans where the variables say; None where they ask for none, or the extra is not installed, which
-    is logged.
+    """Yield the request tracing that the variables ask for; None where they ask for none, or the extra is not
+    installed, which is logged.
 
-    Raises ConfigError naming a variable that asks for an exporter or a protocol that is not here.
+    Raises ConfigError naming the variable for an unavailable exporter or protocol.
     """
     if not asks_for_traces(environ):
         yield None
@@ -65,12 +65,12 @@ async def tracing(environ: Mapping[str, str], *, version: str) -> AsyncIterator[
         )
         yield None
         return
-    ours = Resource({"service.name": "kvrouter", "service.version": version})
+    resource = Resource({"service.name": "kvrouter", "service.version": version})
     forwarded = _SdkLog()
     logging.getLogger("opentelemetry").addHandler(forwarded)
     try:
         provider = TracerProvider(
-            resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+            resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
     except ValueError as error:
@@ -86,15 +86,15 @@ async def tracing(environ: Mapping[str, str], *, version: str) -> AsyncIterator[
 
 
 async def _ended(shutdown: Callable[[], None], limit_s: float) -> bool:
-    """Shut the SDK down; False when that takes longer. It waits for its own thread, and that for a collector
-    that may not answer: so it runs in a thread that the process does not wait for.
+    """Shut the SDK down; return False when that takes longer than the limit. It may wait for an unreachable
+    collector, so it runs in a daemon thread that does not delay the process's end.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
     def end() -> None:
         shutdown()
-        with suppress(RuntimeError):  # the loop is closed: it was too late
+        with suppress(RuntimeError):  # the loop is closed already
             loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=end, name="kvrouter-spans", daemon=True).start()
@@ -132,8 +132,8 @@ def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
 
 
 class _SdkLog(logging.Handler):
-    """Says in one line of ours, at most once a minute, what the SDK could not do. While it is set up only its
-    own words: it quotes variables that may hold keys.
+    """Logs the SDK's own errors as events, at most one a minute. During set-up only their format is logged,
+    since arguments may quote variables that hold keys.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class _SdkLog(logging.Handler):
         self.is_set_up = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log one of the SDK's lines."""
+        """Log one of the SDK's records."""
         reason = record.getMessage() if self.is_set_up else str(record.msg)
         if self._throttle.allows(str(record.msg)):
             log_event(logger, Event.SPANS_NOT_SENT, reason=reason)

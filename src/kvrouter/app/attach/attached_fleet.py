@@ -1,4 +1,4 @@
-"""Attaches the engines of a fleet file: probes each, compares it with the file, and runs a worker for it."""
+"""Attaches a fleet file's engines: probes each, compares it with the file, and runs a worker for it."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Self
 from kvrouter.app.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.app.attach.spec import FileEngine, file_engines
 from kvrouter.app.attach.transport_provider import MemoryTransports
-from kvrouter.app.fleet_build import contract_of
+from kvrouter.app.fleet_build import topology_env_of
 from kvrouter.app.mock_fleet import MemoryPlanes
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
@@ -21,21 +21,21 @@ _log = logging.getLogger("kvrouter.up")
 
 
 class AttachedFleet:
-    """The workers for all engines of a fleet file that run already.
+    """The workers of all engines in a fleet file that already run.
 
-    Use it as an async context manager. Inside, every engine that answered when it was first asked has its
-    worker; the others get theirs once they answer, and hold nobody up. Entering raises ConfigError, with a
-    line for each of them, for engines that contradict the file; one that answers late and contradicts it is
-    logged, and asked again.
+    Use it as an async context manager. Inside, every engine that answered its first probe has its worker; the
+    others get theirs once they answer, and delay no other. Entering raises ConfigError, with a line for each,
+    for engines that contradict the file; an engine that answers later and contradicts it is logged and probed
+    again.
     """
 
     def __init__(
         self, fleet: FleetFile, settings: Settings, planes: MemoryPlanes, *, environ: Mapping[str, str]
     ) -> None:
         self._fleet = fleet
-        self._all_heard = asyncio.Event()
+        self._all_attempted = asyncio.Event()
         self._mistakes: list[KvrouterError] | None = []
-        """What is wrong with the start; None once it is over."""
+        """Errors of the first probes; None once the start is over."""
 
         self._tasks: list[asyncio.Task[None]] = []
         workers = EngineWorkers(settings, MemoryTransports(planes))
@@ -43,15 +43,15 @@ class AttachedFleet:
             (engine.group, self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers))
             for engine in file_engines(fleet)
         ]
-        self._unheard = {each.spec.worker_id for _, each in self._engines}
+        self._unattempted = {each.spec.worker_id for _, each in self._engines}
 
     @property
     def workers(self) -> dict[WorkerId, Worker]:
-        """Those that have joined."""
+        """The workers that have joined."""
         return {each.spec.worker_id: each.worker for _, each in self._engines if each.worker is not None}
 
     def awaited(self) -> list[str]:
-        """The engines that have no worker yet: a line for each, without addresses, as clients may see it."""
+        """A line for each engine without a worker; without addresses, because clients may read it."""
         return [
             f"the engine of {each.spec.written_at} (group {group.name!r}) {each.awaited}"
             for group, each in self._engines
@@ -62,7 +62,7 @@ class AttachedFleet:
         try:
             self._tasks = [asyncio.create_task(each.run()) for _, each in self._engines]
             if self._engines:
-                await self._all_heard.wait()
+                await self._all_attempted.wait()
             mistakes, self._mistakes = self._mistakes, None
             if mistakes:
                 raise _as_one(mistakes)
@@ -89,17 +89,17 @@ class AttachedFleet:
         def on_refused(error: KvrouterError) -> None:
             self._refused(engine, error)
 
-        def on_heard() -> None:
-            self._unheard.discard(worker_id)
-            if not self._unheard:
-                self._all_heard.set()
+        def on_attempt_ended() -> None:
+            self._unattempted.discard(worker_id)
+            if not self._unattempted:
+                self._all_attempted.set()
 
         return EngineAttachment(
             engine.spec,
             workers,
-            contract=contract_of(engine.group),
+            topology=topology_env_of(engine.group),
             on_refused=on_refused,
-            on_heard=on_heard,
+            on_attempt_ended=on_attempt_ended,
         )
 
     def _refused(self, engine: FileEngine, error: KvrouterError) -> None:

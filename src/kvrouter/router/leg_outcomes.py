@@ -1,4 +1,4 @@
-"""The legs of a request as engines receive them, and what their answers and errors mean to its journey."""
+"""Leg outcomes: opens and reads a request's legs, and turns their answers and errors into journey events."""
 
 import asyncio
 import dataclasses
@@ -27,16 +27,16 @@ INTAKE_BYTES = 8
 
 
 def with_intake_id(request: GenerateRequest) -> GenerateRequest:
-    """Return ``request`` with a name of its own: whatever ids clients give, its legs are no other's."""
+    """Return ``request`` with a unique intake id, which names its legs whatever id the client chose."""
     return replace(request, intake=secrets.token_hex(INTAKE_BYTES))
 
 
 OnCached = Callable[[int, int | None], None]
-"""Hears how many prompt tokens the engine had cached, and how many it counts, where it reports that."""
+"""Called with the engine's counts of cached and of prompt tokens, where it reports them."""
 
 
 async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferParams | None:
-    """Read a prefill leg to its end; return what it says about where its KV waits.
+    """Read a prefill leg to its end; return the engine's parameters for fetching its KV, or None.
 
     Raises StreamBroken.
     """
@@ -54,11 +54,10 @@ async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferP
 
 
 async def open_decode(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
-    """Open a decode leg. One whose KV waits at a prefill worker is opened also for a caller that is cancelled
-    meanwhile, and is then cancelled: often only its worker can notify the prefill worker that nobody
-    comes.
+    """Open a decode leg. If the caller is cancelled meanwhile and KV waits at a prefill worker, the leg is
+    still opened and then cancelled: often only the decode worker can tell the prefill worker to free it.
 
-    Raises what the plane's ``open`` raises.
+    Raises what the transport's ``open`` raises.
     """
     if not request.kv_transfer_params:
         return await plane.open(address, request)
@@ -80,7 +79,7 @@ def _take_back(opening: "asyncio.Task[EngineStream]") -> None:
 
 
 def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
-    """Return what an error that a worker gave for a leg means to the request's journey."""
+    """Return the journey event for an error that a worker gave for a leg."""
     return LegLost(
         pick.leg,
         pick.rank.worker_id,
@@ -96,7 +95,7 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
 async def prefill_outcome(
     placement: Placement, leg: Awaitable[KvTransferParams | None]
 ) -> PrefillDone | LegLost | LegRefused:
-    """Await a prefill leg; return what its journey hears of it. Clients may read why a leg was lost."""
+    """Await a prefill leg; return its journey event, without addresses, since clients may read it."""
     pick = placement.prefill_pick
     try:
         params = await leg

@@ -1,4 +1,4 @@
-"""The router of one process: the routers of all its models, fed by discovery and events."""
+"""The router service of one process: the routers of all its models, fed by discovery and events."""
 
 import time
 from collections import Counter
@@ -17,13 +17,13 @@ from kvrouter.core.sync import LinkUpdate
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import FleetChange
 from kvrouter.kernel.topology.link_table import LinkTable
-from kvrouter.router.cordons import Cordons
 from kvrouter.router.engine_tokenizer import EngineTokenizer
+from kvrouter.router.fleet_cordons import Cordons
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.liveness import Liveness
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.requests import Requests
+from kvrouter.router.running_requests import Requests
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.background import LoopPauses
 from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
@@ -31,12 +31,12 @@ from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.requests.port import RequestPlane
 
 MODELS_MAX = 1024
-"""How many models one router knows."""
+"""The most models that one router knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What a router is made of: the composition root picks the adapters."""
+    """The parts of a router; the composition root chooses the adapters."""
 
     config: KvRouterConfig
     plane: RequestPlane
@@ -47,12 +47,12 @@ class ServiceParts:
     """(model, block size) → its model router."""
 
     decisions: DecisionLog
-    observed: ServiceInstrumentation
+    instrumentation: ServiceInstrumentation
     sync: ReplicaSync | None = None
 
 
 class RefusedCard(NamedTuple):
-    """A card that cannot be routed to. ``param`` is the field at fault; None where it is none."""
+    """A worker card that was refused. ``param`` is the field at fault, None where no single field is."""
 
     card: WorkerCard
     param: str | None
@@ -60,7 +60,7 @@ class RefusedCard(NamedTuple):
 
 
 RECALLED_S = 3600.0
-"""What was seen of links so long ago says nothing any more: it is not kept for workers that never come."""
+"""Recalled link speeds older than this are dropped while their workers have not joined."""
 
 
 class RouterService:
@@ -68,10 +68,10 @@ class RouterService:
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
-        self.requests = Requests(parts.config, parts.plane, parts.observed, self.model)
+        self.requests = Requests(parts.config, parts.plane, parts.instrumentation, self.model)
         self.decisions = parts.decisions
         self.sync = parts.sync
-        """What shares this router's bookings with others; None where nobody asked for that."""
+        """Replica sync with the other routers; None where it is off."""
         self._models: dict[ModelName, ModelRouter] = {}
         self._place: Mapping[str, str] | None = None
         self._links: LinkTable | None = None
@@ -81,19 +81,22 @@ class RouterService:
         self._refused: dict[WorkerId, RefusedCard] = {}
         self._stops: list[Callable[[], None]] = []
         self.store_lost: str | None = None
-        """Why discovery cannot be reached, and the fleet is frozen as it was; None while it can."""
+        """Why discovery is unreachable, so that the fleet stays frozen; None while it is reachable."""
         self._had_enough = False
-        """Whether as many workers were here at one time as are waited for at the start."""
+        """Whether the minimum number of workers was ever registered at one time."""
         config = parts.config
         self._pauses = LoopPauses(self._paused)
         self.cordons = Cordons(
-            parts.cordons, models=self.models, apply=self._apply_cordons, observed=parts.observed
+            parts.cordons,
+            models=self.models,
+            apply=self._apply_cordons,
+            instrumentation=parts.instrumentation,
         )
-        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.observed)
+        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.instrumentation)
         self.liveness = Liveness(
             parts.plane,
             parts.subscriber,
-            hears_events=config.kv_events and config.router_mode is RouterMode.KV,
+            follows_events=config.kv_events and config.router_mode is RouterMode.KV,
             on_alive=self._on_alive,
             on_lapsed_and_dead=self._on_lapsed_and_dead,
         )
@@ -101,19 +104,19 @@ class RouterService:
     # Life
 
     async def start(self) -> None:
-        """Begin to follow the cordons, and then the fleet: no request is to see a worker without them."""
+        """Follow the cordons and then the fleet, so that no request sees a worker without its cordons."""
         await self.cordons.start()
         self._stops.append(self.cordons.stop)
-        deaf = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
+        unsubscribe = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
         try:
-            blind = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
+            unwatch = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
         except BaseException:
-            deaf()
+            unsubscribe()
             raise
-        self._stops += (deaf, blind, self._pauses.stop)
+        self._stops += (unsubscribe, unwatch, self._pauses.stop)
 
     def stop(self) -> None:
-        """Follow the fleet no longer."""
+        """Stop following the fleet."""
         for stop in self._stops:
             stop()
         self._stops.clear()
@@ -122,7 +125,7 @@ class RouterService:
             model.cache.close()
 
     def refused(self) -> tuple[RefusedCard, ...]:
-        """The workers that are announced and cannot be routed to, in the order of worker ids."""
+        """The registered workers whose cards were refused, in the order of worker ids."""
         return tuple(self._refused[worker_id] for worker_id in sorted(self._refused))
 
     def _paused(self, seconds: float) -> None:
@@ -130,29 +133,29 @@ class RouterService:
             model.placer.transfers.paused(seconds)
 
     def moved(self, place: Mapping[str, str]) -> None:
-        """The frontend has these domains from now on."""
+        """Set the frontend's topology domains."""
         self._place = place
         for model in self._models.values():
             model.moved(place)
 
     def links_changed(self, links: LinkTable) -> None:
-        """Weigh these links from now on, where links are weighed."""
+        """Replace the link table, where links are weighed."""
         self._links = links
         for model in self._models.values():
             model.links_changed(links)
 
     def _apply_cordons(self, rules: CordonRules) -> None:
-        """Other workers are cordoned from now on; requests that wait may try again."""
+        """Apply changed cordons; waiting requests may be placed again."""
         for model in self._models.values():
             turned = model.fleet.set_cordons(rules)
             for card in turned:
-                self._parts.observed.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
+                self._parts.instrumentation.worker_cordoned(card, model.fleet.cordons_on(card.worker_id))
             if turned:
                 model.placer.fleet_changed(now_s=model.clock())
 
     def recall(self, news: Iterable[LinkUpdate], *, aged_s: float) -> None:
-        """Let models learn from what was known of their links so long ago; those whose workers did not come
-        yet, when they come.
+        """Give models the link speeds that were saved ``aged_s`` seconds ago; for a model without workers
+        they are kept until its first worker joins.
         """
         self._recalled_s = time.monotonic() - aged_s
         for each in news:
@@ -163,33 +166,33 @@ class RouterService:
                 model.placer.transfers.on_link_update(each, now_s=model.clock(), aged_s=aged_s)
 
     def known_links(self, router_id: RouterId) -> Iterator[LinkUpdate]:
-        """Yield what is known of every model's links now, also of models whose workers did not come yet: of
-        those for :data:`RECALLED_S`.
+        """Yield the current link speeds of every model; recalled ones of models without workers are included
+        for :data:`RECALLED_S`.
         """
         for model in self._models.values():
             yield from model.placer.transfers.all_updates(router_id, now_s=model.clock())
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
             for news in recalled:
-                seen = [structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen]
-                kept = tuple(each for each in seen if each.age_s <= RECALLED_S)
+                aged = [structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen]
+                kept = tuple(each for each in aged if each.age_s <= RECALLED_S)
                 if kept:
                     yield structs.replace(news, seen=kept)
 
     # The models
 
     def models(self) -> Iterator[ModelRouter]:
-        """Every model that a worker ever registered."""
+        """Every model that a worker has ever registered."""
         return iter(self._models.values())
 
     def find(self, name: ModelName) -> ModelRouter | None:
-        """Return the model's router; None when no worker ever registered it."""
+        """Return the model's router; None when no worker has ever registered the model."""
         return self._models.get(name)
 
     def model(self, name: ModelName) -> ModelRouter:
         """Return the model's router.
 
-        Raises :class:`UnknownModel`, or :class:`ModelNotReady` while its workers may be on their way.
+        Raises :class:`UnknownModel`, or :class:`ModelNotReady` while its workers may not have registered yet.
         """
         model = self.find(name)
         if model is not None:
@@ -204,7 +207,7 @@ class RouterService:
 
     @property
     def why_fleet_unknown(self) -> str | None:
-        """Why this router cannot say which models there are; None when it can."""
+        """Why this router does not know all models yet; None when it does."""
         if self.store_lost is not None:
             return "discovery cannot be reached"
         if not self._models:
@@ -213,7 +216,7 @@ class RouterService:
 
     @property
     def why_too_few(self) -> str | None:
-        """How many of the workers are here that this router waits for at its start; None once all were."""
+        """How many of the workers required at the start have registered; None once all had."""
         least = self._parts.config.router_min_initial_workers
         if self._had_enough or least == 0:
             return None
@@ -222,7 +225,7 @@ class RouterService:
     # The fleet
 
     def _on_card(self, card: WorkerCard) -> None:
-        observed = self._parts.observed
+        instrumentation = self._parts.instrumentation
         self._refused.pop(card.worker_id, None)
         previous = self._model_of.get(card.worker_id)
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
@@ -247,7 +250,7 @@ class RouterService:
         if replaced is not None and replaced is not model:
             replaced.cache.close()
         self._models[card.model] = model
-        if card.role is Role.PREFILL:  # from now on transfers may be timed
+        if card.role is Role.PREFILL:  # transfers may be timed from now on
             self._pauses.start()
         for news in self._recalled.pop(card.model, ()):
             aged_s = time.monotonic() - self._recalled_s
@@ -255,26 +258,27 @@ class RouterService:
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
-            observed.worker_warned(card, warning)
-        odd = self.liveness.follow(card)
-        if odd is not None:
-            observed.worker_warned(card, odd)
+            instrumentation.worker_warned(card, warning)
+        follow_warning = self.liveness.follow(card)
+        if follow_warning is not None:
+            instrumentation.worker_warned(card, follow_warning)
         self._apply(model, card, change)
         if known is None or known.incarnation != card.incarnation:
-            observed.worker_joined(card)
+            instrumentation.worker_joined(card)
         else:
-            observed.worker_changed(card)
+            instrumentation.worker_changed(card)
         cordons = model.fleet.cordons_on(card.worker_id)
         if cordons:
-            observed.worker_cordoned(card, cordons)
+            instrumentation.worker_cordoned(card, cordons)
         model.placer.fleet_changed(now_s=model.clock())
 
     def _model_for(self, card: WorkerCard) -> ModelRouter:
-        """The card's model; a new one where there was none, or where all its workers left.
+        """The card's model; a new one where the model is unknown or all its workers left with another block
+        size.
 
-        A model without workers stays known: its requests are refused with 503, not 404. It may come back with
-        another block size, and keeps the thresholds that were set. Raises ConfigError when there are too many
-        models.
+        A model without workers stays known, so that its requests are refused with 503 and not 404. It may
+        come back with another block size, and keeps the thresholds that were set. Raises ConfigError when
+        there are too many models.
         """
         model = self._models.get(card.model)
         if model is not None and (len(model.fleet) or card.block_size in (None, model.fleet.block_size)):
@@ -297,13 +301,12 @@ class RouterService:
         return made
 
     def _follow_majority(self, name: ModelName) -> None:
-        """Where more of the model's workers have another block size than the one that its fleet has, take
-        them instead. So no single card decides, be it the first one.
+        """Where more of the model's workers have another block size than its fleet, replace the fleet by
+        them, so that no single card decides, not even the first.
 
-        A worker that was kept although its lease ran out goes for good: nobody would report when it is gone,
-        and a card without a worker must not count. Answers on their way from the workers that go come to
-        their end; a request that waits, or that needs another worker, is refused with 503: its prompt is
-        hashed in blocks of the old size.
+        A worker kept after its lease ran out is removed for good: discovery would not report its end. Running
+        answers of removed workers go on; a request that waits or needs another worker is refused with 503,
+        because its prompt is hashed in blocks of the old size.
         """
         others = [
             refused.card
@@ -326,8 +329,8 @@ class RouterService:
             self._on_card(card)
 
     def _forget_a_model(self) -> None:
-        """Remove one model: of the models whose workers all left, the one that has been known the longest is
-        forgotten; one whose busy thresholds were set only where there is no other.
+        """Remove one model: of those without workers the one known for longest; one whose busy thresholds
+        were set only where there is no other.
         """
         empty = [
             model for model in self._models.values() if not len(model.fleet) and not model.placer.waiting
@@ -339,10 +342,10 @@ class RouterService:
         del self._models[forgotten.fleet.model]
 
     def _refuse(self, refused: RefusedCard) -> None:
-        """A card that cannot be used. What the worker was before is gone all the same."""
+        """Refuse a card, and remove the worker's former incarnation."""
         card = refused.card
         self._refused[card.worker_id] = refused
-        self._parts.observed.worker_refused(card, refused.why)
+        self._parts.instrumentation.worker_refused(card, refused.why)
         name = self._model_of.get(card.worker_id)
         old = None if name is None else self._models[name].fleet.card(card.worker_id)
         if name is not None and (old is None or old.incarnation != card.incarnation):
@@ -374,17 +377,17 @@ class RouterService:
         if card is None or card.incarnation != incarnation:
             return
         if why is Gone.EXPIRED and self.liveness.lapsed(worker_id):
-            self._parts.observed.worker_lapsed(card)
+            self._parts.instrumentation.worker_lapsed(card)
             return
         self._leave(model, worker_id)
         self._follow_majority(name)
 
     def _on_alive(self, card: WorkerCard, is_alive: bool) -> None:
-        """A worker stopped answering, or answers again; one that does not gets no new requests."""
+        """Note that a worker stopped answering, and gets no new requests, or that it answers again."""
         model = self._model_with(card)
         if model is not None and model.fleet.set_alive(card.worker_id, is_alive):
             is_cordoned = bool(model.fleet.cordons_on(card.worker_id))
-            self._parts.observed.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
+            self._parts.instrumentation.worker_alive(card, is_alive=is_alive, is_cordoned=is_cordoned)
             model.placer.fleet_changed(now_s=model.clock())
 
     def _on_lapsed_and_dead(self, card: WorkerCard) -> None:
@@ -394,12 +397,12 @@ class RouterService:
             self._follow_majority(card.model)
 
     def _on_store(self, is_reachable: bool, why: str) -> None:
-        """Discovery was lost, or is back. Until it is back the fleet stays as it was."""
+        """Note that discovery became unreachable or reachable. Until it is reachable the fleet is frozen."""
         self.store_lost = None if is_reachable else why
-        self._parts.observed.discovery(is_reachable=is_reachable, why=why)
+        self._parts.instrumentation.discovery(is_reachable=is_reachable, why=why)
 
     def _model_with(self, card: WorkerCard) -> ModelRouter | None:
-        """The model that holds this very incarnation of the worker."""
+        """The model whose fleet has this incarnation of the worker."""
         name = self._model_of.get(card.worker_id)
         model = None if name is None else self._models[name]
         known = None if model is None else model.fleet.card(card.worker_id)
@@ -414,8 +417,8 @@ class RouterService:
         for slot in model.fleet.leave(worker_id, card.incarnation):
             model.freed(slot)
         self.engine_tokenizer.gone(card)
-        self._parts.observed.worker_gone(card)
-        model.observed.placement.worker_gone(worker_id)
+        self._parts.instrumentation.worker_gone(card)
+        model.instrumentation.placement.worker_gone(worker_id)
         model.placer.fleet_changed(now_s=model.clock())
 
     def _on_batch(self, batch: KvBatch) -> None:
