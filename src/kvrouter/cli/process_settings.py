@@ -13,7 +13,7 @@ from kvrouter.settings.option import option
 
 if TYPE_CHECKING:
     from kvrouter.core.ids import ModelName
-    from kvrouter.kernel.topology.links import LinkTable
+    from kvrouter.kernel.topology.link_table import LinkTable
     from kvrouter.settings.problems import Document
     from kvrouter.settings.sources import Loaded
     from kvrouter.settings.tree import Settings

@@ -11,8 +11,8 @@ from kvrouter.fleetfile.link_table import read_links
 from kvrouter.fleetfile.timing_file import read_timing
 from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
-from kvrouter.kernel.routing.request import RoutingSettings, cost_rule
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.routing.interface import RoutingSettings, cost_rule
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.kernel.topology.policy import NearFrontend, RouterTopologyDefault
 from kvrouter.settings.router_settings import KvRouterConfig
 

@@ -17,7 +17,7 @@ from kvrouter.fleetfile.fleet_engines import (
     EngineSpec,
     MockEngineSpec,
 )
-from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig

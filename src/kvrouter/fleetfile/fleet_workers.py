@@ -12,7 +12,7 @@ from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_engines import HandoffKind, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.setting import installed_version
 
 BOOTSTRAP_PORT = 8998

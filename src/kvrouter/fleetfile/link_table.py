@@ -9,7 +9,7 @@ from kvrouter.core.cost_rules import BLOCKS
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_file import LinksSpec
 from kvrouter.fleetfile.fleet_workers import table_of_links
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.settings.problems import Document, config_error, parse_document, problem_of, read_document
 from kvrouter.settings.router_settings import KvRouterConfig
 

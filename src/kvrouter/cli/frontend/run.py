@@ -27,7 +27,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.engine_tokens import ModelTexts
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router_service import RouterService
