@@ -26,6 +26,7 @@ from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.discovery.records import OtherWrote
 from kvrouter.transports.discovery.wire import CARDS, CardRecord
+from tests.support.constants import SetConstants
 from tests.support.discovery_stores import Ear, card
 from tests.support.waits import until
 
@@ -139,8 +140,8 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(records, "TICK_MAX_S", 0.02)
+async def scene(set_constants: SetConstants) -> AsyncIterator[Scene]:
+    set_constants(records, TICK_MAX_S=0.02)
     made = Scene()
     yield made
     await made.end()
