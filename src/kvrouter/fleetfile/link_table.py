@@ -35,8 +35,8 @@ def read_links(given: str) -> LinkTable:
 
 
 def link_warnings(config: KvRouterConfig, of_file: LinkTable | None) -> list[str]:
-    """Return what a router's settings probably get wrong about its links; ``of_file`` are those of the file
-    that it is given. Raises ConfigError for a ``router_links`` that cannot be read.
+    """Return probable mistakes in a router's link settings; ``of_file`` are the links of its fleet file.
+    Raises ConfigError for an invalid ``router_links``.
     """
     if of_file is None and config.router_links is None:
         has_weight = config.kv_transfer_weight > 0.0
