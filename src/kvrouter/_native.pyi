@@ -684,7 +684,7 @@ class Ledger:
     def book(
         self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
     ) -> LeaseId:
-        """Open a lease. Raises kvrouter.kernel.ledger.port.LeaseExists; ValueError for a slot without room."""
+        """Open a lease. Raises kvrouter.kernel.ledger.port.LeaseExists; ValueError for a slot beyond."""
     def find(self, key: LeaseKey) -> LeaseId | None:
         """Return the open lease with this key; None without one."""
     def first_token(self, lease: LeaseId) -> bool:
