@@ -23,7 +23,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.engine_sums import SumsReading
 from kvrouter.kernel.placement.link_speeds import LinkReading
 from kvrouter.kernel.placement.speeds import SpeedReading
-from kvrouter.kernel.routing.request import cost_rule
+from kvrouter.kernel.routing.interface import cost_rule
 from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
 from kvrouter.router.engine_reports import AnswerCounts, ReportReading
 from kvrouter.router.event_ingest import EventCacheView, FeedReading
@@ -222,12 +222,12 @@ def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer
         ],
         index=None if index is None else api.Index(blocks=index.blocks, bytes=index.bytes),
         prompt_shapes=[
-            api.PromptShape(shape=seen.shape, answers=seen.answers, missed=seen.missed, blind=seen.is_blind)
-            for seen in model.engine_reports.shapes.readings()
+            api.PromptShape(shape=each.shape, answers=each.answers, missed=each.missed, blind=each.is_blind)
+            for each in model.engine_reports.shapes.readings()
         ],
         unrendered_chats=[
-            api.UnrenderedChats(reason=seen.reason, chats=seen.chats, detail=seen.detail)
-            for seen in (() if tokenizer is None else tokenizer.unrendered(model))
+            api.UnrenderedChats(reason=each.reason, chats=each.chats, detail=each.detail)
+            for each in (() if tokenizer is None else tokenizer.unrendered(model))
         ],
         kv_transfer_default=None if default is None else policy_state(default.policy),
         active_decode_blocks_threshold=settings.active_decode_blocks_threshold,
@@ -342,7 +342,7 @@ def _worker_state(
         levels=config.topology_levels,
         taints=sorted(worker_taints(config)),
         prompt_tokens=api.PromptTokens(min=config.prompt_tokens_min, max=config.prompt_tokens_max),
-        event_lane=card.event_source.lane if card.publishes_kv_events else None,
+        event_lane=card.event_source.transport if card.publishes_kv_events else None,
         kv_transfer=_kv_transfer_state(card, default),
         ranks=[_rank_state(rank) for rank in worker.ranks],
         lapsed=lapsed,
@@ -504,8 +504,8 @@ class Gauges:
         feed = rank.feed
         self._set(telemetry.feed_state, float(feed is None), *labels, "none")
         for state in FeedState:
-            is_here = feed is not None and feed.state is state
-            self._set(telemetry.feed_state, float(is_here), *labels, state.name.lower())
+            is_current = feed is not None and feed.state is state
+            self._set(telemetry.feed_state, float(is_current), *labels, state.name.lower())
         if feed is not None:
             self._set(telemetry.feed_staleness, feed.stale_s, *labels)
             self._set(telemetry.event_lag, feed.lag_s, *labels)

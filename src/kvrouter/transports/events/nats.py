@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.transports.background import go_on
 from kvrouter.transports.events.loads import TELL_EVERY_S, Drops, LatestLoads, SealedLoads
 from kvrouter.transports.events.port import (
@@ -77,7 +77,7 @@ class NatsEventPublisher:
     @property
     def source(self) -> EventSource:
         """What a card says."""
-        return EventSource(EventLane.NATS)
+        return EventSource(EventTransport.NATS)
 
     def publish(self, batch: KvBatch) -> None:
         """Send a batch, in parts when it is larger than the server takes."""

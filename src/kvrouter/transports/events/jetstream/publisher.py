@@ -14,7 +14,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.json import decoded
-from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport
 from kvrouter.transports.background import go_on
 from kvrouter.transports.events.jetstream.stream import (
     CLIENT_ERRORS,
@@ -202,7 +202,7 @@ class JetStreamPublisher:
     @property
     def source(self) -> EventSource:
         """What a card says: routers know the stream by namespace and component."""
-        return EventSource(EventLane.JETSTREAM)
+        return EventSource(EventTransport.JETSTREAM)
 
     @property
     def is_idle(self) -> bool:

@@ -13,7 +13,7 @@ import zmq
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.core.workers import EventTransport, WorkerCard
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
     ForeignRank,
@@ -151,7 +151,7 @@ class ZmqEventSubscriber(EventSinks):
         Raises ConfigError when its card does not say where to.
         """
         source, worker_id = card.event_source, card.worker_id
-        if source.lane is not EventLane.ZMQ or not source.events or not source.recovery:
+        if source.transport is not EventTransport.ZMQ or not source.events or not source.recovery:
             raise ConfigError(
                 f"event_source: worker {worker_id} names no endpoints to connect to", param="event_source"
             )
