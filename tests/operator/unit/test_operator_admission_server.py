@@ -143,7 +143,7 @@ async def opened(
         tried=tried,
         defaults=DEFAULTS,
         certificate=certificate,
-        listener=found.heard,
+        instrumentation=found.heard,
         not_ready=lambda: found.not_ready,
         info_timeout_s=info_timeout_s,
         body_s=body_s,
@@ -462,7 +462,7 @@ async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
             tried=taken,
             defaults=DEFAULTS,
             certificate=ServingCertificate(*write(tmp_path, secret())),
-            listener=Heard(),
+            instrumentation=Heard(),
             not_ready=lambda: None,
         )
         with pytest.raises(OSError, match=str(port)):

@@ -286,7 +286,7 @@ async def test_a_deployment_whose_pods_do_not_come(prometheus: Prometheus) -> No
         identity="one",
         lease=Key("kvrouter-system", "kvrouter-operator"),
         namespace="",
-        listener=replica,
+        instrumentation=replica,
     )
     async with serve_probes("127.0.0.1", 0, health=health, telemetry=replica.telemetry) as port:
         task = asyncio.create_task(controller.run())
