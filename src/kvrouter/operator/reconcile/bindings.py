@@ -18,12 +18,11 @@ from kvrouter.operator.labels.level_labels import (
     PLACES_PLURAL,
     PLACES_VERSION,
     LevelLabels,
-    Node,
     gather_s,
     node_places,
-    read_node,
     resolve,
 )
+from kvrouter.operator.labels.pods import Node, read_node
 from kvrouter.operator.plan.manifest import object_name
 from kvrouter.operator.policy import read_policy
 from kvrouter.operator.reconcile.sources import Sources

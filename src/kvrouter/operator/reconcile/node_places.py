@@ -11,7 +11,8 @@ from kvrouter.kube.objects import Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, ClusterInfo
 from kvrouter.operator.labels.binding import BindingTarget
-from kvrouter.operator.labels.level_labels import LevelLabels, is_pod_of, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.labels.level_labels import LevelLabels, is_pod_of, pod_labels, pod_name_stem
+from kvrouter.operator.labels.pods import read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S, InfoReader, Lost
 

@@ -21,7 +21,7 @@ from kvrouter.operator.api.grove import Level
 from kvrouter.operator.cluster_info import PODS, ClusterInfo
 from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.labels.binding import backfill_labels
-from kvrouter.operator.labels.level_labels import Pod, read_node, read_pod
+from kvrouter.operator.labels.pods import Pod, read_node, read_pod
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.frontend_links import read_qos
